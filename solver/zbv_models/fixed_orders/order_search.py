@@ -7,21 +7,22 @@ import time
 from collections.abc import Iterable
 
 import numpy as np
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.errors import InvalidInput
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.descent import CutDescent
+from zbv_solver.partition.first_cuts import histogram_cut, level_cut
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.runs import Choice, First, Recomputed, Runs
-from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, OPTIMAL_GAP, ROUNDING
+from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import Effort
 from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.fixed_orders.all_cuts import listed_cuts
 from zbv_models.fixed_orders.relaxation import Relaxed, relax
-from zbv_models.fixed_orders.schedules import Schedule
+from zbv_models.fixed_orders.schedules import Schedule, inner_sizes, placed_on
 
 SCREENED = {"quick": 2_000_000, "standard": 4_000_000, "thorough": 20_000_000}
 """Actions that a first local search may time."""
@@ -255,3 +256,45 @@ class OrderSearch:
                 accepted = min(accepted, self.runs.value(self.order, choice))
         if cuts is not None:
             self.bound = max(self.bound, min(self.value, below, accepted))
+
+
+def order_search(
+    own: OwnUnit,
+    schedule: Schedule,
+    recompute: Recomputed | First | None,
+    *,
+    allow_empty: bool,
+    late: str | None,
+    effort: Effort,
+    seed: int = 0,
+    deadline: float = math.inf,
+    even: Boundaries | None = None,
+) -> OrderSearch:
+    """The search for cuts under one schedule, not yet begun.
+
+    Raises :class:`InvalidInput` when no cut under this schedule keeps the rules.
+    """
+    placed = placed_on(own.problem, schedule, allow_empty)
+    sizes = inner_sizes(placed, schedule)
+    latest = _latest(placed, schedule, late) | _behind(placed, sizes)
+    search = OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
+    if search.runs.allow_none:
+        raise InvalidInput.at("/layers", f"found {placed.n_atoms} separable layers, which are too few.")
+    return search
+
+
+def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:
+    """Stages of prescribed sizes have only transformer layers, so they end with the last of them."""
+    model = placed.model
+    end = int(np.searchsorted(placed.places, model.place_behind(model.blocks_before[-1])))
+    return {stage + 1: end for stage in sizes}
+
+
+def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> dict[int, int]:
+    """The last place of the boundary before the last chunk, in parts."""
+    placement = schedule.placement
+    if late is None or placement.chunks == 1:
+        return {}
+    place = problem.model.place[late]
+    at = int(np.searchsorted(problem.places, place, side="right")) - 1
+    return {placement.n_stages - placement.pp_degree: at}

@@ -40,18 +40,12 @@ Irregularity = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Once:
-    """What a step needs once, in addition to the objective.
-
-    Attributes
-    ----------
-    parts
-        (n,) of every part; the rank with the most counts.
-    fixed
-        In any case.
-    """
+    """What a step needs once, in addition to the objective."""
 
     parts: FloatArray
+    """(n,) of every part; the rank with the most counts."""
     fixed: float = 0.0
+    """In any case."""
 
 
 def regular_cut(search: OrderSearch, once: Once | None = None) -> Choice:

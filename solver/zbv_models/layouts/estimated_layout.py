@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from zbv_solver.kernels.arrays import FloatArray
-from zbv_solver.partition.cut_tables import CutTables, speeds_of
+from zbv_solver.partition.cut_space import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
 from zbv_solver.problem.layer import Model

@@ -14,12 +14,10 @@ import numpy as np
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import at_limit
-from zbv_solver.partition.cut_space import CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import even_bound, level_cut
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut
-from zbv_solver.partition.simple_cuts import level_cut
-from zbv_solver.partition.starts import even_bound
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.placement import Placement

@@ -14,9 +14,8 @@ from typing import Any
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import CutTables
-from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem

@@ -20,7 +20,7 @@ from zbv_models.estimate.fit import fits
 from zbv_models.estimate.layers import LayerEstimate, Training, estimate_model
 from zbv_models.estimate.states import StateBytes
 from zbv_models.estimate.transformer import Transformer
-from zbv_models.fixed_orders.even_cuts import dealt
+from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import megatron

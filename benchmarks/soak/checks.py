@@ -15,10 +15,9 @@ from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.exact import refine
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import level_cut
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.layered_problem import LayeredProblem

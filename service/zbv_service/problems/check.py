@@ -7,7 +7,7 @@ from typing import Any
 
 from zbv_solver.errors import InvalidInput, InvalidPlan, Issue
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.layered_problem import LayeredProblem

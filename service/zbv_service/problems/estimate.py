@@ -9,7 +9,7 @@ from typing import Any
 from zbv_solver.documents.text import plain
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import CutTables
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan

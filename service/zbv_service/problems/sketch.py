@@ -10,12 +10,18 @@ import time
 from dataclasses import replace
 
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import CutTables
-from zbv_solver.partition.judge import Judge
-from zbv_solver.partition.roomy_cuts import roomy_cuts
-from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.partition.starts import EVEN, HISTOGRAM, Start, fitting_starts
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.first_cuts import (
+    EVEN,
+    HISTOGRAM,
+    Start,
+    even_cut,
+    fitting_starts,
+    histogram_cut,
+    level_cut,
+    roomy_cuts,
+)
+from zbv_solver.partition.joint_search import Judge
 from zbv_solver.plans.plan import Baseline, Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions

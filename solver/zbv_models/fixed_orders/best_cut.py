@@ -1,9 +1,8 @@
 """The best cut of layers for the fixed order of an executor, with a proven bound over all cuts.
 
-The objective of a fixed order is the largest of many linear functions of the cut (:mod:`.fixed_order`). A
-local search finds good cuts, a linear program finds the functions that matter and a first bound, and CP-SAT
-proposes the best cut under the functions known so far. The proposal is timed, and its own critical paths are
-added, until no cut below the best known one is left: then that one is optimal.
+The objective of a fixed order is the largest of many linear functions of the cut. A local search finds good
+cuts, and a linear program finds the functions that matter and a bound. If there are few cuts, those are timed
+that may be better by these functions, until none is left: then the best cut is optimal.
 """
 
 from __future__ import annotations
@@ -14,23 +13,26 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import numpy as np
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
+from zbv_solver.plans.certificate import certify
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.plans.plan import CutCertificate, Plan
+from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.layered import bound_over_all_cuts
 from zbv_solver.search.layered_unit import OwnUnit
-from zbv_solver.search.options import Effort
+from zbv_solver.search.options import Effort, SearchOptions
+from zbv_solver.search.search import search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
-from zbv_models.fixed_orders.order_search import OrderSearch
-from zbv_models.fixed_orders.rank_rules import inner_sizes, placed_on
+from zbv_models.fixed_orders.order_search import OrderSearch, order_search
 from zbv_models.fixed_orders.regular_cut import Once, regular_cut
-from zbv_models.fixed_orders.schedules import Schedule
+from zbv_models.fixed_orders.schedules import Schedule, placed_on
 
 Recompute = Literal["none", "all", "uniform", "per-stage"]
 """Stages that may be recomputed: no stage, every stage, either of the two, or any."""
@@ -43,64 +45,44 @@ REST = 1.0
 
 @dataclass(frozen=True)
 class OrderResult:
-    """What one schedule achieves with its best known cut.
-
-    Attributes
-    ----------
-    recompute
-        ``none``, ``all``, ``block`` or ``per-stage``.
-    objective
-        inf if no cut was found that fits the memory limit, or none was tried.
-    lower_bound
-        A proven bound over all cuts under this schedule.
-    even
-        The objective of the even cut, without the memory limit; inf if it was not tried.
-    is_searched
-        Whether any cuts were tried. The time limit may end the search before.
-    recompute_layers
-        With ``block``, how many first layers of every stage are recomputed; None if no cut is known.
-    """
+    """What one schedule achieves with its best known cut."""
 
     schedule: Schedule
     recompute: str
+    """``none``, ``all``, ``block`` or ``per-stage``."""
     objective: float
+    """inf if no cut was found that fits the memory limit, or none was tried."""
     lower_bound: float
+    """A proven bound over all cuts under this schedule."""
     even: float
+    """The objective of the even cut, without the memory limit; inf if it was not tried."""
     is_searched: bool = True
+    """Whether any cuts were tried. The time limit may end the search before."""
     recompute_layers: int | None = None
+    """With ``block``, how many first layers of every stage are recomputed; None if no cut is known."""
 
 
 @dataclass(frozen=True, eq=False)
 class BestCut:
-    """The best cut that was found, under the schedule that suits it best.
-
-    Attributes
-    ----------
-    problem, orders
-        The layers, cut and placed, and the executor's action lists for them. The cut is the most regular of
-        those that are hardly longer than the best one (:mod:`.regular_cut`).
-    objective, lower_bound
-        Of this cut, and of this schedule: no cut has a smaller objective than the bound.
-    even
-        The objective of the even cut under this schedule, without the memory limit.
-    results
-        All schedules with their shortest cuts, the best first and those that were not searched last.
-    shortest, least
-        The layers with the shortest cut that was found under this schedule, and its objective.
-    refused
-        Why other schedules have no cut that keeps the rules.
-    """
+    """The best cut that was found, under the schedule that suits it best."""
 
     schedule: Schedule
     problem: Problem
     orders: Orders
+    """The layers, cut and placed, and the executor's action lists for them. The cut is the most regular of
+    those that are hardly longer than the best one (:mod:`.regular_cut`)."""
     objective: float
     lower_bound: float
+    """Of this cut, and of this schedule: no cut has a smaller objective than the bound."""
     even: float
+    """The objective of the even cut under this schedule, without the memory limit."""
     results: tuple[OrderResult, ...]
+    """All schedules with their shortest cuts, the best first and those that were not searched last."""
     shortest: Problem
     least: float
+    """The layers with the shortest cut that was found under this schedule, and its objective."""
     refused: Mapping[Schedule, Issue] = field(default_factory=dict)
+    """Why other schedules have no cut that keeps the rules."""
 
     @property
     def bound_of_all(self) -> float:
@@ -236,38 +218,6 @@ def _refusal(
     )
 
 
-def order_search(
-    own: OwnUnit,
-    schedule: Schedule,
-    recompute: Recomputed | First | None,
-    *,
-    allow_empty: bool,
-    late: str | None,
-    effort: Effort,
-    seed: int = 0,
-    deadline: float = math.inf,
-    even: Boundaries | None = None,
-) -> OrderSearch:
-    """The search for cuts under one schedule, not yet begun.
-
-    Raises :class:`InvalidInput` when no cut under this schedule keeps the rules.
-    """
-    placed = placed_on(own.problem, schedule, allow_empty)
-    sizes = inner_sizes(placed, schedule)
-    latest = _latest(placed, schedule, late) | _behind(placed, sizes)
-    search = OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
-    if search.runs.allow_none:
-        raise InvalidInput.at("/layers", f"found {placed.n_atoms} separable layers, which are too few.")
-    return search
-
-
-def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:
-    """Stages of prescribed sizes have only transformer layers, so they end with the last of them."""
-    model = placed.model
-    end = int(np.searchsorted(placed.places, model.place_behind(model.blocks_before[-1])))
-    return {stage + 1: end for stage in sizes}
-
-
 def _variants(
     recompute: Recompute | First, stages: int, problem: LayeredProblem
 ) -> tuple[Recomputed | First | None, ...]:
@@ -282,16 +232,6 @@ def _variants(
         has_every = recompute.others and recompute == First(others=recompute.others)
         return (recompute, every) if has_every else (recompute,)
     return (every,) if recompute == "all" else (none, every)
-
-
-def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> dict[int, int]:
-    """The last place of the boundary before the last chunk, in parts."""
-    placement = schedule.placement
-    if late is None or placement.chunks == 1:
-        return {}
-    place = problem.model.place[late]
-    at = int(np.searchsorted(problem.places, place, side="right")) - 1
-    return {placement.n_stages - placement.pp_degree: at}
 
 
 def answer_of(
@@ -356,3 +296,56 @@ def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> Inf
         is_proved=all(each.is_infeasible for each in searches),
         ended_early=any(each.is_over for each in searches),
     )
+
+
+LEAST_SECONDS = 0.01
+"""What a search may take at least."""
+
+
+def free_plan(problem: LayeredProblem, best: BestCut, options: SearchOptions) -> Plan:
+    """The better of a plan of the layers, and of a plan that improves an executor's order and keeps its cut.
+
+    So it is never longer than the executor's order, which is one of the possible orders. The second is only
+    searched if the first is longer; its placement is that of the executor. The bound is over all cuts on both
+    placements.
+    """
+    began = time.monotonic()
+    try:
+        found = search(problem, options)
+    except InfeasibleMemory:  # on its own placement; the executor's cut fits
+        found = None
+    if found is not None and found.objective <= best.objective:
+        return found
+    if options.time_limit is not None:
+        left = options.time_limit - (time.monotonic() - began)
+        options = replace(options, time_limit=max(left, LEAST_SECONDS))
+    improved = improved_plan(best, options, is_blocking=problem.blocking)
+    if found is None or found.cut is None or improved.cut is None:
+        return improved
+    if found.objective <= improved.objective:
+        return found
+    bound = min(improved.cut.lower_bound, found.cut.lower_bound)
+    proven = certify(problem, improved.objective, bound, "cuts")
+    return replace(improved, cut=replace(improved.cut, lower_bound=proven.lower_bound, gap=proven.gap))
+
+
+def improved_plan(best: BestCut, options: SearchOptions | None, *, is_blocking: bool = False) -> Plan:
+    """A plan of an executor's cut that is not longer than the executor's order, with a bound over all cuts.
+
+    Parameters
+    ----------
+    options
+        Without them, the order stays that of the executor.
+    is_blocking
+        Whether transfers keep ranks waiting in a free order, too.
+    """
+    if best.problem.model is None:
+        raise TypeError("the problem was not given by layers.")
+    layers = replace(uncut(best.problem), blocking=is_blocking)
+    own = layers.cut_into(best.problem.placement, best.problem.model.cut)
+    if options is None:
+        found = make_plan(own, best.orders, method="executor")
+    else:
+        found = search(own, options, incumbent=best.orders)
+    proven = certify(layers, found.objective, bound_over_all_cuts(layers), "cuts")
+    return replace(found, cut=CutCertificate("executor", proven.lower_bound, proven.gap))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from zbv_solver.documents.text import plain
@@ -12,54 +13,41 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.export.torchtitan_settings import REPEATED, TitanSettings, module_names
 from zbv_solver.partition.modules import Modules
 from zbv_solver.partition.runs import First
-from zbv_solver.problem.layer_letters import letter_of
+from zbv_solver.problem.layer_letters import DECODER, LOSS, MTP, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.limits import MAX_CHUNKS
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import Effort
 
 from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut
-from zbv_models.fixed_orders.even_cuts import even_cut
 from zbv_models.fixed_orders.megatron_layout import Stages, layout_flags, recompute_flags, write_layout
 from zbv_models.fixed_orders.schedules import (
     TORCH_DEFAULTS,
     Schedule,
-    megatron_groups,
     megatron_schedule,
+    schedules_of,
     torch_schedule,
     torch_schedule_name,
 )
 
 Executor = Literal["megatron", "torch", "torchtitan"]
 EXECUTORS: tuple[str, ...] = get_args(Executor)
-MOST_CHUNKS = 4
-"""Most virtual stages per rank that are tried unless numbers are given."""
-MOST_GROUPS = 4
-"""Group sizes that are tried unless one is given: all if there are no more, else those that double from p."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExecutorCut:
-    """The best cut for an executor.
-
-    Attributes
-    ----------
-    stages
-        The modules of every stage as letters; None for ``torch``, which does not name modules.
-    settings
-        Flags of Megatron-LM or a function for torchtitan; None if the executor cannot express the result.
-    remark
-        Why there are no settings; empty if there are.
-    even_remark
-        What the even cut is if the executor has none by itself; empty if it is the executor's own.
-    """
+    """The best cut for an executor."""
 
     executor: str
     best: BestCut
     stages: Stages | None
+    """The modules of every stage as letters; None for ``torch``, which does not name modules."""
     settings: str | None
+    """Flags of Megatron-LM or a function for torchtitan; None if the executor cannot express the result."""
     remark: str = ""
+    """Why there are no settings; empty if there are."""
     even_remark: str = ""
+    """What the even cut is if the executor has none by itself; empty if it is the executor's own."""
 
     @property
     def shortest_layout(self) -> str | None:
@@ -282,51 +270,6 @@ def split_flags(settings: str) -> list[str]:
     return shlex.split(settings)
 
 
-def schedules_of(
-    problem: LayeredProblem,
-    executor: str,
-    virtual_stages: Sequence[int] | None = None,
-    group: int | None = None,
-    names: Sequence[str] = (),
-) -> list[Schedule]:
-    """The schedules to try; raises :class:`InvalidInput` with the executor's reasons if there are none."""
-    p, m = problem.pp_degree, problem.microbatches
-    chunks = tuple(virtual_stages or range(1, MOST_CHUNKS + 1))
-    found: list[Schedule] = []
-    refusals: list[InvalidInput] = []
-
-    def offer(make: Any, *arguments: Any) -> None:
-        try:
-            found.append(make(*arguments))
-        except InvalidInput as error:
-            refusals.append(error)
-
-    if executor == "megatron":
-        for each in chunks:
-            if each == 1:
-                # A given group size is for several virtual stages.
-                if group is None or virtual_stages is not None:
-                    offer(megatron_schedule, p, m, 1)
-            elif group is not None:
-                offer(megatron_schedule, p, m, each, group)
-            else:
-                sizes = _tried_groups(p, m, each)
-                for size in sizes:
-                    offer(megatron_schedule, p, m, each, size)
-                if not sizes:
-                    offer(megatron_schedule, p, m, each)
-    else:
-        for name in names or TORCH_DEFAULTS:
-            for each in chunks:
-                offer(torch_schedule, name, p, m, each)
-    if not names:
-        # With one stage per rank, an interleaved schedule is 1F1B with a longer warm-up.
-        found = [each for each in found if each.name == "1F1B" or each.placement.chunks > 1]
-    if not found:
-        raise refusals[0] if refusals else InvalidInput.at("", "found no schedule to try.")
-    return found
-
-
 def schedule_of_stages(
     problem: LayeredProblem, executor: str, chunks: int, group: int | None = None, names: Sequence[str] = ()
 ) -> Schedule:
@@ -341,15 +284,6 @@ def schedule_of_stages(
     if len(names) > 1:
         raise InvalidInput.at("/schedule", f"found {len(names)} names with a given cut; give one.")
     return torch_schedule(names[0] if names else TORCH_DEFAULTS[chunks > 1], p, m, chunks)
-
-
-def _tried_groups(p: int, m: int, chunks: int) -> Sequence[int | None]:
-    allowed = megatron_groups(p, m, chunks)
-    if len(allowed) <= MOST_GROUPS:
-        return allowed
-    return [size for size in allowed if size is not None and size % p == 0 and (size // p).bit_count() == 1][
-        :MOST_GROUPS
-    ]
 
 
 def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
@@ -405,3 +339,64 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
 def _number(value: float) -> float | None:
     """A number, or None instead of infinity, which JSON does not have."""
     return value if value < float("inf") else None
+
+
+@dataclass(frozen=True)
+class EvenCut:
+    """An even division of the transformer layers; embedding, MTP layers and loss are at the ends."""
+
+    bounds: tuple[int, ...]
+    """(S+1,) boundaries as layer indices."""
+    remark: str = ""
+    """Which cut this is if the executor has none by itself; empty if it is the executor's own."""
+
+
+def even_cut(executor: str, letters: Sequence[str], schedule: Schedule) -> EvenCut:
+    """The cut of layers with these letters that an executor chooses by itself for a schedule."""
+    blocks, stages = letters.count(DECODER), schedule.placement.n_stages
+    if executor == "torchtitan" and stages <= blocks + 2:
+        return EvenCut(_bounds(letters, _weighted(blocks, stages)))
+    counts = dealt(blocks, stages)
+    if blocks % stages and executor != "torch":
+        fewer = "one less at both ends" if counts[0] < counts[1] else "fewer on the last stages"
+        name = {"megatron": "Megatron-LM", "torchtitan": "torchtitan"}[executor]
+        remark = (
+            f"{name} by itself does not divide {blocks} transformer layers into {stages} stages; the even "
+            f"cut here has {max(counts)} per stage and {fewer}."
+        )
+        return EvenCut(_bounds(letters, counts), remark)
+    return EvenCut(_bounds(letters, counts))
+
+
+def dealt(blocks: int, stages: int) -> list[int]:
+    """Transformer layers of every stage: as many on each, if they divide.
+
+    Otherwise, if two more would divide, embedding and loss count as one each, as with
+    ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split`` of Megatron-LM;
+    if not, the last stages have fewer, as with its ``--decoder-last-pipeline-num-layers``.
+    """
+    if blocks % stages and not (blocks + 2) % stages and stages > 1:
+        each = (blocks + 2) // stages
+        return [each - 1, *(each,) * (stages - 2), each - 1]
+    each = -(-blocks // stages)
+    return [max(0, min(each, blocks - stage * each)) for stage in range(stages)]
+
+
+def _weighted(blocks: int, stages: int) -> list[int]:
+    """torchtitan's rule: embedding and output count as one layer each, and the first stages have one more."""
+    if stages == 1:
+        return [blocks]
+    each, more = divmod(blocks + 2, stages)
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return counts
+
+
+def _bounds(letters: Sequence[str], counts: Sequence[int]) -> tuple[int, ...]:
+    begins = [at for at, letter in enumerate(letters) if letter == DECODER]
+    behind = (
+        at for at, letter in enumerate(letters) if letter in (MTP, LOSS) and at >= max(begins, default=0)
+    )
+    begins.append(next(behind, len(letters)))
+    return (0, *(begins[done] for done in list(accumulate(counts))[:-1]), len(letters))

@@ -1,4 +1,4 @@
-"""The search for the best cut under one schedule: a local search, a relaxation, and an exact model."""
+"""The search for the best cut under one schedule: a local search, a bound, and all cuts if they are few."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import time
 from collections.abc import Iterable
 
 import numpy as np
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.errors import InvalidInput
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.descent import CutDescent
+from zbv_solver.partition.first_cuts import histogram_cut, level_cut
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.runs import Choice, First, Recomputed, Runs
-from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE, OPTIMAL_GAP, ROUNDING
+from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import Effort
 from zbv_solver.search.search_state import Cancelled
 
-from zbv_models.fixed_orders.count_model import CountModel
+from zbv_models.fixed_orders.all_cuts import listed_cuts
 from zbv_models.fixed_orders.relaxation import Relaxed, relax
-from zbv_models.fixed_orders.schedules import Schedule
+from zbv_models.fixed_orders.schedules import Schedule, inner_sizes, placed_on
 
 SCREENED = {"quick": 2_000_000, "standard": 4_000_000, "thorough": 20_000_000}
 """Actions that a first local search may time."""
@@ -31,14 +32,10 @@ ROUNDS = {"quick": 150, "standard": 300, "thorough": 1000}
 """Linear programs."""
 MOST_SWEPT = {"quick": 100_000_000, "standard": 500_000_000, "thorough": 10_000_000_000}
 """Actions times ranks that all linear programs together may time."""
-EXACT = {"quick": 0.3, "standard": 1.5, "thorough": 60.0}
-"""CP-SAT's deterministic time."""
+MOST_TERMS = 32
+"""Critical paths by which all cuts are compared."""
 FEW_ROUNDS, FEW_SWEPT = 12, 10_000_000
 """Linear programs, and actions times ranks that they may time, to rank many schedules."""
-LEAST_EFFORT = 0.01
-"""Deterministic time that a solve costs at least, as presolve is hardly counted."""
-MOST_LEARNED = 8
-"""Proposals of a solve whose critical paths are added."""
 
 
 class OrderSearch:
@@ -158,10 +155,8 @@ class OrderSearch:
                     self.local.consider(self.local.at(rounded))
 
     def seek_cut(self) -> None:
-        """A good cut with little effort: few moves, and CP-SAT if nothing else fits."""
-        self.is_searched = True
-        best = () if self.best is None else (self._at(self.best[0]),)
-        self.screen(best)
+        """A good cut with little effort: few moves, and more of them if nothing fits."""
+        self.screen(() if self.best is None else (self._at(self.best[0]),))
         if self.best is None:
             self._make_fit()
 
@@ -194,16 +189,17 @@ class OrderSearch:
 
         ``share`` scales the budget; below 1 there is no full local search.
         """
-        if self.best is None and not self._make_fit():
-            return
-        each = len(self.order.orders) * self.problem.pp_degree
-        rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
-        relaxed = self._relaxed(self._best(), rounds, deadline=self.deadline)
-        self._take(relaxed)
-        if share >= 1 and self._target(below) > self.bound:
-            self.local.left = ACTIONS[self.effort]
-            self.local.run(self._best())
-        self._prove(below, share * EXACT[self.effort])
+        if self.best is None:
+            self._make_fit()
+        if self.best is not None:
+            actions = len(self.order.orders) * self.problem.pp_degree
+            rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / actions))
+            self._take(self._relaxed(self.best, rounds, deadline=self.deadline))
+            if share >= 1 and self._target(below) > self.bound:
+                self.local.left = ACTIONS[self.effort]
+                self.local.run(self.best)
+        if self._target(below) > self.bound:
+            self._time_all(below, share)
 
     def closest_peaks(self) -> tuple[float, ...]:
         """The memory that the cut closest to the limits needs."""
@@ -216,26 +212,12 @@ class OrderSearch:
         """Whether the deadline is over, or the search was cancelled."""
         return time.monotonic() >= self.deadline or (self.cancelled is not None and self.cancelled())
 
-    @property
-    def _seconds(self) -> float | None:
-        """Seconds until the deadline; None without one."""
-        return None if math.isinf(self.deadline) else self.deadline - time.monotonic()
-
-    def _best(self) -> Choice:
-        if self.best is None:
-            raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
-        return self.best
-
-    def _make_fit(self) -> bool:
-        """Find a cut that fits with CP-SAT; False if there is none, or none was found."""
-        model = CountModel(self.runs, self.order, self._serial(), 0.0, self.recompute)
-        model.cancelled = self.cancelled
-        proposal = model.solve(self._serial(), EXACT[self.effort], self.seed, self._seconds)
-        if proposal.is_exhausted:
-            self.bound = math.inf
-        for choice in proposal.choices:
-            self.local.consider(choice)
-        return self.best is not None
+    def _make_fit(self) -> None:
+        """Seek a cut that fits for longer; a bound may prove that there is none."""
+        self.bound_loads()
+        if self.local.closest is not None and not self.is_infeasible:
+            self.local.left = ACTIONS[self.effort]
+            self.local.run(self.local.closest)
 
     def _serial(self) -> float:
         """An upper bound on the objective of every cut: no two actions or transfers overlap."""
@@ -244,40 +226,75 @@ class OrderSearch:
         transfers = [self.problem.transfer(int(place)) for place in self.problem.places]
         return float(m * (work + 2 * len(runs.lower) * max(transfers))) or 1.0
 
-    def _prove(self, below: float, effort: float) -> None:
-        """Close the gap between the bound and the best cut or ``below``, or narrow it."""
-        left = effort
-        if self._target(below) <= self.bound:
-            return
-        model = CountModel(self.runs, self.order, self.value, self.bound, self.recompute)
-        model.cancelled = self.cancelled
-        for terms in self.terms.values():
-            model.add(terms)
-        while left > 0 and self._target(below) > self.bound and not self.is_over:
-            proposal = model.solve(self._target(below), left, self.seed, self._seconds)
-            left -= max(LEAST_EFFORT, proposal.effort)
-            if proposal.is_exhausted:
-                self.bound = min(self.value, below)
-                return
-            self.bound = max(self.bound, min(proposal.bound, self._target(below)))
-            if not self._learn(model, proposal.choices[-MOST_LEARNED:]):
-                return
+    def tight_terms(self) -> list[Terms]:
+        """The terms that are largest for the best cut: a few prove nearly as much of other cuts as all."""
+        if self.best is None:
+            return []
+        counts = self.runs.counts(self.best[0])
+        costs = self.runs.costs(counts, self.runs.again(counts, self.best[1]))
+        return sorted(self.terms.values(), key=lambda terms: -terms.value(*costs))[:MOST_TERMS]
 
     def _target(self, below: float) -> float:
         """Only cuts up to this objective are better than the best known cut."""
         return min(self.value, below) * (1 - OPTIMAL_GAP)
 
-    def _learn(self, model: CountModel, choices: list[Choice]) -> bool:
-        """Time proposals, and add their critical paths; False if that teaches nothing."""
-        is_new = False
-        for choice in choices:
-            before = self.value
-            self.local.consider(choice)
-            is_new = is_new or self.value < before
-            counts = self.runs.counts(choice[0])
-            for terms in self.order.critical(*self.runs.costs(counts, self.runs.again(counts, choice[1]))):
-                if terms.key not in self.terms:
-                    self.terms[terms.key] = terms
-                    model.add(terms)
-                    is_new = True
-        return is_new
+    def _time_all(self, below: float, share: float) -> None:
+        """Time all cuts, if they are few: first those of which least is proved, which bounds the others."""
+        most_load = min(self.value, below) / self.problem.microbatches
+        cuts = listed_cuts(self.runs, self.recompute, self.tight_terms(), most_load)
+        self.local.left = math.ceil(share * ACTIONS[self.effort])
+        # The verifier may accept cuts that exceed the memory by so little that the search does not.
+        accepted = math.inf
+        for bound, choice in cuts or ():
+            if not self.local.may_go_on():
+                return
+            self.bound = max(self.bound, min(bound * (1 - ROUNDING), self.value, below, accepted))
+            if self._target(below) <= self.bound:
+                return
+            excess, _ = self.local.consider(choice)
+            if 0 < excess <= 2 * MEMORY_TOLERANCE:
+                accepted = min(accepted, self.runs.value(self.order, choice))
+        if cuts is not None:
+            self.bound = max(self.bound, min(self.value, below, accepted))
+
+
+def order_search(
+    own: OwnUnit,
+    schedule: Schedule,
+    recompute: Recomputed | First | None,
+    *,
+    allow_empty: bool,
+    late: str | None,
+    effort: Effort,
+    seed: int = 0,
+    deadline: float = math.inf,
+    even: Boundaries | None = None,
+) -> OrderSearch:
+    """The search for cuts under one schedule, not yet begun.
+
+    Raises :class:`InvalidInput` when no cut under this schedule keeps the rules.
+    """
+    placed = placed_on(own.problem, schedule, allow_empty)
+    sizes = inner_sizes(placed, schedule)
+    latest = _latest(placed, schedule, late) | _behind(placed, sizes)
+    search = OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
+    if search.runs.allow_none:
+        raise InvalidInput.at("/layers", f"found {placed.n_atoms} separable layers, which are too few.")
+    return search
+
+
+def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:
+    """Stages of prescribed sizes have only transformer layers, so they end with the last of them."""
+    model = placed.model
+    end = int(np.searchsorted(placed.places, model.place_behind(model.blocks_before[-1])))
+    return {stage + 1: end for stage in sizes}
+
+
+def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> dict[int, int]:
+    """The last place of the boundary before the last chunk, in parts."""
+    placement = schedule.placement
+    if late is None or placement.chunks == 1:
+        return {}
+    place = problem.model.place[late]
+    at = int(np.searchsorted(problem.places, place, side="right")) - 1
+    return {placement.n_stages - placement.pp_degree: at}

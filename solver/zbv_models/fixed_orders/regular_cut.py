@@ -5,30 +5,25 @@ different lengths are hard to read, to justify and to keep when something else c
 order: few empty stages, few different numbers of transformer layers, few changes of the number from one stage
 to the next (a short layout string), and a small difference between the most and the fewest.
 
-A few thousand simple patterns give a regular cut that is good. CP-SAT then proposes more regular ones, and at
-last shorter ones that are as regular, under what is known of the order (:mod:`.count_model`). A proposal that
-is too long adds its critical paths. If its effort lasts until no proposal is left, none is more regular.
+If there are few cuts, all of them are compared. Otherwise a few thousand simple patterns are, and then cuts
+that differ from the most regular of these by one layer.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
-from ortools.sat.python import cp_model
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.descent import TIMED
-from zbv_solver.partition.fixed_order import Terms
-from zbv_solver.partition.runs import Choice, First
-from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING, SEARCH_MEMORY
+from zbv_solver.partition.runs import Choice
+from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 
-from zbv_models.fixed_orders.count_model import CountModel
-from zbv_models.fixed_orders.order_search import LEAST_EFFORT, MOST_LEARNED, SCREENED, OrderSearch
+from zbv_models.fixed_orders.all_cuts import all_bounds, proved_of
+from zbv_models.fixed_orders.order_search import SCREENED, OrderSearch
 
 TOLERANCE = 0.01
 """How much longer than the best cut a more regular one may be."""
@@ -38,12 +33,6 @@ FEWEST_TIMED = 20
 """Cuts that are timed at least."""
 MOST_EQUAL = 8
 """Equally regular good cuts that are timed to find the shortest of them."""
-EXACT = {"quick": 0.2, "standard": 1.0, "thorough": 10.0}
-"""CP-SAT's deterministic time for more regular cuts, and again for shorter ones."""
-LINEAR = 1
-"""CP-SAT's linearization: on Moonlight's cuts, the least deterministic time of 0, 1 and 2."""
-MOST_LITERALS = 5000
-"""Stages times numbers of layers for which CP-SAT is asked."""
 
 Irregularity = tuple[int, ...]
 """Empty stages, different numbers of transformer layers, changes between neighbours, and their range."""
@@ -51,18 +40,12 @@ Irregularity = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Once:
-    """What a step needs once, in addition to the objective.
-
-    Attributes
-    ----------
-    parts
-        (n,) of every part; the rank with the most counts.
-    fixed
-        In any case.
-    """
+    """What a step needs once, in addition to the objective."""
 
     parts: FloatArray
+    """(n,) of every part; the rank with the most counts."""
     fixed: float = 0.0
+    """In any case."""
 
 
 def regular_cut(search: OrderSearch, once: Once | None = None) -> Choice:
@@ -85,8 +68,7 @@ def regular_cut(search: OrderSearch, once: Once | None = None) -> Choice:
         raise ValueError("found a search without a cut.")
     if search.is_over or search.space.n_stages == 1:
         return search.best
-    regular = _Regular(search, search.best, once)
-    return _Proposals(regular, regular.simple()).found()
+    return _Regular(search, search.best, once).found()
 
 
 def irregularities(blocks: IntArray, parts: IntArray) -> IntArray:
@@ -123,8 +105,13 @@ class _Regular:
         self.most_step = (step + once.fixed) * (1 + TOLERANCE) - once.fixed
         self.left = max(FEWEST_TIMED, SCREENED[search.effort] // (len(search.order.orders) + TIMED))
 
-    def simple(self) -> Choice:
-        """A regular cut: evenly dealt middle stages, from which layers move one by one."""
+    def found(self) -> Choice:
+        """The most regular cut of all, or of evenly dealt ones, from which layers then move one by one."""
+        bounds = all_bounds(self.search.runs, self.most / self.search.problem.microbatches)
+        if bounds is not None:
+            terms = self.search.tight_terms()
+            proved = proved_of(self.search.runs, terms, bounds, self.best[1])
+            return self._better(self.best, bounds[proved <= self.most * (1 + ROUNDING)])
         choice = self._better(self.best, self._dealt())
         while True:
             moved = self._better(choice, self._moved(choice[0]))
@@ -227,148 +214,3 @@ class _Regular:
                 moved[low + 1 : high + 1] += 1 if one > other else -1
                 found.append(moved)
         return np.array(found)
-
-
-class _Proposals:
-    """Cuts that CP-SAT proposes because they are more regular than a known one, or shorter.
-
-    Parameters
-    ----------
-    choice
-        A good cut. Others recompute as it does.
-    """
-
-    def __init__(self, regular: _Regular, choice: Choice):
-        self.regular, self.search, self.choice = regular, regular.search, choice
-        recompute = self.search.recompute
-        if isinstance(recompute, First):
-            recompute = replace(recompute, least=choice[1][0], most=choice[1][0])
-        elif recompute is None:
-            recompute = choice[1]
-        self.counts = CountModel(self.search.runs, self.search.order, regular.most, 0.0, recompute)
-        self.model = self.counts.model
-        self.terms: set[bytes] = set()
-        for terms in self.search.terms.values():
-            self._add(terms)
-        self._learn(choice)
-
-    def found(self) -> Choice:
-        """The most regular good cut, and of these the shortest, as far as the effort allows."""
-        regular, blocks = self.regular, self._by_run(np.diff(self.regular.blocks_before))
-        if blocks is None or self.search.space.n_stages * (self._most_blocks() + 1) > MOST_LITERALS:
-            return self.choice
-        self._add_step()
-        total = self._add_irregularity(blocks)
-        self.model.minimize(total)
-        self._improve(total, regular.most)
-        if regular.irregularity(self.choice) == regular.irregularity(regular.best):
-            return regular.best
-        self.model.minimize(self.counts.objective)
-        self._improve(total, regular.value(self.choice))
-        return self.choice
-
-    def _improve(self, total: cp_model.IntVar, below: float) -> None:
-        """Replace the cut by better ones until none is left: more regular ones, or shorter ones."""
-        left, is_shorter = EXACT[self.search.effort], below < self.regular.most
-        while left > 0 and not self.search.is_over:
-            most = self._packed(self.choice) - (not is_shorter)
-            if most < 0:
-                return
-            self.model.proto.variables[total.index].domain[1] = most
-            deadline = self.search.deadline
-            seconds = None if math.isinf(deadline) else deadline - time.monotonic()
-            proposal = self.counts.solve(below, left, self.search.seed, seconds, LINEAR)
-            left -= max(LEAST_EFFORT, proposal.effort)
-            is_new = False
-            for choice in reversed(proposal.choices[-MOST_LEARNED:]):
-                value = self.regular.value(choice)
-                if self.regular.is_good(choice, value) and value < below * (1 + ROUNDING):
-                    self.choice, is_new = choice, True
-                    below = value * (1 - OPTIMAL_GAP) if is_shorter else below
-                    break
-                is_new = self._learn(choice) or is_new
-            if proposal.is_exhausted or not is_new:
-                return
-
-    def _learn(self, choice: Choice) -> bool:
-        """Add the critical paths of a cut; False if all are known."""
-        runs, before = self.search.runs, len(self.terms)
-        counts = runs.counts(choice[0])
-        for terms in self.search.order.critical(*runs.costs(counts, runs.again(counts, choice[1]))):
-            self._add(terms)
-        return len(self.terms) > before
-
-    def _add(self, terms: Terms) -> None:
-        if terms.key not in self.terms:
-            self.terms.add(terms.key)
-            self.counts.add(terms)
-
-    def _by_run(self, amounts: IntArray | FloatArray) -> list[float] | None:
-        """What one part of every run has, if all parts of a run have the same."""
-        runs = self.search.runs
-        each = amounts[runs.begin[:-1]]
-        return each.tolist() if (np.repeat(each, runs.size) == amounts).all() else None
-
-    def _most_blocks(self) -> int:
-        """More transformer layers do not fit into a stage: their work alone takes too long."""
-        blocks, work = np.diff(self.regular.blocks_before), np.diff(self.regular.work_before)
-        lightest = np.cumsum(np.sort(work[blocks > 0])) * self.search.problem.microbatches
-        within = int((lightest <= self.regular.most * (1 + ROUNDING)).sum())
-        return within * int(blocks.max())
-
-    def _packed(self, choice: Choice) -> int:
-        """The irregularity of a cut as one number, in the same order."""
-        found = 0
-        for amount, base in zip(self.regular.irregularity(choice), self._bases(), strict=True):
-            found = found * base + amount
-        return found
-
-    def _bases(self) -> tuple[int, ...]:
-        stages = self.search.space.n_stages
-        return stages, stages + 1, stages, self._most_blocks() + 1
-
-    def _inside(self, stage: int, of_run: Sequence[float]) -> cp_model.LinearExpr:
-        """A sum over the parts of a stage, if a part of every run has these whole numbers."""
-        before, after = self.counts.counts[stage : stage + 2]
-        amounts = [math.floor(amount) for amount in of_run]
-        return cp_model.LinearExpr.weighted_sum([*after, *before], [*amounts, *(-each for each in amounts)])
-
-    def _add_step(self) -> None:
-        """Let no rank need too much once per step."""
-        once = self._by_run(self.regular.once)
-        if once is None or not any(once):
-            return
-        scaled = [amount * self.counts.scale for amount in once]
-        most = math.ceil(self.regular.most_step * self.counts.scale)
-        for stages in self.search.space.placement.stages_of:
-            total = sum(self._inside(stage, scaled) for stage in stages)
-            self.model.add(self.counts.objective + total <= most)
-
-    def _add_irregularity(self, blocks: Sequence[float]) -> cp_model.IntVar:
-        """The irregularity as one number, as :func:`irregularities` has it."""
-        model, stages, most = self.model, range(self.search.space.n_stages), self._most_blocks()
-        is_used = [model.new_bool_var("") for _ in range(most + 1)]
-        fewest, largest = model.new_int_var(0, most, ""), model.new_int_var(0, most, "")
-        has, empty, changes = list[list[cp_model.IntVar]](), list[cp_model.IntVar](), list[cp_model.IntVar]()
-        for stage in stages:
-            inside = self._inside(stage, blocks)
-            has.append([model.new_bool_var("") for _ in is_used])
-            model.add_exactly_one(has[-1])
-            model.add(inside == sum(number * each for number, each in enumerate(has[-1])))
-            for each, used in zip(has[-1], is_used, strict=True):
-                model.add_implication(each, used)
-            model.add(fewest <= inside)
-            model.add(largest >= inside)
-            empty.append(model.new_bool_var(""))
-            model.add(self._inside(stage, [1] * len(blocks)) >= 1 - empty[-1])
-        for before, after in pairwise(has):
-            changes.append(model.new_bool_var(""))
-            for one, other in zip(before, after, strict=True):
-                model.add(one - other <= changes[-1])
-        packed: cp_model.LinearExpr | int = 0
-        amounts = (sum(empty), sum(is_used), sum(changes), largest - fewest)
-        for amount, base in zip(amounts, self._bases(), strict=True):
-            packed = packed * base + amount
-        total = model.new_int_var(0, math.prod(self._bases()), "irregularity")
-        model.add(total >= packed)
-        return total

@@ -38,18 +38,13 @@ MISSED = 1e-9
 
 @dataclass(frozen=True)
 class Relaxed:
-    """A lower bound over all cuts that fit, and the terms that prove it.
-
-    Attributes
-    ----------
-    counts
-        (S+1, R) the best known point: parts and fractions of parts before every boundary. None if no point
-        is known that fits.
-    """
+    """A lower bound over all cuts that fit, and the terms that prove it."""
 
     bound: float
     terms: dict[bytes, Terms]
     counts: FloatArray | None = None
+    """(S+1, R) the best known point: parts and fractions of parts before every boundary. None if no point
+    is known that fits."""
 
 
 def relax(

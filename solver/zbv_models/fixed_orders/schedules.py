@@ -1,40 +1,40 @@
-"""The orders that executors keep: which there are, what they require, and their action lists."""
+"""The orders that executors keep: which there are, what they require, and their action lists.
+
+Rules of a cut name ranks: ``cut.first``, ``last`` and ``allow_empty``. Megatron-LM's first and last pipeline
+stages are ranks, too, and it deals their transformer layers evenly over their virtual stages
+(``__post_init__`` in ``megatron/core/transformer/transformer_config.py``, ``get_num_layers_to_build`` in
+``megatron/core/transformer/transformer_block.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from zbv_solver.construct import classical
 from zbv_solver.construct.classical import Actions, Rows
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.layered_problem import LayeredProblem, contradiction
 from zbv_solver.problem.placement import Placement, PlacementKind
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A fixed order of an executor, for any costs.
-
-    Attributes
-    ----------
-    executor
-        ``megatron`` or ``torch``.
-    name
-        Its name in the executor's settings.
-    group
-        Megatron-LM's ``microbatch_group_size_per_vp_stage``; None for schedules without it.
-    read
-        The action lists of a schedule that was read from a file; None if they follow from the name.
-    """
+    """A fixed order of an executor, for any costs."""
 
     executor: str
+    """``megatron`` or ``torch``."""
     name: str
+    """Its name in the executor's settings."""
     placement: Placement
     microbatches: int
     group: int | None = None
+    """Megatron-LM's ``microbatch_group_size_per_vp_stage``; None for schedules without it."""
     read: Orders | None = field(default=None, compare=False)
+    """The action lists of a schedule that was read from a file; None if they follow from the name."""
 
     @property
     def is_split(self) -> bool:
@@ -178,3 +178,150 @@ def torch_schedule(name: str, p: int, m: int, chunks: int | None = None) -> Sche
                 f"found {m} microbatches and {placement.chunks} stages on each of {p} ranks; {name} {rule}.",
             )
     return Schedule("torch", name, placement, m)
+
+
+def placed_on(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) -> LayeredProblem:
+    """The layers on a schedule's placement, with rules of stages in place of those of ranks.
+
+    Parameters
+    ----------
+    allow_empty
+        Whether the executor allows empty stages.
+
+    Raises
+    ------
+    InvalidInput
+        When no cut under this schedule keeps the rules, with the reason.
+    """
+    placement, rules = schedule.placement, problem.rules
+    p, chunks = placement.pp_degree, placement.chunks
+    if p != problem.pp_degree or schedule.microbatches != problem.microbatches:
+        raise InvalidInput.at(
+            "",
+            f"found a schedule for {p} ranks and {schedule.microbatches} microbatches; the problem has "
+            f"{problem.pp_degree} and {problem.microbatches}.",
+        )
+    rules = replace(rules, allow_empty=allow_empty and rules.allow_empty is not False)
+    if placement.kind != "v":
+        if lost := contradiction(problem, p, "ranks"):
+            raise InvalidInput.at("/cut", lost)
+        rules = replace(
+            rules, first=_share("first", rules.first, chunks), last=_share("last", rules.last, chunks)
+        )
+        if chunks > 1 and not rules.allow_empty and 0 in (rules.first, rules.last):
+            name = "first" if rules.first == 0 else "last"
+            raise InvalidInput.at(
+                f"/cut/{name}",
+                f"found 0 transformer layers on the {name} rank, which has {chunks} virtual stages; one of "
+                f"them would be empty. Give at least {chunks}, or use one virtual stage.",
+            )
+    return replace(
+        problem,
+        placement=placement.kind,
+        chunks=chunks if placement.kind == "loop" else None,
+        rules=rules,
+        blocking=problem.blocking or schedule.blocking,
+    )
+
+
+def _share(name: str, count: int | None, chunks: int) -> int | None:
+    """The transformer layers of one stage of the first or the last rank."""
+    if count is None:
+        return None
+    share, rest = divmod(count, chunks)
+    if rest:
+        raise InvalidInput.at(
+            f"/cut/{name}",
+            f"found {count} transformer {'layer' if count == 1 else 'layers'} on the {name} rank, which has "
+            f"{chunks} virtual stages; they must divide evenly. Give a multiple of {chunks}, or other "
+            "virtual stages.",
+        )
+    return share
+
+
+def inner_sizes(placed: LayeredProblem, schedule: Schedule) -> dict[int, int]:
+    """The prescribed numbers of parts of stages other than the first and the last one.
+
+    Raises :class:`InvalidInput` when parts have several transformer layers, so that sizes prescribe too much.
+    """
+    placement, rules = schedule.placement, placed.rules
+    ends = [(0, rules.first), (placement.pp_degree - 1, rules.last)]
+    if placement.kind != "loop":
+        return {}
+    inner = range(1, placement.n_stages - 1)
+    found = {
+        stage: size
+        for rank, size in ends
+        if size is not None
+        for stage in placement.stages_of[rank]
+        if stage in inner
+    }
+    if found and np.diff(np.array(placed.model.blocks_before)[placed.places]).max() > 1:
+        raise InvalidInput.at(
+            "/cut/together",
+            "found groups of several transformer layers, with cut.first or cut.last and several virtual "
+            "stages. Remove one of these rules, or use one virtual stage.",
+        )
+    return found
+
+
+MOST_CHUNKS = 4
+"""Most virtual stages per rank that are tried unless numbers are given."""
+
+
+MOST_GROUPS = 4
+"""Group sizes that are tried unless one is given: all if there are no more, else those that double from p."""
+
+
+def schedules_of(
+    problem: LayeredProblem,
+    executor: str,
+    virtual_stages: Sequence[int] | None = None,
+    group: int | None = None,
+    names: Sequence[str] = (),
+) -> list[Schedule]:
+    """The schedules to try; raises :class:`InvalidInput` with the executor's reasons if there are none."""
+    p, m = problem.pp_degree, problem.microbatches
+    chunks = tuple(virtual_stages or range(1, MOST_CHUNKS + 1))
+    found: list[Schedule] = []
+    refusals: list[InvalidInput] = []
+
+    def offer(make: Any, *arguments: Any) -> None:
+        try:
+            found.append(make(*arguments))
+        except InvalidInput as error:
+            refusals.append(error)
+
+    if executor == "megatron":
+        for each in chunks:
+            if each == 1:
+                # A given group size is for several virtual stages.
+                if group is None or virtual_stages is not None:
+                    offer(megatron_schedule, p, m, 1)
+            elif group is not None:
+                offer(megatron_schedule, p, m, each, group)
+            else:
+                sizes = _tried_groups(p, m, each)
+                for size in sizes:
+                    offer(megatron_schedule, p, m, each, size)
+                if not sizes:
+                    offer(megatron_schedule, p, m, each)
+    else:
+        for name in names or TORCH_DEFAULTS:
+            for each in chunks:
+                offer(torch_schedule, name, p, m, each)
+    if not names:
+        # With one stage per rank, an interleaved schedule is 1F1B with a longer warm-up.
+        found = [each for each in found if each.name == "1F1B" or each.placement.chunks > 1]
+    if not found:
+        raise refusals[0] if refusals else InvalidInput.at("", "found no schedule to try.")
+    return found
+
+
+def _tried_groups(p: int, m: int, chunks: int) -> Sequence[int | None]:
+    allowed = megatron_groups(p, m, chunks)
+    if len(allowed) <= MOST_GROUPS:
+        return allowed
+    return [size for size in allowed if size is not None and size % p == 0 and (size // p).bit_count() == 1][
+        :MOST_GROUPS
+    ]

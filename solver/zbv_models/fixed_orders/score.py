@@ -31,46 +31,35 @@ from zbv_models.fixed_orders.executor_cut import (
     schedule_of_stages,
 )
 from zbv_models.fixed_orders.megatron_layout import Stages, check_layout
-from zbv_models.fixed_orders.rank_rules import placed_on
-from zbv_models.fixed_orders.schedules import TORCH_DEFAULTS, Schedule
+from zbv_models.fixed_orders.schedules import TORCH_DEFAULTS, Schedule, placed_on
 from zbv_models.fixed_orders.user_layout import UserLayout, read_layout
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """What a given cut achieves under an executor's schedule.
-
-    Attributes
-    ----------
-    problem, orders
-        The layers in the given stages, and the executor's action lists.
-    stages
-        The modules of every stage as letters.
-    recompute, recompute_layers, recompute_group
-        ``none``, ``all``, with the layers of a group if they keep one input together, or ``block`` with the
-        number of first transformer layers of every stage.
-    settings
-        What the executor takes to run this cut; None with a ``remark`` if it cannot.
-    lower_bound
-        No cut under this schedule has a smaller objective. If this one does not fit, that includes cuts that
-        do not fit either.
-    same, overall
-        The best cut under this schedule, and under any schedule of the executor; None if none fits.
-    """
+    """What a given cut achieves under an executor's schedule."""
 
     executor: str
     schedule: Schedule
     problem: Problem
     orders: Orders
+    """The layers in the given stages, and the executor's action lists."""
     stages: Stages
+    """The modules of every stage as letters."""
     recompute: str
     recompute_layers: int | None
     recompute_group: int | None
+    """``none``, ``all``, with the layers of a group if they keep one input together, or ``block`` with the
+    number of first transformer layers of every stage."""
     settings: str | None
+    """What the executor takes to run this cut; None with a ``remark`` if it cannot."""
     remark: str
     lower_bound: float
+    """No cut under this schedule has a smaller objective. If this one does not fit, that includes cuts
+    that do not fit either."""
     same: BestCut | None
     overall: BestCut | None
+    """The best cut under this schedule, and under any schedule of the executor; None if none fits."""
     modules: Modules
 
     @cached_property

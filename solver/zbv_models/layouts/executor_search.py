@@ -19,8 +19,7 @@ from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search_state import Cancelled
 
-from zbv_models.fixed_orders.best_cut import BestCut
-from zbv_models.fixed_orders.free_order import improved_plan
+from zbv_models.fixed_orders.best_cut import BestCut, improved_plan
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, plan_layout, with_plan
 from zbv_models.layouts.executor_rules import FREE, layouts_of_executors, left_out
 from zbv_models.layouts.executor_settings import layout_settings

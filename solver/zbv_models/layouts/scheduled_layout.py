@@ -19,12 +19,12 @@ from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import Effort
 from zbv_solver.search.search_state import Cancelled
 
-from zbv_models.fixed_orders.best_cut import BestCut, answer_of, order_search
-from zbv_models.fixed_orders.executor_cut import schedules_of, stage_letters
+from zbv_models.fixed_orders.best_cut import BestCut, answer_of
+from zbv_models.fixed_orders.executor_cut import stage_letters
 from zbv_models.fixed_orders.megatron_layout import Stages
-from zbv_models.fixed_orders.order_search import OrderSearch
+from zbv_models.fixed_orders.order_search import OrderSearch, order_search
 from zbv_models.fixed_orders.regular_cut import Once
-from zbv_models.fixed_orders.schedules import Schedule
+from zbv_models.fixed_orders.schedules import Schedule, schedules_of
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout, Recompute

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from zbv_solver.partition.cut_tables import speeds_of
+from zbv_solver.partition.cut_space import speeds_of
 from zbv_solver.problem.layer_letters import Recomputed
 
 from zbv_models.estimate.device import GroupLink, GroupLinks

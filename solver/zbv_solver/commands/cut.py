@@ -12,9 +12,8 @@ from dataclasses import replace
 from math import isinf
 
 from rich.table import Table
-from zbv_models.fixed_orders.best_cut import BestCut
+from zbv_models.fixed_orders.best_cut import LEAST_SECONDS, BestCut, free_plan
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
-from zbv_models.fixed_orders.free_order import LEAST_SECONDS, free_plan
 from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table

@@ -21,12 +21,10 @@ from zbv_solver.documents.text import number
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, grid, tightened
-from zbv_solver.partition.cut_space import CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import even_bound, level_cut
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut
-from zbv_solver.partition.simple_cuts import level_cut
-from zbv_solver.partition.starts import even_bound
 from zbv_solver.plans.certificate import certify, gap_of
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem

@@ -17,8 +17,7 @@ import numpy as np
 
 from zbv_solver.kernels.arrays import ZERO, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
+from zbv_solver.partition.cut_space import EXCESS, LOAD, Boundaries, CutSpace, KernelTables
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import ROUNDING
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from random import Random
 
 import numpy as np
 
-from zbv_solver.partition.cut_space import Boundaries
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.first_cuts import Start, fitting_starts, level_cut
 from zbv_solver.partition.fixed_order import FixedOrder
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Runs
-from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY, exceeds
+from zbv_solver.problem.problem import objective_value
+from zbv_solver.timing.start_times import evaluate
 
-KICKS = 3
-"""Random moves before a descent begins again."""
+KICKS, MOST_MOVED = 3, 4
+"""Random moves before a descent begins again, and the parts that one of them moves at most."""
 MOST_FAILED = 20
 """Descents in a row that find nothing better before the search ends."""
 
@@ -115,7 +122,8 @@ class CutDescent:
             before = current[1]
             changed = current[0]
             for _ in range(KICKS):
-                changed = self._moved(changed, self.random.choice(self.moves)) or changed
+                parts = self.random.randint(1, MOST_MOVED)
+                changed = self._moved(changed, self.random.choice(self.moves), parts) or changed
             found = self._descended(changed, self.consider(changed))
             if found[1] <= current[1]:
                 current = found
@@ -139,8 +147,8 @@ class CutDescent:
                     break
         return choice, at
 
-    def _moved(self, choice: Choice, move: tuple[int, int]) -> Choice | None:
-        """A cut with a part moved from one stage to another, or one stage recomputed or not (equal stages).
+    def _moved(self, choice: Choice, move: tuple[int, int], parts: int = 1) -> Choice | None:
+        """A cut with parts moved from one stage to another, or one stage recomputed or not (equal stages).
 
         None if that is not allowed.
         """
@@ -148,10 +156,86 @@ class CutDescent:
         one, other = move
         if one == other:
             return choice[0], (*recompute[:one], WHOLE - recompute[one], *recompute[one + 1 :])
-        step = 1 if one > other else -1
+        step = parts if one > other else -parts
         for bound in range(min(one, other) + 1, max(one, other) + 1):
             bounds[bound] += step
         moved = tuple(bounds)
         if not self.runs.allows(moved):
             return None
         return (moved, recompute) if self.recompute is None else self.at(moved)
+
+
+ACTIONS = 5_000_000
+"""Actions that the search for one order may time: some tenths of a second."""
+
+
+def cut_for_order(
+    problem: LayeredProblem, orders: Orders, also: Sequence[Cut] = (), actions: int = ACTIONS
+) -> Cut:
+    """The best cut of layers that was found for an order, on the problem's only placement.
+
+    If no cut is found that fits the memory limit, the cut is the best one without it, and nothing is
+    recomputed.
+
+    Parameters
+    ----------
+    also
+        Cuts that the result must not be worse than.
+    """
+    found = _searched(problem, orders, also, actions)
+    found = found or _searched(replace(problem, limit=None), orders, also, actions)
+    if found is None:
+        raise RuntimeError("no cut was timed; this is a bug in zbv, please report it.")
+    return found
+
+
+def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], actions: int) -> Cut | None:
+    """The best cut that fits; None if none was found."""
+    (placement,) = problem.placements
+    space = CutSpace(problem, placement, CutTables.of(problem))
+    starts = list(dict.fromkeys(_starts(space, also)))
+    if not problem.has_equal_ranks:
+        return _best_of(space, orders, starts)
+    runs = Runs.of(space)
+    if runs.allow_none:
+        return _best_of(space, orders, starts)
+    order = FixedOrder.of(problem.cut_into(placement, space.cut(*starts[0])), orders)
+    can_choose = problem.limit is not None and problem.model.can_recompute
+    local = CutDescent(runs, order, actions, 0, None if can_choose else (0,) * space.n_stages)
+    for bounds, recompute in starts:
+        if (allowed := runs.repaired(bounds)) is not None:
+            local.consider((allowed, tuple(WHOLE * again for again in recompute)))
+    first = local.best or local.closest
+    if first is not None:
+        local.run(first)
+    if local.best is None:
+        return None
+    bounds, chosen = local.best
+    return space.cut(bounds, tuple(map(bool, chosen)))
+
+
+def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Start]:
+    """The given cuts and the usual ones, with those stages recomputed that need to be."""
+    plain = (False,) * space.n_stages
+    level = level_cut(space)
+    yield level, plain
+    if space.problem.limit is not None and space.tables.variants > 1:
+        yield level, (True,) * space.n_stages
+    for cut in also:
+        bounds = space.bounds_of(cut)
+        if space.allows(bounds) and space.cut(bounds, cut.recompute) == cut:
+            yield bounds, cut.recompute
+    yield from fitting_starts(space, level)[0].values()
+
+
+def _best_of(space: CutSpace, orders: Orders, choices: Iterable[Start]) -> Cut | None:
+    """The best of some cuts that fit, for ranks that differ."""
+    limits, best, least = space.problem.limit, None, float("inf")
+    for choice in choices:
+        cut = space.cut(*choice)
+        timing = evaluate(replace(space.problem, limit=None).cut_into(space.placement, cut), orders)
+        peaks = zip(timing.peak_memory, limits or (), strict=False)
+        value = objective_value(space.problem.objective, timing)
+        if value < least and not any(exceeds(peak, limit, SEARCH_MEMORY) for peak, limit in peaks):
+            best, least = cut, value
+    return best

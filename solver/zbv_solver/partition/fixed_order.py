@@ -25,21 +25,14 @@ from zbv_solver.timing.sweeps import Graph
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """A cycle of critical paths: ``count · durations + transfers · latencies <= length * objective``.
-
-    Attributes
-    ----------
-    count
-        (4, S) how often an action of every letter and stage occurs.
-    transfers
-        (S-1,) how often every boundary is crossed.
-    length
-        Number of paths: a cycle of k paths is k times the mean that bounds the span.
-    """
+    """A cycle of critical paths: ``count · durations + transfers · latencies <= length * objective``."""
 
     count: FloatArray
+    """(4, S) how often an action of every letter and stage occurs."""
     transfers: FloatArray
+    """(S-1,) how often every boundary is crossed."""
     length: int
+    """Number of paths: a cycle of k paths is k times the mean that bounds the span."""
 
     def value(self, duration: FloatArray, latency: FloatArray) -> float:
         """The bound on the objective that these terms give for costs (4, S) and (S-1,)."""
@@ -53,23 +46,16 @@ class Terms:
 
 @dataclass(frozen=True, eq=False)
 class FixedOrder:
-    """The order of a problem, for the costs of other cuts of the same layers.
-
-    Attributes
-    ----------
-    graph
-        The order as it executes, with the costs of one cut.
-    letter, stage
-        (n,) of every action.
-    hosted
-        (p, chunks) stages of every rank.
-    """
+    """The order of a problem, for the costs of other cuts of the same layers."""
 
     orders: Orders
     graph: Graph
+    """The order as it executes, with the costs of one cut."""
     letter: IntArray
     stage: IntArray
+    """(n,) of every action."""
     hosted: IntArray
+    """(p, chunks) stages of every rank."""
     objective: Objective
 
     @classmethod

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zbv_solver.partition.balance import smallest_cut
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.plans.certificate import certify
 from zbv_solver.problem.cut import Cut
@@ -31,17 +30,12 @@ GRID = 1 << 36
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """A cut and its memory excess: the most that any rank needs beyond its room, negative if the cut fits.
-
-    Attributes
-    ----------
-    bound
-        A lower bound on the excess of all cuts; -inf if the search only looked for a cut that fits.
-    """
+    """A cut and its memory excess: the most that any rank needs beyond its room, negative if the cut fits."""
 
     cut: Cut
     excess: float
     bound: float
+    """A lower bound on the excess of all cuts; -inf if the search only looked for a cut that fits."""
 
     @property
     def fits(self) -> bool:

@@ -35,16 +35,12 @@ class First:
     """As many first layers of every stage are recomputed: from ``least`` to ``most``, one number for all.
 
     Megatron-LM: ``--recompute-method block`` (``megatron/core/recompute.py``, ``checkpointed_forward``).
-
-    Attributes
-    ----------
-    others
-        Names of layers that are never recomputed.
     """
 
     least: int = 0
     most: int = WHOLE
     others: frozenset[str] = frozenset()
+    """Names of layers that are never recomputed."""
 
     def model(self, problem: LayeredProblem, bounds: Boundaries, count: int) -> Model:
         """The layers of a cut with these boundaries in parts: ``count`` first parts are recomputed.
@@ -139,40 +135,28 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The R runs of equal parts of a space, and the costs of one part of each.
-
-    Attributes
-    ----------
-    begin
-        (R+1,) first part of every run, and the number of parts.
-    duration
-        (2, 4, R) of F, I, W and B, plain and recomputed.
-    memory
-        (2, 3, R): held after F, held between I and W, and static.
-    workspace
-        (2, R).
-    can_recompute
-        (R,) 1 for parts that can be recomputed, 0 for others.
-    first_transfer, transfer
-        Latency of a boundary before all parts, and by how much one part (R,) changes it.
-    least, lower, upper
-        Fewest parts of a stage, and the ranges (S+1,) of boundaries.
-    sizes
-        The prescribed number of parts of some stages.
-    """
+    """The R runs of equal parts of a space, and the costs of one part of each."""
 
     space: CutSpace
     begin: IntArray
+    """(R+1,) first part of every run, and the number of parts."""
     duration: FloatArray
+    """(2, 4, R) of F, I, W and B, plain and recomputed."""
     memory: FloatArray
+    """(2, 3, R): held after F, held between I and W, and static."""
     workspace: FloatArray
+    """(2, R)."""
     can_recompute: FloatArray
+    """(R,) 1 for parts that can be recomputed, 0 for others."""
     first_transfer: float
     transfer: FloatArray
+    """Latency of a boundary before all parts, and by how much one part (R,) changes it."""
     least: int
     lower: IntArray
     upper: IntArray
+    """Fewest parts of a stage, and the ranges (S+1,) of boundaries."""
     sizes: dict[int, int] = field(default_factory=dict)
+    """The prescribed number of parts of some stages."""
 
     @property
     def size(self) -> IntArray:

@@ -12,8 +12,7 @@ import numpy as np
 
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.partition.cut_space import MOST_TRIED, Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import EXCESS, LOAD, KernelTables
+from zbv_solver.partition.cut_space import EXCESS, LOAD, MOST_TRIED, Boundaries, CutSpace, KernelTables
 from zbv_solver.problem.numeric import ROUNDING
 
 MOVES_PER_STAGE, MOST_SHIFTS = 2_000, 200_000_000

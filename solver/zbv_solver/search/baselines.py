@@ -18,7 +18,7 @@ from zbv_solver.construct.baselines import (
     without_limit,
 )
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.partition.order_cut import cut_for_order
+from zbv_solver.partition.descent import cut_for_order
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, Plan
 from zbv_solver.problem.cut import Cut

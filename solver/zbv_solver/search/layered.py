@@ -18,15 +18,20 @@ import numpy as np
 from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.first_cuts import (
+    EVEN,
+    HISTOGRAM,
+    Start,
+    even_cut,
+    fitting_starts,
+    histogram_cut,
+    level_cut,
+    roomy_cuts,
+)
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.joint_search import Candidate, improve_cut
-from zbv_solver.partition.judge import Judge
+from zbv_solver.partition.joint_search import Candidate, Judge, improve_cut
 from zbv_solver.partition.least_memory import least_memory_cut
-from zbv_solver.partition.roomy_cuts import roomy_cuts
-from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.partition.starts import EVEN, HISTOGRAM, Start, fitting_starts
 from zbv_solver.plans.certificate import certify, verdict
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
 from zbv_solver.problem.layered_problem import LayeredProblem

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zbv_models.fixed_orders.even_cuts import dealt
+from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_solver.errors import InvalidInput
 
 from benchmarks.cli import main

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zbv_models.fixed_orders.best_cut import best_cut
-from zbv_models.fixed_orders.free_order import free_plan, improved_plan
+from zbv_models.fixed_orders.best_cut import best_cut, free_plan, improved_plan
 from zbv_models.fixed_orders.schedules import megatron_schedule
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zbv_models.fixed_orders.best_cut import BestCut, best_cut, order_search
+from zbv_models.fixed_orders.best_cut import BestCut, best_cut
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
+from zbv_models.fixed_orders.order_search import order_search
 from zbv_models.fixed_orders.regular_cut import TOLERANCE, Once, irregularities, regular_cut
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
 from zbv_solver.problem.cut import Cut

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, request_of
 from support.titan_configuration import VERSIONS, configured
-from zbv_models.fixed_orders import best_cut
+from zbv_models.fixed_orders import order_search as order_search_module
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import parse_layout
 from zbv_models.fixed_orders.order_search import OrderSearch
@@ -417,7 +417,7 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[OrderSearch] = []
 
     def order_search(*arguments: Any, **options: Any) -> OrderSearch:
-        made.append(best_cut.order_search(*arguments, **options))
+        made.append(order_search_module.order_search(*arguments, **options))
         return made[-1]
 
     monkeypatch.setattr(scheduled_layout, "order_search", order_search)

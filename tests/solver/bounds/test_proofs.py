@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from zbv_models.fixed_orders import count_model, relaxation
+from zbv_models.fixed_orders import relaxation
 from zbv_solver import bounds
 from zbv_solver.packing import step_costs
 from zbv_solver.partition import balance, floors, least_memory
@@ -32,7 +32,6 @@ MODULES = [
     step_costs,
     floors,
     least_memory,
-    count_model,
     relaxation,
 ]
 

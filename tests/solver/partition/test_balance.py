@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuts import every_cut, layered, layered_problems, worst_load
 from zbv_solver.partition.balance import balanced_cut, smallest_cut
-from zbv_solver.partition.cut_space import CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.settle import settled_cut
-from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 
 

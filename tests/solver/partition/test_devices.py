@@ -12,12 +12,11 @@ from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.refit import with_stage_costs
 from zbv_solver.partition.balance import balanced_cut, smallest_cut
-from zbv_solver.partition.cut_space import CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import level_cut
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
-from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem

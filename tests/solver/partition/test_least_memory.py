@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.partition import least_memory, starts
-from zbv_solver.partition.cut_space import CutSpace
-from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition import first_cuts, least_memory
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import level_cut
 from zbv_solver.partition.least_memory import LeastMemory, least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
-from zbv_solver.partition.simple_cuts import level_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search import search
@@ -112,7 +111,7 @@ def test_settling_goes_where_it_fits_from_where_it_does_not() -> None:
 
 
 def test_a_cut_that_settling_misses_is_searched_in_earnest(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (starts, least_memory):
+    for module in (first_cuts, least_memory):
         monkeypatch.setattr(module, "settled_cut", lambda space, start, seed=0: start)
     layers = [layer(number, 6 if number < 4 else 1, 0, 0) for number in range(12)]
     space = space_of(layered(placement="loop", layers=layers, memory={"limit": 17}))

@@ -11,11 +11,9 @@ from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut,
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
-from zbv_solver.partition.cut_tables import CutTables
-from zbv_solver.partition.joint_search import Candidate, improve_cut
-from zbv_solver.partition.judge import Judge
-from zbv_solver.partition.simple_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.partition.joint_search import Candidate, Judge, improve_cut
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan

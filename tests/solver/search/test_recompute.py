@@ -12,12 +12,9 @@ from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered, layered_pro
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import CutSpace
-from zbv_solver.partition.cut_tables import CutTables
-from zbv_solver.partition.joint_search import Candidate, improve_cut, neighbour
-from zbv_solver.partition.judge import Judge
-from zbv_solver.partition.roomy_cuts import NEVER, rooms, roomy_cuts, with_room
-from zbv_solver.partition.simple_cuts import level_cut
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import NEVER, level_cut, rooms, roomy_cuts, with_room
+from zbv_solver.partition.joint_search import Candidate, Judge, improve_cut, neighbour
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.layered import first_plan
 from zbv_solver.search.options import SearchOptions

@@ -82,6 +82,8 @@ async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_pa
         if started.exists():  # otherwise the deadline passed before it began
             await until(lambda: not is_alive(int(started.read_text())), "the process ends")
     async with computing() as found:
+        with pytest.raises(ProblemError, match=r"longer than 0\.5 seconds, the limit of such requests"):
+            await found.run(partial(sleep, str(tmp_path)), None, seconds=0.5)
         assert await found.run(process_of, None) != os.getpid()
 
 

@@ -50,6 +50,9 @@ class Worst:
     encoding: str = ""
     reads: bool = True
     """Whether the client reads the response; otherwise it only keeps the connection open."""
+    accept: str = "*/*"
+    seconds: float = 90.0
+    """How long the client waits for the response, before it leaves."""
 
 
 def filled(head: str, part: str, tail: str, size: int) -> bytes:

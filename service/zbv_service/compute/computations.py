@@ -77,10 +77,15 @@ class Computations:
         self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
         self._in_use = _locked(self._folder.name)
 
-    async def run(self, function: Callable[[Any], T], argument: Any) -> T:
+    async def run(self, function: Callable[[Any], T], argument: Any, seconds: float | None = None) -> T:
         """Call a function in another process, where it must be importable.
 
         The computation ends when the client of this request disconnects; see :data:`.CLIENT`.
+
+        Parameters
+        ----------
+        seconds
+            A deadline of this computation that is shorter than that of all; None without one.
 
         Raises
         ------
@@ -90,7 +95,8 @@ class Computations:
         Exception
             Any error of the function.
         """
-        return await while_client_waits(self._in_turn(function, argument))
+        limit = self._seconds if seconds is None else min(self._seconds, seconds)
+        return await while_client_waits(self._in_turn(function, argument, limit))
 
     async def of_body(self, function: Callable[[Any], T], body: bytes | bytearray) -> T:
         """Call a function with a decoded JSON body: in this process if that takes about a millisecond.
@@ -166,17 +172,17 @@ class Computations:
                 headers={"Retry-After": str(RETRY_SECONDS)},
             ) from None
 
-    async def _in_turn(self, function: Callable[[Any], T], argument: Any) -> T:
+    async def _in_turn(self, function: Callable[[Any], T], argument: Any, seconds: float) -> T:
         async with self._turn(self._turns):
-            return await self._compute(function, argument)
+            return await self._compute(function, argument, seconds)
 
-    async def _compute(self, function: Callable[[Any], T], argument: Any) -> T:
+    async def _compute(self, function: Callable[[Any], T], argument: Any, seconds: float) -> T:
         folder = tempfile.mkdtemp(dir=self._folder.name)
         try:
             if isinstance(argument, bytes | bytearray) and len(argument) > LARGE:
                 argument = await self._in_thread(_Stored.of, argument, folder)
             future = await self._begin(function, argument, folder)
-            made = await self._in_time(future)
+            made = await self._in_time(future, seconds)
             if isinstance(made, _Stored):
                 made = await self._in_thread(made.take)
             return cast("T", made)
@@ -205,7 +211,7 @@ class Computations:
             await self._end(await beginning)
             raise
 
-    async def _in_time(self, future: Future[Any]) -> Any:
+    async def _in_time(self, future: Future[Any], seconds: float) -> Any:
         """The result of a started computation.
 
         At its deadline, or if nobody waits for it any more, its process is killed; the caller's turn lasts
@@ -214,16 +220,15 @@ class Computations:
         waited = asyncio.wrap_future(future)
         waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # reads it once
         try:
-            done, _ = await asyncio.wait([waited], timeout=self._seconds)
+            done, _ = await asyncio.wait([waited], timeout=seconds)
         except asyncio.CancelledError:
             await self._end(future)
             raise
         if done:
             return waited.result()
         await self._end(future)
-        raise _refused(
-            f"It takes longer than {self._seconds:g} seconds, the limit that --computation-seconds sets."
-        )
+        whose = "that --computation-seconds sets" if seconds == self._seconds else "of such requests"
+        raise _refused(f"It takes longer than {seconds:g} seconds, the limit {whose}.")
 
     async def _end(self, future: Future[Any]) -> None:
         ended = asyncio.Event()

@@ -80,7 +80,8 @@ class IsolatedProcesses(Executor):
             with self._lock:
                 if self._is_shut_down:
                     raise ShutDown("the executor was shut down; it takes no more tasks.")
-                pool = self._idle.pop() if self._idle else self._new()
+                idle = self._idle.pop() if self._idle else None
+            pool = self._new() if idle is None else idle
             try:
                 future = pool.submit(fn, *args, **kwargs)
             except BrokenExecutor:
@@ -118,11 +119,17 @@ class IsolatedProcesses(Executor):
             _kill(process_id)
 
     def _new(self) -> ProcessPoolExecutor:
+        """Start a process, without the lock: it may take long, and the event loop needs the lock to kill."""
         pool = ProcessPoolExecutor(
             1, mp_context=self._context, initializer=_prepare, initargs=(self._memory,)
         )
-        self._all[pool] = pool.submit(os.getpid)
-        return pool
+        process_id = pool.submit(os.getpid)
+        with self._lock:
+            if not self._is_shut_down:
+                self._all[pool] = process_id
+                return pool
+        pool.shutdown(wait=False)
+        raise ShutDown("the executor was shut down; it takes no more tasks.")
 
     def _returned(self, pool: ProcessPoolExecutor, future: Future[Any]) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import read_problem, require_stages
 from zbv_service.plans.documents import PlanSummaryDocument
 from zbv_service.problems.documents import CompareRequest, Comparison
+from zbv_service.problems.estimate import LONGEST_SECONDS
 from zbv_service.settings import Settings
 
 CACHED = 64
@@ -43,7 +44,9 @@ class Comparisons:
             The best stored plan undercuts a bound.
         """
         asked = await self._computations.of_body(partial(read_compared, self._settings.max_cells), body)
-        made = await self._made.get(asked.key, lambda: self._computations.run(baselines_of, asked.packed))
+        made = await self._made.get(
+            asked.key, partial(self._computations.run, baselines_of, asked.packed, LONGEST_SECONDS)
+        )
         best = await self._plans.best(asked.key)
         answer = {**made, "problem_summary": asked.summary, "best": None}
         if best is not None:

@@ -29,11 +29,16 @@ from zbv_service.settings import Settings
 
 SECONDS = 0.5
 """Time limit of an estimate's search; the first plan of the largest problems takes a second more."""
+LONGEST_SECONDS = 30.0
+"""Deadline of an estimate and of a comparison: a form waits for them while its user is typing."""
 MAX_CELLS = 131_072
 """Largest number of stages times microbatches for which an estimate makes a plan."""
 MAX_LAYERED_STAGES = 512
 MAX_LAYERED_CELLS = 16_384
 """The same limits for layers."""
+MAX_KIND_CELLS = 32_768
+"""Largest number of layers times stages times kinds of devices, if there are several. Cuts of 512 layers on
+ranks of 8 kinds take half a minute."""
 CACHED = 256
 
 
@@ -59,7 +64,9 @@ class Estimates:
         read = partial(read_estimated, self._settings.max_cells)
         try:
             asked, make = await self._computations.of_body(read, body)
-            made = await self._made.get(asked.key, lambda: self._computations.run(make, asked.packed))
+            made = await self._made.get(
+                asked.key, partial(self._computations.run, make, asked.packed, LONGEST_SECONDS)
+            )
         except InfeasibleMemory as error:  # for layers, only a cut shows it
             document = infeasible(error)
             raise ProblemError(INFEASIBLE_MEMORY, document["detail"], document["errors"]) from None
@@ -111,8 +118,7 @@ def estimate_of_layers(packed: bytes) -> dict[str, Any]:
     """
     document = unpack(packed)
     problem = to_layered(validated(LayeredProblemDocument, document))
-    stages = largest_stages(problem)
-    if stages > MAX_LAYERED_STAGES or stages * problem.microbatches > MAX_LAYERED_CELLS:
+    if _is_too_large(problem):
         bound = problem.microbatches * least_worst_load(problem, CutTables.of(problem))
         return {"lower_bound": bound, "plan": None, "baselines": []}
     from zbv_solver.frontiers.frontier import floor
@@ -129,6 +135,16 @@ def estimate_of_layers(packed: bytes) -> dict[str, Any]:
         "plan": {**_figures(found), "gap": finite_or_none(gap), "status": status},
         "baselines": [plain(each) for each in found.baselines],
     }
+
+
+def _is_too_large(problem: LayeredProblem) -> bool:
+    """Whether a plan would take too long; the bound is fast for all problems."""
+    stages, kinds = largest_stages(problem), len(problem.kinds)
+    return (
+        stages > MAX_LAYERED_STAGES
+        or stages * problem.microbatches > MAX_LAYERED_CELLS
+        or (kinds > 1 and problem.model.n_layers * stages * kinds > MAX_KIND_CELLS)
+    )
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

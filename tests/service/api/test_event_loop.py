@@ -28,8 +28,8 @@ from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, s
 
 pytestmark = pytest.mark.anyio
 
-LARGE = Amounts(features=16, microbatches=3_000, samples=20_000, rows=20, nodes=64)
-MOST_UNITS = 1.0
+LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=16, nodes=64)
+MOST_UNITS = 1.5
 ATTEMPTS = 3
 MIB = 1024**2
 LIMITS = {

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from zbv_service.compute import computations
 from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import LARGE, LIGHT_BYTES, Computations, is_light
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
+from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.errors import ProblemError
 from zbv_service.observability.context import CALLER, CLIENT, Client
 from zbv_solver.errors import InvalidInput
@@ -82,6 +84,8 @@ async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_pa
         if started.exists():  # otherwise the deadline passed before it began
             await until(lambda: not is_alive(int(started.read_text())), "the process ends")
     async with computing() as found:
+        with pytest.raises(ProblemError, match=r"longer than 0\.5 seconds, the limit of such requests"):
+            await found.run(partial(sleep, str(tmp_path)), None, seconds=0.5)
         assert await found.run(process_of, None) != os.getpid()
 
 
@@ -379,3 +383,25 @@ async def test_the_folder_of_a_killed_service_is_removed_and_that_of_a_running_o
             assert left.name not in os.listdir(tmp_path)
             assert {used.name, new.name} < set(os.listdir(tmp_path))
         assert await running.run(double, os.urandom(LARGE + 1))
+
+
+def test_a_process_that_starts_slowly_does_not_delay_the_end_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starting, may_start = threading.Event(), threading.Event()
+
+    class Slow(ProcessPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+            starting.set()
+            assert may_start.wait(DEADLINE)
+            return super().submit(*args, **kwargs)
+
+    monkeypatch.setattr("zbv_service.compute.processes.ProcessPoolExecutor", Slow)
+    with ThreadPoolExecutor(2) as threads, IsolatedProcesses() as processes:
+        submitted = threads.submit(processes.submit, os.getpid)
+        assert starting.wait(DEADLINE)
+        try:
+            threads.submit(processes.kill_process_of, Future()).result(DEADLINE / 4)
+        finally:
+            may_start.set()
+        assert submitted.result(DEADLINE).result(DEADLINE) != os.getpid()

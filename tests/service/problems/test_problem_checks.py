@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 from support.serving import PROBLEM, Service, Serving
+from zbv_service.problems.estimate import read_estimated
 from zbv_solver.bounds import lower_bound
 from zbv_solver.documents.text import plain
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan, compare
+
+from benchmarks.service.worst_bodies import COSTS, WEIGHTS
 
 pytestmark = pytest.mark.anyio
 
@@ -116,6 +119,22 @@ async def test_an_estimate_is_a_verified_plan_that_is_not_stored(
         found = (await service.http.post("/v1/problems/estimate", json={"problem": large})).json()
         assert found["plan"] is None
         assert len(found["baselines"]) == 5
+
+
+def test_an_estimate_of_many_layers_on_many_kinds_of_devices_is_only_a_bound() -> None:
+    on = {f"d{kind}": {"forward": 1 + kind} for kind in range(8)}
+    layer = {**COSTS, "memory": WEIGHTS, "on": on}
+    document: dict[str, Any] = {
+        "pp_degree": 16,
+        "microbatches": 32,
+        "placement": "auto",
+        "layers": [{**layer, "name": f"l{number}"} for number in range(512)],
+        "devices": [f"d{rank % 8}" for rank in range(16)],
+    }
+    asked, make = read_estimated(524_288, {"problem": document})
+    estimate = make(asked.packed)
+    assert estimate["plan"] is None
+    assert estimate["lower_bound"] > 0
 
 
 async def test_a_problem_that_cannot_be_estimated_is_refused(serving: Serving) -> None:

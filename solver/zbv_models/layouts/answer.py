@@ -7,6 +7,7 @@ from typing import Any
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.search.search_state import Cancelled
 
+from zbv_models.estimate.model_layers import model_flops
 from zbv_models.layouts.composition import composition
 from zbv_models.layouts.executor_answer import executor_json
 from zbv_models.layouts.layout import Layout
@@ -59,7 +60,7 @@ def ranking_json(
 def utilisation(planned: PlannedLayout, request: Request) -> float:
     """Share of the used devices' peak that the model's operations use, without recomputation."""
     cluster = request.cluster
-    flops = planned.estimated.setting.model.model_flops() * request.global_batch
+    flops = model_flops(planned.estimated.setting.model) * request.global_batch
     of_rank = planned.layout.devices // planned.layout.pipeline_parallel
     peak = of_rank * sum(cluster.groups[group].peak_tflops for group in planned.layout.group_of)
     return flops / (planned.step_time * peak * FLOPS_PER_TFLOP)

@@ -19,8 +19,9 @@ from zbv_solver.problem.problem import Units
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import count_layers
 from zbv_models.estimate.shapes import Degrees
-from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.cluster import AnyCluster, Cluster, transfer
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layer_costs import EVERYWHERE, least_work_of, problem_layer, recomputed, row_of
@@ -73,7 +74,7 @@ class Setting:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
         if self.has_loops and ranks > 1:
             return False
-        return self.model.tied and 2 * ranks <= self.model.n_layers
+        return self.model.tied_embeddings and 2 * ranks <= count_layers(self.model)
 
     def modules_of(self, executor: str) -> tuple[Modules, ...]:
         """What an executor's selective recomputation may repeat."""

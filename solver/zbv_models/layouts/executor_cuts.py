@@ -279,7 +279,7 @@ class ScheduleSource:
             return (layout.recompute,)
         if candidate.executor != "megatron":
             return ("none", "full")
-        return ("per-stage", "full") if self.setting.model.predictions else ("per-stage",)
+        return ("per-stage", "full") if self.setting.model.prediction_layers else ("per-stage",)
 
     def scheduled(self, variant: LayoutVariant) -> Iterator[Scheduled]:
         """A variant under every schedule of its executor."""

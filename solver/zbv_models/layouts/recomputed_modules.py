@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from zbv_solver.problem.layer_letters import Recomputed
 
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import blocks, layer_kinds, shapes_of
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.times import is_known
-from zbv_models.estimate.transformer import Transformer
 
 Modules = tuple[Recomputed, ...]
 CHEAP: Modules = ("mla_up_proj", "moe_act")
@@ -28,10 +29,10 @@ def droppable(model: Transformer) -> frozenset[str]:
     """The modules whose recomputation drops a tensor of any layer."""
     return frozenset(
         module
-        for kind in model.layers()
+        for kind in layer_kinds(model)
         if kind.can_recompute
         for _, half in kind.halves
-        for tensor in half.part(model.shapes(kind, Degrees())).tensors
+        for tensor in half.part(shapes_of(model, kind, Degrees())).tensors
         for module in tensor.modules
     )
 
@@ -39,7 +40,8 @@ def droppable(model: Transformer) -> frozenset[str]:
 def has_operations(model: Transformer) -> bool:
     """Whether it is known what torchtitan's selective recomputation saves of every block."""
     return all(
-        is_known(half.part(model.shapes(kind, Degrees())) for _, half in kind.halves) for kind in model.blocks
+        is_known(half.part(shapes_of(model, kind, Degrees())) for _, half in kind.halves)
+        for kind in blocks(model)
     )
 
 
@@ -58,7 +60,7 @@ def module_sets(model: Transformer) -> tuple[Modules, ...]:
 
 def keeps_scores(model: Transformer) -> bool:
     """Whether any attention is plain, which keeps its scores."""
-    halves = (half for kind in model.layers() for _, half in kind.halves)
+    halves = (half for kind in layer_kinds(model) for _, half in kind.halves)
     return not all(getattr(half, "flash", True) for half in halves)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.search.search_state import Cancelled
 
-from zbv_models.estimate.device import Device, GroupLink
+from zbv_models.estimate.device import GroupLink
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_models.layouts.layout import Layout
@@ -177,13 +177,9 @@ def _on_cluster(
 
 def _device(cluster: Cluster, factor: float) -> Cluster:
     device = cluster.device
-    faster: Device = replace(
-        device,
-        tflops=device.tflops * factor,
-        fp8_tflops=device.fp8_tflops and device.fp8_tflops * factor,
-        fp4_tflops=device.fp4_tflops and device.fp4_tflops * factor,
-    )
-    return replace(cluster, device=faster)
+    rates = {key: getattr(device, key) for key in ("achieved_tflops", "fp8_tflops", "fp4_tflops")}
+    faster = {key: rate and rate * factor for key, rate in rates.items()}
+    return replace(cluster, device=device.model_copy(update=faster))
 
 
 def _faster(link: GroupLink, factor: float) -> GroupLink:

@@ -33,8 +33,8 @@ from zbv_solver.commands.layout_details import (
     sensitivity_note,
     sensitivity_table,
 )
-from zbv_solver.commands.layout_flags import FLAGS, given_parallel
 from zbv_solver.commands.messages import flag_of, named_flags
+from zbv_solver.commands.model_flags import FLAGS, given_parallel
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue

@@ -89,12 +89,6 @@ def test_flash_attention_keeps_one_number_per_row_instead_of_scores() -> None:
     assert published(block(model)) == 32 * model.tokens * 64 + 4 * model.tokens * 4
 
 
-def test_tensor_parallelism_divides_the_normalisers_of_flash_attention() -> None:
-    model = but(SMALL, attention="flash", dropout=False)
-    sbh, rows = model.tokens * 64, model.tokens * 4
-    assert published(block(model, 4)) == 8 * sbh + (24 * sbh + 4 * rows) // 4
-
-
 def test_norms_keep_their_statistics() -> None:
     layernorm, rmsnorm = (after_forward(block(but(SMALL, norm=norm))) for norm in ("layernorm", "rmsnorm"))
     assert layernorm == published(block(SMALL)) + 2 * 8 * SMALL.tokens

@@ -169,6 +169,11 @@ def test_all_broken_rules_are_reported_at_once() -> None:
         ("ffn", {"ffn": 1001}),
         ("vocabulary", {"vocabulary": 50257}),
         ("sequence", {"sequence": 127}),
+        (
+            "the heads of vision",
+            {"vision": {"hidden": 66, "layers": 2, "heads": 6, "ffn": 64, "patches": 16}},
+        ),
+        ("the ffn of vision", {"vision": {"hidden": 64, "layers": 2, "heads": 4, "ffn": 66, "patches": 16}}),
     ],
 )
 def test_tensor_parallelism_must_divide_every_shared_size(name: str, model: dict[str, Any]) -> None:

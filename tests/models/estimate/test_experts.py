@@ -28,15 +28,6 @@ def sent(part: Part, group: str) -> float:
     return sum(each.sent.forward for each in part.exchanges if each.group == group)
 
 
-def test_a_token_uses_four_of_sixteen_experts() -> None:
-    one, router = 3 * H * F, E * H
-    count = experts(sparse()).parameters
-    assert (count.experts, count.chosen) == (E * one, K * one)
-    assert count.replicated == H + router
-    tokens = sparse().tokens
-    assert experts(sparse()).flops.forward == 2 * tokens * (K * one + router)
-
-
 def test_expert_parallelism_divides_experts_and_keeps_the_work() -> None:
     """Each device receives as many tokens as it sends, for a quarter of the experts."""
     alone, shared = experts(sparse()), experts(sparse(), expert=4, data=4)

@@ -37,12 +37,6 @@ def test_latent_attention_has_the_matrices_of_deepseek_v2() -> None:
     assert attention(latent()).flops.backward_weight == 2 * tokens * matrices
 
 
-def test_queries_may_be_projected_directly() -> None:
-    direct = attention(latent(q_lora_rank=None)).parameters.total
-    difference = H * A * (PLAIN + ROTATED) - (H * Q + Q * A * (PLAIN + ROTATED) + Q)
-    assert direct - attention(latent()).parameters.total == difference
-
-
 def test_scores_of_latent_attention_have_wide_keys_and_narrow_values() -> None:
     """I computes three products as wide as keys and two as wide as values."""
     core, pairs = attention(latent()).core, 1024**2 / 2
@@ -114,11 +108,6 @@ def test_an_indexer_has_its_matrices_and_compares_all_pairs() -> None:
     scores = near.core.forward * (KV + ROTATED + KV) / (PLAIN + ROTATED + VALUE)
     assert chosen.core.forward == pytest.approx(compared + scores)
     assert chosen.flops.backward_weight - near.flops.backward_weight == 2 * 1024 * matrices
-
-
-def test_queries_of_an_indexer_come_from_the_stream_without_a_latent_vector() -> None:
-    near, chosen = (attention(llama(hidden=H, heads=A, **sizes)) for sizes in ({"window": 256}, INDEXER))
-    assert chosen.parameters.total - near.parameters.total == H * 4 * 32 + H * (32 + 4) + 2 * 32
 
 
 def test_what_an_indexer_keeps() -> None:

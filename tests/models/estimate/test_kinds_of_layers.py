@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
-from zbv_models.estimate.model import fits
 from zbv_models.estimate.model_layers import parameters_of
-from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_models.estimate.times import step_times
-from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
@@ -232,32 +229,6 @@ def test_parallelism_divides_operations_and_adds_none(config: EstimateConfig, ha
         assert part.flops.total * devices == pytest.approx(whole.flops.total)
         assert part.parameters <= whole.parameters
         assert part.plain.after_forward <= whole.plain.after_forward + 1
-
-
-@given(modern_configs(), st.data())
-def test_a_layout_fits_if_its_configuration_is_valid(config: EstimateConfig, data: st.DataObject) -> None:
-    def one_of(*values: int) -> int:
-        return data.draw(st.sampled_from(values))
-
-    degrees = Degrees(
-        tensor=one_of(1, 2, 3, 4, 8), sequence_parallel=data.draw(st.booleans()), context=one_of(1, 2, 3, 8),
-        expert=one_of(1, 2, 3, 8), expert_in_node=one_of(1, 2), data=one_of(1, 2, 3, 4),
-    )  # fmt: skip
-    parallel = {
-        "tensor_parallel": degrees.tensor, "sequence_parallel": degrees.sequence_parallel,
-        "context_parallel": degrees.context, "expert_parallel": degrees.expert,
-        "expert_parallel_in_node": degrees.expert_in_node, "data_parallel": degrees.data,
-    }  # fmt: skip
-    changed = {**config.model_dump(), "parallel": {**config.parallel.model_dump(), **parallel}}
-    assert fits(config.model, degrees) == is_valid(changed)
-
-
-def is_valid(document: dict[str, Any]) -> bool:
-    try:
-        parse_config(document)
-    except InvalidInput:
-        return False
-    return True
 
 
 @given(modern_configs())

@@ -78,12 +78,6 @@ def block_parameters(model: Transformer) -> Parameters:
     return found["attention"].parameters + found["mlp"].parameters
 
 
-def test_norms_of_heads_are_two_heads_wide() -> None:
-    grouped = llama(kv_heads=8)
-    with_norms = block_parameters(but(grouped, qk_norm=True))
-    assert with_norms == block_parameters(grouped) + Parameters(shared=0, replicated=2 * 128)
-
-
 def test_tensor_parallelism_divides_matrices_and_keeps_norms_whole() -> None:
     block = block_parameters(gpt(hidden=64, heads=4))
     assert block == Parameters(shared=12 * 64**2 + 7 * 64, replicated=6 * 64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -201,7 +202,7 @@ class Transformer(ConfigSection):
     @property
     def has_dense_mlp(self) -> bool:
         """Whether a layer has an MLP that is no expert."""
-        return any("-" in kind for kind in (*self.kinds, *self.prediction_kinds))
+        return _has_dense_mlp(self)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -231,6 +232,12 @@ class Transformer(ConfigSection):
             self.experts is not None and place >= self.dense_layers and (place + 1) % self.expert_every == 0
         )
         return sees + ("E" if has_experts else "-")
+
+
+@lru_cache(maxsize=64)
+def _has_dense_mlp(model: Transformer) -> bool:
+    # A search of layouts asks this of one model thousands of times.
+    return any("-" in kind for kind in (*model.kinds, *model.prediction_kinds))
 
 
 LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -11,9 +11,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from zbv_models.estimate.config import parse_config
+from zbv_models.estimate.config import estimate_layers, parse_config
 from zbv_models.estimate.layers import LayerEstimate
-from zbv_models.estimate.problem_document import estimate_layers
 from zbv_models.estimate.sections import with_presets
 
 PRESETS = ["gpt-6.2b", "h100-80gb"]

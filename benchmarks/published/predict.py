@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from zbv_models.estimate.build import transformer
-from zbv_models.estimate.config_parallel import PRECISION_OF, PRECISIONS
-from zbv_models.estimate.fit import fits
+from zbv_models.estimate.config import PRECISION_OF, PRECISIONS
 from zbv_models.estimate.layers import LayerEstimate, Training, estimate_model
+from zbv_models.estimate.model import Transformer, fits
+from zbv_models.estimate.model_layers import model_flops
 from zbv_models.estimate.states import StateBytes
-from zbv_models.estimate.transformer import Transformer
 from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
@@ -69,7 +68,7 @@ def predict(run: MeasuredRun) -> Prediction:
 
     Raises :class:`InvalidInput` when the degrees do not divide what they share.
     """
-    model, cluster = _padded(transformer(model_of(run)), run), cluster_of(run)
+    model, cluster = _padded(model_of(run), run), cluster_of(run)
     return _predicted(run, model, cluster, run.recompute or "none")
 
 
@@ -77,14 +76,14 @@ def published_step(run: MeasuredRun) -> float | None:
     """The measured step in seconds; None if the run has none."""
     if run.step_time_s is not None or run.model_tflops is None:
         return run.step_time_s
-    model = transformer(model_of(run))
-    return model.model_flops() * run.global_batch / (run.model_tflops * TERA * run.devices)
+    model = model_of(run)
+    return model_flops(model) * run.global_batch / (run.model_tflops * TERA * run.devices)
 
 
 def _padded(model: Transformer, run: MeasuredRun) -> Transformer:
     """Tensor parallelism divides the vocabulary, padded to a multiple of 128 t (Megatron-LM)."""
     unit = 128 * run.tensor_parallel
-    return replace(model, vocabulary=-(-model.vocabulary // unit) * unit)
+    return model.model_copy(update={"vocabulary": -(-model.vocabulary // unit) * unit})
 
 
 def _predicted(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.sections import ConfigSection, Count, Flag, Rate, Size, preset_names, with_presets
 from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.documents.files import load
@@ -178,7 +178,7 @@ def cluster_of(run: MeasuredRun) -> Cluster:
     return equal_cluster({"nodes": nodes, "gpus_per_node": run.devices_per_node, "device": device})
 
 
-def model_of(run: MeasuredRun) -> ModelConfig:
+def model_of(run: MeasuredRun) -> Transformer:
     """The model of a run."""
     own = {"sequence": run.sequence, "microbatch_size": run.microbatch_size}
     narrow = {"fp8": "fp8", "fp4": "fp4"}.get(run.precision or "")
@@ -186,4 +186,4 @@ def model_of(run: MeasuredRun) -> ModelConfig:
     section = {**known_models()[run.model], **run.sizes, **own, "product_dtype": narrow}
     if dtype is not None:
         section["dtype"] = dtype
-    return validated(ModelConfig, section)
+    return validated(Transformer, section)

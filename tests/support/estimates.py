@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config import EstimateConfig, parse_config
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import layer_kinds, shapes_of
 from zbv_models.estimate.part import Part
 from zbv_models.estimate.sections import with_presets
 from zbv_models.estimate.shapes import Degrees
@@ -30,22 +30,22 @@ def but(config: Config, **changes: Any) -> Config:
     return config.model_copy(update=changes)
 
 
-def gpt(**changes: Any) -> ModelConfig:
+def gpt(**changes: Any) -> Transformer:
     """A GPT as the papers count it: 16 bits, plain attention, dropout, MLP of 4h."""
     given = {
         "hidden": 1024, "layers": 24, "heads": 16, "vocabulary": 51200, "sequence": 2048,
         "microbatch_size": 2, "attention": "plain", "dropout": True,
     }  # fmt: skip
-    return ModelConfig.model_validate({**given, **changes})
+    return Transformer.model_validate({**given, **changes})
 
 
-def llama(**changes: Any) -> ModelConfig:
+def llama(**changes: Any) -> Transformer:
     """A transformer as Llama builds it: RMSNorm, gate, rotary positions, no biases, flash attention."""
     given = {
         "hidden": 4096, "layers": 32, "heads": 32, "vocabulary": 32000, "sequence": 4096, "gated": True,
         "norm": "rmsnorm", "bias": False, "positions": "rotary",
     }  # fmt: skip
-    return ModelConfig.model_validate({**given, **changes})
+    return Transformer.model_validate({**given, **changes})
 
 
 def preset_config(name: str, **parallel: Any) -> EstimateConfig:
@@ -53,7 +53,7 @@ def preset_config(name: str, **parallel: Any) -> EstimateConfig:
     return parse_config(with_presets({}, [name], {"parallel": parallel}))
 
 
-def estimate_config(model: ModelConfig, **parallel: Any) -> EstimateConfig:
+def estimate_config(model: Transformer, **parallel: Any) -> EstimateConfig:
     """A model on the tests' device."""
     return parse_config(
         {
@@ -64,12 +64,12 @@ def estimate_config(model: ModelConfig, **parallel: Any) -> EstimateConfig:
     )
 
 
-def parts(model: ModelConfig, **degrees: Any) -> dict[str, Part]:
+def parts(model: Transformer, **degrees: Any) -> dict[str, Part]:
     """The parts of a model by name: embedding, attention, mlp or experts, head; of each kind the last one."""
-    built = transformer(model)
+    built = model
     return {
-        name: half.part(built.shapes(kind, Degrees(**degrees), model.microbatch_size))
-        for kind in built.layers()
+        name: half.part(shapes_of(built, kind, Degrees(**degrees), model.microbatch_size))
+        for kind in layer_kinds(built)
         for name, half in kind.halves
     }
 
@@ -82,7 +82,7 @@ def estimate_configs(draw: st.DrawFn, /, **fixed: Any) -> EstimateConfig:
     width = 8 * draw(st.integers(1, 4))
     heads = kv_heads * draw(st.integers(1, 3))
     plain = draw(st.booleans())
-    model = ModelConfig(
+    model = Transformer(
         hidden=heads * width,
         layers=draw(st.integers(1, 4)),
         heads=heads,

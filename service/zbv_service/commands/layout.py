@@ -8,7 +8,7 @@ import sys
 from math import isfinite
 from typing import Any
 
-from zbv_solver.commands.layout_flags import FLAGS, MODULES, STATES, add_request
+from zbv_solver.commands.model_flags import FLAGS, KEPT, add_layout_flags
 
 from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import flag_of
@@ -25,7 +25,7 @@ examples:
 
 """
 _REQUEST = (
-    *("global_batch", "sequence_length", "prediction_layers", *STATES, MODULES),
+    *("global_batch", "sequence_length", "prediction_layers", *KEPT),
     *("top", "executor", "points", "sensitivity"),
 )
 _OPTIONS = ("effort", "time_limit")
@@ -42,7 +42,7 @@ def add_layout(commands: Any) -> None:
         epilog=_EXAMPLES + EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_request(layout)
+    add_layout_flags(layout)
     add_server(layout)
     layout.add_argument(
         "-o", "--output", default="-", metavar="FILE", help="where to write (default: standard output)"

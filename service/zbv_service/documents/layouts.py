@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from zbv_models.estimate.config_parallel import Optimizer, PrecisionName
+from zbv_models.estimate.config import Optimizer, PrecisionName
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.cluster import parse_cluster
 from zbv_models.layouts.executor_rules import FREE, require_runnable

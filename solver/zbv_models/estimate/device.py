@@ -61,48 +61,7 @@ class GroupLinks:
     pipeline: GroupLink = GroupLink()
 
 
-@dataclass(frozen=True)
-class Device:
-    """Achieved rates of a device."""
-
-    tflops: float
-    """Matrix products; large ones, if there is a ``kernel_latency``."""
-    memory_bandwidth: float | None = None
-    """GB/s; None: memory traffic takes no time."""
-    kernel_latency: float | None = None
-    """Microseconds of every product in addition to its operations; None: products of all sizes have the
-    same rate."""
-    attention_share: float = 1.0
-    """Rate of flash attention as a share of ``tflops``."""
-    fp8_tflops: float | None = None
-    fp4_tflops: float | None = None
-    """Products of narrow operands; None: the device has none."""
-    product_bandwidth: float | None = None
-    """GB/s of the matrices of products, of adding gradients, and of the optimizer; None:
-    ``memory_bandwidth``."""
-    processors: int | None = None
-    """Streaming multiprocessors or compute units; None: products fill all of them."""
-    launch_time: float = 0.0
-    """Microseconds that the host adds to every kernel, if each launch waits for the kernel's end."""
-
-    def rate(self, product_dtype: str | None) -> float:
-        """TFLOP/s of linear layers with operands of a type."""
-        narrow = {"fp8": self.fp8_tflops, "fp4": self.fp4_tflops}.get(product_dtype or "")
-        return narrow or self.tflops
-
-    def moving(self, size: float) -> float:
-        """Time to move bytes through memory."""
-        if self.memory_bandwidth is None:
-            return 0.0
-        return size * MICROSECONDS / (self.memory_bandwidth * GIGA)
-
-    def streaming(self, size: float) -> float:
-        """Time to move bytes of large tensors through memory: matrices of products, and the optimizer."""
-        bandwidth = self.product_bandwidth or self.memory_bandwidth
-        return 0.0 if bandwidth is None else size * MICROSECONDS / (bandwidth * GIGA)
-
-
-class DeviceConfig(ConfigSection):
+class Device(ConfigSection):
     """What a device and its links achieve in practice, as opposed to their specifications."""
 
     achieved_tflops: Rate = Field(
@@ -161,20 +120,21 @@ class DeviceConfig(ConfigSection):
     memory_limit: Amount | None = Field(None, description="bytes; null: no limit")
     reserved: Amount = Field(0.0, description="bytes that a device needs in addition to the layers")
 
-    @property
-    def rates(self) -> Device:
-        """What estimates use of it."""
-        return Device(
-            self.achieved_tflops,
-            self.memory_bandwidth,
-            self.kernel_latency,
-            self.attention_share,
-            self.fp8_tflops,
-            self.fp4_tflops,
-            self.product_bandwidth,
-            self.processors,
-            self.launch_time,
-        )
+    def rate(self, product_dtype: str | None) -> float:
+        """TFLOP/s of linear layers with operands of a type."""
+        narrow = {"fp8": self.fp8_tflops, "fp4": self.fp4_tflops}.get(product_dtype or "")
+        return narrow or self.achieved_tflops
+
+    def moving(self, size: float) -> float:
+        """Time to move bytes through memory."""
+        if self.memory_bandwidth is None:
+            return 0.0
+        return size * MICROSECONDS / (self.memory_bandwidth * GIGA)
+
+    def streaming(self, size: float) -> float:
+        """Time to move bytes of large tensors through memory: matrices of products, and the optimizer."""
+        bandwidth = self.product_bandwidth or self.memory_bandwidth
+        return 0.0 if bandwidth is None else size * MICROSECONDS / (bandwidth * GIGA)
 
     @property
     def links(self) -> GroupLinks:

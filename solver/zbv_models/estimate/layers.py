@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import Kind, LayerKind, layer_kinds, shapes_of
 from zbv_models.estimate.part import Part
 from zbv_models.estimate.shapes import Degrees, Parameters, PerAction, Shapes, Stream
 from zbv_models.estimate.states import (
@@ -38,7 +40,6 @@ from zbv_models.estimate.times import (
     saved_time,
     step_times,
 )
-from zbv_models.estimate.transformer import Kind, LayerKind, Transformer
 
 CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
@@ -182,19 +183,31 @@ def estimate_model(
         training.fused_gradients,
     )
     of_parts = replace(degrees, data=1, zero_stage=0, keeps_gathered=training.keeps_gathered)
-    for kind in model.layers(accumulated, training.ends_share_rank):
-        shapes = model.shapes(kind, of_parts, sequences)
+
+    def computed(kind: LayerKind) -> list[LayerEstimate]:
+        """The layer, or its halves."""
+        shapes = shapes_of(model, kind, of_parts, sequences)
         parts = [_computed(half, shapes, inside) for _, half in kind.halves]
-        found = [_layer(part, degrees, device, links, training, kind.can_recompute) for part in parts]
-        buffers = [buffer_bytes(training.shares(each.part.parameters, degrees)) for each in parts]
-        if training.by_halves and len(found) > 1:
-            layers += _apart(kind, list(map(_with_buffers, found, buffers)))
-        else:
-            is_full = training.recompute in ("full", "both") and kind.can_recompute
-            whole = _whole(kind, found, parts[0].part.input_bytes if is_full else None)
-            if training.modules == OPERATIONS and kind.can_recompute:
-                whole = _with_operations(whole, parts, shapes.stream, device, training.recompute)
-            layers.append(_with_buffers(whole, sum(buffers)))
+        halves = [_layer(part, degrees, device, links, training, kind.can_recompute) for part in parts]
+        buffers = [buffer_bytes(training.shares(part.part.parameters, degrees)) for part in parts]
+        if training.by_halves and len(parts) > 1:
+            return [
+                replace(_with_buffers(half, size), name=name, output_bytes=half.output_bytes * kind.streams)
+                for half, size, (name, _) in zip(halves, buffers, kind.halves, strict=True)
+            ]
+        is_full = training.recompute in ("full", "both") and kind.can_recompute
+        whole = _whole(kind, halves, parts[0].part.input_bytes if is_full else None)
+        if training.modules == OPERATIONS and kind.can_recompute:
+            whole = _with_operations(whole, parts, shapes.stream, device, training.recompute)
+        return [_with_buffers(whole, sum(buffers))]
+
+    # A model may have hundreds of layers that differ by their names only.
+    equal: dict[LayerKind, list[LayerEstimate]] = {}
+    for kind in layer_kinds(model, accumulated, training.ends_share_rank):
+        unnamed = replace(kind, name="", copies=None)
+        if unnamed not in equal:
+            equal[unnamed] = computed(unnamed)
+        layers += _named(kind, equal[unnamed])
     return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
 
 
@@ -337,14 +350,12 @@ def _with_buffers(layer: LayerEstimate, size: int) -> LayerEstimate:
     )
 
 
-def _apart(kind: LayerKind, halves: list[LayerEstimate]) -> list[LayerEstimate]:
-    """The halves of every copy as layers."""
+def _named(kind: LayerKind, layers: list[LayerEstimate]) -> list[LayerEstimate]:
+    """The layers of a kind with their names; halves are layers of every copy."""
+    if len(layers) == 1:
+        return [replace(layers[0], name=kind.name, repeat=kind.copies)]
     names = [kind.name] if kind.copies is None else [f"{kind.name}.{copy}" for copy in range(kind.copies)]
-    return [
-        replace(half, name=f"{of_copy}.{name}", output_bytes=half.output_bytes * kind.streams)
-        for of_copy in names
-        for (name, _), half in zip(kind.halves, halves, strict=True)
-    ]
+    return [replace(half, name=f"{of_copy}.{half.name}") for of_copy in names for half in layers]
 
 
 def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> LayerEstimate:
@@ -372,7 +383,7 @@ def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> La
         # The inputs of the later halves are computed again with the rest.
         again = replace(whole.recomputed, after_forward=kept, workspace=_whole_again(whole.plain, kept))
         whole = replace(whole, recomputed=again)
-    return replace(whole, name=kind.name, repeat=kind.copies, output_bytes=whole.output_bytes * kind.streams)
+    return replace(whole, output_bytes=whole.output_bytes * kind.streams)
 
 
 def _both(first: Running, second: Running) -> Running:
@@ -394,7 +405,7 @@ def _table_reduction(model: Transformer, degrees: Degrees, links: GroupLinks, tr
 
     Two ranks send all of it once (Megatron-LM, ``_allreduce_word_embedding_grads``).
     """
-    if training.ends_share_rank or not (model.tied or model.predictions):
+    if training.ends_share_rank or not (model.tied_embeddings or model.prediction_layers):
         return 0.0
     size = model.vocabulary * model.stream.hidden // degrees.tensor * training.kept(degrees).accumulated
     return links.pipeline.time(size)

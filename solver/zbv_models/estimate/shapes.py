@@ -220,6 +220,10 @@ class Parameters:
             self.tables + other.tables,
         )
 
+    def times(self, copies: int) -> Parameters:
+        """Those of several copies."""
+        return Parameters(*(copies * count for count in vars(self).values()))
+
     @property
     def total(self) -> int:
         """Count in the whole model."""

@@ -5,32 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from zbv_models.estimate.part import Held, Part, Product, half_exchange
+from zbv_models.estimate.sections import Amount, ConfigSection, Total
 from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
 
 
-@dataclass(frozen=True)
-class GivenCosts:
-    """Costs per token of a layer on one device without parallelism; tensor and context parallelism divide
-    them.
+class GivenCosts(ConfigSection):
+    """Costs per token of a layer for which zbv has no formula, on one device without parallelism.
+
+    Tensor and context parallelism divide them.
     """
 
-    parameters: int
-    """Number of parameters."""
-    flops: float
-    """Operations of its products with weights, in F; I and W have as many."""
-    core_flops: float = 0.0
-    """Other operations, in F; I has twice as many, W none."""
-    moved: float = 0.0
-    """Bytes of memory traffic in F; I has twice as many."""
-    after_forward: float = 0.0
-    after_input: float = 0.0
-    """Bytes that are kept after F, and after I."""
+    parameters: Total = Field(description="number of parameters")
+    flops: Amount = Field(description="of its products with weights in F; as many in I and in W")
+    core_flops: Amount = Field(0.0, description="other operations in F; twice as many in I")
+    memory_traffic: Amount = Field(0.0, description="bytes in F; twice as many in I")
+    after_forward: Amount = Field(0.0, description="bytes that are kept after F")
+    after_input: Amount = Field(0.0, description="bytes that are kept after I")
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
         tokens, t = shapes.tokens, shapes.tensor
-        moved = self.moved * tokens / t
+        moved = self.memory_traffic * tokens / t
         core = self.core_flops * tokens / t
         h = shapes.stream.hidden
         n_out = max(1, round(self.flops / (2 * h * t)))

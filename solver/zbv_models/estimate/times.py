@@ -127,7 +127,7 @@ def core_times(part: Part, device: Device) -> PerAction:
     share = device.attention_share if part.is_flash else 1.0
     if part.is_misaligned and device.kernel_latency is not None:
         share = MISALIGNED_SHARE
-    rate = device.tflops * TERA / MICROSECONDS * share
+    rate = device.achieved_tflops * TERA / MICROSECONDS * share
     extra = device.kernel_latency or 0.0
     return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
 

@@ -14,6 +14,7 @@ from zbv_solver.search.search_state import Cancelled
 from zbv_solver.timing.start_times import evaluate
 
 from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.model_layers import model_flops
 from zbv_models.estimate.times import TimeShares
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, recomputed
 from zbv_models.layouts.executor_rules import FREE
@@ -99,7 +100,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
 def utilisation(planned: PlannedLayout, request: Request) -> float:
     """Share of the used devices' peak that the model's operations use, without recomputation."""
     cluster = request.cluster
-    flops = planned.estimated.setting.model.model_flops() * request.global_batch
+    flops = model_flops(planned.estimated.setting.model) * request.global_batch
     of_rank = planned.layout.devices // planned.layout.pipeline_parallel
     peak = of_rank * sum(cluster.groups[group].peak_tflops for group in planned.layout.group_of)
     return flops / (planned.step_time * peak * FLOPS_PER_TFLOP)

@@ -10,7 +10,7 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Link
 
-from zbv_models.estimate.device import Device, DeviceConfig, GroupLink
+from zbv_models.estimate.device import Device, GroupLink
 from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Size, preset
 
 MAX_GROUPS = 4
@@ -254,7 +254,7 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
     return Cluster(
         nodes=config.nodes,
         gpus_per_node=config.gpus_per_node,
-        device=device.rates,
+        device=device,
         peak_tflops=device.peak_tflops or device.achieved_tflops,
         memory=memory,
         reserve=device.reserved if config.reserve is None else config.reserve,
@@ -268,7 +268,7 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
     )
 
 
-def _device(config: NodesConfig, at: str) -> DeviceConfig:
+def _device(config: NodesConfig, at: str) -> Device:
     if isinstance(config.device, str):
         section = preset(config.device, at).device
         if not section:
@@ -277,19 +277,19 @@ def _device(config: NodesConfig, at: str) -> DeviceConfig:
     else:
         section = config.device
     try:
-        return validated(DeviceConfig, section)
+        return validated(Device, section)
     except InvalidInput as error:
         issues = [Issue(f"{at}{issue.pointer}", issue.detail) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
 
 
-def _in_node(device: DeviceConfig) -> GroupLink | None:
+def _in_node(device: Device) -> GroupLink | None:
     bandwidth, latency = device.tensor_parallel_bandwidth, device.tensor_parallel_latency
     if bandwidth is None:
         return None
     return GroupLink(bandwidth, latency, step_latency=device.tensor_parallel_step_latency)
 
 
-def _between_nodes(device: DeviceConfig) -> LinkConfig | None:
+def _between_nodes(device: Device) -> LinkConfig | None:
     bandwidth = device.link_bandwidth
     return None if bandwidth is None else LinkConfig(latency=device.link_latency, bandwidth=bandwidth)

@@ -11,8 +11,9 @@ from itertools import combinations
 
 from zbv_solver.errors import InvalidInput
 
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import expert_degree, layer_kinds
 from zbv_models.estimate.state_space import GivenCosts
-from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout
@@ -37,7 +38,7 @@ class ExecutorRule:
 
 
 def _has_no_state_space(model: Transformer) -> bool:
-    return not any(isinstance(half, GivenCosts) for kind in model.layers() for _, half in kind.halves)
+    return not any(isinstance(half, GivenCosts) for kind in layer_kinds(model) for _, half in kind.halves)
 
 
 def _has_replicas(layout: Layout) -> bool:
@@ -51,7 +52,7 @@ def _is_alone(layout: Layout) -> bool:
 def _has_equal_replicas(model: Transformer, layout: Layout) -> bool:
     """Whether dense layers and experts have as many replicas."""
     inside = layout.tensor_parallel * layout.context_parallel
-    experts = layout.expert_parallel if model.experts > 1 else layout.tensor_parallel
+    experts = layout.expert_parallel if expert_degree(model) > 1 else layout.tensor_parallel
     return inside == experts
 
 
@@ -148,20 +149,20 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
         ),
         ExecutorRule(
             lambda model, layout: (
-                model.experts == 1 or layout.expert_parallel > 1 or layout.tensor_parallel == 1
+                expert_degree(model) == 1 or layout.expert_parallel > 1 or layout.tensor_parallel == 1
             ),
             "expert parallelism if there is tensor parallelism, which otherwise divides every expert",
             "torchtitan/models/common/moe_sharding.py",
             ("tensor_parallel", "expert_parallel"),
         ),
         ExecutorRule(
-            lambda model, layout: not model.tied or _is_alone(layout),
+            lambda model, layout: not model.tied_embeddings or _is_alone(layout),
             "no pipeline if embedding and head share their table",
             "torchtitan/models/common/decoder.py, Decoder.Config.update_from_config",
             ("pipeline_parallel",),
         ),
         ExecutorRule(
-            lambda model, layout: not model.predictions or _is_undivided(layout),
+            lambda model, layout: not model.prediction_layers or _is_undivided(layout),
             "neither a pipeline nor context parallelism with multi-token prediction (--prediction-layers 0 "
             "leaves it out)",
             "torchtitan/models/deepseek_v3/mtp.py, MTPDecoder.Config.update_from_config",
@@ -189,7 +190,7 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             ("recompute", "recompute_layers"),
         ),
         ExecutorRule(
-            lambda model, layout: not model.tied or _is_alone(layout),
+            lambda model, layout: not model.tied_embeddings or _is_alone(layout),
             "no pipeline if embedding and head share their table, because stages exchange no gradients of "
             "parameters",
             "torch/distributed/pipelining/stage.py",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export.torchtitan_settings import StepSizes, TitanSettings, module_names
 
+from zbv_models.estimate.model_layers import expert_degree
 from zbv_models.fixed_orders.megatron_layout import Stages, layout_flags, recompute_flags
 from zbv_models.fixed_orders.schedules import Schedule
 from zbv_models.layouts.executor_memory import STATES, uses_aware_optimizer
@@ -60,7 +61,7 @@ def _flags(layout: Layout, setting: Setting) -> list[str]:
     if layout.tensor_parallel > 1:
         flags.append("--sequence-parallel")
     flags.append(f"--context-parallel-size {layout.context_parallel}")
-    if setting.model.experts > 1:
+    if expert_degree(setting.model) > 1:
         # Estimates have whole experts on every device; Megatron-LM's default divides them by tensors.
         flags += [
             f"--expert-model-parallel-size {layout.expert_parallel}",

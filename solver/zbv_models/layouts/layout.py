@@ -12,9 +12,9 @@ from typing import Literal, get_args
 from zbv_solver.problem.limits import MAX_PP_DEGREE
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
-from zbv_models.estimate.fit import fits
+from zbv_models.estimate.model import Transformer, fits
+from zbv_models.estimate.model_layers import count_layers, expert_degree
 from zbv_models.estimate.shapes import Degrees
-from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 
 Order = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
@@ -315,8 +315,8 @@ def _degrees(
     model: Transformer, devices: int, global_batch: int, fixed: Fixed
 ) -> Iterator[tuple[Degrees, int]]:
     """Degrees that fit the model, and pipeline ranks."""
-    ranks = min(MAX_PP_DEGREE, model.n_layers)
-    experts = model.experts
+    ranks = min(MAX_PP_DEGREE, count_layers(model))
+    experts = expert_degree(model)
     for tensor in _divisors(devices, fixed.tensor_parallel):
         if not fits(model, Degrees(tensor, tensor > 1)):
             continue

@@ -21,9 +21,10 @@ from zbv_solver.errors import InvalidInput, Issue
 
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import layer_kinds
 from zbv_models.estimate.shapes import Degrees, PerAction
 from zbv_models.estimate.states import StaticBytes
-from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.profile import MeasuredLayer, Profile
 
 Origin = Literal["measured", "scaled", "estimated"]
@@ -84,7 +85,7 @@ class Measured:
         device
             The preset of the cluster's devices; None if it has no name.
         """
-        names = [kind.name for kind in model.layers()]
+        names = [kind.name for kind in layer_kinds(model)]
         issues: list[Issue] = []
         seen: dict[tuple[int, int, int], Profile] = {}
         for each in profiles:
@@ -156,7 +157,7 @@ class Measured:
         """The estimate of all layers under a profile's conditions."""
         there = replace(
             at,
-            model=replace(at.model, sequence=profile.sequence),
+            model=at.model.model_copy(update={"sequence": profile.sequence}),
             degrees=Degrees(profile.tensor, profile.tensor > 1),
             links=GroupLinks(tensor=self.tensor_link),
             sequences=profile.microbatch_size,

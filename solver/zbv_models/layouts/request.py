@@ -11,7 +11,6 @@ from pydantic import Field
 from zbv_solver.documents.validation import quoted, validated
 from zbv_solver.errors import InvalidInput
 
-from zbv_models.estimate.build import transformer
 from zbv_models.estimate.config import EstimateConfig, parse_config
 from zbv_models.estimate.sections import ConfigSection, Count, Size, model_presets, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
@@ -66,7 +65,7 @@ class Request:
     @property
     def setting(self) -> Setting:
         """What all layouts have in common; raises :class:`InvalidInput` if the profiles do not fit."""
-        model, cluster = transformer(self.config.model), self.cluster
+        model, cluster = self.config.model, self.cluster
         measured = None
         if self.profiles:
             if not isinstance(cluster, Cluster):
@@ -81,7 +80,7 @@ class Request:
     @property
     def _module_sets(self) -> tuple[Modules, ...]:
         """What selective recomputation may repeat: as the document says, or sets of the model's modules."""
-        model, given = transformer(self.config.model), self.config.parallel.recompute_modules
+        model, given = self.config.model, self.config.parallel.recompute_modules
         is_titan = self.executor == "torchtitan"
         if "recompute_modules" not in self.config.parallel.model_fields_set:
             return (OP,) if is_titan else module_sets(model)
@@ -95,7 +94,7 @@ class Request:
         sets = self._module_sets
         if self.executor != FREE or "recompute_modules" in self.config.parallel.model_fields_set:
             return sets[0] if sets else ()
-        cheap = cheap_modules(transformer(self.config.model))
+        cheap = cheap_modules(self.config.model)
         return cheap or (sets[0] if sets and self.fixed.recompute == "selective" else ())
 
     @property

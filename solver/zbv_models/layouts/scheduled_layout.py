@@ -242,7 +242,7 @@ class ScheduledLayouts:
             return (layout.recompute,)
         if executor != "megatron":
             return ("none", "full")
-        return ("per-stage", "full") if self.setting.model.predictions else ("per-stage",)
+        return ("per-stage", "full") if self.setting.model.prediction_layers else ("per-stage",)
 
     def scheduled(self, executor: str, estimated: EstimatedLayout) -> Iterator[ScheduledLayout]:
         """A layout under every schedule of its executor that has a cut."""

@@ -80,13 +80,9 @@ def changes(request: Request) -> Iterator[tuple[str, float, Request]]:
 
 def _with_flops(cluster: Cluster, factor: float) -> Cluster:
     device = cluster.device
-    faster = replace(
-        device,
-        tflops=device.tflops * factor,
-        fp8_tflops=device.fp8_tflops and device.fp8_tflops * factor,
-        fp4_tflops=device.fp4_tflops and device.fp4_tflops * factor,
-    )
-    return replace(cluster, device=faster)
+    rates = {key: getattr(device, key) for key in ("achieved_tflops", "fp8_tflops", "fp4_tflops")}
+    faster = {key: rate and rate * factor for key, rate in rates.items()}
+    return replace(cluster, device=device.model_copy(update=faster))
 
 
 def _faster(link: GroupLink, factor: float) -> GroupLink:

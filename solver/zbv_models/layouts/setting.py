@@ -12,9 +12,10 @@ from zbv_solver.problem.layer_letters import Recomputed
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.times import is_known
-from zbv_models.estimate.transformer import Transformer
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout
@@ -42,10 +43,10 @@ def droppable(model: Transformer) -> frozenset[str]:
     """The modules whose recomputation drops a tensor of any layer."""
     return frozenset(
         module
-        for kind in model.layers()
+        for kind in layer_kinds(model)
         if kind.can_recompute
         for _, half in kind.halves
-        for tensor in half.part(model.shapes(kind, Degrees())).tensors
+        for tensor in half.part(shapes_of(model, kind, Degrees())).tensors
         for module in tensor.modules
     )
 
@@ -53,7 +54,8 @@ def droppable(model: Transformer) -> frozenset[str]:
 def has_operations(model: Transformer) -> bool:
     """Whether it is known what torchtitan's selective recomputation saves of every block."""
     return all(
-        is_known(half.part(model.shapes(kind, Degrees())) for _, half in kind.halves) for kind in model.blocks
+        is_known(half.part(shapes_of(model, kind, Degrees())) for _, half in kind.halves)
+        for kind in blocks(model)
     )
 
 
@@ -72,7 +74,7 @@ def module_sets(model: Transformer) -> tuple[Modules, ...]:
 
 def keeps_scores(model: Transformer) -> bool:
     """Whether any attention is plain, which keeps its scores."""
-    halves = (half for kind in model.layers() for _, half in kind.halves)
+    halves = (half for kind in layer_kinds(model) for _, half in kind.halves)
     return not all(getattr(half, "flash", True) for half in halves)
 
 
@@ -112,7 +114,7 @@ class Setting:
         """Whether the placement is V: with a shared table, if there are enough layers, it is held once."""
         if self.has_loops and ranks > 1:
             return False
-        return self.model.tied and 2 * ranks <= self.model.n_layers
+        return self.model.tied_embeddings and 2 * ranks <= count_layers(self.model)
 
     def modules_of(self, executor: str) -> tuple[Modules, ...]:
         """What an executor's selective recomputation may repeat."""

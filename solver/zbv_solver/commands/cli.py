@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 from zbv_solver._version import __version__
-from zbv_solver.commands import estimate_flags, layout_flags
 from zbv_solver.commands.messages import contradiction
 from zbv_solver.errors import (
     ContradictedBound,
@@ -93,6 +93,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """The parser of a command; ``fill`` adds flags of models, which other commands need not import."""
+
+    fill: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse what is known, after adding the flags."""
+        if self.fill is not None:
+            self.fill(self)
+            self.fill = None
+        return super().parse_known_args(args, namespace)
+
+
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    from zbv_solver.commands.model_flags import add_estimate_flags
+
+    add_estimate_flags(parser)
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    from zbv_solver.commands.model_flags import add_layout_flags
+
+    add_layout_flags(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=useful_workers(),
+        metavar="N",
+        help="threads; their number changes no result (default: %(default)s)",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zbv",
@@ -101,11 +134,11 @@ def _parser() -> argparse.ArgumentParser:
         "interrupted. '-' is standard input or output.",
     )
     parser.add_argument("--version", action="version", version=f"zbv {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+    )
 
-    def add(
-        name: str, summary: str, description: str | None = None, epilog: str | None = None
-    ) -> argparse.ArgumentParser:
+    def add(name: str, summary: str, description: str | None = None, epilog: str | None = None) -> _Parser:
         return commands.add_parser(
             name,
             help=summary,
@@ -297,24 +330,19 @@ def _parser() -> argparse.ArgumentParser:
     refit.add_argument("traces", nargs="+", metavar="trace", help="trace file of a rank (JSON)")
     _add_output(refit, "problem file")
 
-    estimate_flags.add_arguments(
-        add("estimate", "estimate a problem from a model's configuration and a device")
-    )
+    add(
+        "estimate",
+        "estimate a problem from a model's configuration and a device",
+        "Estimate the layers of a transformer from its configuration: times, activations and static memory, "
+        "as a problem for zbv plan. docs/estimates.md explains every key and formula.",
+    ).fill = _add_estimate
     layout = add(
         "layout",
         "search the parallel layout that trains a model fastest on a cluster",
         "Enumerate every parallel layout of a model on a cluster, bound each from below, and plan the most "
         "promising until no other can be better. docs/layouts.md explains the model of costs.",
     )
-    layout_flags.add_request(layout)
-    layout.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")
-    layout.add_argument(
-        "--workers",
-        type=int,
-        default=useful_workers(),
-        metavar="N",
-        help="threads; their number changes no result (default: %(default)s)",
-    )
+    layout.fill = _add_layout
     return parser
 
 

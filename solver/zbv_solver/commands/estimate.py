@@ -11,15 +11,14 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
-from zbv_models.estimate.build import transformer
-from zbv_models.estimate.config import EstimateConfig, parse_config
+from zbv_models.estimate.config import EstimateConfig, estimate_config, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
-from zbv_models.estimate.problem_document import estimate_config, problem_document
+from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.sections import preset, preset_names, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 
-from zbv_solver.commands.estimate_flags import SECTIONS, flags
 from zbv_solver.commands.messages import flag_of
+from zbv_solver.commands.model_flags import SECTIONS, flags
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
 
@@ -165,7 +164,7 @@ def _summary(config: EstimateConfig, rows: Sequence[tuple[LayerEstimate, int]]) 
     flops = sum(layer.flops.total * count for layer, count in rows)
     flops *= config.parallel.tensor_parallel * config.parallel.context_parallel
     static = sum(layer.static.total * count for layer, count in rows)
-    count = transformer(config.model).parameters()
+    count = parameters_of(config.model)
     active = f" ({count.active / 1e9:.3g} B active)" if count.active < count.total else ""
     return (
         f"{count.total / 1e9:.3g} B parameters{active}; {flops / 1e12:,.4g} TFLOP per microbatch "

@@ -26,8 +26,8 @@ from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome, outcomes
 
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
-from zbv_solver.commands.layout_flags import FLAGS, given_parallel
 from zbv_solver.commands.messages import flag_of, named_flags
+from zbv_solver.commands.model_flags import FLAGS, given_parallel
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue

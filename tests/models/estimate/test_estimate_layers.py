@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, estimate_configs, gpt, llama, preset_config
-from zbv_models.estimate.config import EstimateConfig
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.config import EstimateConfig, estimate_layers, problem_document
 from zbv_models.estimate.layers import LayerEstimate, Running
-from zbv_models.estimate.problem_document import estimate_layers, problem_document
+from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.sections import preset
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
@@ -198,7 +197,7 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 
 
 @pytest.mark.parametrize("model", [llama(), llama(**LATENT)])
-def test_collectives_wait_for_every_step_around_their_ring(model: ModelConfig) -> None:
+def test_collectives_wait_for_every_step_around_their_ring(model: Transformer) -> None:
     """An all-reduce of t devices has 2 (t - 1) steps, a gather or a scatter t - 1."""
     config = on_device(estimate_config(model, tensor_parallel=4), memory_bandwidth=None)
     slow = on_device(config, tensor_parallel_step_latency=2.0)
@@ -288,7 +287,7 @@ def test_workspace_is_the_largest_extra_memory_of_any_action(
     shape: dict[str, Any], embedding: int, attention: int, mlp: int, head: int
 ) -> None:
     small = {"hidden": 8, "layers": 1, "heads": 4, "vocabulary": 1000, "sequence": 100, "dtype": "float32"}
-    config = estimate_config(ModelConfig.model_validate({**small, **shape}), granularity="half")
+    config = estimate_config(Transformer.model_validate({**small, **shape}), granularity="half")
     found = [layer.plain.workspace for layer in estimate_layers(config)]
     assert found == [embedding, attention, mlp, head]
 
@@ -311,7 +310,7 @@ def test_with_few_tokens_the_gradient_of_a_weight_dominates_the_workspace(
 ) -> None:
     """B computes it before it is accumulated."""
     few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 8, "sequence": 1, "dtype": "float32"}
-    model = ModelConfig.model_validate({**few, "ffn": 4096, **shape})
+    model = Transformer.model_validate({**few, "ffn": 4096, **shape})
     found = [layer.plain.workspace for layer in estimate_layers(estimate_config(model, granularity="half"))]
     assert found == [4096 * tokens for tokens in (embedding, attention, mlp, head)]
 
@@ -319,12 +318,12 @@ def test_with_few_tokens_the_gradient_of_a_weight_dominates_the_workspace(
 def test_with_few_key_heads_the_gradient_of_the_projection_back_dominates() -> None:
     """When B computes the gradient of the first matrix, the heads' output is already released."""
     shape = {"hidden": 1024, "layers": 1, "heads": 4, "kv_heads": 1, "vocabulary": 8, "sequence": 600}
-    model = ModelConfig.model_validate({**shape, "dtype": "float32"})
+    model = Transformer.model_validate({**shape, "dtype": "float32"})
     _, attention, *_ = estimate_layers(estimate_config(model, granularity="half"))
     assert attention.plain.workspace == (600 + 600 + 1024) * 1024 * 4
 
 
 def test_the_gradient_of_the_head_s_weight_comes_after_the_float32_logits_are_released() -> None:
     few = {"hidden": 1024, "layers": 1, "heads": 4, "vocabulary": 512, "sequence": 1, "dtype": "bfloat16"}
-    *_, head = estimate_layers(estimate_config(ModelConfig.model_validate(few)))
+    *_, head = estimate_layers(estimate_config(Transformer.model_validate(few)))
     assert head.plain.workspace == 2 * 512 * 1024 + 2 * 1024 + 2 * 512 - 4 * 512

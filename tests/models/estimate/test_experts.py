@@ -6,35 +6,26 @@ from typing import Any
 
 import pytest
 from support.estimates import but, estimate_config, llama, parts
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.config import estimate_layers
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import Kind, blocks
 from zbv_models.estimate.part import Part
-from zbv_models.estimate.problem_document import estimate_layers
-from zbv_models.estimate.transformer import Kind
 
 H, F, E, K = 1024, 512, 16, 4
 
 
-def sparse(**changes: Any) -> ModelConfig:
+def sparse(**changes: Any) -> Transformer:
     """Sixteen experts of width 512, of which a token uses four; 4096 tokens."""
     given = {"hidden": H, "layers": 4, "heads": 8, "experts": E, "experts_per_token": K, "expert_ffn": F}
     return llama(**{**given, **changes})
 
 
-def experts(model: ModelConfig, **degrees: Any) -> Part:
+def experts(model: Transformer, **degrees: Any) -> Part:
     return parts(model, **degrees)["experts"]
 
 
 def sent(part: Part, group: str) -> float:
     return sum(each.sent.forward for each in part.exchanges if each.group == group)
-
-
-def test_a_token_uses_four_of_sixteen_experts() -> None:
-    one, router = 3 * H * F, E * H
-    count = experts(sparse()).parameters
-    assert (count.experts, count.chosen) == (E * one, K * one)
-    assert count.replicated == H + router
-    tokens = sparse().tokens
-    assert experts(sparse()).flops.forward == 2 * tokens * (K * one + router)
 
 
 def test_expert_parallelism_divides_experts_and_keeps_the_work() -> None:
@@ -97,10 +88,9 @@ def test_shared_experts_are_an_mlp_for_every_token() -> None:
     assert shared.flops.forward - alone.flops.forward == 2 * sparse().tokens * 3 * H * 2 * F
 
 
-def halves(model: ModelConfig) -> list[tuple[str, Kind]]:
-    from zbv_models.estimate.build import transformer
+def halves(model: Transformer) -> list[tuple[str, Kind]]:
 
-    return [half for kind in transformer(model).blocks for _ in range(kind.count) for half in kind.halves[1:]]
+    return [half for kind in blocks(model) for _ in range(kind.count) for half in kind.halves[1:]]
 
 
 def test_some_blocks_may_have_an_mlp() -> None:

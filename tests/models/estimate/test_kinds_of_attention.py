@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, parts
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.config import estimate_layers
+from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.part import Part
-from zbv_models.estimate.problem_document import estimate_layers
 
 A, H, Q, KV, PLAIN, ROTATED, VALUE = 16, 2048, 512, 128, 64, 32, 48
 
 
-def latent(**changes: Any) -> ModelConfig:
+def latent(**changes: Any) -> Transformer:
     """Multi-head latent attention with sixteen heads."""
     given = {
         "hidden": H, "layers": 2, "heads": A, "q_lora_rank": Q, "kv_lora_rank": KV, "ffn": 1024,
@@ -24,7 +24,7 @@ def latent(**changes: Any) -> ModelConfig:
     return llama(**{**given, **changes})
 
 
-def attention(model: ModelConfig, **degrees: Any) -> Part:
+def attention(model: Transformer, **degrees: Any) -> Part:
     return parts(model, **degrees)["attention"]
 
 
@@ -35,12 +35,6 @@ def test_latent_attention_has_the_matrices_of_deepseek_v2() -> None:
     tokens, scores = 1024, 1024**2 / 2 * A * 2 * (PLAIN + ROTATED + VALUE)
     assert attention(latent()).flops.forward == 2 * tokens * matrices + scores
     assert attention(latent()).flops.backward_weight == 2 * tokens * matrices
-
-
-def test_queries_may_be_projected_directly() -> None:
-    direct = attention(latent(q_lora_rank=None)).parameters.total
-    difference = H * A * (PLAIN + ROTATED) - (H * Q + Q * A * (PLAIN + ROTATED) + Q)
-    assert direct - attention(latent()).parameters.total == difference
 
 
 def test_scores_of_latent_attention_have_wide_keys_and_narrow_values() -> None:
@@ -82,7 +76,7 @@ def test_a_window_leaves_out_pairs(sequence: int, window: int) -> None:
     """Counted: the pairs of a causal window, without the half of its diagonal that the formula leaves out."""
     counted = sum(min(query, window) for query in range(1, sequence + 1)) - min(window, sequence) / 2
     model = llama(hidden=64, heads=4, sequence=sequence, window=window)
-    pairs = attention(model).core.forward / (4 * model.query_width)
+    pairs = attention(model).core.forward / (4 * model.heads * model.width_of_head)
     assert pairs == counted
 
 
@@ -91,7 +85,7 @@ def test_pieces_of_the_sequence_attend_to_themselves(sequence: int, piece: int) 
     """Counted: the pairs of each piece under a causal mask, without half of its diagonal, as for windows."""
     counted = sum(query % piece + 1 for query in range(sequence)) - sequence / 2
     model = llama(hidden=64, heads=4, sequence=sequence, window=piece, chunked=True)
-    assert attention(model).core.forward / (4 * model.query_width) == counted
+    assert attention(model).core.forward / (4 * model.heads * model.width_of_head) == counted
 
 
 def test_a_window_on_latent_attention_leaves_out_pairs() -> None:
@@ -114,11 +108,6 @@ def test_an_indexer_has_its_matrices_and_compares_all_pairs() -> None:
     scores = near.core.forward * (KV + ROTATED + KV) / (PLAIN + ROTATED + VALUE)
     assert chosen.core.forward == pytest.approx(compared + scores)
     assert chosen.flops.backward_weight - near.flops.backward_weight == 2 * 1024 * matrices
-
-
-def test_queries_of_an_indexer_come_from_the_stream_without_a_latent_vector() -> None:
-    near, chosen = (attention(llama(hidden=H, heads=A, **sizes)) for sizes in ({"window": 256}, INDEXER))
-    assert chosen.parameters.total - near.parameters.total == H * 4 * 32 + H * (32 + 4) + 2 * 32
 
 
 def test_what_an_indexer_keeps() -> None:

@@ -8,14 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
-from zbv_models.estimate.build import transformer
-from zbv_models.estimate.config import EstimateConfig, parse_config
-from zbv_models.estimate.fit import fits
+from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
-from zbv_models.estimate.problem_document import estimate_layers, problem_document
-from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.state_space import DeltaNet, Mamba
-from zbv_solver.errors import InvalidInput
+from zbv_models.estimate.times import step_times
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
@@ -85,6 +82,23 @@ def test_a_prediction_module_may_have_its_own_layers() -> None:
     )
     own = 2 * 256**2 + 3 * 256 + 32000 * 256
     assert found["prediction"].parameters == found["attention"].parameters + found["experts"].parameters + own
+
+
+def test_equal_layers_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that alternate stand one by one; 510 of them cost no more than 8."""
+    counted: list[int] = []
+
+    def counting(*arguments: Any) -> Any:
+        counted.append(1)
+        return step_times(*arguments)
+
+    monkeypatch.setattr("zbv_models.estimate.layers.step_times", counting)
+    calls = []
+    for count in (8, 510):
+        counted.clear()
+        assert len(layers(layers=count, pattern="(*-)M" * (count // 2), state_space=GIVEN)) == count + 2
+        calls.append(len(counted))
+    assert calls[0] == calls[1]
 
 
 def test_latent_experts_are_narrow_and_so_is_what_they_are_sent() -> None:
@@ -182,11 +196,11 @@ def test_clip_vit_l_has_304_million_parameters() -> None:
     norm before the blocks.
     """
     vision = {"hidden": 1024, "layers": 24, "heads": 16, "patches": 576}
-    model = transformer(llama(vision=vision))
+    model = llama(vision=vision)
     assert model.vision is not None
-    others = transformer(llama()).parameters().total
+    others = parameters_of(llama()).total
     projector = 1024 * 4096 + 4096**2 + 2 * 4096 + 2 * 1024
-    assert model.parameters().total - others - projector == pytest.approx(303_507_456, rel=1e-4)
+    assert parameters_of(model).total - others - projector == pytest.approx(303_507_456, rel=1e-4)
 
 
 @given(modern_configs())
@@ -217,37 +231,11 @@ def test_parallelism_divides_operations_and_adds_none(config: EstimateConfig, ha
         assert part.plain.after_forward <= whole.plain.after_forward + 1
 
 
-@given(modern_configs(), st.data())
-def test_a_layout_fits_if_its_configuration_is_valid(config: EstimateConfig, data: st.DataObject) -> None:
-    def one_of(*values: int) -> int:
-        return data.draw(st.sampled_from(values))
-
-    degrees = Degrees(
-        tensor=one_of(1, 2, 3, 4, 8), sequence_parallel=data.draw(st.booleans()), context=one_of(1, 2, 3, 8),
-        expert=one_of(1, 2, 3, 8), expert_in_node=one_of(1, 2), data=one_of(1, 2, 3, 4),
-    )  # fmt: skip
-    parallel = {
-        "tensor_parallel": degrees.tensor, "sequence_parallel": degrees.sequence_parallel,
-        "context_parallel": degrees.context, "expert_parallel": degrees.expert,
-        "expert_parallel_in_node": degrees.expert_in_node, "data_parallel": degrees.data,
-    }  # fmt: skip
-    changed = {**config.model_dump(), "parallel": {**config.parallel.model_dump(), **parallel}}
-    assert fits(transformer(config.model), degrees) == is_valid(changed)
-
-
-def is_valid(document: dict[str, Any]) -> bool:
-    try:
-        parse_config(document)
-    except InvalidInput:
-        return False
-    return True
-
-
 @given(modern_configs())
 def test_the_same_layout_gives_the_same_estimate(config: EstimateConfig) -> None:
     """The layout search calls it with plain records, and twice gives twice the same."""
-    model = transformer(config.model)
-    given = (model, config.degrees, config.device.rates, config.device.links, config.training)
+    model = config.model
+    given = (model, config.degrees, config.device, config.device.links, config.training)
     first, second = estimate_model(*given, 2), estimate_model(*given, 2)
     assert first == second
     doubled = parse_config(

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, gpt, llama, parts, preset_config
-from zbv_models.estimate.build import transformer
-from zbv_models.estimate.config_model import ModelConfig
-from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.config import estimate_layers
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.shapes import Degrees, Parameters
 
 LLAMA_3 = {"vocabulary": 128256, "kv_heads": 8, "sequence": 8192}
 
 
-def model_parameters(model: ModelConfig) -> int:
-    return transformer(model).parameters().total
+def model_parameters(model: Transformer) -> int:
+    return parameters_of(model).total
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,9 @@ def test_only_queries_keys_and_values_may_have_biases() -> None:
     assert model_parameters(model) == 32_763_876_352
 
 
-def block_parameters(model: ModelConfig) -> Parameters:
+def block_parameters(model: Transformer) -> Parameters:
     found = parts(model)
     return found["attention"].parameters + found["mlp"].parameters
-
-
-def test_norms_of_heads_are_two_heads_wide() -> None:
-    grouped = llama(kv_heads=8)
-    with_norms = block_parameters(but(grouped, qk_norm=True))
-    assert with_norms == block_parameters(grouped) + Parameters(shared=0, replicated=2 * 128)
 
 
 def test_tensor_parallelism_divides_matrices_and_keeps_norms_whole() -> None:

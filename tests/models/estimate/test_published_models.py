@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 from support.estimates import but, estimate_config, llama, preset_config
-from zbv_models.estimate.build import transformer
-from zbv_models.estimate.config_model import ModelConfig
-from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.config import estimate_layers
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import model_flops, parameters_of
 from zbv_models.estimate.sections import preset, preset_names
-from zbv_models.estimate.transformer import Transformer
 
 MODELS = [name for name in preset_names() if preset(name).model]
 SPARSE = [name for name in MODELS if "active" in preset(name).published]
 
 
 def model(name: str, **changes: Any) -> Transformer:
-    return transformer(but(preset_config(name).model, **changes))
+    return but(preset_config(name).model, **changes)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -29,7 +28,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     }
     found = model(name, **counted.get(published.get("parameters_counted", ""), {}))
     within = published.get("parameters_within", 0)
-    count = found.parameters().total
+    count = parameters_of(found).total
     assert count == pytest.approx(published["parameters"], rel=0, abs=within)
     if "without_embeddings" in published:
         tables = 2 * found.vocabulary * found.stream.hidden
@@ -44,19 +43,19 @@ def test_sparse_models_are_among_the_presets() -> None:
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_models_have_the_published_number_of_active_parameters(name: str) -> None:
     published = preset(name).published
-    count = model(name, prediction_layers=0).parameters().active
+    count = parameters_of(model(name, prediction_layers=0)).active
     assert count == pytest.approx(published["active"], rel=0, abs=published["active_within"])
 
 
 def test_the_prediction_module_of_deepseek_v3_has_11_5_billion_parameters() -> None:
     """README_WEIGHTS.md of its checkpoint, without the tables that it shares; its projection included."""
     published = preset("deepseek-v3").published
-    with_it, without = (model("deepseek-v3", prediction_layers=n).parameters().total for n in (1, 0))
+    with_it, without = (parameters_of(model("deepseek-v3", prediction_layers=n)).total for n in (1, 0))
     assert with_it - without == pytest.approx(published["predictions"], rel=0.01)
 
 
 def gflop_per_token(found: Transformer) -> float:
-    return found.model_flops() / found.sequence / 1e9
+    return model_flops(found) / found.sequence / 1e9
 
 
 def test_training_deepseek_v3_takes_250_gflop_per_token() -> None:
@@ -79,12 +78,12 @@ def deepseek_v2(**changes: Any) -> Transformer:
         "vocabulary": 102400, "sequence": 4096, "gated": True, "norm": "rmsnorm", "bias": False,
         "positions": "rotary",
     }  # fmt: skip
-    return transformer(ModelConfig.model_validate({**sizes, **changes}))
+    return Transformer.model_validate({**sizes, **changes})
 
 
 def test_deepseek_v2_has_236_billion_parameters_and_155_gflop_per_token() -> None:
     """Its checkpoint; DeepSeek-AI 2024, DeepSeek-V2, §1: 21 B active; Insights into DeepSeek-V3, table 2."""
-    count = deepseek_v2().parameters()
+    count = parameters_of(deepseek_v2())
     assert count.total == 235_741_434_880
     assert count.active == pytest.approx(21e9, rel=0.02)
     assert gflop_per_token(deepseek_v2()) == pytest.approx(155, rel=5e-3)

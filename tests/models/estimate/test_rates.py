@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from support.estimates import but, estimate_config, llama, parts, preset_config
-from zbv_models.estimate.device import Device, DeviceConfig
+from zbv_models.estimate.config import estimate_layers
+from zbv_models.estimate.device import Device
 from zbv_models.estimate.part import Product
-from zbv_models.estimate.problem_document import estimate_layers
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.estimate.shapes import Stream
 from zbv_models.estimate.times import (
@@ -40,8 +39,8 @@ def test_products_of_all_sizes_have_the_measured_rates() -> None:
 
     They were measured one after the other, at the best rate.
     """
-    rates = DeviceConfig.model_validate(preset("h100").device).rates
-    h100 = replace(rates, tflops=rates.tflops / SUSTAINED_SHARE)
+    rates = Device.model_validate(preset("h100").device)
+    h100 = rates.model_copy(update={"achieved_tflops": rates.achieved_tflops / SUSTAINED_SHARE})
     errors = []
     for groups, rows, n_out, n_in, measured in MEASURED:
         product = Product(rows, n_in, n_out, groups)
@@ -68,7 +67,7 @@ def test_devices_share_the_constants_of_the_curve(name: str) -> None:
 def test_the_shares_describe_the_profile_of_the_zero_bubble_paper(name: str) -> None:
     """Qi et al. 2023, table 9, on A100: each of F, I and W within 13 %, their sum within 5 %."""
     own = preset_config(name)
-    config = but(own, device=DeviceConfig.model_validate(preset("a100").device))
+    config = but(own, device=Device.model_validate(preset("a100").device))
     published = preset(name).published
     block = next(layer for layer in estimate_layers(config) if layer.name == "block")
     found, measured = block.plain.times, published["profiled_ms"]
@@ -86,7 +85,7 @@ def test_the_devices_of_published_runs_are_presets() -> None:
 
 
 def test_with_one_rate_the_size_of_a_product_does_not_matter() -> None:
-    device = Device(100.0, memory_bandwidth=1.0)
+    device = Device(achieved_tflops=100.0, memory_bandwidth=1.0)
     times = product_times(Product(10, 20, 30), Stream(20), device)
     assert times.forward == times.backward_input == times.backward_weight
     assert times.forward == pytest.approx(2 * 10 * 20 * 30 / 100e12 * 1e6)
@@ -94,7 +93,7 @@ def test_with_one_rate_the_size_of_a_product_does_not_matter() -> None:
 
 def test_a_product_of_w_reads_and_writes_the_gradients_to_which_it_adds() -> None:
     """With few tokens, memory bounds W: with gradients in float32, 8 bytes of each instead of 2."""
-    device = Device(400.0, 2000.0, kernel_latency=6.0)
+    device = Device(achieved_tflops=400.0, memory_bandwidth=2000.0, kernel_latency=6.0)
     product, weight = Product(16, 4096, 8192), 4096 * 8192
     apart, added = (product_times(product, Stream(4096), device, size) for size in (0.0, 4.0))
     assert added.backward_weight - apart.backward_weight == pytest.approx(6 * weight / 2000e9 * 1e6)
@@ -129,7 +128,7 @@ def test_narrow_operands_are_faster_and_smaller_but_must_be_cast() -> None:
         before, after = parts(wide)[half], parts(narrow)[half]
         assert after.flops == before.flops
         assert after.after_input == before.after_input / 2
-    device = Device(400.0, 2000.0, kernel_latency=6.0, fp8_tflops=800.0)
+    device = Device(achieved_tflops=400.0, memory_bandwidth=2000.0, kernel_latency=6.0, fp8_tflops=800.0)
     product = Product(8192, 8192, 8192)
     slow, fast = (product_times(product, Stream(8192, product_dtype=of), device) for of in (None, "fp8"))
     cast = 8192**2 * (2 + 2 * 1) / 2000e9 * 1e6
@@ -158,12 +157,12 @@ def test_misaligned_heads_are_slow_in_plain_attention_only() -> None:
 
 
 def test_the_last_wave_of_tiles_counts_as_a_full_one() -> None:
-    device = Device(100.0, processors=100)
+    device = Device(achieved_tflops=100.0, processors=100)
     assert filled_share(256 * 10, 128 * 10, 1, device) == 1
     one_more = filled_share(256 * 101, 128, 1, device)
     assert one_more == pytest.approx(0.75 * 101 / 125)  # 404 tiles of 64 x 128 in five waves of 400 / 4
     assert filled_share(256 * 10, 128, 10, device) == 1  # products of experts run at once
-    assert filled_share(256 * 101, 128, 1, Device(100.0)) == 1
+    assert filled_share(256 * 101, 128, 1, Device(achieved_tflops=100.0)) == 1
 
 
 def test_gradients_that_are_added_apart_take_time_in_w() -> None:
@@ -173,7 +172,7 @@ def test_gradients_that_are_added_apart_take_time_in_w() -> None:
     assert (after.forward, after.backward_input) == (before.forward, before.backward_input)
     matrices = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     moved = matrices * (2 * config.precision.gradients + 2)
-    rates = config.device.rates
+    rates = config.device
     assert after.backward_weight - before.backward_weight == pytest.approx(rates.streaming(moved))
     assert apart.training.fused_gradients is False
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import estimate_config, llama
-from zbv_models.estimate.config_parallel import PRECISIONS, Precision
-from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.config import PRECISIONS, Precision, estimate_layers
 from zbv_models.estimate.states import OPTIMIZER_STATES, StateBytes, StaticBytes, by_zero
 
 GB = 1e9

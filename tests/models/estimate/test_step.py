@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from support.estimates import but, estimate_config, llama
-from zbv_models.estimate.config import EstimateConfig
+from zbv_models.estimate.config import EstimateConfig, estimate_layers
+from zbv_models.estimate.config import estimate_config as estimate
 from zbv_models.estimate.layers import LayerEstimate
-from zbv_models.estimate.problem_document import estimate_config as estimate
-from zbv_models.estimate.problem_document import estimate_layers
 
 DATA = {"data_parallel_bandwidth": 20.0, "data_parallel_latency": 3.0}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from zbv_models.estimate.build import transformer
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import expert_degree, layer_kinds, model_flops, parameters_of
 from zbv_models.estimate.transformers_config import WRAPPERS, from_transformers
 from zbv_models.estimate.transformers_text import TEXT_KINDS
 from zbv_solver.commands.cli import main
@@ -89,8 +89,8 @@ COUNTED: list[tuple[dict[str, Any], int, int]] = [
 def test_a_config_has_the_parameters_that_transformers_counts(
     document: dict[str, Any], counted: int, left_out: int
 ) -> None:
-    model = ModelConfig.model_validate({"sequence": 1024, **from_transformers(document)})
-    assert transformer(model).parameters(with_predictions=False).total == counted - left_out
+    model = Transformer.model_validate({"sequence": 1024, **from_transformers(document)})
+    assert parameters_of(model, with_predictions=False).total == counted - left_out
 
 
 def _name(value: object) -> str:
@@ -134,9 +134,9 @@ def test_keys_go_by_the_names_that_published_files_have() -> None:
 )
 def test_a_model_whose_blocks_are_all_dense_has_no_experts(dense: dict[str, Any]) -> None:
     read = from_transformers({**DEEPSEEK, "num_hidden_layers": 61, "num_nextn_predict_layers": 0, **dense})
-    model = ModelConfig.model_validate({"sequence": 1024, **read})
-    assert transformer(model).experts == 1
-    assert transformer(model).parameters().experts == 0
+    model = Transformer.model_validate({"sequence": 1024, **read})
+    assert expert_degree(model) == 1
+    assert parameters_of(model).experts == 0
 
 
 def test_the_documentation_names_every_type() -> None:
@@ -155,8 +155,8 @@ def test_llava_has_a_vision_encoder() -> None:
     document = {"model_type": "llava", "text_config": vicuna, "vision_config": CLIP}
     read = from_transformers(document)
     assert read["vision"]["patches"] == 576
-    model = ModelConfig.model_validate({"sequence": 1024, **read})
-    assert transformer(model).parameters().total == pytest.approx(7_063_427_072, rel=1e-4)
+    model = Transformer.model_validate({"sequence": 1024, **read})
+    assert parameters_of(model).total == pytest.approx(7_063_427_072, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_the_language_model_of_an_unknown_wrapper_can_be_planned_alone(key: str)
         from_transformers(document)
     (issue,) = raised.value.issues
     assert f"save the section {key} as a file" in issue.detail
-    assert transformer(read(LLAMA)).parameters().total == 8_030_261_248
+    assert parameters_of(read(LLAMA)).total == 8_030_261_248
 
 
 @pytest.mark.parametrize(
@@ -369,8 +369,8 @@ def test_rubbish_is_no_traceback(name: str) -> None:
         read(rubbish)
 
 
-def read(document: dict[str, Any]) -> ModelConfig:
-    return validated(ModelConfig, {"sequence": 8, **from_transformers(document)})
+def read(document: dict[str, Any]) -> Transformer:
+    return validated(Transformer, {"sequence": 8, **from_transformers(document)})
 
 
 Capture = pytest.CaptureFixture[str]
@@ -447,8 +447,8 @@ PUBLISHED: list[tuple[str, dict[str, Any], float, float]] = [
 def test_models_of_2025_have_the_published_parameters(
     document: dict[str, Any], total: float, active: float
 ) -> None:
-    model = ModelConfig.model_validate({"sequence": 4096, **from_transformers(document)})
-    count = transformer(model).parameters(with_predictions=False)
+    model = Transformer.model_validate({"sequence": 4096, **from_transformers(document)})
+    count = parameters_of(model, with_predictions=False)
     assert count.total == pytest.approx(total, rel=0.015)
     assert count.active == pytest.approx(active, abs=max(0.13 * active, 1.3e9))
 
@@ -468,16 +468,16 @@ LIGHTNING = {
 
 def test_a_hybrid_model_has_its_prediction_module() -> None:
     """Attention and 128 experts behind the projection, and second logits."""
-    model = transformer(read(LIGHTNING))
-    module = model.parameters().total - model.parameters(with_predictions=False).total
+    model = read(LIGHTNING)
+    module = parameters_of(model).total - parameters_of(model, with_predictions=False).total
     experts, attention = 128 * 2 * 2688 * 1856 + 2 * 2688 * 3712, 2688 * (32 + 4 + 32) * 128
     assert module == pytest.approx(experts + attention + 2 * 2688**2, rel=1e-3)
     assert module == pytest.approx(1.33e9, rel=0.01)
-    layers = {kind.name: kind for kind in model.layers()}
+    layers = {kind.name: kind for kind in layer_kinds(model)}
     assert [name for name, _ in layers["prediction"].halves] == ["joining", "attention", "experts"]
-    without = transformer(read({**LIGHTNING, "num_nextn_predict_layers": 0}))
+    without = read({**LIGHTNING, "num_nextn_predict_layers": 0})
     logits = 3 * 2 * 8 * 2688 * 131072
-    assert model.model_flops() - without.model_flops() > logits
+    assert model_flops(model) - model_flops(without) > logits
 
 
 def test_the_layers_of_a_file_become_kinds_of_blocks() -> None:

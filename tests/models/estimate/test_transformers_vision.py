@@ -5,24 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from zbv_models.estimate.build import transformer
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import layer_kinds, parameters_of, shapes_of
 from zbv_models.estimate.shapes import Degrees
-from zbv_models.estimate.transformer import Transformer
 from zbv_models.estimate.transformers_config import from_transformers
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 
 
-def read(document: dict[str, Any]) -> ModelConfig:
-    return validated(ModelConfig, {"sequence": 8, **from_transformers(document)})
+def read(document: dict[str, Any]) -> Transformer:
+    return validated(Transformer, {"sequence": 8, **from_transformers(document)})
 
 
 def vision_parameters(model: Transformer) -> int:
     """Those of patches and blocks."""
     return sum(
-        half.part(model.shapes(kind, Degrees())).parameters.total * kind.count
-        for kind in model.layers()
+        half.part(shapes_of(model, kind, Degrees())).parameters.total * kind.count
+        for kind in layer_kinds(model)
         if kind.name.partition(".")[0] in ("patches", "vision")
         for _, half in kind.halves
     )
@@ -47,7 +46,7 @@ def test_pixtral_has_gates_and_rotated_positions() -> None:
     vision = from_transformers(PIXTRAL)["vision"]
     assert (vision["gated"], vision["positions"], vision["norm"]) == (True, "rotary", "rmsnorm")
     assert (vision["bias"], vision["patches"]) == (False, 64**2)
-    model = transformer(read(PIXTRAL))
+    model = read(PIXTRAL)
     encoder = vision_parameters(model)
     assert encoder == 24 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 3 * 16**2 * 1024
     assert encoder == pytest.approx(400e6, rel=0.02)
@@ -71,8 +70,8 @@ KIMI_VL = {
 
 def test_kimi_vl_has_16_billion_parameters_and_an_encoder_of_400_million() -> None:
     """Kimi Team 2025, Kimi-VL, §2.1 and §2.3: 16 B with 2.8 B active, and MoonViT of 400 M."""
-    model = transformer(read(KIMI_VL))
-    count = model.parameters(with_predictions=False)
+    model = read(KIMI_VL)
+    count = parameters_of(model, with_predictions=False)
     assert count.total == pytest.approx(16.4e9, rel=0.01)
     assert vision_parameters(model) == pytest.approx(415e6, rel=0.01)
     active = count.active - vision_parameters(model)
@@ -95,11 +94,11 @@ QWEN2_5_VL: dict[str, Any] = {
 
 def test_most_blocks_of_qwen2_5_vl_attend_within_pieces_of_an_image() -> None:
     """Bai et al. 2025, Qwen2.5-VL, table 1: 4 of 32 blocks see all patches, the others 8 x 8; 8.29 B."""
-    model = transformer(read(QWEN2_5_VL))
-    assert model.parameters().total == pytest.approx(8.29e9, rel=0.001)
+    model = read(QWEN2_5_VL)
+    assert parameters_of(model).total == pytest.approx(8.29e9, rel=0.001)
     scores = {
-        int(kind.name.removeprefix("vision.")): half.part(model.shapes(kind, Degrees())).core.forward
-        for kind in model.layers()
+        int(kind.name.removeprefix("vision.")): half.part(shapes_of(model, kind, Degrees())).core.forward
+        for kind in layer_kinds(model)
         if kind.name.startswith("vision.")
         for name, half in kind.halves
         if name == "attention"

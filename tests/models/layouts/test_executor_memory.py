@@ -7,9 +7,7 @@ from itertools import accumulate, product
 from typing import Any
 
 import pytest
-from zbv_models.estimate.config import parse_config
-from zbv_models.estimate.config_parallel import PRECISIONS
-from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.config import PRECISIONS, estimate_layers, parse_config
 from zbv_models.estimate.sections import with_presets
 from zbv_models.estimate.states import OPTIMIZER_STATES, HeldBytes, StateBytes
 from zbv_models.layouts.cluster import Cluster, equal_cluster

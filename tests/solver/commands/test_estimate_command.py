@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from zbv_solver.commands.cli import main
-from zbv_solver.commands.estimate_flags import SECTIONS, add_arguments, flags
 from zbv_solver.commands.messages import flag_of
+from zbv_solver.commands.model_flags import SECTIONS, add_estimate_flags, flags
 
 Capture = pytest.CaptureFixture[str]
 CONFIG = {
@@ -85,7 +85,7 @@ def test_presets_are_listed(capsys: Capture) -> None:
 
 def parsed(*given: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_estimate_flags(parser)
     return vars(parser.parse_args(given))
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
-from typing import get_args
 
 import pytest
-from zbv_models.layouts.layout import ORDERS, Fixed, Recompute
 from zbv_solver.commands.cli import main
-from zbv_solver.commands.layout_flags import CHOICES, FLAGS
 
 Capture = pytest.CaptureFixture[str]
 MODEL = {
@@ -25,11 +21,6 @@ def files(tmp_path: Path) -> list[str]:
     for name, document in (("model", MODEL), ("cluster", CLUSTER)):
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
     return [str(tmp_path / "model.json"), "--cluster", str(tmp_path / "cluster.json")]
-
-
-def test_every_part_of_a_layout_has_a_flag() -> None:
-    assert tuple(field.name for field in fields(Fixed)) == FLAGS
-    assert {"recompute": get_args(Recompute), "placement": ORDERS} == CHOICES
 
 
 def test_precision_and_optimizer_have_flags(files: list[str], tmp_path: Path, capsys: Capture) -> None:

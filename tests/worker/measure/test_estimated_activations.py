@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from zbv_models.estimate.config import EstimateConfig, parse_config
-from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config
 from zbv_models.estimate.layers import LayerEstimate
-from zbv_models.estimate.problem_document import estimate_layers
+from zbv_models.estimate.model import Transformer
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory
 from zbv_worker.models.gpt import Block, Embedding, Head
 from zbv_worker.models.text import VOCABULARY
@@ -20,7 +19,7 @@ STAGES = 3
 
 
 def estimated(width: int, heads: int, length: int, sequences: int) -> tuple[LayerEstimate, ...]:
-    model = ModelConfig(
+    model = Transformer(
         hidden=width, layers=1, heads=heads, vocabulary=VOCABULARY, sequence=length,
         microbatch_size=sequences, dtype="float32",
     )  # fmt: skip

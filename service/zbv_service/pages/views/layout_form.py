@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, get_args
 
-from zbv_models.estimate.config_parallel import Optimizer, PrecisionName
+from zbv_models.estimate.config import Optimizer, PrecisionName
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue

@@ -1,13 +1,19 @@
-"""The section ``model`` of a configuration."""
+"""A model: the section ``model`` of a configuration, and the rules between its numbers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
+from zbv_solver.documents.validation import quoted
+from zbv_solver.errors import Issue
 
-from zbv_models.estimate.sections import Amount, ConfigSection, Count, Flag, Rate, Size, Total
+from zbv_models.estimate.sections import ConfigSection, Count, Flag, Rate, Size
+from zbv_models.estimate.shapes import Degrees, Stream
+from zbv_models.estimate.state_space import GivenCosts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAYER = r"[BMWI*E-]|\([MWI*][E-]\)"
@@ -15,18 +21,7 @@ Pattern = Annotated[str, Field(strict=True, pattern=rf"^(?:{LAYER})+$")]
 """A layer per letter, or per pair of letters in parentheses."""
 
 
-class GivenCostsConfig(ConfigSection):
-    """Costs per token of a layer for which zbv has no formula, on one device without parallelism."""
-
-    parameters: Total = Field(description="number of parameters")
-    flops: Amount = Field(description="of its products with weights in F; as many in I and in W")
-    core_flops: Amount = Field(0.0, description="other operations in F; twice as many in I")
-    memory_traffic: Amount = Field(0.0, description="bytes in F; twice as many in I")
-    after_forward: Amount = Field(0.0, description="bytes that are kept after F")
-    after_input: Amount = Field(0.0, description="bytes that are kept after I")
-
-
-class VisionConfig(ConfigSection):
+class Vision(ConfigSection):
     """A ViT in front of the model."""
 
     hidden: Size = Field(description="width of its residual stream")
@@ -56,11 +51,16 @@ class VisionConfig(ConfigSection):
     )
     images: Size = Field(1, description="images per sequence")
 
+    @property
+    def ffn_width(self) -> int:
+        """Width of the MLP between its matrices."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
 
-class ModelConfig(ConfigSection):
+
+class Transformer(ConfigSection):
     """A decoder-only transformer, and the size of its microbatches.
 
-    Widths are those of the whole model, before tensor parallelism divides them (:class:`ParallelConfig`).
+    Widths are those of the whole model, before tensor parallelism divides them (``parallel``).
     """
 
     hidden: Size = Field(description="width of the residual stream, h")
@@ -114,12 +114,12 @@ class ModelConfig(ConfigSection):
         description="a letter per layer: B block, M state space, * attention, W attention with the window, "
         "I with the indexer, - MLP, E experts; a block of two as in (WE)",
     )
-    state_space: GivenCostsConfig | None = Field(None, description="costs of a layer M of the pattern")
+    state_space: GivenCosts | None = Field(None, description="costs of a layer M of the pattern")
     prediction_layers: Count = Field(0, description="modules of multi-token prediction")
     prediction_pattern: Pattern | None = Field(
         None, description="layers of such a module, as in pattern; null: one like the last"
     )
-    vision: VisionConfig | None = Field(None, description="vision encoder in front")
+    vision: Vision | None = Field(None, description="vision encoder in front")
     vocabulary: Size = Field(description="tokens of the vocabulary, as padded, V")
     tied_embeddings: Flag = Field(False, description="the head has the weights of the embedding")
     sequence: Size = Field(description="tokens per sequence, s")
@@ -161,16 +161,6 @@ class ModelConfig(ConfigSection):
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
-    def query_width(self) -> int:
-        """Width of all query heads."""
-        return self.heads * self.width_of_head
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.n_kv_heads * self.width_of_head
-
-    @property
     def ffn_width(self) -> int:
         """Width of the MLP between its matrices."""
         return 4 * self.hidden if self.ffn is None else self.ffn
@@ -191,6 +181,20 @@ class ModelConfig(ConfigSection):
         return None if self.product_dtype in DTYPE_BYTES else self.product_dtype
 
     @property
+    def stream(self) -> Stream:
+        """The residual stream."""
+        norm_values = 2 if self.norm == "layernorm" else 1
+        return Stream(
+            self.hidden,
+            self.dtype_bytes,
+            norm_values,
+            self.bias,
+            self.dropout,
+            self.narrow_dtype,
+            self.post_norms,
+        )
+
+    @property
     def dtype_bytes(self) -> int:
         """Bytes per value of an activation."""
         return DTYPE_BYTES[self.dtype]
@@ -198,7 +202,7 @@ class ModelConfig(ConfigSection):
     @property
     def has_dense_mlp(self) -> bool:
         """Whether a layer has an MLP that is no expert."""
-        return any("-" in kind for kind in (*self.kinds, *self.prediction_kinds))
+        return _has_dense_mlp(self)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -228,3 +232,178 @@ class ModelConfig(ConfigSection):
             self.experts is not None and place >= self.dense_layers and (place + 1) % self.expert_every == 0
         )
         return sees + ("E" if has_experts else "-")
+
+
+@lru_cache(maxsize=64)
+def _has_dense_mlp(model: Transformer) -> bool:
+    # A search of layouts asks this of one model thousands of times.
+    return any("-" in kind for kind in (*model.kinds, *model.prediction_kinds))
+
+
+LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def model_issues(model: Transformer) -> Iterator[Issue]:
+    """One issue per broken rule between the numbers of a model."""
+    yield from _attention_issues(model)
+    yield from _expert_issues(model)
+    yield from _pattern_issues(model)
+
+
+def degree_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
+    """One issue per degree of parallelism that does not divide what it shares."""
+    yield from _tensor_issues(model, degrees)
+    yield from _context_issues(model, degrees)
+    yield from _expert_parallel_issues(model, degrees)
+
+
+def fits(model: Transformer, degrees: Degrees) -> bool:
+    """Whether the degrees divide what they share."""
+    return next(degree_issues(model, degrees), None) is None
+
+
+def _attention_issues(model: Transformer) -> Iterator[Issue]:
+    latent = model.kv_lora_rank is not None
+    if model.head_dim is None and not latent and model.hidden % model.heads:
+        rule = f"must divide hidden ({model.hidden}). Or give head_dim, their width."
+        yield Issue("/model/heads", f"found {model.heads}; {rule}")
+    if model.heads % model.n_kv_heads:
+        rule = f"must divide heads ({model.heads}): each serves as many of them."
+        yield Issue("/model/kv_heads", f"found {model.kv_heads}; {rule}")
+    for key in LATENT if latent else ():
+        if getattr(model, key) is None:
+            detail = "this key is absent, and latent attention (kv_lora_rank) needs it."
+            yield Issue(f"/model/{key}", detail)
+    for key in () if latent else ("q_lora_rank", *LATENT):
+        if getattr(model, key) is not None:
+            rule = "it belongs to latent attention. Give kv_lora_rank, too, or remove it."
+            yield Issue(f"/model/{key}", f"found {getattr(model, key)}; {rule}")
+    if model.window is None:
+        for key in ("full_attention_every", "index_heads", "chunked"):
+            if getattr(model, key):
+                rule = (
+                    "it belongs to a window. Give window, the tokens that a query attends to, or remove it."
+                )
+                yield Issue(f"/model/{key}", f"found {str(getattr(model, key)).lower()}; {rule}")
+    for key, other in (("index_heads", "index_dim"), ("index_dim", "index_heads")):
+        if getattr(model, key) is None and getattr(model, other) is not None:
+            yield Issue(f"/model/{key}", f"this key is absent, and {other} needs it.")
+    if latent and model.output_gate:
+        yield Issue("/model/output_gate", "found true; latent attention has no gate. Remove it.")
+    if model.vision is not None and model.vision.hidden % model.vision.heads:
+        rule = f"must divide its hidden ({model.vision.hidden})."
+        yield Issue("/model/vision/heads", f"found {model.vision.heads}; {rule}")
+    if model.vision is not None:
+        yield from _vision_issues(model.vision)
+
+
+def _vision_issues(vision: Vision) -> Iterator[Issue]:
+    places = vision.full_attention
+    if places and vision.window is None:
+        rule = "it belongs to a window. Give window, the patches of a piece, or remove it."
+        yield Issue("/model/vision/full_attention", f"found {quoted(list(places))}; {rule}")
+    elif any(place >= vision.layers for place in places):
+        rule = f"must be below the encoder's layers ({vision.layers})."
+        yield Issue("/model/vision/full_attention", f"found {max(places)}; {rule}")
+    if vision.projector_gated and vision.projector == ():
+        rule = "a projector of one matrix has no gate. Give the widths of projector, or remove it."
+        yield Issue("/model/vision/projector_gated", f"found true; {rule}")
+
+
+def _expert_issues(model: Transformer) -> Iterator[Issue]:
+    chosen = model.experts_per_token
+    if model.experts is None:
+        for key in (
+            "experts_per_token",
+            "expert_ffn",
+            "expert_hidden",
+            "shared_expert_ffn",
+            "expert_nodes",
+            "capacity_factor",
+        ):
+            if getattr(model, key) is not None:
+                rule = "it belongs to a mixture of experts. Give experts, their number, or remove it."
+                yield Issue(f"/model/{key}", f"found {getattr(model, key)}; {rule}")
+        return
+    if chosen is None:
+        detail = "this key is absent, and a model with experts needs it: how many a token is sent to."
+        yield Issue("/model/experts_per_token", detail)
+    elif chosen > model.experts:
+        yield Issue("/model/experts_per_token", f"found {chosen}; must be at most experts ({model.experts}).")
+    if model.dense_layers >= model.layers:
+        rule = f"must be less than layers ({model.layers}), or no block has experts. Remove experts."
+        yield Issue("/model/dense_layers", f"found {model.dense_layers}; {rule}")
+
+
+def _pattern_issues(model: Transformer) -> Iterator[Issue]:
+    if model.pattern is not None and len(model.kinds) != model.layers:
+        rule = f"must have one for each of the layers ({model.layers})."
+        yield Issue("/model/pattern", f"found {len(model.kinds)} layers; {rule}")
+    letters = "".join((*model.kinds, *model.prediction_kinds))
+    for letter, key in (("M", "state_space"), ("E", "experts"), ("W", "window"), ("I", "index_heads")):
+        if letter in letters and getattr(model, key) is None:
+            yield Issue(f"/model/{key}", f"this key is absent, and layers {letter} of the pattern need it.")
+    if model.state_space is not None and "M" not in letters:
+        rule = "pattern says which layers it is. Give pattern, or remove it."
+        yield Issue("/model/state_space", f"found costs without a layer M; {rule}")
+
+
+def _tensor_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
+    degree = degrees.tensor
+    divided = {"heads": model.heads}
+    if model.kv_lora_rank is None:
+        divided["kv_heads"] = model.n_kv_heads
+    if model.has_dense_mlp:
+        divided["ffn"] = model.ffn_width
+    if model.shared_expert_ffn is not None:
+        divided["shared_expert_ffn"] = model.shared_expert_ffn
+    divided["vocabulary"] = model.vocabulary
+    if degrees.sequence_parallel:
+        divided["sequence"] = model.sequence
+    if model.vision is not None:
+        divided["the heads of vision"] = model.vision.heads
+        divided["the ffn of vision"] = model.vision.ffn_width
+    for name, size in divided.items():
+        if size % degree:
+            padded = f" Pad it to {-(-size // degree) * degree}." if name == "vocabulary" else ""
+            rule = f"found {degree}; must divide {name} ({size}).{padded}"
+            yield Issue("/parallel/tensor_parallel", rule)
+    if model.experts is not None and degree > 1 and not degrees.sequence_parallel:
+        detail = (
+            f"found false; with experts and tensor_parallel {degree}, each device sends its own tokens to "
+            f"experts, which needs sequence parallelism."
+        )
+        yield Issue("/parallel/sequence_parallel", detail)
+
+
+def _context_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
+    degree = degrees.context
+    if degree == 1:
+        return
+    pieces = 2 * degree * (degrees.tensor if degrees.sequence_parallel else 1)
+    if model.sequence % pieces:
+        rule = (
+            f"each device has two pieces of a sequence, so {pieces} must divide sequence ({model.sequence})."
+        )
+        yield Issue("/parallel/context_parallel", f"found {degree}; {rule}")
+    if model.attention == "plain":
+        rule = "plain attention has no context parallelism. Use flash."
+        yield Issue("/parallel/context_parallel", f"found {degree}; {rule}")
+
+
+def _expert_parallel_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
+    degree, inside = degrees.expert, degrees.expert_in_node
+    if degree % inside:
+        rule = f"must divide expert_parallel ({degree})."
+        yield Issue("/parallel/expert_parallel_in_node", f"found {inside}; {rule}")
+    if degree == 1:
+        return
+    if model.experts is None:
+        yield Issue("/parallel/expert_parallel", f"found {degree}; the model has no experts. Remove it.")
+        return
+    if model.experts % degree:
+        yield Issue("/parallel/expert_parallel", f"found {degree}; must divide experts ({model.experts}).")
+    devices = degrees.tensor * degrees.context * degrees.data
+    if devices % degree:
+        rule = f"must divide the devices of a rank, tensor x context x data parallel ({devices})."
+        yield Issue("/parallel/expert_parallel", f"found {degree}; {rule}")

@@ -1,0 +1,272 @@
+"""A model as a sequence of layers, each made of parts.
+
+The layers are in model order: with a vision encoder its patches, blocks and projector; the embedding; the
+blocks, equal neighbours as one layer with copies; modules of multi-token prediction; the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import Protocol
+
+from zbv_models.estimate.attention import Attention, Indexer, Sees
+from zbv_models.estimate.ends import Embedding, Head, Joining, Patches, Projector
+from zbv_models.estimate.feed_forward import Experts, Mlp
+from zbv_models.estimate.latent_attention import LatentAttention
+from zbv_models.estimate.model import Transformer, Vision
+from zbv_models.estimate.part import Part
+from zbv_models.estimate.shapes import Degrees, Parameters, Shapes, Stream
+
+
+class Kind(Protocol):
+    """A kind of part: half a block, or an end of the model."""
+
+    def part(self, shapes: Shapes) -> Part:
+        """Costs and memory on one device."""
+
+    def __hash__(self) -> int:
+        """Kinds are frozen records."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Equal layers of a model."""
+
+    name: str
+    halves: tuple[tuple[str, Kind], ...]
+    """Its parts in order, with their names."""
+    copies: int | None = None
+    """Number of copies; None for a single layer, which keeps its name."""
+    can_recompute: bool = True
+    """Whether full recomputation applies."""
+    sees: tuple[Stream, int, int] | None = None
+    """Stream, tokens per sequence, and sequences per sequence of the model, where they are not the
+    model's."""
+    streams: int = 1
+    """Number of outputs, each as large as the stream, that the next layer receives."""
+
+    @property
+    def count(self) -> int:
+        """Number of copies, at least 1."""
+        return self.copies or 1
+
+
+Halves = tuple[tuple[str, Kind], ...]
+HALF_NAMES = {"M": "state-space", "*": "attention", "W": "local", "I": "indexed", "-": "mlp", "E": "experts"}
+"""Names of layers of one letter."""
+MIXERS = {"M": "state-space", "*": "global", "W": "local", "I": "indexed"}
+"""Words for the first half of a block, where a model has several."""
+
+
+@lru_cache(maxsize=256)
+def layer_kinds(
+    model: Transformer, gradient_bytes: float = 2.0, ends_share_rank: bool = True
+) -> tuple[LayerKind, ...]:
+    """All layers in model order.
+
+    Parameters
+    ----------
+    gradient_bytes
+        Size of an accumulated gradient of a parameter.
+    ends_share_rank
+        Whether embedding and head are on one rank, so that shared tables are there once.
+    """
+    embedding = Embedding(model.vocabulary, model.positions == "learned", gradient_bytes)
+    predictions, others = model.prediction_layers, []
+    if predictions:
+        joining = Joining(replace(embedding, learned_positions=False), not ends_share_rank)
+        halves = (half for letters in model.prediction_kinds for half in _halves(model, letters))
+        parts = (("joining", joining), *halves)
+        others.append(LayerKind("prediction", parts, predictions, streams=1 + predictions))
+    has_table = not (model.tied_embeddings and ends_share_rank)
+    head = Head(model.vocabulary, has_table, 1 + predictions, model.fused_loss)
+    return (
+        *(() if model.vision is None else _vision_layers(model.vision, model)),
+        LayerKind("embedding", (("embedding", embedding),), can_recompute=False),
+        *blocks(model),
+        *others,
+        LayerKind("head", (("head", head),), can_recompute=False),
+    )
+
+
+def count_layers(model: Transformer) -> int:
+    """Number of layers, copies counted."""
+    return sum(kind.count for kind in layer_kinds(model))
+
+
+def expert_degree(model: Transformer) -> int:
+    """Greatest number of devices that can share the routed experts of a block; 1 without experts."""
+    has_experts = any("E" in letters for letters in (*model.kinds, *model.prediction_kinds))
+    return (model.experts or 1) if has_experts else 1
+
+
+def shapes_of(model: Transformer, kind: LayerKind, degrees: Degrees, sequences: int = 1) -> Shapes:
+    """The sizes that a layer sees, for a number of sequences per microbatch."""
+    if kind.sees is None:
+        return Shapes(model.stream, model.sequence, sequences, degrees)
+    stream, tokens, per_sequence = kind.sees
+    return Shapes(stream, tokens, sequences * per_sequence, degrees)
+
+
+def parameters_of(model: Transformer, *, with_predictions: bool = True) -> Parameters:
+    """Those of the model; tied ones are counted once, and so are the tables that predictions share."""
+    if not with_predictions:
+        model = model.model_copy(update={"prediction_layers": 0})
+    total = Parameters(0, 0)
+    for kind, part in _parts(model):
+        total += part.parameters.times(kind.count)
+    return total
+
+
+def model_flops(model: Transformer) -> float:
+    """Operations of a training step per sequence, without recomputation, also not that of flash attention.
+
+    Narayanan et al. 2021, §5.1; Chowdhery et al. 2022, PaLM, appendix B. Attention counts as it is computed:
+    half where flash attention leaves out what a causal mask hides.
+    """
+    total = 0.0
+    for kind, part in _parts(model):
+        products = sum(product.flops for product in part.products)
+        total += kind.count * 3 * (products + part.core.forward)
+    return total
+
+
+def _parts(model: Transformer) -> Iterator[tuple[LayerKind, Part]]:
+    """The parts of all kinds of layers, without parallelism."""
+    for kind in layer_kinds(model):
+        shapes = shapes_of(model, kind, Degrees())
+        for _, half in kind.halves:
+            yield kind, half.part(shapes)
+
+
+@lru_cache(maxsize=64)
+def blocks(model: Transformer) -> tuple[LayerKind, ...]:
+    """Equal neighbours as one layer with copies.
+
+    A kind of block that occurs in several places gives layers without copies, numbered by their place.
+    """
+    kinds = model.kinds
+    runs = [list(run) for _, run in groupby(range(len(kinds)), key=lambda layer: kinds[layer])]
+    places = [_name(model, kinds[run[0]]) for run in runs]
+    found: list[LayerKind] = []
+    for run, name in zip(runs, places, strict=True):
+        halves = _halves(model, kinds[run[0]])
+        if places.count(name) == 1:
+            found.append(LayerKind(name, halves, len(run)))
+        else:
+            found += [LayerKind(f"{name}.{layer}", halves) for layer in run]
+    return tuple(found)
+
+
+def _name(model: Transformer, letters: str) -> str:
+    if len(letters) == 1:
+        return HALF_NAMES[letters]
+    kinds = [each for each in model.kinds if len(each) == 2]
+    words = []
+    if model.experts is not None and len(kinds) == len(model.kinds):
+        words.append("moe" if letters[1] == "E" else "dense")
+    if len({each[0] for each in kinds}) > 1:
+        words.append(MIXERS[letters[0]])
+    return "-".join(words) or "block"
+
+
+def _halves(model: Transformer, letters: str) -> Halves:
+    return tuple(_half(model, letter) for letter in letters)
+
+
+def _half(model: Transformer, letter: str) -> tuple[str, Kind]:
+    if letter == "M" and model.state_space is not None:
+        return ("state-space", model.state_space)
+    if letter == "E":
+        return ("experts", _experts(model))
+    if letter == "-":
+        return ("mlp", Mlp(model.ffn_width, model.gated, model.fused_activation))
+    return ("attention", _attention(model, letter))
+
+
+def _attention(model: Transformer, letter: str) -> Attention | LatentAttention:
+    sees = Sees(
+        model.attention == "flash",
+        model.causal,
+        None if letter == "*" else model.window,
+        model.chunked,
+    )
+    indexer = None
+    if letter == "I":
+        indexer = Indexer(model.index_heads or 1, model.index_dim or 1)
+    if model.kv_lora_rank is not None:
+        plain, rotated, values = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
+        return LatentAttention(
+            model.heads,
+            model.q_lora_rank,
+            model.kv_lora_rank,
+            plain or 0,
+            rotated or 0,
+            values or 0,
+            sees,
+            indexer,
+            absorbed=model.index_heads is not None,
+        )
+    return Attention(
+        model.heads,
+        model.n_kv_heads,
+        model.width_of_head,
+        model.has_qkv_bias,
+        model.qk_norm,
+        model.positions == "rotary",
+        sees,
+        model.output_gate,
+        indexer,
+    )
+
+
+def _experts(model: Transformer) -> Experts:
+    width = model.ffn_width if model.expert_ffn is None else model.expert_ffn
+    shared = None
+    if model.shared_expert_ffn is not None:
+        shared = Mlp(model.shared_expert_ffn, model.gated, model.fused_activation)
+    return Experts(
+        model.experts or 1,
+        model.experts_per_token or 1,
+        Mlp(width, model.gated, model.fused_activation),
+        shared,
+        model.shared_expert_gate,
+        model.capacity_factor,
+        model.expert_nodes,
+        model.expert_hidden,
+    )
+
+
+def _vision_layers(vision: Vision, model: Transformer) -> Iterator[LayerKind]:
+    """Patches, blocks and projector; blocks that differ from their neighbours are numbered by their place.
+
+    The blocks keep no scores.
+    """
+    norm = 2 if vision.norm == "layernorm" else 1
+    stream = Stream(vision.hidden, model.dtype_bytes, norm, vision.bias, False, model.narrow_dtype)
+    sees = (stream, vision.patches, vision.images)
+    rotary = vision.positions in ("rotary", "both")
+
+    def halves(window: int | None) -> Halves:
+        pairs = Sees(causal=False, window=window, chunked=window is not None)
+        width = vision.hidden // vision.heads
+        attention = Attention(vision.heads, vision.heads, width, vision.bias, False, rotary, pairs)
+        return (("attention", attention), ("mlp", Mlp(vision.ffn_width, vision.gated)))
+
+    patches = Patches(vision.patch_values, vision.positions in ("learned", "both"))
+    yield LayerKind("patches", (("patches", patches),), can_recompute=False, sees=sees)
+    full, local = halves(None), halves(vision.window)
+    kinds = [full if place in vision.full_attention else local for place in range(vision.layers)]
+    if len(set(kinds)) == 1:
+        yield LayerKind("vision", kinds[0], len(kinds), sees=sees)
+    else:
+        for place, kind in enumerate(kinds):
+            yield LayerKind(f"vision.{place}", kind, sees=sees)
+    inner = (model.hidden,) if vision.projector is None else vision.projector
+    projector = Projector(
+        vision.merged, (*inner, model.hidden), vision.pooled, vision.projector_gated, vision.projectors
+    )
+    yield LayerKind("projector", (("projector", projector),), can_recompute=False, sees=sees)

@@ -73,7 +73,6 @@ _MODULES_OF_STAGES = {
     "overtake": ("improve.overtaking_search", "construct.overtaking"),
     "anneal": (
         "improve.annealing",
-        "improve.annealing_rounds",
         "improve.moves",
         "improve.order_repair",
         "improve.order_state",

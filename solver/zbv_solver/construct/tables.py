@@ -161,7 +161,7 @@ def mean_duration(problem: Problem) -> float:
 
 
 def memory_for_activations(problem: Problem) -> FloatArray:
-    """What the limit leaves beside the static memory of every rank, (p,)."""
+    """The limit of every rank less its static memory, (p,)."""
     arrays = problem.arrays
     return np.where(np.isfinite(arrays.limit), arrays.limit - arrays.static, np.inf)
 

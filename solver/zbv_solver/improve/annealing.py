@@ -6,17 +6,23 @@ round's first order.
 
 Usually, all stages keep running the microbatches in one order. In an order where small microbatches overtake
 large ones, an action may pass another one of its stage and letter.
+
+Rounds come in threes of falling temperature. How good an order becomes is hard to tell from its objective
+before: tuned orders gain ten times as much as orders of the search for injections. So all starts are annealed
+a little, and the best a little more (successive halving: Karnin, Koren and Somekh, "Almost Optimal
+Exploration in Multi-Armed Bandits", 2013).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from zbv_solver.construct.attempt import from_orders
-from zbv_solver.construct.tables import Tables, make_tables, swap
+from zbv_solver.construct.tables import Tables, make_tables, mean_duration, swap
 from zbv_solver.improve.moves import REACH, Move, apply_move, delimit, draw, judge, rotate
 from zbv_solver.improve.order_repair import repair_ends, repair_path, repair_tails, spread
 from zbv_solver.improve.order_state import (
@@ -32,7 +38,7 @@ from zbv_solver.improve.order_state import (
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_leaf
 from zbv_solver.plans.orders import Orders, in_entry_order
-from zbv_solver.problem.numeric import ROUNDING
+from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import objective_of, span_start_times
 
@@ -41,33 +47,50 @@ ENTRIES, NEAR = 0.02, 4
 these are at most in most of the swaps."""
 PROPOSALS = 40
 """A round ends after this many moves looked at for each move that it may apply."""
+THREE = 3
+"""Rounds until the temperature rises again; the first of them starts from the best order."""
+WARMEST = 0.1
+"""Temperature in the first of three rounds of annealing, as a share of the mean duration."""
+COOLER = 0.3
+"""Factor of the temperatures where half of the work is to be done at lower ones."""
+
+
+class Level(NamedTuple):
+    """One step of successive halving."""
+
+    kept: int
+    """Number of orders, the best ones, that are annealed."""
+    share: float
+    """Share of all moves."""
+    rounds: int
+    """Rounds for each of the orders."""
+    factors: tuple[float, ...]
+    """Factors of the temperature; the orders take turns, the best one takes the first."""
+
+
+LEVELS = (
+    Level(10, 0.25, THREE, (COOLER,)),
+    Level(4, 0.25, 2 * THREE, (COOLER, 1.0)),
+    Level(2, 0.5, 4 * THREE, (COOLER, 1.0)),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Annealed:
-    """The result of a round.
-
-    Attributes
-    ----------
-    orders, value
-        The best order and its exact objective.
-    last
-        The order at the end of the round.
-    moves
-        Number of moves applied.
-    looked
-        Number of moves looked at.
-    judged
-        The best order's objective as the kernel computed it, with the first starts fixed at the beginning of
-        the round; at least ``value``.
-    """
+    """The result of a round."""
 
     orders: Orders
     value: float
+    """The best order and its exact objective."""
     last: Orders
+    """The order at the end of the round."""
     moves: int
+    """Number of moves applied."""
     looked: int
+    """Number of moves looked at."""
     judged: float
+    """The best order's objective as the kernel computed it, with the first starts fixed at the beginning
+    of the round; at least ``value``."""
 
 
 def anneal(
@@ -110,6 +133,50 @@ def anneal(
     better = best.orders(problem, length)
     last = Kept.of(state, tables).orders(problem, length)
     return Annealed(better, objective_of(problem, better), last, int(applied), int(looked), float(lowest))
+
+
+def anneal_in_rounds(
+    problem: Problem,
+    orders: Orders,
+    value: float,
+    *,
+    rounds: int,
+    moves: int,
+    factor: float,
+    seed: int,
+    halt: IntArray | None = None,
+) -> Iterator[tuple[float, Orders]]:
+    """The objective and the best order after each round; they never get worse.
+
+    Parameters
+    ----------
+    value
+        The objective of ``orders``.
+    moves
+        Number of moves of each round.
+    factor
+        Of the temperatures.
+    seed
+        Different by at least ``rounds`` for different random numbers.
+    """
+    unit = mean_duration(problem)
+    best = last = orders
+    overtakes = is_overtaking(problem, orders)
+    for number in range(rounds):
+        of_three = number % THREE
+        result = anneal(
+            problem,
+            best if of_three == 0 else last,
+            moves=moves,
+            temperature=WARMEST * unit * (1 - of_three / THREE) * factor,
+            seed=seed + number,
+            halt=halt,
+            overtakes=overtakes,
+        )
+        last = result.last
+        if result.value < value * (1 - OPTIMAL_GAP):
+            value, best = result.value, result.orders
+        yield value, best
 
 
 def is_overtaking(problem: Problem, orders: Orders) -> bool:

@@ -24,30 +24,21 @@ CRITICAL_SHARE = 0.9
 
 
 class Move(NamedTuple):
-    """The current move: consecutive actions of a rank, rotated by one; kernels write into it.
-
-    Attributes
-    ----------
-    bounds
-        (2,) index of the first and last action on the rank; equal where nothing can move.
-    code, microbatch, tail
-        (REACH + 1,) codes and microbatches in the sequence after the move, and the tails before it.
-    way
-        (REACH + 1,) longest path from each of the moved actions' ends to the objective.
-    path
-        (actions, 2) the critical path that moves are drawn from, rows (rank, index).
-    fresh, queue
-        Space for :mod:`zbv_solver.improve.order_repair`.
-    """
+    """The current move: consecutive actions of a rank, rotated by one; kernels write into it."""
 
     bounds: IntArray
+    """(2,) index of the first and last action on the rank; equal where nothing can move."""
     code: IntArray
     microbatch: IntArray
     tail: FloatArray
+    """(REACH + 1,) codes and microbatches in the sequence after the move, and the tails before it."""
     way: FloatArray
+    """(REACH + 1,) longest path from each of the moved actions' ends to the objective."""
     path: IntArray
+    """(actions, 2) the critical path that moves are drawn from, rows (rank, index)."""
     fresh: IntArray
     queue: Queue
+    """Space for :mod:`zbv_solver.improve.order_repair`."""
 
     @classmethod
     def of(cls, ranks: int, most: int) -> Move:

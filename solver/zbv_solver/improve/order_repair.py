@@ -45,25 +45,18 @@ class Queue(NamedTuple):
     """The actions to recompute, in buckets of similar keys (Dial 1969, Algorithm 360). Kernels write into it.
 
     A binary heap took two thirds of the time of a repair.
-
-    Attributes
-    ----------
-    first
-        (buckets,) the action added last to every bucket, or NONE.
-    following
-        (n,) the next action of the same bucket, NONE after the last one, or ABSENT if it does not wait; an
-        action is rank * L + index, for up to L actions on a rank.
-    size
-        (2,) number of actions that wait, and a bucket that none of them precedes.
-    scale
-        (1,) buckets per unit of the keys, above 0. Keys outside of all buckets belong to the first or last
-        one.
     """
 
     first: IntArray
+    """(buckets,) the action added last to every bucket, or NONE."""
     following: IntArray
+    """(n,) the next action of the same bucket, NONE after the last one, or ABSENT if it does not wait; an
+    action is rank * L + index, for up to L actions on a rank."""
     size: IntArray
+    """(2,) number of actions that wait, and a bucket that none of them precedes."""
     scale: FloatArray
+    """(1,) buckets per unit of the keys, above 0. Keys outside of all buckets belong to the first or last
+    one."""
 
     @classmethod
     def of(cls, ranks: int, most: int) -> Queue:

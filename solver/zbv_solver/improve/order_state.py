@@ -29,33 +29,24 @@ class State(NamedTuple):
     """An order of p ranks with up to L actions each, m microbatches and 2S positions; kernels write into it.
 
     Microbatches have the numbers k of the tables: their places in the order of entry of the first order.
-
-    Attributes
-    ----------
-    code, microbatch
-        (p, L) int8 and int64, of an action; see :mod:`zbv_solver.construct.tables` for codes.
-    length
-        (p,) number of actions of a rank.
-    end, tail, held
-        (p, L) earliest end, tail, and memory of the rank after the action.
-    place, passed_on
-        (2S, m) index on its rank, and end, of a microbatch's action at a position.
-    cursor
-        (p,) how far a sweep has come on a rank.
-    release
-        (p,) earliest start of a rank; the rank's time counts from here.
     """
 
     code: IntArray
     microbatch: IntArray
+    """(p, L) int8 and int64, of an action; see :mod:`zbv_solver.construct.tables` for codes."""
     length: IntArray
+    """(p,) number of actions of a rank."""
     end: FloatArray
     tail: FloatArray
     held: FloatArray
+    """(p, L) earliest end, tail, and memory of the rank after the action."""
     place: IntArray
     passed_on: FloatArray
+    """(2S, m) index on its rank, and end, of a microbatch's action at a position."""
     cursor: IntArray
+    """(p,) how far a sweep has come on a rank."""
     release: FloatArray
+    """(p,) earliest start of a rank; the rank's time counts from here."""
 
     @classmethod
     def of(cls, problem: Problem, orders: Orders, tables: Tables, release: FloatArray) -> State:
@@ -81,19 +72,13 @@ class State(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A copy of an order; kernels write into it.
-
-    Attributes
-    ----------
-    code, microbatch
-        As in :class:`State`.
-    entry
-        (m,) the microbatch of every number.
-    """
+    """A copy of an order; kernels write into it."""
 
     code: IntArray
     microbatch: IntArray
+    """As in :class:`State`."""
     entry: IntArray
+    """(m,) the microbatch of every number."""
 
     @classmethod
     def of(cls, state: State, tables: Tables) -> Kept:

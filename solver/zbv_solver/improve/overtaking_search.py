@@ -16,8 +16,8 @@ import numpy as np
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
 from zbv_solver.construct.rules import changed
-from zbv_solver.construct.tables import sizes
-from zbv_solver.improve.annealing_rounds import anneal_in_rounds
+from zbv_solver.construct.tables import make_tables, sizes
+from zbv_solver.improve.annealing import anneal_in_rounds
 from zbv_solver.improve.parameter_search import PATIENCE, parameter_search
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
@@ -47,7 +47,7 @@ def large_ones(problem: Problem) -> IntArray:
     descending = np.argsort(-size, kind="stable")
     most = min(problem.pp_degree, problem.microbatches // 2)
     ratio = size[descending[:most]] / np.maximum(size[descending[1 : most + 1]], 1e-300)
-    if problem.is_equal or most < 1 or ratio.max() < RATIO or _path(problem).max() < _loads(problem).max():
+    if problem.is_equal or most < 1 or ratio.max() < RATIO or _path(problem).max() < _most_load(problem):
         return np.empty(0, np.int64)
     return np.sort(descending[: int(ratio.argmax()) + 1])
 
@@ -59,13 +59,9 @@ def _path(problem: Problem) -> FloatArray:
     return path
 
 
-def _loads(problem: Problem) -> FloatArray:
-    """The least work of every rank, (p,)."""
-    arrays = problem.arrays
-    forward, inputs, weights, fused = arrays.duration
-    work = (forward + np.minimum(fused, inputs + weights)) @ arrays.count
-    loads: FloatArray = np.bincount(arrays.rank_of, work).astype(np.float64)
-    return loads
+def _most_load(problem: Problem) -> float:
+    """The least work of the rank that has most."""
+    return float(make_tables(problem).loads(least=True).max())
 
 
 def only(problem: Problem, chosen: IntArray) -> Problem:
@@ -94,18 +90,18 @@ def overtaking_search(
     planned = yield from _planned(alone, planning, seed, halt)
     if planned is None:
         return
-    value, orders = planned
-    rules = _Rules(problem, max(value, _loads(problem).max()), np.random.default_rng(seed))
+    least, orders = planned
+    rules = _Rules(problem, max(least, _most_load(problem)), np.random.default_rng(seed))
     scheduler = OvertakingScheduler(problem, Large.of(problem, chosen, alone, orders), halt)
     evaluations = min(MOST, int((1 - PLANNED) * placements) // problem.max_actions)
     best, kept = np.inf, None
     for evaluation in range(evaluations):
         explores = kept is None or evaluation < EXPLORATION * evaluations
         rule = rules.fresh() if explores or kept is None else rules.neighbour(kept)
-        found = scheduler.value(rule, best)
-        improved = found < best
-        if found <= best and found < np.inf:
-            best, kept = found, rule
+        value = scheduler.value(rule, best)
+        improved = value < best
+        if value <= best and value < np.inf:
+            best, kept = value, rule
         yield (best, scheduler.orders()) if improved else None
 
 
@@ -120,13 +116,13 @@ def _planned(
     if best is None:
         return None
     moves = int(ANNEALED * placements) // ROUNDS
-    found = best.value, best.orders
+    planned = best.value, best.orders
     for value, orders in anneal_in_rounds(
         alone, best.orders, best.value, rounds=ROUNDS, moves=moves, factor=1.0, seed=seed * ROUNDS, halt=halt
     ):
-        found = value, orders
+        planned = value, orders
         yield
-    return found
+    return planned
 
 
 class _Rules:
@@ -159,10 +155,10 @@ class _Rules:
     def neighbour(self, rule: OvertakingRule) -> OvertakingRule:
         """The rule with some parameters of a random one, and often with another order of entry."""
         other, random = self.fresh(), self.random
-        taken: dict[str, Any] = {
+        changes: dict[str, Any] = {
             name: value for name, value in other._asdict().items() if random.random() >= KEPT
         }
-        mixed = rule._replace(**taken)
+        mixed = rule._replace(**changes)
         if random.random() < 0.4:
             entry = changed(np.argsort(rule.place), random)
             mixed = mixed._replace(place=np.argsort(entry).astype(np.float64))

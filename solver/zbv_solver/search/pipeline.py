@@ -12,7 +12,7 @@ from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.rules import first_rule, in_flight_caps
-from zbv_solver.improve.annealing_rounds import COOLER, LEVELS, anneal_in_rounds
+from zbv_solver.improve.annealing import COOLER, LEVELS, anneal_in_rounds
 from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.overtaking_search import large_ones, overtaking_search
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search

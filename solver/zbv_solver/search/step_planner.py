@@ -20,7 +20,7 @@ from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.construct.rules import ENTRY_RULES, Rule, entry_rule
-from zbv_solver.construct.tables import sizes
+from zbv_solver.construct.tables import mean_duration, sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.parameter_search import RuleClimber
@@ -183,7 +183,7 @@ class StepPlanner:
 
     def _annealed(self, problem: Problem, attempt: Attempt, until: float) -> tuple[Orders, str]:
         """The best order of rounds of annealing, as many as there is time for."""
-        unit = float(problem.arrays.duration[:3].mean())
+        unit = mean_duration(problem)
         best, value, method = attempt.orders, attempt.value, attempt.method
         last, number = best, 0
         while time.monotonic() < until:

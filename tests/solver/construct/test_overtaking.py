@@ -44,16 +44,16 @@ def test_complete_orders_are_valid_and_state_their_value(
     problem: Problem, which: int, deadline: float, slack: float, cap: int, by_arrival: bool
 ) -> None:
     scheduler = around(problem, [which % problem.microbatches])
-    found = scheduler.value(
+    value = scheduler.value(
         rule(problem, deadline=deadline, slack=slack, cap=cap, by_arrival=by_arrival, patience=slack)
     )
-    if found == np.inf:  # what a microbatch may need on a rank does not fit
+    if value == np.inf:  # what a microbatch may need on a rank does not fit
         assert np.isfinite(problem.arrays.limit).any()
         return
     orders = scheduler.orders()
     verify_orders(problem, orders)
     makespan, span = earliest_start_values(problem, orders)
-    assert found == pytest.approx(span if problem.objective == "span" else makespan)
+    assert value == pytest.approx(span if problem.objective == "span" else makespan)
 
 
 @given(differing_problems(), st.integers(0, 4))
@@ -78,8 +78,8 @@ def test_small_microbatches_overtake_while_the_large_one_is_on_its_way() -> None
     scheduler = around(problem, [0])
     path = 20 * 2 * 16 + 10 * 4 * 7
     assert scheduler.value(rule(problem, slack=0.0, patience=0.0, deadline=float(path))) == path + 20
-    dispatch = scheduler.dispatch
-    code, microbatch = (row[0, : dispatch.length[0]] for row in (dispatch.code, dispatch.microbatch))
+    board = scheduler.board
+    code, microbatch = (row[0, : board.length[0]] for row in (board.code, board.microbatch))
     assert microbatch[code == F][0] == 0
     assert microbatch[code == I][-1] == 0
 
@@ -90,6 +90,6 @@ def test_slack_lets_small_microbatches_enter_before_a_large_one() -> None:
     first = []
     for slack in (0.0, 1.0):
         assert scheduler.value(rule(problem, slack=slack)) < np.inf
-        first.append(int(scheduler.dispatch.microbatch[0, 0]))
+        first.append(int(scheduler.board.microbatch[0, 0]))
     assert first[0] == 0
     assert first[1] != 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,17 @@ from support.problems import differing_problems, limited, limited_problems, unif
 from zbv_solver.construct.attempt import from_orders, to_orders
 from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import Round, _round, anneal, is_overtaking, trial_of, window_starts
+from zbv_solver.improve.annealing import (
+    LEVELS,
+    THREE,
+    Round,
+    _round,
+    anneal,
+    anneal_in_rounds,
+    is_overtaking,
+    trial_of,
+    window_starts,
+)
 from zbv_solver.improve.moves import Move
 from zbv_solver.improve.order_state import Kept, State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders, in_entry_order
@@ -136,3 +148,33 @@ def test_a_set_flag_ends_the_round() -> None:
     result = anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=np.ones(1, np.uint8))
     assert result.moves == 0
     assert result.orders == start
+
+
+def rounds_of(seed: int) -> list[tuple[float, Orders]]:
+    start = next(priority_schedules(TIGHT))
+    rounds = 2 * THREE
+    return list(
+        anneal_in_rounds(TIGHT, start.orders, start.value, rounds=rounds, moves=300, factor=1.0, seed=seed)
+    )
+
+
+def test_every_round_gives_a_valid_order_that_is_not_worse() -> None:
+    start = next(priority_schedules(TIGHT))
+    ended = rounds_of(0)
+    assert len(ended) == 2 * THREE
+    for value, orders in ended:
+        verify_orders(TIGHT, orders)
+        assert value == objective_of(TIGHT, orders)
+    assert all(later <= earlier for (earlier, _), (later, _) in pairwise([(start.value, None), *ended]))
+    assert ended[-1][0] < start.value
+
+
+def test_the_seed_decides_all_rounds() -> None:
+    one, again, other = (rounds_of(seed) for seed in (0, 0, 100))
+    assert one == again
+    assert one != other
+
+
+def test_levels_keep_fewer_orders_and_spend_all_moves() -> None:
+    assert sum(level.share for level in LEVELS) == 1
+    assert all(later.kept < earlier.kept for earlier, later in pairwise(LEVELS))

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from ortools.sat.python import cp_model
 
-from zbv_solver.improve.exact import make_solver, stopped_when
+from zbv_solver.improve.cp_sat import make_solver, stopped_when
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Row, Runs
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE

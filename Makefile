@@ -33,7 +33,7 @@ $(VENV)/.compiled: $(VENV)/.installed
 	@touch $@
 
 run: install ## Plan, train and compare on this machine; ARGS=--exit exits after the summary
-	$(BIN)/python -m zbv_worker.demo --example examples/train.py $(ARGS)
+	$(BIN)/python -m examples.demo --example examples/train.py $(ARGS)
 
 # Downloads, compilation and tests often wait, so what does not depend on each other runs at the same time.
 test: ## Install everything, and run all checks and tests; ARGS go to pytest

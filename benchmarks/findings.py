@@ -28,21 +28,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Finding:
-    """One measured number.
-
-    Attributes
-    ----------
-    target
-        None for a number that is only reported.
-    interval
-        95 % confidence interval of the value, or None if it is unknown.
-    """
+    """One measured number."""
 
     what: str
     value: float
     unit: str = ""
     target: Target | None = None
+    """None for a number that is only reported."""
     interval: tuple[float, float] | None = None
+    """95 % confidence interval of the value, or None if it is unknown."""
 
     @property
     def excess(self) -> float:

@@ -1,4 +1,6 @@
-"""Who may import whom: worker → service's client → solver, and inside a part each folder only earlier ones.
+"""Who may import whom: worker → service's client → advisor → planner.
+
+Inside a part, each folder imports only earlier ones.
 
 Imports inside functions and under ``TYPE_CHECKING`` count like any other.
 """
@@ -16,6 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FORBIDDEN = {
     "solver/zbv_solver": ("zbv_service", "zbv_worker", "torch", "fastapi", "sqlalchemy", "httpx"),
+    "solver/zbv_models": ("zbv_service", "zbv_worker", "torch", "fastapi", "sqlalchemy", "httpx"),
     "service/zbv_service": ("zbv_worker", "torch"),
     "worker/zbv_worker": ("fastapi", "sqlalchemy", "uvicorn", "ortools"),
 }
@@ -23,11 +26,12 @@ FORBIDDEN = {
 LINES = {
     "solver/zbv_solver": (
         "errors _version documents kernels problem jitter plans timing verify bounds construct improve "
-        "partition search executors packing frontiers estimate layouts measure export __init__ commands"
+        "partition search packing frontiers measure export __init__ commands"
     ),
+    "solver/zbv_models": "__init__ estimate fixed_orders layouts",
     "worker/zbv_worker": (
-        "errors host values model models transport stage adapters execution tracing measure torch_runtime "
-        "training pipeline gpu_report agent commands demo __init__ __main__"
+        "errors host values model models transport stage adapters execution tracing measure "
+        "training pipeline gpu_report agent commands __init__ __main__"
     ),
     "service/zbv_service": (
         "__init__ client observability errors records documents compute database settings security plans "
@@ -94,6 +98,17 @@ def test_no_class_name_is_used_twice(package: str) -> None:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_of_the_planner_only_the_commands_know_the_advisor() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / "solver/zbv_solver").rglob("*.py"))
+        if path.parent.name != "commands"
+        for name in imports(path)
+        if name.split(".")[0] == "zbv_models"
+    ]
+    assert wrong == []
 
 
 def test_of_the_service_the_worker_knows_only_the_client() -> None:

@@ -92,20 +92,14 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution of lengths.
-
-    Attributes
-    ----------
-    about
-        What it stands for, with its parameters.
-    source
-        Where the numbers come from; empty for a model.
-    """
+    """A distribution of lengths."""
 
     name: str
     about: str
+    """What it stands for, with its parameters."""
     law: LogNormal | Mixture | Histogram
     source: str = ""
+    """Where the numbers come from; empty for a model."""
 
     def lengths(self, count: int, seed: str) -> list[int]:
         """The lengths of ``count`` sequences in order of arrival."""

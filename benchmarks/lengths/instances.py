@@ -40,21 +40,15 @@ UNITS = {"time": "us", "memory": "bytes"}
 
 @dataclass(frozen=True)
 class PlanningInstance:
-    """One problem to plan.
-
-    Attributes
-    ----------
-    share
-        Memory limit as a share of 1F1B's memory.
-    limit_kind
-        What 1F1B's memory is: see above.
-    """
+    """One problem to plan."""
 
     law: Distribution
     pp_degree: int
     microbatches: int
     share: float
+    """Memory limit as a share of 1F1B's memory."""
     limit_kind: LimitKind = "mem"
+    """What 1F1B's memory is: see above."""
     seed: int = 0
 
     @property
@@ -98,21 +92,15 @@ def instances() -> list[PlanningInstance]:
 
 @dataclass(frozen=True)
 class PackingInstance:
-    """One global batch to pack.
-
-    Attributes
-    ----------
-    count
-        Sequences of the batch.
-    share
-        Memory limit as a share of what 1F1B holds for microbatches of the largest size.
-    """
+    """One global batch to pack."""
 
     law: Distribution
     pp_degree: int
     replicas: int
     count: int
+    """Sequences of the batch."""
     share: float
+    """Memory limit as a share of what 1F1B holds for microbatches of the largest size."""
     seed: int = 0
     max_tokens: int = LONGEST
 

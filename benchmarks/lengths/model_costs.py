@@ -11,10 +11,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from zbv_solver.estimate.config import parse_config
-from zbv_solver.estimate.layers import LayerEstimate
-from zbv_solver.estimate.presets import with_presets
-from zbv_solver.estimate.problem_document import estimate_layers
+from zbv_models.estimate.config import parse_config
+from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.presets import with_presets
+from zbv_models.estimate.problem_document import estimate_layers
 
 PRESETS = ["gpt-6.2b", "h100-80gb"]
 MODEL = {

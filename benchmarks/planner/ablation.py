@@ -20,25 +20,26 @@ from unittest.mock import patch
 from zbv_solver.search.search import STAGES, SearchOptions
 
 from benchmarks.planner.measure import Outcome
+from benchmarks.planner.suite import Instance
 from benchmarks.planner.verdicts import verdict
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism that can be left out.
-
-    Attributes
-    ----------
-    replaced
-        What stands in for a function or a constant of the planner, by ``module:name``; empty for a stage of
-        the search, which the options leave out.
-    modules
-        Modules that nothing else needs. Without the mechanism, their lines are saved.
-    """
+    """A mechanism that can be left out."""
 
     name: str
     modules: tuple[str, ...]
+    """Modules that nothing else needs. Without the mechanism, their lines are saved."""
     replaced: dict[str, Any] = field(default_factory=dict)
+    """What stands in for a function or a constant of the planner, by ``module:name``; empty for a stage of
+    the search, which the options leave out."""
+    of_differing: bool = False
+    """Whether it works only where microbatches differ."""
+
+    def concerns(self, instance: Instance) -> bool:
+        """Whether a search of the instance may use the mechanism."""
+        return not (self.of_differing and instance.problem.is_equal)
 
     @property
     def lines(self) -> int:
@@ -81,59 +82,60 @@ _MODULES_OF_STAGES = {
     "exact": ("improve.cp_states",),
 }
 MECHANISMS = (
-    *(Mechanism(stage, _MODULES_OF_STAGES[stage]) for stage in STAGES),
+    *(Mechanism(stage, _MODULES_OF_STAGES[stage], of_differing=stage == "overtake") for stage in STAGES),
     Mechanism("rest search", ("improve.rest_search",), {"search.pipeline:REST_SHARE": 0.0}),
     Mechanism(
         "bound: few ranks", ("bounds.few_ranks", "bounds.states"), {"bounds:few_ranks_bounds": _nothing}
     ),
     Mechanism(
         "bound: ramps",
-        ("bounds.ramps", "bounds.heads", "bounds.knapsack"),
+        ("bounds.ramps", "bounds.heads", "bounds.directions"),
         {"bounds:ramp_bound": _zero, "bounds:machine_bound": _zero, "bounds:other_rank_bound": _zero},
     ),
-    Mechanism("bound: passing", ("bounds.overtaking",), {"bounds:passing_of_ranks": _nothing}),
+    Mechanism(
+        "bound: passing",
+        ("bounds.overtaking",),
+        {"bounds:passing_of_ranks": _nothing},
+        of_differing=True,
+    ),
     Mechanism(
         "bound: differing ramps",
         ("bounds.differing_ramps",),
         {"bounds.differing_ramps:ramp_bounds": _nothing},
+        of_differing=True,
     ),
-    Mechanism("bound: away", ("bounds.away", "bounds.away_prices"), {"bounds:away_bounds": _nothing}),
+    Mechanism(
+        "bound: away",
+        ("bounds.away", "bounds.away_prices"),
+        {"bounds:away_bounds": _nothing},
+        of_differing=True,
+    ),
 )
 """Stages first, then parts of stages, then bounds; the last three are of microbatches that differ."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a mechanism adds over a suite.
-
-    Attributes
-    ----------
-    log_ratio
-        Sum over instances of ln(value without the mechanism / value with it): positive where it helps.
-    worst
-        The largest of these logarithms: what an instance would lose.
-    better, worse, tighter
-        Instances with a better plan, a worse plan, and a better bound with the mechanism. A plan can be
-        worse because the mechanism takes time from others.
-    gap
-        Mean gap without the mechanism, less that with it.
-    proved
-        Instances proved optimal only with the mechanism, less those proved only without.
-    seconds
-        Additional time of the suite with the mechanism; negative if it ended searches early.
-    """
+    """What a mechanism adds over a suite."""
 
     mechanism: str
     suite: str
     instances: int
     log_ratio: float
+    """Sum over instances of ln(value without the mechanism / value with it): positive where it helps."""
     worst: float
+    """The largest of these logarithms: what an instance would lose."""
     better: int
     worse: int
     tighter: int
+    """Instances with a better plan, a worse plan, and a better bound with the mechanism. A plan can be
+    worse because the mechanism takes time from others."""
     gap: float
+    """Mean gap without the mechanism, less that with it."""
     proved: int
+    """Instances proved optimal only with the mechanism, less those proved only without."""
     seconds: float
+    """Additional time of the suite with the mechanism; negative if it ended searches early."""
 
 
 def contributions(

@@ -54,28 +54,20 @@ class Behaviour:
 
 @dataclass(frozen=True)
 class JitterRow:
-    """One instance.
-
-    Attributes
-    ----------
-    span
-        Without jitter, of the plan that was chosen without jitter.
-    planned, chosen
-        The plans that were chosen without and with jitter.
-    fitting, any
-        The smallest p95 of the classical schedules that keep the limit (None if none does), and of all.
-    planned_seconds, chosen_seconds
-        Of the searches.
-    """
+    """One instance."""
 
     name: str
     span: float
+    """Without jitter, of the plan that was chosen without jitter."""
     planned: Behaviour
     chosen: Behaviour
+    """The plans that were chosen without and with jitter."""
     fitting: float | None
     any: float
+    """The smallest p95 of the classical schedules that keep the limit (None if none does), and of all."""
     planned_seconds: float
     chosen_seconds: float
+    """Of the searches."""
 
     @property
     def gain(self) -> float:

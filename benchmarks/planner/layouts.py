@@ -7,12 +7,12 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from zbv_models.layouts.cluster import parse_cluster
+from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.search import best_layouts, plan_layout
 from zbv_solver.commands.cli import useful_workers
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
-from zbv_solver.layouts.cluster import parse_cluster
-from zbv_solver.layouts.estimated_layout import EstimatedLayout
-from zbv_solver.layouts.request import Request, parse_request
-from zbv_solver.layouts.search import best_layouts, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
 from benchmarks.findings import Finding, at_least, at_most

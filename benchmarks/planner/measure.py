@@ -16,47 +16,32 @@ from benchmarks.planner.suite import Instance
 
 @dataclass(frozen=True)
 class Point:
-    """The best plan and bound of a search at one moment.
-
-    Attributes
-    ----------
-    seconds
-        Time since the start of the search.
-    objective, lower_bound
-        In the problem's time unit; the plan was verified.
-    """
+    """The best plan and bound of a search at one moment."""
 
     seconds: float
+    """Time since the start of the search."""
     objective: float
     lower_bound: float
+    """In the problem's time unit; the plan was verified."""
     gap: float
     method: str
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a search of one instance.
-
-    Attributes
-    ----------
-    options
-        The options of this search, including those of the instance.
-    seconds
-        Duration of the whole search, with final verification and baselines.
-    curve
-        Every report in order; the last one is that of the plan. Empty if no plan fits the memory.
-    infeasible
-        Why no plan fits the memory, or None.
-    cut
-        The reason why the search ended early, or None.
-    """
+    """The result of a search of one instance."""
 
     instance: Instance
     options: SearchOptions
+    """The options of this search, including those of the instance."""
     seconds: float
+    """Duration of the whole search, with final verification and baselines."""
     curve: tuple[Point, ...] = ()
+    """Every report in order; the last one is that of the plan. Empty if no plan fits the memory."""
     infeasible: str | None = None
+    """Why no plan fits the memory, or None."""
     cut: str | None = None
+    """The reason why the search ended early, or None."""
 
     @property
     def value(self) -> float:

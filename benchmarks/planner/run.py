@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,8 @@ def bench(
 ) -> Report:
     """Search every instance; write a row to ``out`` for each, and the summary at the end.
 
-    With ``ablate``, run the suites again without each mechanism of the planner. Ctrl-C ends the measurement
+    With ``ablate``, run the suites again without each mechanism of the planner; instances that it does not
+    concern keep their outcome. Ctrl-C ends the measurement
     and keeps its results so far.
     """
     with spinner("loading"):
@@ -43,8 +44,14 @@ def bench(
         if runs[-1].interrupted:
             break
         if mechanism.name not in options.without:
+            without = (*options.without, mechanism.name)
+            known = {
+                (each.instance.suite, each.instance.name): each
+                for each in full.outcomes
+                if not mechanism.concerns(each.instance)
+            }
             with mechanism.left_out(options) as own:
-                runs.append(_run(instances, own, (*options.without, mechanism.name), out, spinner))
+                runs.append(_run(instances, own, without, out, spinner, known))
             if not runs[-1].interrupted:
                 found += contributions(mechanism.name, full.outcomes, runs[-1].outcomes)
     if found:
@@ -58,14 +65,18 @@ def _run(
     without: tuple[str, ...],
     out: TextIO,
     spinner: Spinner,
+    known: Mapping[tuple[str, str], Outcome] | None = None,
 ) -> Run:
-    """Run all instances once: a table per suite, then the summary; ``without`` is for the report."""
+    """Run all instances once: a table per suite, then the summary; ``without`` is for the report.
+
+    Instances whose outcomes are ``known`` do not run again.
+    """
     outcomes: list[Outcome] = []
     interrupted = False
     out.write(f"\n{_title(instances, options, without)}\n")
     try:
         for suite, members in groupby(instances, key=lambda instance: instance.suite):
-            _run_suite(suite, tuple(members), options, outcomes, out, spinner)
+            _run_suite(suite, tuple(members), options, outcomes, out, spinner, known or {})
     except KeyboardInterrupt:
         interrupted = True
     out.write("\n" + summary(tally(outcomes)))
@@ -79,6 +90,7 @@ def _run_suite(
     outcomes: list[Outcome],
     out: TextIO,
     spinner: Spinner,
+    known: Mapping[tuple[str, str], Outcome],
 ) -> None:
     """Search the instances of one file; ``outcomes`` grows as they finish."""
     table = Table(instances)
@@ -87,7 +99,9 @@ def _run_suite(
     for position, instance in enumerate(instances, 1):
         label = f"[{position}/{len(instances)}] {instance.name}"
         with spinner(label) as say:
-            outcome = interruptible(partial(measure, instance, options, _teller(label, say)))
+            outcome = known.get((instance.suite, instance.name)) or interruptible(
+                partial(measure, instance, options, _teller(label, say))
+            )
         outcomes.append(outcome)
         out.write(table.row(outcome))
         out.flush()

@@ -17,24 +17,17 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Speed:
-    """Orders and moves per second on one core.
-
-    Attributes
-    ----------
-    constructed
-        Complete orders that list scheduling constructs and times.
-    judged
-        Moves that annealing evaluates by heads and tails.
-    applied
-        Moves that it applies at the same time, including the update of times, memory and critical path.
-    """
+    """Orders and moves per second on one core."""
 
     pp_degree: int
     microbatches: int
     actions: int
     constructed: float
+    """Complete orders that list scheduling constructs and times."""
     judged: float
+    """Moves that annealing evaluates by heads and tails."""
     applied: float
+    """Moves that it applies at the same time, including the update of times, memory and critical path."""
 
 
 def measure_speed(p: int, m: int, seconds: float = 1.0) -> Speed:

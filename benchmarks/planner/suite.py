@@ -23,23 +23,16 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Peer:
-    """The result of another planner on an instance.
-
-    Attributes
-    ----------
-    placement
-        The peer's placement, which may differ from the problem's.
-    span, makespan
-        In the problem's time unit; None if the peer failed.
-    fits
-        Whether its peak memory is within the problem's limit.
-    """
+    """The result of another planner on an instance."""
 
     name: str
     placement: PlacementKind
+    """The peer's placement, which may differ from the problem's."""
     span: float | None
     makespan: float | None
+    """In the problem's time unit; None if the peer failed."""
     fits: bool
+    """Whether its peak memory is within the problem's limit."""
 
     def value(self, objective: Objective) -> float | None:
         """The metric that the instance's problem minimises."""
@@ -56,23 +49,17 @@ class Reach:
 
 @dataclass(frozen=True)
 class Instance:
-    """A problem of a benchmark file.
-
-    Attributes
-    ----------
-    suite
-        The name of the file, as the user gave it.
-    effort, time_limit
-        The instance's own; None means those of the command.
-    """
+    """A problem of a benchmark file."""
 
     suite: str
+    """The name of the file, as the user gave it."""
     name: str
     problem: Problem
     peers: tuple[Peer, ...] = ()
     reach: Reach | None = None
     effort: Effort | None = None
     time_limit: float | None = None
+    """The instance's own; None means those of the command."""
 
     def options(self, of_command: SearchOptions) -> SearchOptions:
         """The options of the command, overridden by those of the instance."""

@@ -13,39 +13,29 @@ from benchmarks.planner.verdicts import judge, reached
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts and means over the outcomes of a run.
-
-    Attributes
-    ----------
-    optimal
-        Plans proved optimal.
-    mean_gap, worst_gap, worst_name
-        Over the plans with a finite gap; None without any.
-    ratio
-        Geometric mean of value / the best contender's value, over the instances with a contender.
-    below_bound
-        Instances with a fitting peer with another placement below our bound.
-    contradicted
-        Instances with a peer with the same placement below our bound.
-    reached, targets
-        Number of targets reached in time, and of all targets.
-    """
+    """Counts and means over the outcomes of a run."""
 
     instances: int
     infeasible: int
     optimal: int
+    """Plans proved optimal."""
     mean_gap: float | None
     worst_gap: float | None
     worst_name: str | None
+    """Over the plans with a finite gap; None without any."""
     wins: int
     ties: int
     losses: int
     no_peer: int
     ratio: float | None
+    """Geometric mean of value / the best contender's value, over the instances with a contender."""
     below_bound: int
+    """Instances with a fitting peer with another placement below our bound."""
     contradicted: int
+    """Instances with a peer with the same placement below our bound."""
     reached: int
     targets: int
+    """Number of targets reached in time, and of all targets."""
     seconds: float
 
 

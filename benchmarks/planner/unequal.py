@@ -65,25 +65,18 @@ class Rival:
 
 @dataclass(frozen=True)
 class UnequalRow:
-    """One instance.
-
-    Attributes
-    ----------
-    share, limit_kind
-        Memory limit as a share of 1F1B's memory, and the kind of limit.
-    value, gap
-        Of the plan.
-    rivals
-        The baselines of the plan, and the mean plan in both orders.
-    """
+    """One instance."""
 
     name: str
     share: float
     limit_kind: LimitKind
+    """Memory limit as a share of 1F1B's memory, and the kind of limit."""
     seconds: float
     value: float
     gap: float
+    """Of the plan."""
     rivals: tuple[Rival, ...]
+    """The baselines of the plan, and the mean plan in both orders."""
 
     @property
     def best(self) -> Rival | None:

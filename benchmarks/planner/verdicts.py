@@ -30,25 +30,17 @@ class Standing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A measurement, compared with the peers that fit the memory.
-
-    Attributes
-    ----------
-    best
-        The best contender, or None.
-    ratio
-        Our value / the peer's; None without a contender, or if the peer's value is 0.
-    below_bound
-        Peers with other placements below our bound, best first. They do not count.
-    contradicting
-        Peers with the problem's placement below our bound: one of the two is wrong.
-    """
+    """A measurement, compared with the peers that fit the memory."""
 
     verdict: Verdict
     best: Standing | None
+    """The best contender, or None."""
     ratio: float | None
+    """Our value / the peer's; None without a contender, or if the peer's value is 0."""
     below_bound: tuple[Standing, ...]
+    """Peers with other placements below our bound, best first. They do not count."""
     contradicting: tuple[Standing, ...]
+    """Peers with the problem's placement below our bound: one of the two is wrong."""
 
 
 def judge(outcome: Outcome) -> Judgement:

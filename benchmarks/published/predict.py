@@ -6,7 +6,7 @@ What a run does not say is the same for all sources:
 - Nothing is recomputed.
 - Cut: blocks are dealt evenly. If they do not divide, and with two more they would, embedding and head count
   as a block each; otherwise the last stages have fewer.
-- States: those of Megatron-LM, with fp16 or bf16 (:mod:`zbv_solver.layouts.executor_memory`).
+- States: those of Megatron-LM, with fp16 or bf16 (:mod:`zbv_models.layouts.executor_memory`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from zbv_models.estimate.build import transformer
+from zbv_models.estimate.config_parallel import PRECISION_OF, PRECISIONS
+from zbv_models.estimate.fit import fits
+from zbv_models.estimate.layers import LayerEstimate, Training, estimate_model
+from zbv_models.estimate.states import StateBytes
+from zbv_models.estimate.transformer import Transformer
+from zbv_models.fixed_orders.even_cuts import dealt
+from zbv_models.layouts.cluster import Cluster
+from zbv_models.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
+from zbv_models.layouts.executor_memory import megatron
+from zbv_models.layouts.layout import Layout
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.errors import InvalidInput
-from zbv_solver.estimate.build import transformer
-from zbv_solver.estimate.config_parallel import PRECISION_OF, PRECISIONS
-from zbv_solver.estimate.fit import fits
-from zbv_solver.estimate.layers import LayerEstimate, Training, estimate_model
-from zbv_solver.estimate.states import StateBytes
-from zbv_solver.estimate.transformer import Transformer
-from zbv_solver.executors.even_cuts import dealt
-from zbv_solver.layouts.cluster import Cluster
-from zbv_solver.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
-from zbv_solver.layouts.executor_memory import megatron
-from zbv_solver.layouts.layout import Layout
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -51,24 +51,16 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Prediction:
-    """What zbv predicts for a run.
-
-    Attributes
-    ----------
-    step_time
-        Seconds.
-    memory
-        Bytes, of the kind and of the rank that the run states.
-    is_too_large
-        Whether the run needs more memory than its device has.
-    recompute
-        What is recomputed, in words.
-    """
+    """What zbv predicts for a run."""
 
     step_time: float
+    """Seconds."""
     memory: float
+    """Bytes, of the kind and of the rank that the run states."""
     is_too_large: bool
+    """Whether the run needs more memory than its device has."""
     recompute: str
+    """What is recomputed, in words."""
 
 
 def predict(run: MeasuredRun) -> Prediction:

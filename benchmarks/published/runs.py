@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
+from zbv_models.estimate.config_fields import ConfigSection, Count, Flag, Rate, Size
+from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.presets import preset_names, with_presets
+from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.documents.files import load
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.estimate.config_fields import ConfigSection, Count, Flag, Rate, Size
-from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.presets import preset_names, with_presets
-from zbv_solver.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.problem.layer_letters import Recomputed
 
 HERE = Path(__file__).parent

@@ -34,25 +34,17 @@ TEXT = "x" * 190
 
 @dataclass(frozen=True)
 class Amounts:
-    """How many values and rows there are: those of the limits, or less in tests.
-
-    Attributes
-    ----------
-    features, microbatches
-        Of the problem, which has one rank.
-    samples
-        Of the jitter of each search.
-    rows
-        Searches, agents and runs in lists.
-    nodes
-        Of a run with 256 ranks on each.
-    """
+    """How many values and rows there are: those of the limits, or less in tests."""
 
     features: int
     microbatches: int
+    """Of the problem, which has one rank."""
     samples: int
+    """Of the jitter of each search."""
     rows: int
+    """Searches, agents and runs in lists."""
     nodes: int
+    """Of a run with 256 ranks on each."""
 
 
 SMALLEST = Amounts(features=1, microbatches=4, samples=1, rows=1, nodes=1)

@@ -21,19 +21,13 @@ Turns = Callable[[int, float], Iterator[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Load:
-    """The result of a load.
-
-    Attributes
-    ----------
-    seconds
-        Time from the first request to the last response.
-    latencies
-        Seconds per request. At a fixed rate, they count from the time when the request was due, so that a
-        pause of the service is not hidden by the pause that it causes in the generator.
-    """
+    """The result of a load."""
 
     seconds: float
+    """Time from the first request to the last response."""
     latencies: list[float]
+    """Seconds per request. At a fixed rate, they count from the time when the request was due, so that a
+    pause of the service is not hidden by the pause that it causes in the generator."""
     statuses: Counter[int]
 
     @property

@@ -39,23 +39,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Worst:
-    """A request.
-
-    Attributes
-    ----------
-    make
-        Makes the body; None if there is none.
-    reads
-        Whether the client reads the response; otherwise it only keeps the connection open.
-    """
+    """A request."""
 
     name: str
     method: str
     path: str
     make: Callable[[], bytes] | None = None
+    """Makes the body; None if there is none."""
     media_type: str = "application/json"
     encoding: str = ""
     reads: bool = True
+    """Whether the client reads the response; otherwise it only keeps the connection open."""
 
 
 def filled(head: str, part: str, tail: str, size: int) -> bytes:

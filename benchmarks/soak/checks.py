@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from zbv_solver import bounds
-from zbv_solver.bounds.fusing import may_fuse
+from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.construct.list_scheduling import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.cp_search import refine

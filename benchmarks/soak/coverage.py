@@ -21,22 +21,15 @@ class Contradiction(Exception):
 
 @dataclass
 class Coverage:
-    """Counts of checks, and the largest gaps of bounds.
-
-    Attributes
-    ----------
-    problems, exact
-        Number of problems by kind, and of those with a known exact optimum.
-    gaps
-        Largest gap optimum / bound - 1 by kind and bound, over problems with a known exact optimum.
-    checks
-        Number of times that each check was made.
-    """
+    """Counts of checks, and the largest gaps of bounds."""
 
     problems: Counter[str] = field(default_factory=Counter)
     exact: Counter[str] = field(default_factory=Counter)
+    """Number of problems by kind, and of those with a known exact optimum."""
     gaps: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Largest gap optimum / bound - 1 by kind and bound, over problems with a known exact optimum."""
     checks: Counter[str] = field(default_factory=Counter)
+    """Number of times that each check was made."""
 
     def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
         """Count a check, and raise :class:`Contradiction` if it failed."""

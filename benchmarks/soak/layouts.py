@@ -13,16 +13,16 @@ from math import inf, isclose
 from random import Random
 from typing import Any
 
+from zbv_models.fixed_orders.regular_cut import TOLERANCE
+from zbv_models.layouts.cluster import parse_cluster
+from zbv_models.layouts.estimated_layout import EstimatedLayout, Setting
+from zbv_models.layouts.executor_cuts import ExecutorCandidate, Scheduled, ScheduleSource
+from zbv_models.layouts.executor_layouts import executor_layouts
+from zbv_models.layouts.executor_rules import FREE, NAMES, layouts_of_executors, runs_layout
+from zbv_models.layouts.layout import Fixed
+from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.search import Ranking, best_layouts, plan_layout
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
-from zbv_solver.executors.regular_cut import TOLERANCE
-from zbv_solver.layouts.cluster import parse_cluster
-from zbv_solver.layouts.estimated_layout import EstimatedLayout, Setting
-from zbv_solver.layouts.executor_cuts import ExecutorCandidate, Scheduled, ScheduleSource
-from zbv_solver.layouts.executor_layouts import executor_layouts
-from zbv_solver.layouts.executor_rules import FREE, NAMES, layouts_of_executors, runs_layout
-from zbv_solver.layouts.layout import Fixed
-from zbv_solver.layouts.request import Request, parse_request
-from zbv_solver.layouts.search import Ranking, best_layouts, plan_layout
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
 from benchmarks.soak.coverage import Coverage

@@ -29,19 +29,13 @@ NEARLY = Fraction(1, 10**10)
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best order found, with its exact objective.
-
-    Attributes
-    ----------
-    value
-        Its objective in the problem's unit of time.
-    is_exact
-        Whether no order is better by more than the share ``NEARLY``.
-    """
+    """The best order found, with its exact objective."""
 
     value: Fraction
+    """Its objective in the problem's unit of time."""
     order: Order
     is_exact: bool
+    """Whether no order is better by more than the share ``NEARLY``."""
     method: str
 
 

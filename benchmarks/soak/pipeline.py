@@ -35,12 +35,6 @@ class Pipeline:
     ----------
     duration, delta
         [letter][stage][microbatch].
-    lag
-        [boundary][microbatch] latency of a transfer; 0 inside a rank.
-    limit
-        Largest memory of a rank, including the tolerance; None means unlimited.
-    time_unit
-        Length of one integer step in the problem's unit of time.
     """
 
     microbatches: int
@@ -49,10 +43,13 @@ class Pipeline:
     objective: str
     duration: tuple[tuple[tuple[int, ...], ...], ...]
     lag: tuple[tuple[int, ...], ...]
+    """[boundary][microbatch] latency of a transfer; 0 inside a rank."""
     delta: tuple[tuple[tuple[int, ...], ...], ...]
     static: tuple[int, ...]
     limit: tuple[int, ...] | None
+    """Largest memory of a rank, including the tolerance; None means unlimited."""
     time_unit: Fraction
+    """Length of one integer step in the problem's unit of time."""
 
     @property
     def pp_degree(self) -> int:

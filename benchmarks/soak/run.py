@@ -21,20 +21,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run.
-
-    Attributes
-    ----------
-    found
-        The file of the contradiction that stopped it, or None.
-    detail
-        What was found, and how to reproduce it.
-    """
+    """The end of a run."""
 
     coverage: Coverage
     seconds: float
     found: Path | None = None
+    """The file of the contradiction that stopped it, or None."""
     detail: str = ""
+    """What was found, and how to reproduce it."""
 
 
 def soak(

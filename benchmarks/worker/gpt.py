@@ -54,18 +54,7 @@ rounding."""
 
 @dataclass(frozen=True)
 class GptWorkload:
-    """The model, and how it is trained.
-
-    Attributes
-    ----------
-    model
-        Arguments of :func:`zbv_worker.models.gpt.gpt`.
-    memory_limit_fraction
-        The plan's memory limit as a share of the memory of 1F1B on its fullest rank, as in ``zbv-worker
-        profile``.
-    rounds
-        Measured turns, after one warm-up turn.
-    """
+    """The model, and how it is trained."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -74,9 +63,13 @@ class GptWorkload:
     model: dict[str, Any] = field(
         default_factory=lambda: {"layers": 8, "width": 192, "heads": 6, "length": 128, "sequences": 2}
     )
+    """Arguments of :func:`zbv_worker.models.gpt.gpt`."""
     memory_limit_fraction: float = 1.0
+    """The plan's memory limit as a share of the memory of 1F1B on its fullest rank, as in ``zbv-worker
+    profile``."""
     profile_repeats: int = 12
     rounds: int = 40
+    """Measured turns, after one warm-up turn."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -90,19 +83,13 @@ Costs = Mapping[tuple[int, str], float]
 
 @dataclass(frozen=True)
 class Turns:
-    """The measurements of the ranks.
-
-    Attributes
-    ----------
-    seconds, losses
-        By schedule, one number per round.
-    costs
-        Seconds by stage and letter, for every round.
-    """
+    """The measurements of the ranks."""
 
     seconds: Mapping[str, Sequence[float]]
     losses: Mapping[str, Sequence[float]]
+    """By schedule, one number per round."""
     costs: Sequence[Costs]
+    """Seconds by stage and letter, for every round."""
 
     @classmethod
     def of_ranks(cls, answers: Sequence[Mapping[str, Any]]) -> Turns:

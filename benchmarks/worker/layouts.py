@@ -29,8 +29,8 @@ from benchmarks.worker.ranks import on_ranks
 from benchmarks.worker.workload import workload_json
 
 if TYPE_CHECKING:
-    from zbv_solver.estimate.layers import LayerEstimate
-    from zbv_solver.layouts.search import PlannedLayout
+    from zbv_models.estimate.layers import LayerEstimate
+    from zbv_models.layouts.search import PlannedLayout
     from zbv_worker.transport.world import World
 
 FACTORY = "zbv_worker.models.gpt:gpt"
@@ -74,37 +74,27 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class LayoutsWorkload:
-    """Models, and how they are measured.
-
-    Attributes
-    ----------
-    processes_do
-        Whether processes sleep or compute.
-    processes
-        Ranks of every layout.
-    sharded
-        Whether to run layouts with `--shard`, too.
-    repeats
-        Measurements of every layer.
-    steps
-        Steps of a layout in a turn, after one that is not counted.
-    rounds
-        Measured turns, after one that warms up.
-    """
+    """Models, and how they are measured."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     processes_do: Literal["sleep", "compute"] = "sleep"
+    """Whether processes sleep or compute."""
     models: tuple[SmallModel, ...] = (
         SmallModel(6, 128, 4, 128, 8),
         SmallModel(6, 256, 4, 128, 8),
         SmallModel(6, 96, 4, 512, 8),
     )
     processes: int = 4
+    """Ranks of every layout."""
     sharded: bool = True
+    """Whether to run layouts with `--shard`, too."""
     repeats: int = 10
+    """Measurements of every layer."""
     steps: int = 4
+    """Steps of a layout in a turn, after one that is not counted."""
     rounds: int = 7
+    """Measured turns, after one that warms up."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +124,12 @@ def measure(workload: LayoutsWorkload) -> list[Finding]:
 
 def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[Predicted]:
     """All layouts with their predicted steps."""
-    from zbv_solver.layouts.cluster import parse_cluster
-    from zbv_solver.layouts.estimated_layout import EstimatedLayout
-    from zbv_solver.layouts.layout import Fixed
-    from zbv_solver.layouts.profile import parse_profile
-    from zbv_solver.layouts.request import parse_request
-    from zbv_solver.layouts.search import plan_layout
+    from zbv_models.layouts.cluster import parse_cluster
+    from zbv_models.layouts.estimated_layout import EstimatedLayout
+    from zbv_models.layouts.layout import Fixed
+    from zbv_models.layouts.profile import parse_profile
+    from zbv_models.layouts.request import parse_request
+    from zbv_models.layouts.search import plan_layout
 
     cluster = parse_cluster(CLUSTER | {"gpus_per_node": workload.processes})
     fixed = Fixed(tensor_parallel=1, context_parallel=1, placement="tp-cp-dp-pp", recompute="none")
@@ -155,7 +145,7 @@ def predicted(model: SmallModel, workload: LayoutsWorkload) -> list[Predicted]:
 
 def _predicted_seconds(planned: PlannedLayout, workload: LayoutsWorkload) -> float:
     """What `zbv layout` says; if processes share cores, what the simulation says."""
-    from zbv_solver.layouts.estimated_layout import SECONDS
+    from zbv_models.layouts.estimated_layout import SECONDS
     from zbv_worker.host.cores import usable_cores
 
     from benchmarks.worker.shared_cores import PerStep, step_time

@@ -29,28 +29,21 @@ MOST_PERCENT = 5.0
 
 @dataclass(frozen=True)
 class MemoryWorkload:
-    """The model, and how it is trained.
-
-    Attributes
-    ----------
-    model
-        Arguments of :func:`zbv_worker.models.gpt.gpt`.
-    limits
-        Fractions of the memory of 1F1B on its fullest rank; None means no limit.
-    steps
-        Steps per plan. The first allocates gradients and optimizer state and does not count.
-    """
+    """The model, and how it is trained."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     pp_degrees: tuple[int, ...] = (2, 4)
     microbatches: int = 12
     limits: tuple[float | None, ...] = (0.7, 1.0, None)
+    """Fractions of the memory of 1F1B on its fullest rank; None means no limit."""
     model: dict[str, Any] = field(
         default_factory=lambda: {"layers": 8, "width": 192, "heads": 6, "length": 128, "sequences": 2}
     )
+    """Arguments of :func:`zbv_worker.models.gpt.gpt`."""
     profile_repeats: int = 3
     steps: int = 3
+    """Steps per plan. The first allocates gradients and optimizer state and does not count."""
 
     @property
     def spec(self) -> ModelSpec:

@@ -26,33 +26,23 @@ _TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 @dataclass(frozen=True)
 class NcclModelWorkload:
-    """What runs.
-
-    Attributes
-    ----------
-    families
-        Names of families; all if empty.
-    kernels
-        The numbers K of kernels at once that are tried on every family.
-    sizes
-        Microbatches by number of ranks.
-    seeds
-        Runs of each plan, with other durations.
-    sharded
-        Whether the replicas divide the parameters.
-    look_ahead
-        Receives posted ahead per channel; runs over NCCL use 1.
-    """
+    """What runs."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     families: tuple[str, ...] = ()
+    """Names of families; all if empty."""
     kernels: tuple[int, ...] = (1, 2, 3, 4)
+    """The numbers K of kernels at once that are tried on every family."""
     sizes: tuple[tuple[int, int], ...] = ((4, 8), (8, 12))
+    """Microbatches by number of ranks."""
     seeds: int = 2
+    """Runs of each plan, with other durations."""
     replicas: int = 1
     sharded: bool = False
+    """Whether the replicas divide the parameters."""
     look_ahead: int = 1
+    """Receives posted ahead per channel; runs over NCCL use 1."""
 
 
 def measure(workload: NcclModelWorkload) -> list[Finding]:

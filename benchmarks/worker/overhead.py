@@ -1,7 +1,7 @@
 """CPU time per action that a runtime adds to the compute of the stages: ours, compared with PyTorch's.
 
-The same plan of tiny stages runs in turns on our executor, on PyTorch's runtime with our split (as with
-``--runtime torch``), and on PyTorch's runtime with its own split. The same actions also run in two plain
+The same plan of tiny stages runs in turns on our executor, on PyTorch's runtime with our split, and
+on PyTorch's runtime with its own split. The same actions also run in two plain
 loops in the same processes:
 
 - only F, I, W and B of the modules. This is the cost of compute. It is subtracted from all three runtimes;
@@ -46,24 +46,17 @@ Sample = tuple[int, int]
 
 @dataclass(frozen=True)
 class OverheadWorkload:
-    """The plan, and how often it runs.
-
-    Attributes
-    ----------
-    pp_degrees
-        Numbers of ranks; one measurement each.
-    in_a_row
-        Steps per turn, as in training; together they are one sample.
-    rounds
-        Measured turns of every runtime, after ``warm_up`` turns.
-    """
+    """The plan, and how often it runs."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     pp_degrees: tuple[int, ...] = (2, 4)
+    """Numbers of ranks; one measurement each."""
     microbatches: int = 16
     in_a_row: int = 4
+    """Steps per turn, as in training; together they are one sample."""
     rounds: int = 20
+    """Measured turns of every runtime, after ``warm_up`` turns."""
     warm_up: int = 2
 
     @property
@@ -146,10 +139,10 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     import torch
     from zbv_worker.execution.whole_plan import WholePlan
     from zbv_worker.model.checks import build_stage
-    from zbv_worker.torch_runtime.executor import TorchExecutor
 
     from benchmarks.worker.gpt import zbv_pipeline
     from benchmarks.worker.plain_loop import BareLoop, PlainLoop
+    from benchmarks.worker.torch_runtime.executor import TorchExecutor
     from benchmarks.worker.torch_schedules import StepData, torch_plan
 
     workload = parse_workload(OverheadWorkload, request["workload"])

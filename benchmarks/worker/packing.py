@@ -40,27 +40,7 @@ Contents = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class PackingWorkload:
-    """A batch with a long tail, and a transformer.
-
-    Attributes
-    ----------
-    law, sequences
-        Distribution (:mod:`benchmarks.lengths`) and number of the batch's sequences.
-    scale
-        Lengths are divided by this.
-    max_tokens
-        Of a microbatch; also the longest sequence.
-    share
-        Memory limit as a share of what 1F1B holds for microbatches of the largest size.
-    blocks, width, heads
-        Of the transformer. Attention costs as much as the rest of a block at about 12 x width tokens.
-    effort
-        Of the searches.
-    profile_steps
-        Steps that measure the costs, after one that warms up.
-    rounds
-        Measured turns, after one warm-up turn.
-    """
+    """A batch with a long tail, and a transformer."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -68,15 +48,23 @@ class PackingWorkload:
     replicas: int = 4
     law: Literal["web", "bimodal", "tail"] = "tail"
     sequences: int = 512
+    """Distribution (:mod:`benchmarks.lengths`) and number of the batch's sequences."""
     scale: int = 16
+    """Lengths are divided by this."""
     max_tokens: int = 2048
+    """Of a microbatch; also the longest sequence."""
     share: float = 1.0
+    """Memory limit as a share of what 1F1B holds for microbatches of the largest size."""
     blocks: int = 8
     width: int = 128
     heads: int = 2
+    """Of the transformer. Attention costs as much as the rest of a block at about 12 x width tokens."""
     effort: Literal["quick", "standard", "thorough"] = "standard"
+    """Of the searches."""
     profile_steps: int = 15
+    """Steps that measure the costs, after one that warms up."""
     rounds: int = 5
+    """Measured turns, after one warm-up turn."""
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.width % self.heads:

@@ -28,22 +28,16 @@ Request = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PerStepWorkload:
-    """Linear layers on packed tokens.
-
-    Attributes
-    ----------
-    longest
-        Tokens of a microbatch: up to this many, most of them far fewer.
-    width
-        Of the layers; the defaults make a step take about a third of a second on two cores.
-    """
+    """Linear layers on packed tokens."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     pp_degree: int = 2
     microbatches: int = 16
     longest: int = 1024
+    """Tokens of a microbatch: up to this many, most of them far fewer."""
     width: int = 512
+    """Of the layers; the defaults make a step take about a third of a second on two cores."""
     layers: int = 8
     rounds: int = 200
 

@@ -30,25 +30,18 @@ STEP, BARE = "Pipeline.step", "executor"
 
 @dataclass(frozen=True)
 class PipelineStepWorkload:
-    """Stages of one linear layer.
-
-    Attributes
-    ----------
-    pp_degrees
-        Numbers of ranks; one measurement each.
-    rows, width
-        The activations of a microbatch; the defaults make an action take about 1 ms on one core.
-    rounds
-        Measured pairs of steps, after ``warm_up`` pairs.
-    """
+    """Stages of one linear layer."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     pp_degrees: tuple[int, ...] = (1, 2)
+    """Numbers of ranks; one measurement each."""
     microbatches: int = 32
     rows: int = 256
     width: int = 512
+    """The activations of a microbatch; the defaults make an action take about 1 ms on one core."""
     rounds: int = 20
+    """Measured pairs of steps, after ``warm_up`` pairs."""
     warm_up: int = 2
 
 

@@ -36,17 +36,7 @@ _LONGEST_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class RehearseWorkload:
-    """A problem with uneven stages, in milliseconds.
-
-    Attributes
-    ----------
-    forward, backward_input, backward_weight
-        One value for stages 0 to p-1, and one for the others.
-    memory
-        Memory limit of every rank, as a multiple of the memory of 1F1B on its fullest rank.
-    steps
-        Measured steps, after one warm-up step.
-    """
+    """A problem with uneven stages, in milliseconds."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -55,10 +45,13 @@ class RehearseWorkload:
     forward: tuple[float, float] = (10.0, 11.0)
     backward_input: tuple[float, float] = (12.0, 13.0)
     backward_weight: tuple[float, float] = (10.0, 10.0)
+    """One value for stages 0 to p-1, and one for the others."""
     p2p: float = 1.0
     memory: float = 1.0
+    """Memory limit of every rank, as a multiple of the memory of 1F1B on its fullest rank."""
     transfer_bytes: int = 65536
     steps: int = 5
+    """Measured steps, after one warm-up step."""
 
     def problem(self, pp_degree: int, microbatches: int) -> Problem:
         """Return the problem for any number of ranks."""

@@ -26,36 +26,25 @@ _JITTER = {"action": 0.05, "transfer": 0.2}
 
 @dataclass(frozen=True)
 class RehearseJitterWorkload:
-    """Plans to rehearse.
-
-    Attributes
-    ----------
-    sizes
-        Ranks and microbatches.
-    baselines
-        Classical schedules.
-    shares
-        Memory limits of zbv's plans, as multiples of the memory of 1F1B.
-    steps
-        Measured steps of a rehearsal.
-    rounds
-        Rehearsals of each plan, all with the same draws.
-    costs
-        The problem, except for its size and its memory limit.
-    transfer_bytes
-        Size of every tensor between ranks. It is small, because the drawn latencies stand for the network:
-        between processes of one host, TCP delays some larger tensors by 40 ms.
-    """
+    """Plans to rehearse."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     sizes: tuple[tuple[int, int], ...] = ((4, 8), (8, 16))
+    """Ranks and microbatches."""
     baselines: tuple[str, ...] = ("1f1b",)
+    """Classical schedules."""
     shares: tuple[float, ...] = (0.6, 1.0)
+    """Memory limits of zbv's plans, as multiples of the memory of 1F1B."""
     steps: int = 20
+    """Measured steps of a rehearsal."""
     rounds: int = 3
+    """Rehearsals of each plan, all with the same draws."""
     transfer_bytes: int = 1024
+    """Size of every tensor between ranks. It is small, because the drawn latencies stand for the network:
+    between processes of one host, TCP delays some larger tensors by 40 ms."""
     costs: RehearseWorkload = field(default_factory=RehearseWorkload)
+    """The problem, except for its size and its memory limit."""
 
     def plans(self, pp_degree: int, microbatches: int) -> Iterator[tuple[str, Plan]]:
         """Titles and plans: the classical schedules, and zbv's for every limit."""

@@ -24,18 +24,12 @@ Key = tuple[int, str, int, int, int]
 
 @dataclass(frozen=True)
 class PerStep:
-    """What each pipeline rank does once per step, in the plan's time unit.
-
-    Attributes
-    ----------
-    exchange
-        Time in which its replicas sum gradients, together and without computing.
-    update
-        Time of the optimizer's step on a separate core.
-    """
+    """What each pipeline rank does once per step, in the plan's time unit."""
 
     exchange: Sequence[float]
+    """Time in which its replicas sum gradients, together and without computing."""
     update: Sequence[float]
+    """Time of the optimizer's step on a separate core."""
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,7 @@ MOST = 1.03
 
 @dataclass(frozen=True)
 class SplitWorkload:
-    """The block, and the number of measurements.
-
-    Attributes
-    ----------
-    tokens
-        Number of sequences times their length.
-    in_flight
-        Microbatches that take turns, so that their tensors are not in the cache.
-    """
+    """The block, and the number of measurements."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -39,7 +31,9 @@ class SplitWorkload:
     heads: int = 4
     sequences: int = 4
     tokens: int = 512
+    """Number of sequences times their length."""
     in_flight: int = 2
+    """Microbatches that take turns, so that their tensors are not in the cache."""
     rounds: int = 60
     warm_up: int = 5
 

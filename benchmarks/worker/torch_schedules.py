@@ -25,9 +25,9 @@ from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.torch_runtime.executor import load
 
 from benchmarks.worker.ranks import MEETING_SECONDS
+from benchmarks.worker.torch_runtime.executor import load
 
 _CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any, NoReturn
 
 import pytest
+from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_solver import bounds
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.layouts.estimated_layout import EstimatedLayout
 from zbv_solver.problem.problem import Problem
 
 from benchmarks.soak import checks

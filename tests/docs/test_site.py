@@ -59,7 +59,9 @@ def test_every_export_format_is_documented() -> None:
     assert [name for name in FORMATS if f"`{name}`" not in text] == []
 
 
-@pytest.mark.parametrize("part", ["solver/zbv_solver", "service/zbv_service", "worker/zbv_worker"])
+@pytest.mark.parametrize(
+    "part", ["solver/zbv_solver", "solver/zbv_models", "service/zbv_service", "worker/zbv_worker"]
+)
 def test_the_architecture_page_lists_every_folder_of_a_part(part: str) -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     section = next(text for text in page.split("\n## ") if f"`{Path(part).name}`" in text.partition("|")[0])

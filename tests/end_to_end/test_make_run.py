@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "zbv_worker.demo", "--exit", "--port", "0"]
+    command = [sys.executable, "-m", "examples.demo", "--exit", "--port", "0"]
     smaller = ["--steps", "4", "--width", "48", "--effort", "quick"]
     made = subprocess.run(
         [*command, *smaller, "--folder", str(tmp_path)],

@@ -21,8 +21,8 @@ from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.search import make_plan
-from zbv_worker.demo.local_service import LocalService
 
+from examples.demo.local_service import LocalService
 from support.forked_ranks import ForkedProcess, fork_module
 from support.paths import TESTS
 from support.selfcheck import random_orders

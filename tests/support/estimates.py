@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from zbv_solver.estimate.build import transformer
-from zbv_solver.estimate.config import EstimateConfig, parse_config
-from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.part import Part
-from zbv_solver.estimate.presets import with_presets
-from zbv_solver.estimate.shapes import Degrees
+from zbv_models.estimate.build import transformer
+from zbv_models.estimate.config import EstimateConfig, parse_config
+from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.part import Part
+from zbv_models.estimate.presets import with_presets
+from zbv_models.estimate.shapes import Degrees
 
 Config = TypeVar("Config", bound=BaseModel)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbv_solver.layouts.cluster import Cluster, equal_cluster
-from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
-from zbv_solver.layouts.layout import Fixed
-from zbv_solver.layouts.request import Request, parse_request
+from zbv_models.layouts.cluster import Cluster, equal_cluster
+from zbv_models.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_models.layouts.layout import Fixed
+from zbv_models.layouts.request import Request, parse_request
 
 MODEL: dict[str, Any] = {
     **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},

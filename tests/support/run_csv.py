@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_worker.torch_runtime.stage import StoreStage
 
+from benchmarks.worker.torch_runtime.stage import StoreStage
 from support.selfcheck import hard_model
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import torch
 import torch.nn.functional as nnf
@@ -31,7 +32,6 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.training.options import Runtime
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
@@ -197,7 +197,7 @@ def run_rank_on_torch(
     plan: WholePlan, rank: int, model: PipelineModel, timeout: float
 ) -> tuple[Gradients, StepResult]:
     """As :func:`run_rank`, on PyTorch's runtime; all ranks call it at the same time."""
-    from zbv_worker.torch_runtime.executor import TorchExecutor
+    from benchmarks.worker.torch_runtime.executor import TorchExecutor
 
     modules = build_modules(model, plan.of_rank(rank), _CPU)
     executor = TorchExecutor(plan, rank, modules, model, device=_CPU, backend="gloo", timeout=timeout)
@@ -245,7 +245,7 @@ def _gradients(modules: Iterable[nn.Module]) -> Gradients:
     }
 
 
-def main(folder: Path, timeout: float, runtime: Runtime = "zbv") -> None:
+def main(folder: Path, timeout: float, runtime: Literal["zbv", "torch"] = "zbv") -> None:
     """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` next to each."""
     torch.set_num_threads(1)
     world = World.from_environment()

@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from zbv_solver.estimate.layers import LayerEstimate
-from zbv_solver.estimate.problem_document import estimate_layers
+from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.problem_document import estimate_layers
 
 from support.estimates import estimate_config, llama
 

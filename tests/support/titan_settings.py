@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from zbv_solver.estimate.states import StateBytes
-from zbv_solver.executors.executor_cut import cut_for_executor
-from zbv_solver.executors.schedules import torch_schedule
+from zbv_models.estimate.states import StateBytes
+from zbv_models.fixed_orders.executor_cut import cut_for_executor
+from zbv_models.fixed_orders.schedules import torch_schedule
+from zbv_models.layouts.executor_settings import layout_settings
+from zbv_models.layouts.layout import Layout, Recompute
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import relabelled
-from zbv_solver.layouts.executor_settings import layout_settings
-from zbv_solver.layouts.layout import Layout, Recompute
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem

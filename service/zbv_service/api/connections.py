@@ -29,21 +29,14 @@ LINGER_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of one connection, and of all connections.
-
-    Attributes
-    ----------
-    head_seconds
-        Longest time for the head of a request to arrive.
-    head_bytes
-        Largest head, or trailer of a body, in bytes; up to 256 KiB more may be buffered.
-    connections
-        Most connections at the same time.
-    """
+    """Limits of one connection, and of all connections."""
 
     head_seconds: float
+    """Longest time for the head of a request to arrive."""
     head_bytes: int
+    """Largest head, or trailer of a body, in bytes; up to 256 KiB more may be buffered."""
     connections: int
+    """Most connections at the same time."""
 
 
 def limited(limits: ConnectionLimits) -> type[asyncio.Protocol]:

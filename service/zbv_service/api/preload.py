@@ -5,7 +5,7 @@ It takes seconds to import the planner and the drawing code and to load their ma
 
 from __future__ import annotations
 
-from zbv_solver.layouts import search as layout_search
+from zbv_models.layouts import search as layout_search
 from zbv_solver.packing import pack
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search

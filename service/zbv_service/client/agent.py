@@ -48,24 +48,16 @@ class NodeWork:
 
 @dataclass(frozen=True)
 class HeartbeatReply:
-    """The service's answer to a heartbeat.
-
-    Attributes
-    ----------
-    stop
-        Whether the agent must stop its ranks.
-    cause
-        Why: ``cancelled``, ``failed`` or ``unknown-run``; None unless ``stop``.
-    reason
-        The same as a sentence.
-    plan_id
-        The plan to switch to; None keeps the current plan.
-    """
+    """The service's answer to a heartbeat."""
 
     stop: bool
+    """Whether the agent must stop its ranks."""
     cause: str | None = None
+    """Why: ``cancelled``, ``failed`` or ``unknown-run``; None unless ``stop``."""
     reason: str = ""
+    """The same as a sentence."""
     plan_id: str | None = None
+    """The plan to switch to; None keeps the current plan."""
 
 
 class AgentClient(Client):

@@ -59,15 +59,13 @@ class LayoutSearch(Search):
         Seconds: the step of the best layout so far, and a time that no layout undercuts.
     plan_id
         The plan of the best layout's pipeline.
-    progress
-        How many layouts were ``considered``, ``ruled_out`` and ``planned``.
-    answer
-        The ranking, once the search has ended.
     """
 
     summary: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, int] | None = None
+    """How many layouts were ``considered``, ``ruled_out`` and ``planned``."""
     answer: dict[str, Any] | None = None
+    """The ranking, once the search has ended."""
 
     def after(self, event: Event) -> Self:
         """The search with the changes of an event."""
@@ -76,21 +74,14 @@ class LayoutSearch(Search):
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a search.
-
-    Attributes
-    ----------
-    id
-        The position in the stream; give it as ``last_event_id`` to continue after this event.
-    kind
-        ``state``, ``improvement``, ``bound``, ``progress`` (of layouts) or ``end``.
-    data
-        The changed members of the search, with the names of :class:`Search`.
-    """
+    """An event of a search."""
 
     id: str
+    """The position in the stream; give it as ``last_event_id`` to continue after this event."""
     kind: str
+    """``state``, ``improvement``, ``bound``, ``progress`` (of layouts) or ``end``."""
     data: dict[str, Any]
+    """The changed members of the search, with the names of :class:`Search`."""
 
 
 @dataclass(frozen=True)
@@ -104,24 +95,16 @@ class SearchPage:
 
 @dataclass(frozen=True)
 class Check:
-    """What the service finds out about a problem without searching.
-
-    Attributes
-    ----------
-    issues
-        Every broken rule; the pointers refer to the request.
-    facts
-        Derived numbers, with the API's names; None when a rule is broken or the problem has layers.
-    layers
-        Derived numbers of a problem whose layers are not yet divided into stages.
-    plan
-        The check of the plan that was sent: ``is_valid``, ``issues``, and ``claims`` with ``is_verified``.
-    """
+    """What the service finds out about a problem without searching."""
 
     issues: tuple[Issue, ...]
+    """Every broken rule; the pointers refer to the request."""
     facts: dict[str, Any] | None
+    """Derived numbers, with the API's names; None when a rule is broken or the problem has layers."""
     layers: dict[str, Any] | None = None
+    """Derived numbers of a problem whose layers are not yet divided into stages."""
     plan: dict[str, Any] | None = None
+    """The check of the plan that was sent: ``is_valid``, ``issues``, and ``claims`` with ``is_verified``."""
 
     @property
     def is_valid(self) -> bool:
@@ -131,46 +114,19 @@ class Check:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The result of a search of a fraction of a second.
-
-    Attributes
-    ----------
-    lower_bound
-        No plan of the problem has a smaller objective.
-    plan
-        Metrics of a verified plan, with the API's names; None when the problem is too large.
-    baselines
-        The classical schedules, as in a plan document.
-    """
+    """The result of a search of a fraction of a second."""
 
     lower_bound: float
+    """No plan of the problem has a smaller objective."""
     plan: dict[str, Any] | None
+    """Metrics of a verified plan, with the API's names; None when the problem is too large."""
     baselines: tuple[dict[str, Any], ...]
+    """The classical schedules, as in a plan document."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of a plan.
-
-    Attributes
-    ----------
-    chunks
-        Stages per rank.
-    stages
-        The rank's stages in model order.
-    peers
-        The ranks with which it exchanges tensors.
-    channels
-        Its transfers by peer and direction, in the order in which the sending rank produces them.
-    partition
-        The layer names of every stage of the model; None when the plan does not contain layers.
-    recompute
-        For each stage of the model, whether it is recomputed; None when the plan does not say.
-    measured
-        The program whose costs were planned with; empty when the plan does not say.
-    features
-        The values of every feature, by microbatch; empty when all microbatches are equal.
-    """
+    """One rank's part of a plan."""
 
     plan_id: str
     rank: int
@@ -178,14 +134,22 @@ class RankPlan:
     microbatches: int
     placement: str
     chunks: int
+    """Stages per rank."""
     stages: tuple[int, ...]
+    """The rank's stages in model order."""
     actions: tuple[Action, ...]
     peers: tuple[int, ...]
+    """The ranks with which it exchanges tensors."""
     channels: tuple[Channel, ...]
+    """Its transfers by peer and direction, in the order in which the sending rank produces them."""
     partition: tuple[tuple[str, ...], ...] | None = None
+    """The layer names of every stage of the model; None when the plan does not contain layers."""
     recompute: tuple[StrictBool, ...] | None = None
+    """For each stage of the model, whether it is recomputed; None when the plan does not say."""
     measured: dict[str, str] = field(default_factory=dict)
+    """The program whose costs were planned with; empty when the plan does not say."""
     features: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """The values of every feature, by microbatch; empty when all microbatches are equal."""
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,12 @@ HEADERS = {"User-Agent": f"zbv-client/{__version__}", "Accept": "application/jso
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """A request and how to read its answer. The client may send it several times.
-
-    Attributes
-    ----------
-    read
-        Converts a successful response into the result.
-    """
+    """A request and how to read its answer. The client may send it several times."""
 
     method: str
     path: str
     read: Callable[[httpx.Response], T]
+    """Converts a successful response into the result."""
     json: Any = None
     params: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -23,23 +23,16 @@ DEFAULT_RETRIES = 4
 
 @dataclass(frozen=True)
 class Retries:
-    """How often and how long a client retries.
-
-    Attributes
-    ----------
-    count
-        How often a request is repeated at most.
-    first, longest
-        Seconds before the first repetition, and the limit that doubling them reaches.
-    longest_retry_after
-        The longest Retry-After, in seconds, that the client obeys. When the service asks for more, the
-        caller gets the error at once.
-    """
+    """How often and how long a client retries."""
 
     count: int = DEFAULT_RETRIES
+    """How often a request is repeated at most."""
     first: float = 0.1
     longest: float = 5.0
+    """Seconds before the first repetition, and the limit that doubling them reaches."""
     longest_retry_after: float = 60.0
+    """The longest Retry-After, in seconds, that the client obeys. When the service asks for more, the
+    caller gets the error at once."""
 
     def __post_init__(self) -> None:
         if self.count < 0:

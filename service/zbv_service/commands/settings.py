@@ -24,17 +24,12 @@ _KINDS = {"host": "ADDRESS", "database": "URL", "cert": "FILE", "key": "FILE", "
 
 
 class Command(argparse.ArgumentParser):
-    """A command whose flags are added when it is used.
-
-    Attributes
-    ----------
-    rest
-        The name of a list that gets everything after ``--``; None leaves ``--`` to argparse, which cannot
-        tell an optional argument before it from those after it.
-    """
+    """A command whose flags are added when it is used."""
 
     on_use: Callable[[Command], None] | None = None
     rest: str | None = None
+    """The name of a list that gets everything after ``--``; None leaves ``--`` to argparse, which cannot
+    tell an optional argument before it from those after it."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Add the missing flags and parse."""
@@ -57,17 +52,12 @@ def _partition(words: list[str], at: str) -> tuple[list[str], list[str], list[st
 
 @dataclass(frozen=True)
 class Declared:
-    """A setting.
-
-    Attributes
-    ----------
-    default
-        As text for people.
-    """
+    """A setting."""
 
     name: str
     description: str
     default: str
+    """As text for people."""
     choices: tuple[str, ...]
     kind: type = str
 

@@ -10,18 +10,12 @@ MOST_PROCESSES = 1024
 
 @dataclass(frozen=True)
 class ExecutorChoice:
-    """An operator's choice of an executor.
-
-    Attributes
-    ----------
-    scheduler
-        Address of a Dask scheduler in Dask's form; None for processes on this machine.
-    processes
-        Number of processes; None for as many as searches may run.
-    """
+    """An operator's choice of an executor."""
 
     scheduler: str | None = None
+    """Address of a Dask scheduler in Dask's form; None for processes on this machine."""
     processes: int | None = None
+    """Number of processes; None for as many as searches may run."""
 
 
 def parse_choice(text: str) -> ExecutorChoice:

@@ -15,25 +15,17 @@ from zbv_service.records.runs import AGENT_ENDED
 
 @dataclass(frozen=True)
 class Owner:
-    """A token, by the values under which tables name it.
-
-    Attributes
-    ----------
-    name
-        Its name; None if the service requires no token.
-    token
-        The owner of its agents; see :attr:`zbv_service.security.grants.Grant.owner`.
-    token_id, local_id
-        The parent of its sessions.
-    address
-        The sender of its Idempotency-Keys: its name, or the client's address.
-    """
+    """A token, by the values under which tables name it."""
 
     name: str | None
+    """Its name; None if the service requires no token."""
     token: str
+    """The owner of its agents; see :attr:`zbv_service.security.grants.Grant.owner`."""
     token_id: str | None
     local_id: str | None
+    """The parent of its sessions."""
     address: str | None
+    """The sender of its Idempotency-Keys: its name, or the client's address."""
 
 
 @dataclass

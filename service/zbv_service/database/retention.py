@@ -40,30 +40,20 @@ USED_HOURS = 1.0
 
 @dataclass(frozen=True)
 class Keep:
-    """For how many days rows are kept.
-
-    Attributes
-    ----------
-    ended
-        Ended searches with their events; traces and logs of ended runs.
-    failed
-        Failed searches with their problems.
-    plans
-        Unreferenced plans after their last use.
-    runs
-        Ended runs with their generations and events.
-    agents
-        Agents after their last sign of life.
-    tokens
-        Tokens, sessions and links after their revocation or expiry.
-    """
+    """For how many days rows are kept."""
 
     ended: float
+    """Ended searches with their events; traces and logs of ended runs."""
     failed: float
+    """Failed searches with their problems."""
     plans: float
+    """Unreferenced plans after their last use."""
     runs: float
+    """Ended runs with their generations and events."""
     agents: float
+    """Agents after their last sign of life."""
     tokens: float
+    """Tokens, sessions and links after their revocation or expiry."""
 
 
 class Retention(BaseTable):

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from zbv_models.estimate.config_parallel import Optimizer, PrecisionName
+from zbv_models.estimate.transformers_config import is_transformers_config
+from zbv_models.layouts.cluster import parse_cluster
+from zbv_models.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily
+from zbv_models.layouts.executor_rules import FREE, require_runnable
+from zbv_models.layouts.layout import Fixed, Order, Recompute
+from zbv_models.layouts.profile import Profile, parse_profile
+from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.documents.fields import MAX_NAME, Number
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
-from zbv_solver.estimate.transformers_config import is_transformers_config
-from zbv_solver.layouts.cluster import parse_cluster
-from zbv_solver.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily
-from zbv_solver.layouts.executor_rules import FREE, require_runnable
-from zbv_solver.layouts.layout import Fixed, Order, Recompute
-from zbv_solver.layouts.profile import Profile, parse_profile
-from zbv_solver.layouts.request import Request, parse_request
 from zbv_solver.problem.layer_letters import Recomputed
 from zbv_solver.problem.limits import MAX_LAYERS
 

@@ -42,21 +42,14 @@ def problem_key(problem: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class PackedQuestion:
-    """A question in the form in which it is sent to processes: a few objects, whatever its size.
-
-    Attributes
-    ----------
-    packed
-        The normalised document.
-    key
-        The document's :func:`problem_key`.
-    summary
-        As :func:`zbv_service.documents.problems.summary_of`.
-    """
+    """A question in the form in which it is sent to processes: a few objects, whatever its size."""
 
     packed: bytes
+    """The normalised document."""
     key: str
+    """The document's :func:`problem_key`."""
     summary: dict[str, Any]
+    """As :func:`zbv_service.documents.problems.summary_of`."""
 
     @classmethod
     def of(cls, question: Question) -> PackedQuestion:

@@ -44,21 +44,14 @@ Bounds = tuple[float, ...] | None
 
 @dataclass(frozen=True)
 class SubmittedPoints:
-    """The result of a request to search points.
-
-    Attributes
-    ----------
-    searched
-        Points with a new or running search.
-    refused
-        Points beyond the caller's limit of searches.
-    known
-        Points with an ended search of this effort, which would give the same result again.
-    """
+    """The result of a request to search points."""
 
     searched: int
+    """Points with a new or running search."""
     refused: int
+    """Points beyond the caller's limit of searches."""
     known: int
+    """Points with an ended search of this effort, which would give the same result again."""
 
 
 @dataclass(frozen=True)

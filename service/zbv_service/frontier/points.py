@@ -17,30 +17,21 @@ from zbv_service.records.searches import FINISHED, SearchRecord
 
 @dataclass(frozen=True)
 class Point:
-    """A limit of the frontier.
-
-    Attributes
-    ----------
-    at
-        The limit as a fraction of 1F1B's memory; equal to ``limit`` if layers are cut again for every limit.
-    limit
-        The largest limit of any rank, in the problem's memory unit.
-    best
-        The best known plan that fits; None if there is none.
-    bound
-        No plan within the limit has a smaller objective; None until it is computed.
-    search
-        The most important search for exactly this limit; None if there was none.
-    is_searched
-        Whether a search for exactly this limit has ended with an answer.
-    """
+    """A limit of the frontier."""
 
     at: float
+    """The limit as a fraction of 1F1B's memory; equal to ``limit`` if layers are cut again for every
+    limit."""
     limit: float
+    """The largest limit of any rank, in the problem's memory unit."""
     best: Known | None
+    """The best known plan that fits; None if there is none."""
     bound: float | None
+    """No plan within the limit has a smaller objective; None until it is computed."""
     search: SearchRecord | None
+    """The most important search for exactly this limit; None if there was none."""
     is_searched: bool
+    """Whether a search for exactly this limit has ended with an answer."""
 
     @property
     def is_open(self) -> bool:
@@ -78,29 +69,20 @@ class CutSummary:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The best known objective of a model as a function of memory.
-
-    Attributes
-    ----------
-    objective, units
-        Of the plan's problem.
-    own
-        The plan for which the frontier was made.
-    plans
-        All stored plans that were found, including ``own``; their names are plan ids.
-    baselines
-        The classical schedules; for layers, also other cuts and placements.
-    cuts
-        For each plan id, how the layers are cut; None unless layers are cut again for every limit.
-    """
+    """The best known objective of a model as a function of memory."""
 
     objective: str
     units: Units
+    """Of the plan's problem."""
     own: Known
+    """The plan for which the frontier was made."""
     points: tuple[Point, ...]
     plans: tuple[Known, ...]
+    """All stored plans that were found, including ``own``; their names are plan ids."""
     baselines: tuple[Known, ...]
+    """The classical schedules; for layers, also other cuts and placements."""
     cuts: Mapping[str, CutSummary] | None = None
+    """For each plan id, how the layers are cut; None unless layers are cut again for every limit."""
 
     @property
     def missing(self) -> tuple[Point, ...]:

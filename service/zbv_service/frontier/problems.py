@@ -54,53 +54,38 @@ class LimitedProblem:
 
 @dataclass(frozen=True)
 class FrontierProblems:
-    """The problems of a frontier.
-
-    Attributes
-    ----------
-    points
-        The points, by ascending limit.
-    keys
-        The hashes of all problems whose stored plans matter, each with the limit up to which a lower bound
-        for that problem holds; empty if layers are cut again for every limit.
-    requests
-        The same for searches, by the key of their request.
-    """
+    """The problems of a frontier."""
 
     points: tuple[LimitedProblem, ...]
+    """The points, by ascending limit."""
     keys: dict[str, float]
+    """The hashes of all problems whose stored plans matter, each with the limit up to which a lower bound
+    for that problem holds; empty if layers are cut again for every limit."""
     requests: dict[str, float]
+    """The same for searches, by the key of their request."""
 
 
 @dataclass(frozen=True)
 class FrontierPlan:
-    """A plan as its frontier needs it.
-
-    Attributes
-    ----------
-    asked
-        The problems; None if ``fault`` says why there is no frontier.
-    bounds_key
-        Names the bounds of the points; plans of one model with other limits have the same.
-    baselines
-        The classical schedules; for layers, also other cuts and placements.
-    whole, static
-        The memory of 1F1B and the static memory (p,), which turn amounts of memory into fractions.
-    own_cut, cut_bound, holds_up_to
-        If a search cut the layers: how, a lower bound for all cuts, and the largest limit at which it holds.
-    """
+    """A plan as its frontier needs it."""
 
     facts: PlanFacts
     own: Known | None = None
     asked: FrontierProblems | None = None
+    """The problems; None if ``fault`` says why there is no frontier."""
     fault: InvalidInput | None = None
     bounds_key: str = ""
+    """Names the bounds of the points; plans of one model with other limits have the same."""
     baselines: tuple[Known, ...] = ()
+    """The classical schedules; for layers, also other cuts and placements."""
     whole: float = 1.0
     static: tuple[float, ...] = ()
+    """The memory of 1F1B and the static memory (p,), which turn amounts of memory into fractions."""
     own_cut: CutSummary | None = None
     cut_bound: float | None = None
     holds_up_to: float = math.inf
+    """If a search cut the layers: how, a lower bound for all cuts, and the largest limit at which it
+    holds."""
 
     def needs(self, peak_memory: Sequence[float]) -> float:
         """The smallest limit that holds a memory use per rank (p,): a fraction, or an amount for layers."""

@@ -22,18 +22,13 @@ _GAPS = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of the database's rows by state, made for each request of metrics.
-
-    Attributes
-    ----------
-    queue_age
-        Seconds since the oldest queued search was accepted; 0 if no search is queued.
-    """
+    """Counts of the database's rows by state, made for each request of metrics."""
 
     searches: dict[str, int]
     agents: dict[str, int]
     runs: dict[str, int]
     queue_age: float
+    """Seconds since the oldest queued search was accepted; 0 if no search is queued."""
 
 
 class Metrics:

@@ -35,27 +35,18 @@ STATIC_DIRECTORIES: tuple[Path, ...] = (Path(__file__).parent / "static", report
 
 @dataclass(frozen=True)
 class Shell:
-    """The surroundings of a page.
-
-    Attributes
-    ----------
-    root
-        The prefix under which a proxy serves the application (ASGI's ``root_path``); no trailing slash.
-    base_url
-        The address that the reader's browser uses, for examples of commands; no trailing slash.
-    account
-        The name of the signed-in reader; None if the service needs no sign-in.
-    may
-        The scopes of the reader, which decide what a page offers; empty if there was no sign-in.
-    path
-        The path of the page, without ``root``.
-    """
+    """The surroundings of a page."""
 
     root: str = ""
+    """The prefix under which a proxy serves the application (ASGI's ``root_path``); no trailing slash."""
     base_url: str = "http://127.0.0.1:8000"
+    """The address that the reader's browser uses, for examples of commands; no trailing slash."""
     account: str | None = None
+    """The name of the signed-in reader; None if the service needs no sign-in."""
     may: frozenset[str] = frozenset()
+    """The scopes of the reader, which decide what a page offers; empty if there was no sign-in."""
     path: str = "/"
+    """The path of the page, without ``root``."""
 
     @property
     def may_search(self) -> bool:

@@ -27,19 +27,13 @@ OFFERED = 60
 
 @dataclass(frozen=True, eq=False)
 class ComparedPlan:
-    """One of the schedules that a plan is compared with.
-
-    Attributes
-    ----------
-    name
-        The name of a classical schedule, or the id of a stored plan.
-    packed
-        The plan; None while it is computed, or if ``complaint`` says why there is none.
-    """
+    """One of the schedules that a plan is compared with."""
 
     name: str
+    """The name of a classical schedule, or the id of a stored plan."""
     is_baseline: bool
     packed: bytes | None
+    """The plan; None while it is computed, or if ``complaint`` says why there is none."""
     complaint: str = ""
 
     @property

@@ -13,17 +13,7 @@ from zbv_service.plans.renderings import plan_of
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Values of a plan.
-
-    Attributes
-    ----------
-    shape
-        What a run cannot change, as text.
-    cut
-        A hash of the layers of every stage; None where stages were given.
-    schedules
-        The names of the classical schedules of its problem.
-    """
+    """Values of a plan."""
 
     plan_id: str
     pp_degree: int
@@ -32,8 +22,11 @@ class PlanFacts:
     value: float
     units: Units
     shape: str
+    """What a run cannot change, as text."""
     cut: str | None
+    """A hash of the layers of every stage; None where stages were given."""
     schedules: tuple[str, ...]
+    """The names of the classical schedules of its problem."""
 
 
 def facts_of(packed: bytes) -> PlanFacts:

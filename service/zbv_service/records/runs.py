@@ -35,35 +35,26 @@ PartKind = Literal["trace", "log"]
 
 @dataclass(frozen=True)
 class NewAgent:
-    """An agent as it registers.
-
-    Attributes
-    ----------
-    id
-        Chosen by the agent, so that a repeated registration adds no second agent.
-    address, port
-        The rendezvous of a run with this agent as its first node.
-    slots
-        The most ranks of the node at the same time.
-    allowed_models, allowed_scripts, checkpoint_directories
-        Patterns of models that the node may load and of scripts that it may run, and directories for
-        checkpoints (None if the agent did not report any). The node itself enforces them.
-    owner
-        The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`); None for agents of
-        versions that did not store owners.
-    """
+    """An agent as it registers."""
 
     id: str
+    """Chosen by the agent, so that a repeated registration adds no second agent."""
     name: str
     address: str
     port: int
+    """The rendezvous of a run with this agent as its first node."""
     slots: int
+    """The most ranks of the node at the same time."""
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
     allowed_scripts: list[str] = field(default_factory=list, kw_only=True)
     checkpoint_directories: list[str] | None = field(default=None, kw_only=True)
+    """Patterns of models that the node may load and of scripts that it may run, and directories for
+    checkpoints (None if the agent did not report any). The node itself enforces them."""
     owner: str | None = field(default=None, kw_only=True)
+    """The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`); None for agents of
+    versions that did not store owners."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +69,14 @@ class AgentRecord(NewAgent):
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat of an agent.
-
-    Attributes
-    ----------
-    port
-        A free port of its node; None leaves the stored one.
-    run_id, ranks
-        The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks.
-    """
+    """A heartbeat of an agent."""
 
     agent_id: str
     port: int | None = None
+    """A free port of its node; None leaves the stored one."""
     run_id: str | None = None
     ranks: tuple[dict[str, Any], ...] = ()
+    """The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks."""
 
     def is_running(self, *, is_script: bool) -> bool:
         """Whether all of its ranks have begun a step, or a script, which need not have steps."""
@@ -118,41 +103,29 @@ class BeatAnswer:
 
 @dataclass(frozen=True)
 class NewRun:
-    """A run as it is accepted.
-
-    Attributes
-    ----------
-    plan_id
-        None until the search ``search_id`` has found it. A new run has either a plan or a search.
-    search_options
-        Options of that search and of later searches for measured costs, packed; None for the defaults, and in
-        records that are read.
-    model
-        ``factory``, ``arguments`` and ``seed``; None for a run of a script.
-    steps
-        None for a run of a script.
-    nodes, ranks_per_node
-        Their product is the number of ranks of all replicas.
-    options
-        The fields of :class:`zbv_service.runs.options.RunOptionsDocument`.
-    created_by
-        Name of the token that submitted it; None without authentication.
-    script
-        ``path`` and ``arguments``; None for a run of a model.
-    """
+    """A run as it is accepted."""
 
     id: str
     plan_id: str | None
+    """None until the search ``search_id`` has found it. A new run has either a plan or a search."""
     search_id: str | None
     search_options: bytes | None
+    """Options of that search and of later searches for measured costs, packed; None for the defaults, and
+    in records that are read."""
     model: dict[str, Any] | None
+    """``factory``, ``arguments`` and ``seed``; None for a run of a script."""
     nodes: int
     ranks_per_node: int
+    """Their product is the number of ranks of all replicas."""
     steps: int | None
+    """None for a run of a script."""
     options: dict[str, Any]
+    """The fields of :class:`zbv_service.runs.options.RunOptionsDocument`."""
     created_at: datetime
     created_by: str | None = field(default=None, kw_only=True)
+    """Name of the token that submitted it; None without authentication."""
     script: dict[str, Any] | None = field(default=None, kw_only=True)
+    """``path`` and ``arguments``; None for a run of a model."""
 
     @property
     def program(self) -> str:
@@ -162,13 +135,7 @@ class NewRun:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node's part in a generation of a run.
-
-    Attributes
-    ----------
-    ranks
-        The last known ``rank``, ``step`` and ``action`` of each of its ranks.
-    """
+    """One node's part in a generation of a run."""
 
     run_id: str
     generation: int
@@ -179,78 +146,57 @@ class NodeRecord:
     state: NodeState
     outcome: NodeOutcome | None
     ranks: list[dict[str, Any]]
+    """The last known ``rank``, ``step`` and ``action`` of each of its ranks."""
 
 
 @dataclass(frozen=True)
 class RunRecord(NewRun):
-    """A run.
-
-    Attributes
-    ----------
-    generation
-        The number of restarts.
-    stop_requested
-        Whether its nodes are being stopped, for any reason.
-    target_plan_id
-        The plan that it will change to; None without a pending change.
-    offer
-        A plan that is better under the measured costs: ``plan_id``, ``objective_now``, ``objective_then``.
-    replanning
-        The fields of :class:`Replanning`.
-    failures
-        The cause of every generation that failed, oldest first, even if a later generation succeeds.
-    refusals
-        Agents that refused the run. They are not assigned to it again.
-    waits_for
-        What a waiting run lacks, as text; None before the first check, and in any other state.
-    """
+    """A run."""
 
     state: RunState
     generation: int
+    """The number of restarts."""
     stop_requested: bool
+    """Whether its nodes are being stopped, for any reason."""
     cancel_requested: bool
     target_plan_id: str | None
+    """The plan that it will change to; None without a pending change."""
     offer: dict[str, Any] | None
+    """A plan that is better under the measured costs: ``plan_id``, ``objective_now``, ``objective_then``."""
     replanning: dict[str, Any] | None
+    """The fields of :class:`Replanning`."""
     error: dict[str, Any] | None
     started_at: datetime | None
     updated_at: datetime
     finished_at: datetime | None
     members: tuple[NodeRecord, ...] = ()
     failures: list[dict[str, Any]] = field(default_factory=list)
+    """The cause of every generation that failed, oldest first, even if a later generation succeeds."""
     refusals: list[dict[str, Any]] = field(default_factory=list)
+    """Agents that refused the run. They are not assigned to it again."""
     waits_for: str | None = None
+    """What a waiting run lacks, as text; None before the first check, and in any other state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFilter:
-    """Which runs a list shows; empty fields do not restrict it.
-
-    Attributes
-    ----------
-    text
-        The beginning of the id of the run, its plan or its search, or a part of the model's factory or the
-        script's path.
-    """
+    """Which runs a list shows; empty fields do not restrict it."""
 
     states: frozenset[str] = frozenset()
     text: str | None = None
+    """The beginning of the id of the run, its plan or its search, or a part of the model's factory or the
+    script's path."""
     created_after: datetime | None = None
     created_before: datetime | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentFilter:
-    """Which agents a list shows; by default those that can work.
-
-    Attributes
-    ----------
-    text
-        A part of the name or the address, or the beginning of the id of the agent or its run.
-    """
+    """Which agents a list shows; by default those that can work."""
 
     states: frozenset[str] = AGENT_PRESENT
     text: str | None = None
+    """A part of the name or the address, or the beginning of the id of the agent or its run."""
 
 
 @dataclass(frozen=True)
@@ -263,13 +209,7 @@ class Work:
 
 @dataclass(frozen=True)
 class NewPart:
-    """A rank's trace or log, packed.
-
-    Attributes
-    ----------
-    plan_id, pp_rank, replica, last_step
-        For a trace: the measured plan, the place of the rank in it, and the newest step.
-    """
+    """A rank's trace or log, packed."""
 
     run_id: str
     generation: int
@@ -280,6 +220,7 @@ class NewPart:
     pp_rank: int | None = None
     replica: int | None = None
     last_step: int | None = None
+    """For a trace: the measured plan, the place of the rank in it, and the newest step."""
 
 
 @dataclass(frozen=True)
@@ -298,26 +239,18 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class Replanning:
-    """The state of replanning a run for its measured costs.
-
-    Attributes
-    ----------
-    plan_id, generation, step
-        The last steps that were examined; only later steps of the same plan and generation are new.
-    search_id
-        The last search with measured costs for this plan; None before the first.
-    is_open
-        Whether the result of that search has not been handled yet.
-    searches
-        The number of searches with measured costs in this run, for any plan.
-    """
+    """The state of replanning a run for its measured costs."""
 
     plan_id: str
     generation: int
     step: int
+    """The last steps that were examined; only later steps of the same plan and generation are new."""
     search_id: str | None = None
+    """The last search with measured costs for this plan; None before the first."""
     is_open: bool = False
+    """Whether the result of that search has not been handled yet."""
     searches: int = 0
+    """The number of searches with measured costs in this run, for any plan."""
 
 
 def place_of(failure: Mapping[str, Any]) -> str:
@@ -369,59 +302,40 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class WaitingRun:
-    """The agents that a waiting run needs: ``nodes`` agents with ``ranks_per_node`` slots each.
-
-    Attributes
-    ----------
-    factory, script
-        The run's model, or the path of its script.
-    checkpoint_directory
-        None if the run saves no checkpoints.
-    refused_by
-        Ids of agents that refused this run; it is not assigned to them again.
-    """
+    """The agents that a waiting run needs: ``nodes`` agents with ``ranks_per_node`` slots each."""
 
     run_id: str
     nodes: int
     ranks_per_node: int
     factory: str | None
     script: str | None = field(default=None, kw_only=True)
+    """The run's model, or the path of its script."""
     checkpoint_directory: str | None = None
+    """None if the run saves no checkpoints."""
     refused_by: frozenset[str] = frozenset()
+    """Ids of agents that refused this run; it is not assigned to them again."""
 
 
 @dataclass(frozen=True)
 class AvailableAgent:
-    """A live agent.
-
-    Attributes
-    ----------
-    owner
-        The token that registered it.
-    checkpoint_directories
-        As in :func:`zbv_service.client.admission.is_directory_allowed`; None if the agent did not say.
-    """
+    """A live agent."""
 
     agent_id: str
     slots: int
     is_idle: bool
     allowed_models: tuple[str, ...]
     owner: str | None = None
+    """The token that registered it."""
     checkpoint_directories: tuple[str, ...] | None = None
+    """As in :func:`zbv_service.client.admission.is_directory_allowed`; None if the agent did not say."""
     allowed_scripts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Which waiting runs get which agents (:func:`zbv_service.runs.scheduler.decide`).
-
-    Attributes
-    ----------
-    placed
-        Agent ids for the runs that can start now, by run id.
-    lacking
-        For every other run, a sentence that says what it needs, and why the present agents are not enough.
-    """
+    """Which waiting runs get which agents (:func:`zbv_service.runs.scheduler.decide`)."""
 
     placed: dict[str, list[str]]
+    """Agent ids for the runs that can start now, by run id."""
     lacking: dict[str, str]
+    """For every other run, a sentence that says what it needs, and why the present agents are not enough."""

@@ -18,54 +18,27 @@ FINISHED: frozenset[str] = frozenset({"done", "cancelled", "failed", "infeasible
 
 @dataclass(frozen=True)
 class NewSearch:
-    """A search as it is accepted.
-
-    Attributes
-    ----------
-    request_key
-        Hash of problem, options and version; requests with equal keys share one search.
-    problem
-        The normalised problem document, packed; of a search of layouts, the request.
-    summary
-        The few numbers of the problem that lists show.
-    options
-        Those of the request, except for the jitter.
-    created_by
-        Name of the token that submitted it; None without authentication.
-    jitter
-        The document of the jitter, packed.
-    """
+    """A search as it is accepted."""
 
     id: str
     request_key: str
+    """Hash of problem, options and version; requests with equal keys share one search."""
     problem: bytes
+    """The normalised problem document, packed; of a search of layouts, the request."""
     summary: dict[str, Any]
+    """The few numbers of the problem that lists show."""
     options: dict[str, Any]
+    """Those of the request, except for the jitter."""
     created_by: str | None = None
+    """Name of the token that submitted it; None without authentication."""
     kind: SearchKind = "plan"
     jitter: bytes | None = None
+    """The document of the jitter, packed."""
 
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """A search without its bulky parts (problem, incumbent, answer).
-
-    Attributes
-    ----------
-    objective, lower_bound, gap
-        Of the best plan known so far; None without a plan. Of a search of layouts, the step of the best
-        layout and the bound for all layouts, in seconds.
-    attempts
-        How often the search was started.
-    crashes
-        How often its process died.
-    is_wanted_by_client
-        Whether a client has submitted it. Otherwise only runs that wait for its plan have.
-    progress
-        How many layouts were considered, ruled out and planned; None for a plan.
-    jitter
-        As in :class:`NewSearch`; None in lists.
-    """
+    """A search without its bulky parts (problem, incumbent, answer)."""
 
     id: str
     state: SearchState
@@ -74,21 +47,28 @@ class SearchRecord:
     objective: float | None
     lower_bound: float | None
     gap: float | None
+    """Of the best plan known so far; None without a plan. Of a search of layouts, the step of the best
+    layout and the bound for all layouts, in seconds."""
     method: str | None
     plan_id: str | None
     error: dict[str, Any] | None
     cancel_requested: bool
     attempts: int
+    """How often the search was started."""
     crashes: int
+    """How often its process died."""
     created_at: datetime
     started_at: datetime | None
     updated_at: datetime
     finished_at: datetime | None
     created_by: str | None = None
     is_wanted_by_client: bool = True
+    """Whether a client has submitted it. Otherwise only runs that wait for its plan have."""
     kind: SearchKind = "plan"
     progress: dict[str, int] | None = None
+    """How many layouts were considered, ruled out and planned; None for a plan."""
     jitter: bytes | None = None
+    """As in :class:`NewSearch`; None in lists."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +77,17 @@ class Claim:
 
     Attributes
     ----------
-    fence
-        The runner's writes must carry it, so that they fail after the lease was lost.
     problem, incumbent
         Packed documents: the problem or the request for layouts, and the ranks of the best plan known
         (:func:`zbv_service.documents.packing.pack_incumbent`).
-    options
-        Those of the request; the runner adds ``workers``, the number of threads.
     """
 
     id: str
     fence: int
+    """The runner's writes must carry it, so that they fail after the lease was lost."""
     problem: bytes
     options: dict[str, Any]
+    """Those of the request; the runner adds ``workers``, the number of threads."""
     incumbent: bytes | None
     attempts: int
     cancel_requested: bool
@@ -120,41 +98,28 @@ class Claim:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A stored incumbent does not fit its problem, so the search started without it.
-
-    Attributes
-    ----------
-    digest
-        SHA-256 of the packed incumbent, in hexadecimal.
-    reason
-        The rule that it breaks.
-    """
+    """A stored incumbent does not fit its problem, so the search started without it."""
 
     digest: str
+    """SHA-256 of the packed incumbent, in hexadecimal."""
     reason: str
+    """The rule that it breaks."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """A better plan or a better bound of a running search.
-
-    Attributes
-    ----------
-    objective
-        None as long as no layout was planned.
-    incumbent
-        The plan's packed ranks; for a problem given by layers, an object of problem and ranks; None for
-        layouts.
-    refusal
-        Set if the search could not use its stored incumbent; the results stored with that one are void.
-    """
+    """A better plan or a better bound of a running search."""
 
     objective: float | None
+    """None as long as no layout was planned."""
     lower_bound: float
     gap: float | None
     method: str
     incumbent: bytes | None
+    """The plan's packed ranks; for a problem given by layers, an object of problem and ranks; None for
+    layouts."""
     refusal: Refusal | None = None
+    """Set if the search could not use its stored incumbent; the results stored with that one are void."""
     progress: dict[str, int] | None = None
 
 
@@ -180,25 +145,17 @@ RequestKind = Literal["search", "layouts", "run"]
 
 @dataclass(frozen=True)
 class NamedRequest:
-    """A request with an Idempotency-Key.
-
-    Attributes
-    ----------
-    key_hash
-        Hash of the caller and the key.
-    fingerprint
-        Hash of the body. A key must always come with the same body.
-    kind
-        The resource that the request creates. A key must always come to the same address.
-    created_by
-        The name of the caller, or its address.
-    """
+    """A request with an Idempotency-Key."""
 
     key_hash: str
+    """Hash of the caller and the key."""
     fingerprint: str
+    """Hash of the body. A key must always come with the same body."""
     expires_at: datetime
     kind: RequestKind = "search"
+    """The resource that the request creates. A key must always come to the same address."""
     created_by: str | None = None
+    """The name of the caller, or its address."""
 
 
 @dataclass(frozen=True)
@@ -222,26 +179,18 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class NewPlan:
-    """A verified plan to be stored.
-
-    Attributes
-    ----------
-    document
-        The whole plan document, packed.
-    problem_key
-        Hash of its problem (:func:`zbv_service.documents.packing.problem_key`); plans with equal keys can be
-        compared.
-    cut_bound
-        For a problem given by layers: a lower bound on the objective over all cuts.
-    refusal
-        As in :class:`Update`.
-    """
+    """A verified plan to be stored."""
 
     summary: PlanSummary
     document: bytes
+    """The whole plan document, packed."""
     problem_key: str
+    """Hash of its problem (:func:`zbv_service.documents.packing.problem_key`); plans with equal keys can
+    be compared."""
     cut_bound: float | None = None
+    """For a problem given by layers: a lower bound on the objective over all cuts."""
     refusal: Refusal | None = None
+    """As in :class:`Update`."""
 
     @property
     def search_bound(self) -> float:
@@ -251,25 +200,17 @@ class NewPlan:
 
 @dataclass(frozen=True)
 class NewRanking:
-    """The outcome of a search of layouts.
-
-    Attributes
-    ----------
-    plans
-        Of the pipelines of the listed layouts, the best layout first; empty if the search was stopped before
-        the first.
-    document
-        The answer, packed; its layouts name their plans.
-    step_time
-        Seconds, of the best layout; None without a layout.
-    lower_bound
-        Seconds, of all layouts.
-    """
+    """The outcome of a search of layouts."""
 
     plans: tuple[NewPlan, ...]
+    """Of the pipelines of the listed layouts, the best layout first; empty if the search was stopped
+    before the first."""
     document: bytes
+    """The answer, packed; its layouts name their plans."""
     step_time: float | None
+    """Seconds, of the best layout; None without a layout."""
     lower_bound: float
+    """Seconds, of all layouts."""
     progress: dict[str, int]
 
 
@@ -294,30 +235,20 @@ class Position:
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """A part of a list, newest first.
-
-    Attributes
-    ----------
-    next, previous
-        Positions of the older and the newer items; None if there are none.
-    """
+    """A part of a list, newest first."""
 
     items: tuple[T, ...]
     next: Position | None
     previous: Position | None = None
+    """Positions of the older and the newer items; None if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The filter of lists of searches and plans; empty fields do not restrict them.
-
-    Attributes
-    ----------
-    text
-        The beginning of the id, or of the id of a search's plan.
-    """
+    """The filter of lists of searches and plans; empty fields do not restrict them."""
 
     text: str | None = None
+    """The beginning of the id, or of the id of a search's plan."""
     pp_degree: int | None = None
     microbatches: int | None = None
     placement: str | None = None

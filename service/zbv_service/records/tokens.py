@@ -11,31 +11,22 @@ TokenKind = Literal["token", "session", "link"]
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token as it is stored.
-
-    Attributes
-    ----------
-    kind
-        A token of a user, a browser's session, or a link that becomes a session once.
-    name
-        Recorded with its searches and runs. The names of valid tokens are unique.
-    parent_id
-        The token that created a session or link; None if a local token did.
-    local_id
-        The local token that created a session or link; None if a stored token did.
-    max_searches
-        The limit of its unfinished searches; None for the service's default.
-    """
+    """A token as it is stored."""
 
     id: str
     kind: TokenKind
+    """A token of a user, a browser's session, or a link that becomes a session once."""
     name: str
+    """Recorded with its searches and runs. The names of valid tokens are unique."""
     secret_hash: str
     scopes: tuple[str, ...]
     created_at: datetime
     parent_id: str | None = None
+    """The token that created a session or link; None if a local token did."""
     local_id: str | None = None
+    """The local token that created a session or link; None if a stored token did."""
     max_searches: int | None = None
+    """The limit of its unfinished searches; None for the service's default."""
     expires_at: datetime | None = None
 
 

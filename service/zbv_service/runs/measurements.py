@@ -68,31 +68,23 @@ class TraceSource:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Measured(TraceSource):
-    """A step of a run, compared with its plan.
-
-    Attributes
-    ----------
-    lengths
-        The length of each step that all ranks have, in the plan's unit, by step.
-    is_typical
-        Whether the step was chosen for its median length.
-    missing
-        Pipeline ranks that have not sent the step.
-    has_named_unit
-        Whether the plan names its time unit; otherwise a fitting one was chosen.
-    """
+    """A step of a run, compared with its plan."""
 
     plan: Plan
     lengths: dict[int, float]
+    """The length of each step that all ranks have, in the plan's unit, by step."""
     step: MeasuredStep
     is_typical: bool
+    """Whether the step was chosen for its median length."""
     missing: tuple[int, ...]
+    """Pipeline ranks that have not sent the step."""
     account: Account
     explanation: Explanation
     kinds: tuple[KindTimes, ...]
     conflict: ClockConflict
     nanoseconds: float
     has_named_unit: bool
+    """Whether the plan names its time unit; otherwise a fitting one was chosen."""
 
 
 class Measurements:

@@ -45,45 +45,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """A plan with measured costs.
-
-    Attributes
-    ----------
-    objective
-        The objective of the plan's orders with these costs.
-    change
-        The largest relative difference of that objective, or of a stage's cost, from the known costs.
-    """
+    """A plan with measured costs."""
 
     problem: Problem
     objective: float
+    """The objective of the plan's orders with these costs."""
     change: float
+    """The largest relative difference of that objective, or of a stage's cost, from the known costs."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at a run compares, in packed form.
-
-    Attributes
-    ----------
-    plan, known, options
-        The plan, the problem with the known costs, and the options of the run's searches; the plan's own
-        problem and the defaults if they are None.
-    traces
-        Of the first replica, by pipeline rank.
-    after, patience
-        Only steps after this one count, and the newest must be so many steps later.
-    threshold
-        The relative change from which on the measured problem is searched.
-    """
+    """What a look at a run compares, in packed form."""
 
     plan: bytes
     known: bytes | None
     options: bytes | None
+    """The plan, the problem with the known costs, and the options of the run's searches; the plan's own
+    problem and the defaults if they are None."""
     traces: list[bytes]
+    """Of the first replica, by pipeline rank."""
     after: int
     patience: int
+    """Only steps after this one count, and the newest must be so many steps later."""
     threshold: float
+    """The relative change from which on the measured problem is searched."""
 
 
 @dataclass(frozen=True)

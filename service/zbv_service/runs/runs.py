@@ -34,27 +34,18 @@ MAX_LEVELS = 32
 
 @dataclass(frozen=True)
 class AskedRun:
-    """A decoded request for a run.
-
-    Attributes
-    ----------
-    request
-        The request without its problem and its options of searches, which may be large.
-    fingerprint
-        The fingerprint of the whole body.
-    pp_degree
-        The pipeline degree of the problem; None for a request with a plan.
-    search
-        The search of the problem; None for a request with a plan.
-    search_options
-        Options of searches, packed.
-    """
+    """A decoded request for a run."""
 
     request: RunRequest
+    """The request without its problem and its options of searches, which may be large."""
     fingerprint: str
+    """The fingerprint of the whole body."""
     pp_degree: int | None
+    """The pipeline degree of the problem; None for a request with a plan."""
     search: NewSearch | None
+    """The search of the problem; None for a request with a plan."""
     search_options: bytes | None
+    """Options of searches, packed."""
 
 
 class Runs:

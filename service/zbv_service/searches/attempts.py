@@ -47,36 +47,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Attempt:
-    """A search that this service computes under one lease.
-
-    Attributes
-    ----------
-    latest
-        The newest report.
-    is_unsaved
-        Whether the newest report is not stored yet.
-    started_at
-        When the computation was first seen running, on the monotonic clock; it may wait for a cluster worker.
-    stopped_at
-        When the search was asked to stop; None before.
-    was_killed
-        Whether it did not stop, so that its process was killed.
-    contradiction
-        The error that fails the search, once a report undercuts a stored bound.
-    refusal
-        Set if the search could not use its stored incumbent.
-    """
+    """A search that this service computes under one lease."""
 
     claim: Claim
     computation: Computation
     latest: Update | None = None
+    """The newest report."""
     is_unsaved: bool = False
+    """Whether the newest report is not stored yet."""
     made_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
+    """When the computation was first seen running, on the monotonic clock; it may wait for a cluster
+    worker."""
     stopped_at: float | None = None
+    """When the search was asked to stop; None before."""
     was_killed: bool = False
+    """Whether it did not stop, so that its process was killed."""
     contradiction: ContradictedBound | None = None
+    """The error that fails the search, once a report undercuts a stored bound."""
     refusal: Refusal | None = None
+    """Set if the search could not use its stored incumbent."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def stop(self) -> None:

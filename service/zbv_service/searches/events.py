@@ -65,17 +65,12 @@ class EventSource(Protocol[E]):
 
 @dataclass(eq=False)
 class _Channel(Generic[E]):
-    """The newest events of one followed owner; new events set ``grew`` and replace it.
-
-    Attributes
-    ----------
-    begin
-        The events with larger numbers are here; None before the first look.
-    """
+    """The newest events of one followed owner; new events set ``grew`` and replace it."""
 
     owner: str
     readers: int = 0
     begin: int | None = None
+    """The events with larger numbers are here; None before the first look."""
     events: list[E] = field(default_factory=list)
     grew: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -15,28 +15,19 @@ Means = Literal["token", "session", "local", "open"]
 
 @dataclass(frozen=True)
 class Grant:
-    """What a request may do, and on whose behalf.
-
-    Attributes
-    ----------
-    name
-        Name of the token; None if the service requires no token.
-    means
-        A token, a browser session, the local token of this machine's user, or none if none is required.
-    token_id
-        The stored token; None for the last two means and for sessions of a local token.
-    local_id
-        The local token; None for all others.
-    max_searches
-        Limit of unfinished searches; None for the service's default.
-    """
+    """What a request may do, and on whose behalf."""
 
     name: str | None
+    """Name of the token; None if the service requires no token."""
     scopes: frozenset[str]
     means: Means
+    """A token, a browser session, the local token of this machine's user, or none if none is required."""
     token_id: str | None = None
+    """The stored token; None for the last two means and for sessions of a local token."""
     local_id: str | None = None
+    """The local token; None for all others."""
     max_searches: int | None = None
+    """Limit of unfinished searches; None for the service's default."""
 
     @property
     def owner(self) -> str:

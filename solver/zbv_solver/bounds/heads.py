@@ -36,8 +36,8 @@ from zbv_solver.bounds.directions import (
     REST_BEFORE,
     UP,
     Direction,
+    knapsack,
 )
-from zbv_solver.bounds.knapsack import knapsack
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING

@@ -29,9 +29,9 @@ from zbv_solver.bounds.directions import (
     REST_BEFORE,
     UP,
     Direction,
+    knapsack,
 )
 from zbv_solver.bounds.heads import CELL_END, sweep
-from zbv_solver.bounds.knapsack import knapsack
 from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf

@@ -85,8 +85,8 @@ def _checked_schedule(schedule: TorchSchedule, asked: AnyProblem | None, path: s
 
 def _best_cut(schedule: TorchSchedule, asked: LayeredProblem, path: str) -> Problem:
     """The shortest cut that is found for a schedule; errors name the file of the layers."""
-    from zbv_solver.executors.best_cut import best_cut
-    from zbv_solver.executors.schedules import Schedule
+    from zbv_models.fixed_orders.best_cut import best_cut
+    from zbv_models.fixed_orders.schedules import Schedule
 
     order = Schedule("torch", "read", schedule.placement, schedule.microbatches, read=schedule.orders)
     try:

@@ -12,6 +12,10 @@ from dataclasses import replace
 from math import isinf
 
 from rich.table import Table
+from zbv_models.fixed_orders.best_cut import BestCut
+from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
+from zbv_models.fixed_orders.free_order import LEAST_SECONDS, free_plan
+from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
 from zbv_solver.commands.messages import flag_of, named_flags
@@ -20,10 +24,6 @@ from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.executors.best_cut import BestCut
-from zbv_solver.executors.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
-from zbv_solver.executors.free_order import LEAST_SECONDS, free_plan
-from zbv_solver.executors.score import score_layout
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json

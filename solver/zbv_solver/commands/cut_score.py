@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rich.table import Table
+from zbv_models.fixed_orders.best_cut import BestCut
+from zbv_models.fixed_orders.executor_cut import stage_letters
+from zbv_models.fixed_orders.megatron_layout import write_layout
+from zbv_models.fixed_orders.score import Score
 
 from zbv_solver.documents.text import plain
-from zbv_solver.executors.best_cut import BestCut
-from zbv_solver.executors.executor_cut import stage_letters
-from zbv_solver.executors.megatron_layout import write_layout
-from zbv_solver.executors.score import Score
 from zbv_solver.export import quantities
 from zbv_solver.plans.certificate import gap_of
 

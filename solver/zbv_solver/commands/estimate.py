@@ -11,17 +11,17 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
+from zbv_models.estimate.build import transformer
+from zbv_models.estimate.config import EstimateConfig, parse_config
+from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
+from zbv_models.estimate.presets import preset, preset_names, with_presets
+from zbv_models.estimate.problem_document import estimate_config, problem_document
+from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 
 from zbv_solver.commands.estimate_flags import SECTIONS, flags
 from zbv_solver.commands.messages import flag_of
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.estimate.build import transformer
-from zbv_solver.estimate.config import EstimateConfig, parse_config
-from zbv_solver.estimate.layers import LayerEstimate, ModelEstimate
-from zbv_solver.estimate.presets import preset, preset_names, with_presets
-from zbv_solver.estimate.problem_document import estimate_config, problem_document
-from zbv_solver.estimate.transformers_config import from_transformers, is_transformers_config
 
 WIDTH = 120
 """Characters per line of the tables."""

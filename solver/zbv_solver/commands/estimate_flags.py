@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from zbv_models.estimate.config_device import DeviceConfig
+from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.config_parallel import ParallelConfig
 
 from zbv_solver.commands.messages import flag_of
-from zbv_solver.estimate.config_device import DeviceConfig
-from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.config_parallel import ParallelConfig
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelConfig,

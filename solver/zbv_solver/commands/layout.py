@@ -12,6 +12,19 @@ from itertools import groupby, takewhile
 
 from rich.console import Console
 from rich.table import Table
+from zbv_models.estimate.transformers_config import is_transformers_config
+from zbv_models.layouts.answer import costs_of, ranking_json, recomputation_text, utilisation
+from zbv_models.layouts.cluster import AnyCluster, parse_cluster
+from zbv_models.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES
+from zbv_models.layouts.executor_answer import free_step, schedule_name
+from zbv_models.layouts.executor_layouts import ExecutorLayout, executor_layouts
+from zbv_models.layouts.executor_rules import FREE
+from zbv_models.layouts.layout import Fixed, Layout
+from zbv_models.layouts.profile import parse_profile
+from zbv_models.layouts.progress import Ends, LayoutProgress
+from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.search import PlannedLayout, Ranking, best_layouts
+from zbv_models.layouts.sensitivity import Outcome, outcomes
 
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
 from zbv_solver.commands.layout_details import (
@@ -25,20 +38,7 @@ from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.estimate.transformers_config import is_transformers_config
 from zbv_solver.export.quantities import counted
-from zbv_solver.layouts.answer import costs_of, ranking_json, recomputation_text, utilisation
-from zbv_solver.layouts.cluster import AnyCluster, parse_cluster
-from zbv_solver.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES
-from zbv_solver.layouts.executor_answer import free_step, schedule_name
-from zbv_solver.layouts.executor_layouts import ExecutorLayout, executor_layouts
-from zbv_solver.layouts.executor_rules import FREE
-from zbv_solver.layouts.layout import Fixed, Layout
-from zbv_solver.layouts.profile import parse_profile
-from zbv_solver.layouts.progress import Ends, LayoutProgress
-from zbv_solver.layouts.request import Request, parse_request
-from zbv_solver.layouts.search import PlannedLayout, Ranking, best_layouts
-from zbv_solver.layouts.sensitivity import Outcome, outcomes
 from zbv_solver.search.options import SearchOptions
 
 ROWS = (

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rich.table import Table
-
-from zbv_solver.layouts.composition import composition
-from zbv_solver.layouts.layout import Layout
-from zbv_solver.layouts.search import PlannedLayout, Ranking
-from zbv_solver.layouts.sensitivity import MOST_PLANS, Change, Outcome
+from zbv_models.layouts.composition import composition
+from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.search import PlannedLayout, Ranking
+from zbv_models.layouts.sensitivity import MOST_PLANS, Change, Outcome
 
 LEAST_SHARE = 5e-5
 """Parts below this share of the step are not shown."""

@@ -1,6 +1,6 @@
 """A plan for torchtitan's own runtime: its settings, with the order of the actions in them.
 
-The settings are those of :mod:`zbv_solver.executors.torchtitan_settings`, and the order is the CSV of
+The settings are those of :mod:`zbv_solver.export.torchtitan_settings`, and the order is the CSV of
 :mod:`zbv_solver.export.torch_csv`. torchtitan takes the order from ``pipeline_parallel_schedule_csv``, but
 places the stages by ``pipeline_parallel_schedule``, so a schedule with the plan's placement is named there.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.letters import Modules
-from zbv_solver.executors.torchtitan_settings import TitanSettings, module_names
 from zbv_solver.export import torch_csv
+from zbv_solver.export.torchtitan_settings import TitanSettings, module_names
+from zbv_solver.partition.modules import Modules
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.layer_letters import EMBEDDING, LOSS, PART

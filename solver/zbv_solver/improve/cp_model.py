@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model_helper import Literal
 
-from zbv_solver.bounds.fusing import may_fuse
+from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.improve.cp_sat import Action, Amounts, Grid
 from zbv_solver.improve.cp_states import Implied
 from zbv_solver.improve.cp_window import Window

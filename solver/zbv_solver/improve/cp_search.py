@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.sat.python import cp_model
 
-from zbv_solver.bounds.fusing import may_fuse
+from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.cp_model import Model
 from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver, stopped_when

@@ -1,7 +1,7 @@
 """A good cut of layers for one fixed order, by a local search: for schedules that plans are compared with.
 
-:mod:`zbv_solver.executors.best_cut` searches longer and proves a bound; here nothing is proved. The result is
-never worse than the cuts that the search begins with, as far as they fit the memory limit.
+Nothing is proved here. The result is never worse than the cuts that the search begins with, as far as they
+fit the memory limit.
 """
 
 from __future__ import annotations

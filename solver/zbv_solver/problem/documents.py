@@ -26,7 +26,6 @@ from zbv_solver.problem.limits import (
 )
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Objective
-from zbv_solver.problem.profile_document import ProfileDocument
 
 
 def _list_or_one(value: Any) -> str:
@@ -259,6 +258,42 @@ def _refuse_features(value: Any) -> None:
 
 _NotOfLayers = SkipJsonSchema[Annotated[None, BeforeValidator(_refuse_features)]]
 """A key of problems by stages that has its own message in one by layers."""
+
+
+MOST_GROUPS = 64
+"""Most sizes of groups in a profile."""
+Size = Annotated[int, Field(strict=True, ge=1, le=100_000_000)]
+Duration = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
+Rate = Annotated[float, Field(strict=True, gt=0, le=1e15, allow_inf_nan=False)]
+
+
+class AllReduceDocument(Document):
+    """All-reduces of a group of ranks: a time of ``latency + sent / bandwidth``.
+
+    A rank of n sends 2 (n - 1) / n of the tensor.
+    """
+
+    ranks: Annotated[int, Field(strict=True, ge=2, le=100_000)]
+    latency: Duration
+    bandwidth: Rate = Field(description="memory units that a rank sends per time unit")
+
+
+class ProfileDocument(Document):
+    """The conditions of measured layers, and what they cost per step, in the problem's units.
+
+    Planning ignores it; ``zbv layout --profile`` uses it.
+    """
+
+    microbatch_size: Size = Field(description="sequences per microbatch")
+    sequence_length: Size = Field(description="tokens per sequence")
+    tensor_parallel: Size = Field(1, description="devices that share every layer")
+    update: Annotated[dict[Name, Duration], Field(max_length=MAX_LAYERS)] = Field(
+        default_factory=dict, description="time of the optimizer's step, by layer"
+    )
+    all_reduce: Annotated[list[AllReduceDocument], AtMost(MOST_GROUPS)] = Field(default_factory=list)
+    scatter_gather: Annotated[list[AllReduceDocument], AtMost(MOST_GROUPS)] = Field(
+        default_factory=list, description="a reduce-scatter and an all-gather, which send as much together"
+    )
 
 
 class LayeredProblemDocument(Document):

@@ -66,7 +66,7 @@ def test_there_are_120_planning_instances_and_limits_are_shares_of_1f1b() -> Non
 
 def test_costs_are_those_of_the_estimate_at_other_lengths() -> None:
     """The coefficients come from three lengths; a fourth must agree."""
-    from zbv_solver.estimate.problem_document import estimate_layers
+    from zbv_models.estimate.problem_document import estimate_layers
 
     from benchmarks.lengths import model_costs
 

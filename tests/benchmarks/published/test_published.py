@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zbv_models.fixed_orders.even_cuts import dealt
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.even_cuts import dealt
 
 from benchmarks.cli import main
 from benchmarks.published.judge import Judged, findings

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from support.serving import DEADLINE, Service, Serving
+from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.search import best_layouts
 from zbv_service.documents import layouts as layout_documents
 from zbv_service.documents.layouts import LayoutRequest, count_layouts, read_layouts
 from zbv_solver.errors import InvalidInput
-from zbv_solver.layouts.answer import ranking_json
-from zbv_solver.layouts.search import best_layouts
 
 pytestmark = pytest.mark.anyio
 

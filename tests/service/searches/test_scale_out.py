@@ -22,12 +22,12 @@ from support.dask_cluster import DaskCluster
 from support.databases import PostgresDatabases
 from support.paths import TESTS
 from support.serving import DEADLINE, PROBLEM
+from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.executor_layouts import executor_layouts
+from zbv_models.layouts.search import best_layouts
 from zbv_service.client import Client, LayoutSearch, Search
 from zbv_service.database.url import async_url
 from zbv_service.documents.layouts import LayoutRequest, read_layouts
-from zbv_solver.layouts.answer import ranking_json
-from zbv_solver.layouts.executor_layouts import executor_layouts
-from zbv_solver.layouts.search import best_layouts
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.verify.verifier import verify

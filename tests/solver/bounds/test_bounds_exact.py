@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.problems import limited, limited_problems, uniform
 from zbv_solver.bounds import lower_bound
-from zbv_solver.bounds.fusing import may_fuse
+from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.cp_search import refine

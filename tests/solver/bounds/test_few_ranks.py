@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.problems import limited, limited_problems, rough_problems, uniform
 from zbv_solver.bounds import few_ranks, lower_bound
+from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.bounds.few_ranks import FewRanks, few_ranks_bound, few_ranks_bounds
-from zbv_solver.bounds.fusing import may_fuse
 from zbv_solver.construct.list_scheduling import priority_schedules, serial
 from zbv_solver.improve.cp_search import refine
 from zbv_solver.plans.orders import Orders

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from zbv_models.fixed_orders import count_model, relaxation
 from zbv_solver import bounds
-from zbv_solver.executors import count_model, relaxation
 from zbv_solver.packing import floor
 from zbv_solver.partition import balance, floors, least_memory
 

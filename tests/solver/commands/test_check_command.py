@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
 from torch.distributed.pipelining import schedules as torch_schedules
+from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.commands.cli import main
-from zbv_solver.executors.schedules import torch_schedule
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import parse, relabelled
 from zbv_solver.plans.plan import Plan

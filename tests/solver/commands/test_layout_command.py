@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from zbv_models.layouts.layout import ORDERS, Fixed, Recompute
 from zbv_solver.commands.cli import main
 from zbv_solver.commands.layout_flags import CHOICES, FLAGS
-from zbv_solver.layouts.layout import ORDERS, Fixed, Recompute
 
 Capture = pytest.CaptureFixture[str]
 MODEL = {

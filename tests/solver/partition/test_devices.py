@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from support.cuts import BLOCK, EMBEDDING, HEAD, every_cut, layered, layered_problems, worst_load
+from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.best_cut import best_cut
 from zbv_solver.measure.stage_costs import with_stage_costs
 from zbv_solver.partition.balance import balanced_cut, smallest_cut
 from zbv_solver.partition.cut_space import CutSpace

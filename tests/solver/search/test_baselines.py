@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zbv_models.fixed_orders.best_cut import best_cut
+from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, merge_stages
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.executors.best_cut import best_cut
-from zbv_solver.executors.schedules import torch_schedule
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut

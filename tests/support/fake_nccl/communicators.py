@@ -30,25 +30,17 @@ Kind = Literal["send", "receive", "all_reduce", "all_gather", "reduce_scatter"]
 
 @dataclass(frozen=True)
 class NcclModes:
-    """What NCCL may do; each choice is allowed by its documentation.
-
-    Attributes
-    ----------
-    buffered_sends
-        How many sends of a communicator end before their receives start, because NCCL's buffers hold them.
-    transfer_seconds
-        The mean time of a transfer between two running operations.
-    runtime_connect
-        NCCL_RUNTIME_CONNECT=1: what an algorithm of sums and gathers needs is connected and allocated when
-        it is first used; otherwise at the communicator's first use.
-    abort_hangs
-        ``abort`` waits for something that does not end, so it raises at the group's timeout.
-    """
+    """What NCCL may do; each choice is allowed by its documentation."""
 
     buffered_sends: int = 0
+    """How many sends of a communicator end before their receives start, because NCCL's buffers hold them."""
     transfer_seconds: float = 1e-4
+    """The mean time of a transfer between two running operations."""
     runtime_connect: bool = False
+    """NCCL_RUNTIME_CONNECT=1: what an algorithm of sums and gathers needs is connected and allocated when
+    it is first used; otherwise at the communicator's first use."""
     abort_hangs: bool = False
+    """``abort`` waits for something that does not end, so it raises at the group's timeout."""
 
 
 @dataclass(eq=False)

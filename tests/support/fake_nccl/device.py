@@ -20,40 +20,28 @@ _CALL_SECONDS = 5e-6
 
 @dataclass(frozen=True)
 class DeviceModes:
-    """What a device may do; each worse choice is allowed by CUDA's or NCCL's documentation.
-
-    Attributes
-    ----------
-    kernel_slots
-        How many kernels of NCCL run at once (K); None for any number. More wait in the order in which their
-        streams reach them.
-    slots_at_random
-        A free slot goes to any waiting kernel, not to the first.
-    pool_streams
-        Streams per priority; the next one is the first again.
-    connections
-        Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); streams that share one start their work in the order of
-        issue. None for a queue per stream.
-    sms_full
-        A running compute kernel leaves no room in which a kernel of NCCL could start.
-    lazy_loading
-        The first launch of a kernel blocks the host until the device is idle (CUDA_MODULE_LOADING=LAZY, and
-        kernels that are compiled when they are first used).
-    allocations_wait
-        Memory of the device, and pinned memory, that torch has to get from CUDA blocks the host until the
-        device is idle. Freed memory is used again without a wait.
-    launch_order
-        NCCL_LAUNCH_ORDER_IMPLICIT: kernels of all communicators start, or run, in the host's order.
-    """
+    """What a device may do; each worse choice is allowed by CUDA's or NCCL's documentation."""
 
     kernel_slots: int | None = None
+    """How many kernels of NCCL run at once (K); None for any number. More wait in the order in which their
+    streams reach them."""
     slots_at_random: bool = False
+    """A free slot goes to any waiting kernel, not to the first."""
     pool_streams: int = STREAMS_PER_PRIORITY
+    """Streams per priority; the next one is the first again."""
     connections: int | None = None
+    """Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); streams that share one start their work in the order
+    of issue. None for a queue per stream."""
     sms_full: bool = False
+    """A running compute kernel leaves no room in which a kernel of NCCL could start."""
     lazy_loading: bool = False
+    """The first launch of a kernel blocks the host until the device is idle (CUDA_MODULE_LOADING=LAZY, and
+    kernels that are compiled when they are first used)."""
     allocations_wait: bool = False
+    """Memory of the device, and pinned memory, that torch has to get from CUDA blocks the host until the
+    device is idle. Freed memory is used again without a wait."""
     launch_order: Literal["free", "start", "serial"] = "free"
+    """NCCL_LAUNCH_ORDER_IMPLICIT: kernels of all communicators start, or run, in the host's order."""
 
 
 @dataclass(eq=False)

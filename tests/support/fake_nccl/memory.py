@@ -72,34 +72,24 @@ class Account:
 
 @dataclass(eq=False)
 class Block:
-    """An allocation.
-
-    Attributes
-    ----------
-    raw
-        The memory, for operations of the device.
-    owner
-        The stream on which it was allocated: memory that is freed is reused in this stream's order.
-    recorded
-        Streams that delay reuse until they pass their end at the time of freeing (``record_stream``).
-    pending
-        Queued operations that delay the reuse.
-    account
-        Where it counts; None for pageable memory.
-    garbage
-        Why the content is meaningless; None if it is not.
-    """
+    """An allocation."""
 
     raw: Tensor
+    """The memory, for operations of the device."""
     owner: int
+    """The stream on which it was allocated: memory that is freed is reused in this stream's order."""
     is_on_device: bool
     account: Account | None = None
+    """Where it counts; None for pageable memory."""
     last_write: Use | None = None
     reads: dict[int, Use] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
+    """Streams that delay reuse until they pass their end at the time of freeing (``record_stream``)."""
     pending: int = 0
+    """Queued operations that delay the reuse."""
     is_freed: bool = False
     garbage: str | None = "nothing has written it"
+    """Why the content is meaningless; None if it is not."""
 
     @property
     def nbytes(self) -> int:

@@ -36,46 +36,33 @@ FIRST_TIMES = DeviceModes(lazy_loading=True, allocations_wait=True)
 
 @dataclass(frozen=True)
 class ModelRun:
-    """How a plan runs on the model.
-
-    Attributes
-    ----------
-    steps
-        The tensors of the first one pass through the host.
-    is_evaluated
-        Whether an evaluation precedes each step.
-    ties
-        Sets of positions that add up a number after every step, as for the gradient of a tied parameter.
-    shards
-        How the replicas divide parameters and sums of gradients, if they do.
-    transport
-        Creates the transport; a test passes a wrong one.
-    checks_memory
-        Whether no device memory may stay allocated at the end. Takes a while.
-    stage
-        The class of the stages.
-    plan
-        Changes a rank's part of the plan; a test passes a wrong change.
-    sizes
-        Whether microbatches are equal, or differ, and how ranks know their sizes: by a header for every
-        activation, by a header for the first of every size, or because the model states them.
-    """
+    """How a plan runs on the model."""
 
     steps: int = 2
+    """The tensors of the first one pass through the host."""
     is_evaluated: bool = False
+    """Whether an evaluation precedes each step."""
     replicas: int = 1
     shards: type[FakeShards] | None = None
+    """How the replicas divide parameters and sums of gradients, if they do."""
     sums_over_ranks: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
+    """Sets of positions that add up a number after every step, as for the gradient of a tied parameter."""
     seed: int = 0
     look_ahead: int = NCCL_LOOK_AHEAD
     device: DeviceModes = field(default_factory=lambda: FIRST_TIMES)
     nccl: NcclModes = field(default_factory=NcclModes)
     transport: Callable[..., NcclTransport] = NcclTransport
+    """Creates the transport; a test passes a wrong one."""
     checks_memory: bool = False
+    """Whether no device memory may stay allocated at the end. Takes a while."""
     stage: type[FakeStage] = FakeStage
+    """The class of the stages."""
     plan: Callable[[RankPlan], RankPlan] = lambda plan: plan
+    """Changes a rank's part of the plan; a test passes a wrong change."""
     sizes: Literal["equal", "headers", "known", "stated"] = "equal"
+    """Whether microbatches are equal, or differ, and how ranks know their sizes: by a header for every
+    activation, by a header for the first of every size, or because the model states them."""
 
     @property
     def is_varied(self) -> bool:
@@ -85,18 +72,12 @@ class ModelRun:
 
 @dataclass(frozen=True)
 class RankUse:
-    """What a rank used.
-
-    Attributes
-    ----------
-    kernels
-        The most kernels of NCCL that ran at once.
-    unsent
-        The most sends that were queued or running at once.
-    """
+    """What a rank used."""
 
     kernels: int
+    """The most kernels of NCCL that ran at once."""
     unsent: int
+    """The most sends that were queued or running at once."""
 
 
 def run_plan(problem: Problem, orders: Orders, how: ModelRun) -> list[RankUse]:

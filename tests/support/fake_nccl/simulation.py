@@ -43,21 +43,15 @@ class _Stopped(BaseException):
 
 @dataclass(eq=False)
 class Host:
-    """The Python thread of one rank, and its own clock, which is never behind the simulation's.
-
-    Attributes
-    ----------
-    waits_for
-        Describes the wait, for the picture of a deadlock.
-    observed
-        The device work that the host knows to be finished: a vector clock by stream.
-    """
+    """The Python thread of one rank, and its own clock, which is never behind the simulation's."""
 
     simulation: Simulation
     rank: int
     time: float = 0.0
     waits_for: str | None = None
+    """Describes the wait, for the picture of a deadlock."""
     observed: dict[int, int] = field(default_factory=dict)
+    """The device work that the host knows to be finished: a vector clock by stream."""
     is_done: bool = False
     idle_polls: int = 0
     turn: int = 0

@@ -24,16 +24,11 @@ DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class FakeBatches:
-    """Inputs and targets of one replica.
-
-    Attributes
-    ----------
-    is_varied
-        Whether microbatches have different sizes.
-    """
+    """Inputs and targets of one replica."""
 
     replica: int = 0
     is_varied: bool = False
+    """Whether microbatches have different sizes."""
 
     def times(self, index: int) -> int:
         """The size of a microbatch's data, in :data:`WIDTH`."""

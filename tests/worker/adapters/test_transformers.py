@@ -27,7 +27,7 @@ from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
-from zbv_solver.estimate.transformers_kinds import TEXT_KINDS
+from zbv_models.estimate.transformers_kinds import TEXT_KINDS
 from zbv_solver.search.search import SearchOptions, search
 from zbv_worker.adapters import safetensors_folder
 from zbv_worker.adapters.causal_language_model import pipeline_model

@@ -101,25 +101,17 @@ def trace_of(started: Cluster, run: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Disturbed:
-    """A run whose first generation lost a stopped agent, and whose second lost a killed rank.
-
-    Attributes
-    ----------
-    stopped
-        The agent that was stopped, and continued while the second generation was running.
-    bereaved
-        The agent of the killed rank.
-    registered
-        The registered agents while the second generation was running, before the stopped one continued.
-    newest
-        The newest checkpoint after the stopped agent had registered again.
-    """
+    """A run whose first generation lost a stopped agent, and whose second lost a killed rank."""
 
     run: Run
     stopped: AgentProcess
+    """The agent that was stopped, and continued while the second generation was running."""
     bereaved: AgentProcess
+    """The agent of the killed rank."""
     registered: set[str]
+    """The registered agents while the second generation was running, before the stopped one continued."""
     newest: Path | None
+    """The newest checkpoint after the stopped agent had registered again."""
 
 
 @pytest.fixture(scope="module")

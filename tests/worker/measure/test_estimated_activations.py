@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from zbv_solver.estimate.config import EstimateConfig, parse_config
-from zbv_solver.estimate.config_model import ModelConfig
-from zbv_solver.estimate.layers import LayerEstimate
-from zbv_solver.estimate.problem_document import estimate_layers
+from zbv_models.estimate.config import EstimateConfig, parse_config
+from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.problem_document import estimate_layers
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory
 from zbv_worker.models.gpt import Block, Embedding, Head
 from zbv_worker.models.text import VOCABULARY

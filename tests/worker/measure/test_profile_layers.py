@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.nested_model import NestedModel
 from support.selfcheck import hard_model
-from zbv_solver.layouts.profile import parse_profile
+from zbv_models.layouts.profile import parse_profile
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_worker.commands.cli import main

@@ -16,7 +16,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.search import make_plan
-from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.errors import ModelError
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
@@ -28,7 +28,6 @@ from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.stage.program import Program
 from zbv_worker.stage.stage import Stage
-from zbv_worker.training.options import require_kept_activations
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 16, 32
@@ -387,14 +386,3 @@ def test_a_layer_may_modify_its_own_tensors() -> None:
     assert kept is not None
     assert again is not None
     assert torch.equal(kept, again)
-
-
-# --- PyTorch's runtime
-
-
-def test_pytorchs_runtime_refuses_a_plan_that_recomputes() -> None:
-    problem = recomputing()
-    orders = random_orders(problem, Random(0))
-    with pytest.raises(InvalidRun, match=r"recomputes stages 0, 1\. Use --runtime zbv"):
-        require_kept_activations(RankPlan.of("plan", problem, orders, 0))
-    require_kept_activations(RankPlan.of("plan", plain(), orders, 0))

@@ -12,12 +12,12 @@ from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.errors import InvalidRun, ModelError, NotFinite
+from zbv_worker.errors import ModelError, NotFinite
 from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.stage.loss import WeightedLoss
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training import loss_scale
-from zbv_worker.training.options import TrainingOptions, require_plain
+from zbv_worker.training.options import TrainingOptions
 
 MICROBATCHES, STEPS = 3, 3
 
@@ -129,11 +129,6 @@ def test_a_recomputed_loss_counts_its_weight_once() -> None:
 def test_a_step_without_tokens_is_not_finite() -> None:
     with pytest.raises(NotFinite, match="step 0"):
         train_in_threads(*plan(), TrainingOptions(clip_norm=1.0), 1, model=Empty)
-
-
-def test_pytorchs_runtime_refuses_weighted_losses() -> None:
-    with pytest.raises(InvalidRun, match="--runtime torch averages over microbatches"):
-        require_plain(TrainingOptions(), Padded())
 
 
 @pytest.mark.parametrize(

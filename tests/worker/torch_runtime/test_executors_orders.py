@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules
+from zbv_models.fixed_orders.schedules import TORCH_SCHEDULES, torch_schedule
 from zbv_solver.errors import InvalidInput
-from zbv_solver.executors.schedules import TORCH_SCHEDULES, torch_schedule
 
 LETTERS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
 

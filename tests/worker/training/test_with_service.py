@@ -19,13 +19,14 @@ from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.search import make_plan
-from zbv_worker.demo.local_service import LocalService, ServiceStartError
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.pipeline import automatic_plan
 from zbv_worker.training.report import read_reports, summarise
+
+from examples.demo.local_service import LocalService, ServiceStartError
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 
@@ -97,7 +98,7 @@ def test_a_service_that_does_not_start_is_reported_with_its_log(
     script = tmp_path / "zbv-service"
     script.write_text("#!/bin/sh\necho no database >&2\nexit 1\n")
     script.chmod(0o755)
-    monkeypatch.setattr("zbv_worker.demo.local_service._executable", lambda: str(script))
+    monkeypatch.setattr("examples.demo.local_service._executable", lambda: str(script))
     with pytest.raises(ServiceStartError, match="no database"), LocalService(tmp_path, port=0):
         pass
 

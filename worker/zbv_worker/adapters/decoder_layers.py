@@ -28,25 +28,18 @@ from zbv_worker.errors import InvalidRun
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a causal language model.
-
-    Attributes
-    ----------
-    model
-        The whole model, on the meta device.
-    decoder, blocks
-        The attribute names of the decoder in the model and of the list of blocks in the decoder, for instance
-        ``model`` and ``layers``.
-    before, after
-        The names of the decoder's other modules with parameters or without any state, by when they run:
-        before the first block or after the last one.
-    """
+    """The parts of a causal language model."""
 
     model: Any
+    """The whole model, on the meta device."""
     decoder: str
     blocks: str
+    """The attribute names of the decoder in the model and of the list of blocks in the decoder, for
+    instance ``model`` and ``layers``."""
     before: tuple[str, ...]
     after: tuple[str, ...]
+    """The names of the decoder's other modules with parameters or without any state, by when they run:
+    before the first block or after the last one."""
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
@@ -262,11 +255,10 @@ class DecoderBlock(nn.Module):
     ----------
     layer
         The block of the model's own class.
-    per_row
-        The keywords that always have one row per sample.
     """
 
     per_row = ("attention_mask", "position_ids")
+    """The keywords that always have one row per sample."""
 
     def __init__(self, layer: nn.Module, index: int, arguments: BlockArguments):
         super().__init__()

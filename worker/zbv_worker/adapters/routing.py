@@ -27,23 +27,16 @@ from zbv_worker.adapters.decoder_layers import (
 
 @dataclass(frozen=True)
 class Routing:
-    """How a model's balancing loss is computed.
-
-    Attributes
-    ----------
-    experts, chosen
-        The number of experts, and of those that a token is sent to.
-    coefficient
-        The factor of the loss.
-    router, output
-        The class of the modules that return the router's logits, and their index among its outputs.
-    """
+    """How a model's balancing loss is computed."""
 
     experts: int
     chosen: int
+    """The number of experts, and of those that a token is sent to."""
     coefficient: float
+    """The factor of the loss."""
     router: type[nn.Module]
     output: int
+    """The class of the modules that return the router's logits, and their index among its outputs."""
 
     @classmethod
     def of(cls, model: Any) -> Routing | None:

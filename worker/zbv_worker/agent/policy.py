@@ -20,44 +20,32 @@ from zbv_worker.host.allowed_paths import is_model_admitted, is_path_allowed
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Options of an agent.
-
-    Attributes
-    ----------
-    allowed_models
-        Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. Without any, every model is
-        refused.
-    allowed_scripts
-        Patterns of absolute paths; see :func:`zbv_service.client.admission.is_script_allowed`. Without any,
-        every script is refused.
-    checkpoint_directories
-        Absolute paths; runs may keep checkpoints in and below these. Without any, runs with checkpoints are
-        refused.
-    path
-        Directories in which ranks look for the model's module.
-    port
-        The port of the ranks' rendezvous if this is a run's first node; None for any free port.
-    state_dir
-        Keeps a folder per run and generation, with logs, progress and results.
-    drain_seconds
-        How long a run may continue after SIGTERM.
-    keep_days
-        How long to keep the folder of an ended generation.
-    """
+    """Options of an agent."""
 
     server: str
     name: str
     address: str
     slots: int
     state_dir: Path
+    """Keeps a folder per run and generation, with logs, progress and results."""
     allowed_models: tuple[str, ...] = ()
+    """Patterns; see :func:`zbv_service.client.admission.is_model_allowed`. Without any, every model is
+    refused."""
     checkpoint_directories: tuple[Path, ...] = ()
+    """Absolute paths; runs may keep checkpoints in and below these. Without any, runs with checkpoints are
+    refused."""
     allowed_scripts: tuple[str, ...] = field(default=(), kw_only=True)
+    """Patterns of absolute paths; see :func:`zbv_service.client.admission.is_script_allowed`. Without any,
+    every script is refused."""
     path: tuple[Path, ...] = ()
+    """Directories in which ranks look for the model's module."""
     devices: tuple[str, ...] = ()
     port: int | None = None
+    """The port of the ranks' rendezvous if this is a run's first node; None for any free port."""
     drain_seconds: float = 60.0
+    """How long a run may continue after SIGTERM."""
     keep_days: float = 7.0
+    """How long to keep the folder of an ended generation."""
 
     @property
     def allows(self) -> dict[str, Any]:

@@ -93,7 +93,6 @@ def _options(parsed: argparse.Namespace, backend: Backend) -> RunOptions:
         threads=parsed.threads,
         result_dir=parsed.result_dir,
         trace=parsed.trace,
-        runtime=parsed.runtime,
         training=TrainingOptions(
             replicas=parsed.data_parallel,
             is_sharded=parsed.shard,
@@ -129,13 +128,6 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="S",
         help="longest wait for the other ranks to start and connect, and for a tensor in a plan's first "
         "step, when ranks may compile (default 1800)",
-    )
-    run.add_argument(
-        "--runtime",
-        choices=("zbv", "torch"),
-        default="zbv",
-        help="what executes the plan: zbv's executor (default), or torch.distributed.pipelining, which "
-        "ignores --look-ahead",
     )
     run.add_argument(
         "--threads", type=positive, help="compute threads per rank (default: cores of the host / its ranks)"

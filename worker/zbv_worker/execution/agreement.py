@@ -21,34 +21,23 @@ from zbv_worker.transport.world import Layout
 
 @dataclass(frozen=True)
 class Statement:
-    """What one rank was started with.
-
-    Attributes
-    ----------
-    model
-        Fingerprint of the model, its arguments and its number of stages.
-    traced
-        Whether the ranks will collect their traces.
-    runtime
-        The runtime that executes the lists; different ones cannot communicate.
-    replicas
-        Number of pipelines in the world.
-    options
-        Names and values of everything else that must be equal on all ranks.
-    """
+    """What one rank was started with."""
 
     plan_id: str
     pp_rank: int
     pp_degree: int
     world_size: int
     model: str
+    """Fingerprint of the model, its arguments and its number of stages."""
     backend: str
     steps: int
     channels: tuple[Channel, ...]
     traced: bool = False
-    runtime: str = "zbv"
+    """Whether the ranks will collect their traces."""
     replicas: int = 1
+    """Number of pipelines in the world."""
     options: tuple[tuple[str, str], ...] = ()
+    """Names and values of everything else that must be equal on all ranks."""
 
 
 _KEYWORDS = TypeAdapter(list[Keywords])

@@ -88,13 +88,7 @@ def keywords_of(stages: Iterable[Computation]) -> Keywords:
 
 @dataclass
 class WalkState:
-    """State of one walk through the action list.
-
-    Attributes
-    ----------
-    data
-        Microbatches that later stages of the rank need again.
-    """
+    """State of one walk through the action list."""
 
     step: int
     microbatch: Fetch
@@ -102,6 +96,7 @@ class WalkState:
     losses: dict[int, Tensor] = field(default_factory=dict)
     handed_over: dict[Transfer, Any] = field(default_factory=dict)
     data: dict[int, Microbatch] = field(default_factory=dict)
+    """Microbatches that later stages of the rank need again."""
 
 
 Take = Callable[[WalkState], Any]
@@ -146,17 +141,10 @@ class Pinning:
 
 @dataclass(frozen=True)
 class Binding:
-    """The stages, channels and device that instructions are bound to.
-
-    Attributes
-    ----------
-    rank
-        The global rank, for errors.
-    keywords
-        Those that layers of the whole model take; None if unknown.
-    """
+    """The stages, channels and device that instructions are bound to."""
 
     rank: int
+    """The global rank, for errors."""
     last_stage: int
     stages: Mapping[int, Computation]
     inboxes: Mapping[ChannelKey, Inbox]
@@ -165,6 +153,7 @@ class Binding:
     pinned: Pinning
     progress: CurrentProgress
     keywords: Keywords | None = None
+    """Those that layers of the whole model take; None if unknown."""
 
     def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
         """Bind instructions for a training step."""

@@ -58,51 +58,35 @@ Walk = Literal["step", "evaluation"]
 
 @dataclass(frozen=True)
 class ExecutorOptions:
-    """How an executor runs.
-
-    Attributes
-    ----------
-    look_ahead
-        Receives kept posted ahead per channel.
-    progress
-        Updated with every action.
-    on_stage_done
-        Called with a stage's index in each step, right after the last action that adds to its gradients.
-    timeline
-        Records when actions happen; by default the timeline of the device.
-    startup_timeout
-        Seconds to wait for any one tensor in the first steps, which may compile and connect; the ordinary
-        timeout if that is longer, or if None.
-    startup_steps
-        The number of first steps for which that holds.
-    fetch_ahead
-        Microbatches fetched ahead on a thread (:mod:`zbv_worker.execution.fetch_ahead`); 0 for none.
-    last_step
-        The last step that may be fetched ahead; None for the current one.
-    parts
-        How often a step runs the plan; see :meth:`Executor.launch`.
-    keywords
-        Those that layers of the whole model take, for checks of microbatches
-        (:func:`zbv_worker.execution.agreement.agree_on_keywords`); None if unknown.
-    stated
-        The structures of what crosses boundaries in a step, by microbatch, if the model states them; else
-        empty.
-    meet
-        Called with a peer's global rank before the first of its tensors is taken in a step or evaluation.
-    """
+    """How an executor runs."""
 
     look_ahead: int = DEFAULT_LOOK_AHEAD
+    """Receives kept posted ahead per channel."""
     progress: CurrentProgress | None = None
+    """Updated with every action."""
     on_stage_done: Callable[[int], None] | None = None
+    """Called with a stage's index in each step, right after the last action that adds to its gradients."""
     timeline: Timeline | None = None
+    """Records when actions happen; by default the timeline of the device."""
     startup_timeout: float | None = None
+    """Seconds to wait for any one tensor in the first steps, which may compile and connect; the ordinary
+    timeout if that is longer, or if None."""
     startup_steps: int = 1
+    """The number of first steps for which that holds."""
     fetch_ahead: int = 0
+    """Microbatches fetched ahead on a thread (:mod:`zbv_worker.execution.fetch_ahead`); 0 for none."""
     last_step: int | None = None
+    """The last step that may be fetched ahead; None for the current one."""
     parts: int = 1
+    """How often a step runs the plan; see :meth:`Executor.launch`."""
     keywords: Keywords | None = None
+    """Those that layers of the whole model take, for checks of microbatches
+    (:func:`zbv_worker.execution.agreement.agree_on_keywords`); None if unknown."""
     stated: Sequence[Structure] = ()
+    """The structures of what crosses boundaries in a step, by microbatch, if the model states them; else
+    empty."""
     meet: Callable[[int], None] | None = None
+    """Called with a peer's global rank before the first of its tensors is taken in a step or evaluation."""
 
 
 class Executor:

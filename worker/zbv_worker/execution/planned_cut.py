@@ -16,18 +16,12 @@ Partition = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class PlannedCut:
-    """A plan's cut of the model, identical on every rank.
-
-    Attributes
-    ----------
-    partition
-        The layer names of every stage, in model order; None if the model decides.
-    recompute
-        For every stage, whether the backward recomputes its activations; None for no stage.
-    """
+    """A plan's cut of the model, identical on every rank."""
 
     partition: Partition | None = None
+    """The layer names of every stage, in model order; None if the model decides."""
     recompute: tuple[bool, ...] | None = None
+    """For every stage, whether the backward recomputes its activations; None for no stage."""
 
     @classmethod
     def of(cls, problem: Problem) -> PlannedCut:

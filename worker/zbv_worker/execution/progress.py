@@ -18,17 +18,12 @@ _ATTRIBUTE = "zbv_place"
 
 @dataclass(frozen=True)
 class Progress:
-    """A rank's progress; all fields are None before its first action.
-
-    Attributes
-    ----------
-    peer
-        The global rank that sends the action's input; for an error, the rank that this rank waited for.
-    """
+    """A rank's progress; all fields are None before its first action."""
 
     step: int | None = None
     action: str | None = None
     peer: int | None = None
+    """The global rank that sends the action's input; for an error, the rank that this rank waited for."""
 
 
 class CurrentProgress:

@@ -21,32 +21,23 @@ from zbv_worker.transport.channels import ChannelKey, key_of
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The part of a plan that one rank executes.
-
-    Attributes
-    ----------
-    actions
-        In execution order.
-    channels
-        The channels that this rank sends or receives on.
-    cut
-        The cut of the whole model, so that every rank can check it against its model.
-    measured
-        The program whose costs the plan was made with (:class:`zbv_worker.stage.program.Program`), as names
-        and values; empty if the plan does not say.
-    features
-        The numbers that describe each microbatch, by name; empty if all are equal.
-    """
+    """The part of a plan that one rank executes."""
 
     plan_id: str
     rank: int
     placement: Placement
     microbatches: int
     actions: tuple[Action, ...]
+    """In execution order."""
     channels: tuple[Channel, ...]
+    """The channels that this rank sends or receives on."""
     cut: PlannedCut = field(default_factory=PlannedCut)
+    """The cut of the whole model, so that every rank can check it against its model."""
     measured: Mapping[str, str] = field(default_factory=dict)
+    """The program whose costs the plan was made with (:class:`zbv_worker.stage.program.Program`), as names
+    and values; empty if the plan does not say."""
     features: tuple[Mapping[str, float], ...] = ()
+    """The numbers that describe each microbatch, by name; empty if all are equal."""
 
     def __post_init__(self) -> None:
         self.cut.require_stages(self.placement.n_stages)
@@ -95,27 +86,19 @@ class Local:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An action with the source of its input and the sink of its output.
-
-    Attributes
-    ----------
-    source, sink
-        Where the input (F: activation, I and B: gradient) comes from and the output goes; None for data into
-        the first stage, the loss of the last stage, and W.
-    split
-        For F: whether the backward is split into I and W.
-    completes_stage
-        Whether this action is the last that adds to its stage's gradients.
-    peer
-        The global rank that sends the input; None if no other rank does.
-    """
+    """An action with the source of its input and the sink of its output."""
 
     action: Action
     source: Remote | Local | None
     sink: Remote | Local | None
+    """Where the input (F: activation, I and B: gradient) comes from and the output goes; None for data
+    into the first stage, the loss of the last stage, and W."""
     split: bool
+    """For F: whether the backward is split into I and W."""
     completes_stage: bool
+    """Whether this action is the last that adds to its stage's gradients."""
     peer: int | None
+    """The global rank that sends the input; None if no other rank does."""
 
 
 def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Instruction, ...]:

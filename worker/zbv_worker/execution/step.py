@@ -17,25 +17,17 @@ from zbv_worker.execution.timeline import Record, Timeline
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step of one rank.
-
-    Attributes
-    ----------
-    losses
-        Losses by microbatch; empty on ranks without the last stage.
-    records
-        One per action, in execution order.
-    update_seconds
-        Time from the end of the last action to the end of what :meth:`Launched.end` concluded.
-    numbers
-        The numbers that were passed to :meth:`Launched.end`.
-    """
+    """One step of one rank."""
 
     step: int
     losses: dict[int, float]
+    """Losses by microbatch; empty on ranks without the last stage."""
     records: tuple[Record, ...]
+    """One per action, in execution order."""
     update_seconds: float = 0.0
+    """Time from the end of the last action to the end of what :meth:`Launched.end` concluded."""
     numbers: tuple[float, ...] = ()
+    """The numbers that were passed to :meth:`Launched.end`."""
 
     @property
     def seconds(self) -> float:

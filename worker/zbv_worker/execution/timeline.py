@@ -62,11 +62,10 @@ class HostTimeline:
     ----------
     mark
         Marks the rank's current point in time; only :meth:`resolved` can interpret the mark.
-    run_ahead
-        How many queued actions may be incomplete; None if an action completes within its call.
     """
 
     run_ahead: int | None = None
+    """How many queued actions may be incomplete; None if an action completes within its call."""
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns):
         self.mark: Callable[[], Any] = now

@@ -1,6 +1,6 @@
 """A whole plan with its costs, for comparing measurements with it.
 
-Training needs only the rank's own list; a rehearsal and PyTorch's runtime need the whole plan.
+Training needs only the rank's own list; a rehearsal needs the whole plan.
 """
 
 from __future__ import annotations
@@ -72,18 +72,13 @@ def require_rank(rank: int, pp_degree: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class WholePlan:
-    """A verified plan, with times in its own unit.
-
-    Attributes
-    ----------
-    objective_value
-        The plan's span, or its makespan if that is the objective.
-    """
+    """A verified plan, with times in its own unit."""
 
     plan_id: str
     problem: Problem
     orders: Orders
     objective_value: float
+    """The plan's span, or its makespan if that is the objective."""
 
     @classmethod
     def of_document(cls, document: object) -> WholePlan:

@@ -26,83 +26,56 @@ Answers = Sequence[Any]
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What to report on.
-
-    Attributes
-    ----------
-    ranks
-        Ranks of the checks that transfer tensors; at least two.
-    steps
-        Measured training steps after the warm-up.
-    timeout
-        Seconds that a rank waits for another.
-    """
+    """What to report on."""
 
     model: ModelSpec
     device: Device = "cuda"
     ranks: int = 2
+    """Ranks of the checks that transfer tensors; at least two."""
     microbatches: int = 8
     repeats: int = 10
     steps: int = 3
+    """Measured training steps after the warm-up."""
     timeout: float = 60.0
+    """Seconds that a rank waits for another."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a check.
-
-    Attributes
-    ----------
-    device
-        The process's device; ranks share GPUs if there are fewer GPUs than ranks.
-    """
+    """One process of a check."""
 
     options: ReportOptions
     world: World
     device: torch.device
+    """The process's device; ranks share GPUs if there are fewer GPUs than ranks."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the report.
-
-    Attributes
-    ----------
-    what
-        What the line states or compares.
-    measured, limit
-        For people, with units; a line without a limit passes if the value could be measured.
-    reason
-        Why the line failed or was not run.
-    """
+    """One line of the report."""
 
     what: str
+    """What the line states or compares."""
     verdict: Verdict
     measured: str = ""
     limit: str = ""
+    """For people, with units; a line without a limit passes if the value could be measured."""
     reason: str = ""
+    """Why the line failed or was not run."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a check cannot run without.
-
-    Attributes
-    ----------
-    gpus
-        The number of GPUs.
-    a_gpu_per_rank
-        Whether every rank needs its own GPU.
-    nccl
-        Whether torch must have been built with NCCL.
-    compiler
-        Whether torch.compile must find its compilers.
-    """
+    """What a check cannot run without."""
 
     gpus: int = 0
+    """The number of GPUs."""
     a_gpu_per_rank: bool = False
+    """Whether every rank needs its own GPU."""
     nccl: bool = False
+    """Whether torch must have been built with NCCL."""
     compiler: bool = False
+    """Whether torch.compile must find its compilers."""
 
     def lack(self, options: ReportOptions) -> str | None:
         """Why this machine, or the chosen device, cannot run the check; None if it can."""
@@ -145,68 +118,45 @@ def asked_ranks(options: ReportOptions) -> int:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """A check's measurement in its own processes.
-
-    Attributes
-    ----------
-    measure
-        Runs in every process; returns JSON.
-    judge
-        The lines of the answers.
-    ranks
-        The number of processes.
-    """
+    """A check's measurement in its own processes."""
 
     measure: Callable[[Place], Any]
+    """Runs in every process; returns JSON."""
     judge: Callable[[ReportOptions, Answers], Iterable[Line]]
+    """The lines of the answers."""
     ranks: Callable[[ReportOptions], int] = one_rank
+    """The number of processes."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the report.
-
-    Attributes
-    ----------
-    name
-        For ``--only``.
-    title
-        What is checked, in a few words.
-    proves
-        What holds on this machine if all lines pass.
-    remedy
-        What to do if a line fails.
-    run
-        How to measure, or a function that measures in processes that it starts and ends itself.
-    seconds
-        How long the check may take; its processes are then ended, and it fails.
-    """
+    """A check of the report."""
 
     name: str
+    """For ``--only``."""
     title: str
+    """What is checked, in a few words."""
     proves: str
+    """What holds on this machine if all lines pass."""
     remedy: str
+    """What to do if a line fails."""
     run: OnRanks | Callable[[ReportOptions], Iterable[Line]]
+    """How to measure, or a function that measures in processes that it starts and ends itself."""
     needs: Needs = Needs()
     seconds: float = 120.0
+    """How long the check may take; its processes are then ended, and it fails."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A check's lines and the values behind them.
-
-    Attributes
-    ----------
-    seconds
-        How long the check took.
-    values
-        The answers of its processes, as JSON.
-    """
+    """A check's lines and the values behind them."""
 
     check: Check
     lines: tuple[Line, ...]
     seconds: float = 0.0
+    """How long the check took."""
     values: Answers = ()
+    """The answers of its processes, as JSON."""
 
     @property
     def verdict(self) -> Verdict:

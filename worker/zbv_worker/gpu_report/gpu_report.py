@@ -33,15 +33,10 @@ _PROCESS = "zbv_worker.gpu_report.process"
 
 @dataclass(frozen=True)
 class Report:
-    """A whole report.
-
-    Attributes
-    ----------
-    facts
-        Devices and versions.
-    """
+    """A whole report."""
 
     facts: Mapping[str, Any]
+    """Devices and versions."""
     outcomes: tuple[Checked, ...]
 
     @property

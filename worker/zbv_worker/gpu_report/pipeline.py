@@ -37,20 +37,14 @@ MEMORY_LIMIT = 1.05
 
 @dataclass(frozen=True)
 class Overlap:
-    """Transfers into one stage.
-
-    Attributes
-    ----------
-    seconds
-        Their total time.
-    exposed
-        How much of it the receiver waited for, after the tensors were sent.
-    """
+    """Transfers into one stage."""
 
     stage: int
     count: int
     seconds: float
+    """Their total time."""
     exposed: float
+    """How much of it the receiver waited for, after the tensors were sent."""
 
     @property
     def hidden(self) -> float:

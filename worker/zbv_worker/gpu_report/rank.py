@@ -88,19 +88,13 @@ def _urgency(action: Action) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of the profiled costs.
-
-    Attributes
-    ----------
-    span
-        Seconds of a step; None without the planner, whose package is then in ``lack``.
-    activations
-        Bytes per rank that the plan needs for everything but parameters, gradients, buffers and optimizer.
-    """
+    """A plan of the profiled costs."""
 
     orders: Orders
     span: float | None
+    """Seconds of a step; None without the planner, whose package is then in ``lack``."""
     activations: tuple[float, ...]
+    """Bytes per rank that the plan needs for everything but parameters, gradients, buffers and optimizer."""
     lack: str | None = None
 
 

@@ -147,27 +147,19 @@ def tensor_bytes(tensors: Iterable[object]) -> int:
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """Memory that a rank holds all the time, in bytes.
-
-    Attributes
-    ----------
-    buffers
-        Buffers of the modules (running statistics).
-    receives
-        Buffers of receives that are posted ahead.
-    workspace
-        The largest temporary memory of any action; a rank runs one at a time.
-    communicators
-        Buffers of NCCL's communicators, measured while they were connected; 0 over gloo.
-    """
+    """Memory that a rank holds all the time, in bytes."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
+    """Buffers of the modules (running statistics)."""
     receives: int = 0
+    """Buffers of receives that are posted ahead."""
     workspace: int = 0
+    """The largest temporary memory of any action; a rank runs one at a time."""
     communicators: int = 0
+    """Buffers of NCCL's communicators, measured while they were connected; 0 over gloo."""
 
     @property
     def total(self) -> int:

@@ -12,22 +12,15 @@ from torch import Tensor, nn
 
 
 class Microbatch(NamedTuple):
-    """The data of one microbatch, on the CPU; input, target and keywords may be nested containers.
-
-    Attributes
-    ----------
-    input
-        The input of the first layer; a plain tuple is passed as positional arguments.
-    target
-        Passed to the loss.
-    keywords
-        Keyword arguments of the layers: each layer gets those that its ``forward`` names, or all if it takes
-        ``**kwargs``. They do not travel through the stages, and have no gradient.
-    """
+    """The data of one microbatch, on the CPU; input, target and keywords may be nested containers."""
 
     input: Any
+    """The input of the first layer; a plain tuple is passed as positional arguments."""
     target: Any = None
+    """Passed to the loss."""
     keywords: Mapping[str, Any] = MappingProxyType({})
+    """Keyword arguments of the layers: each layer gets those that its ``forward`` names, or all if it
+    takes ``**kwargs``. They do not travel through the stages, and have no gradient."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +192,7 @@ class FetchedAhead(Protocol):
 
     The default is 4 on GPUs and 0 on CPUs. Microbatches that draw from a global random number generator are
     never fetched ahead. With :class:`StatefulData` no microbatch is fetched before its step begins.
-
-    Attributes
-    ----------
-    fetch_ahead
-        The most microbatches fetched and not yet used; 0 to call ``microbatch`` on the training thread.
     """
 
     fetch_ahead: int
+    """The most microbatches fetched and not yet used; 0 to call ``microbatch`` on the training thread."""

@@ -33,23 +33,16 @@ _METHODS = ("build_stage", "microbatch", "loss", "optimizer")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model to build; equal on all ranks.
-
-    Attributes
-    ----------
-    factory
-        ``package.module:name``, or ``transformers:PATH``.
-    arguments
-        Keyword arguments of the factory, as JSON values.
-    allowed
-        The patterns of an agent, which runs factories that others chose (:func:`require_admitted`); None if
-        the command's user chose the factory.
-    """
+    """Which model to build; equal on all ranks."""
 
     factory: str
+    """``package.module:name``, or ``transformers:PATH``."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory, as JSON values."""
     seed: int = 0
     allowed: tuple[str, ...] | None = None
+    """The patterns of an agent, which runs factories that others chose (:func:`require_admitted`); None if
+    the command's user chose the factory."""
 
     @classmethod
     def parse(cls, factory: str, arguments: str | None, seed: int) -> ModelSpec:

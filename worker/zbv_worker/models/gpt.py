@@ -22,32 +22,23 @@ from zbv_worker.models.text import VOCABULARY, sample, standard_library_text
 
 @dataclass(frozen=True)
 class GptConfig:
-    """Sizes and training settings of the model.
-
-    Attributes
-    ----------
-    layers, width, heads
-        Transformer blocks, their model dimension and attention heads.
-    length, sequences
-        Characters per sequence, and sequences per microbatch.
-    characters
-        How much of the text to use.
-    dropout
-        Dropout probability of each block's two outputs.
-    tied
-        Whether the head shares the embedding's weights. The first and the last stage must then be on one
-        rank.
-    """
+    """Sizes and training settings of the model."""
 
     layers: int = 8
     width: int = 192
     heads: int = 6
+    """Transformer blocks, their model dimension and attention heads."""
     length: int = 128
     sequences: int = 4
+    """Characters per sequence, and sequences per microbatch."""
     characters: int = 1_000_000
+    """How much of the text to use."""
     learning_rate: float = 1e-3
     dropout: float = 0.0
+    """Dropout probability of each block's two outputs."""
     tied: bool = False
+    """Whether the head shares the embedding's weights. The first and the last stage must then be on one
+    rank."""
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.width < 1 or self.heads < 1 or self.width % self.heads:

@@ -44,33 +44,24 @@ _SAMPLES = 16
 
 
 class Announcement(NamedTuple):
-    """What a rank calls; all fields are integers, and 0 stands for what it does not know.
-
-    Attributes
-    ----------
-    call
-        The place of the method in :data:`CALLS`.
-    rows
-        Of the batch.
-    shapes
-        Stands for the shapes of all microbatches, if every rank is given the whole batch.
-    inputs, targets, names, keywords
-        Stand for the inputs, the targets, the names of keywords, and their values: shapes, and some numbers.
-    trained
-        Stands for the parameters that require a gradient.
-    is_refused
-        Whether the rank cannot take its batch.
-    """
+    """What a rank calls; all fields are integers, and 0 stands for what it does not know."""
 
     call: int
+    """The place of the method in :data:`CALLS`."""
     rows: int = 0
+    """Of the batch."""
     shapes: int = 0
+    """Stands for the shapes of all microbatches, if every rank is given the whole batch."""
     inputs: int = 0
     targets: int = 0
     names: int = 0
     keywords: int = 0
+    """Stand for the inputs, the targets, the names of keywords, and their values: shapes, and some
+    numbers."""
     trained: int = 0
+    """Stands for the parameters that require a gradient."""
     is_refused: int = 0
+    """Whether the rank cannot take its batch."""
 
     @classmethod
     def of(cls, call: str, **more: int) -> Announcement:

@@ -36,30 +36,21 @@ _REMEDY = "Plan for these layers, or give the layers the plan's names: {'name': 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One rank's part of a pipeline, by stage.
-
-    Attributes
-    ----------
-    keywords_by_rank
-        The keyword arguments that the layers of each rank take.
-    ties
-        Pairs of names of parameters that are one parameter.
-    stated
-        The structures of what crosses boundaries, by microbatch, if the layers state them; else empty.
-    shape_of
-        The function that states them.
-    absent
-        The parameters of given layers that this rank does not run, by name.
-    """
+    """One rank's part of a pipeline, by stage."""
 
     plan: RankPlan
     stages: dict[int, Stage]
     loss: RecordedLoss
     keywords_by_rank: Sequence[Keywords] = ()
+    """The keyword arguments that the layers of each rank take."""
     ties: Sequence[tuple[str, str]] = ()
+    """Pairs of names of parameters that are one parameter."""
     stated: Sequence[Structure] = ()
+    """The structures of what crosses boundaries, by microbatch, if the layers state them; else empty."""
     shape_of: ShapeOf | None = None
+    """The function that states them."""
     absent: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """The parameters of given layers that this rank does not run, by name."""
 
     @property
     def keywords(self) -> Keywords:

@@ -36,19 +36,13 @@ def answer_of(plan: Plan, seconds: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of a step.
-
-    Attributes
-    ----------
-    orders
-        Encoded, see :func:`answer_of`.
-    seconds
-        Of its search; 0 for a constructor's plan.
-    """
+    """The plan of a step."""
 
     plan_id: str
     orders: Mapping[str, str]
+    """Encoded, see :func:`answer_of`."""
     seconds: float
+    """Of its search; 0 for a constructor's plan."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> StepPlan:

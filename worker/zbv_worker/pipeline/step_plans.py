@@ -54,37 +54,25 @@ ProblemLike = Problem | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class PlanningReport:
-    """How the steps so far got their plans.
-
-    Attributes
-    ----------
-    planned
-        Steps with the plan of a search that ended in time.
-    late
-        Announced steps whose search had not ended, with a constructor's plan.
-    constructed
-        Steps without an announcement or without the process, with a constructor's plan.
-    waited
-        Steps that waited for the planner's process, for instance to start it again; on ranks that are sent
-        the plans always 0.
-    agreed
-        Plans whose hash this rank has compared with that of the rank that chose them.
-    restarts
-        How often the planner's process was started again.
-    planning_seconds
-        Seconds of the searches whose plans were used, all together.
-    longest_choice
-        The longest time in seconds between the call of a step and its plan, on the rank that chooses.
-    """
+    """How the steps so far got their plans."""
 
     planned: int = 0
+    """Steps with the plan of a search that ended in time."""
     late: int = 0
+    """Announced steps whose search had not ended, with a constructor's plan."""
     constructed: int = 0
+    """Steps without an announcement or without the process, with a constructor's plan."""
     waited: int = 0
+    """Steps that waited for the planner's process, for instance to start it again; on ranks that are sent
+    the plans always 0."""
     agreed: int = 0
+    """Plans whose hash this rank has compared with that of the rank that chose them."""
     restarts: int = 0
+    """How often the planner's process was started again."""
     planning_seconds: float = 0.0
+    """Seconds of the searches whose plans were used, all together."""
     longest_choice: float = 0.0
+    """The longest time in seconds between the call of a step and its plan, on the rank that chooses."""
 
 
 class StepPlans:

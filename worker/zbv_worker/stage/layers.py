@@ -25,21 +25,14 @@ NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Keywords:
-    """The keyword arguments that some layers take.
-
-    Attributes
-    ----------
-    names
-        The parameters of the layers' ``forward``.
-    beyond_first
-        The same without the first parameter of each layer, which takes the layer's input.
-    takes_any
-        Whether a layer takes ``**kwargs``.
-    """
+    """The keyword arguments that some layers take."""
 
     names: frozenset[str] = frozenset()
+    """The parameters of the layers' ``forward``."""
     beyond_first: frozenset[str] = frozenset()
+    """The same without the first parameter of each layer, which takes the layer's input."""
     takes_any: bool = False
+    """Whether a layer takes ``**kwargs``."""
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> Keywords:

@@ -18,20 +18,14 @@ from zbv_worker.stage.precision import Precision
 
 @dataclass(frozen=True)
 class Program:
-    """How stages compute; equal on all ranks.
-
-    Attributes
-    ----------
-    is_compiled
-        Whether ``torch.compile`` compiles the layers.
-    has_main_gradients
-        Whether parameters in half precision sum their gradients in float32
-        (:mod:`zbv_worker.stage.main_gradients`).
-    """
+    """How stages compute; equal on all ranks."""
 
     precision: Precision = "float32"
     is_compiled: bool = False
+    """Whether ``torch.compile`` compiles the layers."""
     has_main_gradients: bool = True
+    """Whether parameters in half precision sum their gradients in float32
+    (:mod:`zbv_worker.stage.main_gradients`)."""
 
     def described(self, device: torch.device) -> dict[str, str]:
         """Names and values of everything that decides how long an action takes on this device.

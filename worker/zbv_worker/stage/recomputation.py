@@ -46,23 +46,16 @@ CheckGraph = Callable[[Iterable[Tensor], Sequence[Tensor]], None]
 
 
 class _Kept(NamedTuple):
-    """The state that F keeps of a segment.
-
-    Attributes
-    ----------
-    random
-        None if it drew no random numbers.
-    versions
-        Those of the input's tensors.
-    flags
-        For each tensor of its output, whether its gradient comes back.
-    """
+    """The state that F keeps of a segment."""
 
     segment: Segment
     input: Any
     versions: tuple[int, ...]
+    """Those of the input's tensors."""
     random: tuple[Tensor, ...] | None
+    """None if it drew no random numbers."""
     flags: tuple[bool, ...]
+    """For each tensor of its output, whether its gradient comes back."""
 
 
 class Recomputed:

@@ -134,21 +134,14 @@ class Call:
 
 
 class Queueing:
-    """A module whose weight gradients can be queued; the first base class of :func:`queueing_class`.
-
-    Attributes
-    ----------
-    ordinary
-        The class of the module before it was prepared.
-    recorder
-        The recorder of the tree; None until :func:`defer_weight_gradients` has prepared it.
-    is_tapped
-        Whether compiled code exposes what W needs.
-    """
+    """A module whose weight gradients can be queued; the first base class of :func:`queueing_class`."""
 
     ordinary: ClassVar[type[nn.Module]]
+    """The class of the module before it was prepared."""
     recorder: Recorder | None = None
+    """The recorder of the tree; None until :func:`defer_weight_gradients` has prepared it."""
     is_tapped = False
+    """Whether compiled code exposes what W needs."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copied and saved modules are ordinary modules, which need neither zbv nor a pipeline."""

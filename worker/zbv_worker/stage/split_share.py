@@ -10,18 +10,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class SplitShare:
-    """The share of a stage's weight gradients that W computes.
-
-    Attributes
-    ----------
-    share
-        The share of the elements of all trainable parameters, 0 to 1.
-    unsplit
-        The modules whose gradients I computes, as ``name (Class)``, those with the most parameters first.
-    """
+    """The share of a stage's weight gradients that W computes."""
 
     share: float
+    """The share of the elements of all trainable parameters, 0 to 1."""
     unsplit: tuple[str, ...]
+    """The modules whose gradients I computes, as ``name (Class)``, those with the most parameters first."""
 
     @classmethod
     def of(cls, module: nn.Module, queued: Collection[Tensor]) -> SplitShare | None:

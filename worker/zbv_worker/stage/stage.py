@@ -56,30 +56,20 @@ _LEAF = "leaf Variable that requires grad"
 
 
 class _Forward(NamedTuple):
-    """The state that F leaves behind.
-
-    Attributes
-    ----------
-    inputs
-        The tensors of the input whose gradients are needed.
-    batch
-        In the first stage, the user's tensors that ``inputs`` were detached from.
-    is_single
-        Whether the input is one floating tensor.
-    edges
-        Where the gradients of the output enter the graph.
-    seed
-        The gradient of the loss.
-    auxiliary
-        Where auxiliary losses enter the graph, and their gradients.
-    """
+    """The state that F leaves behind."""
 
     inputs: Sequence[Tensor]
+    """The tensors of the input whose gradients are needed."""
     batch: Sequence[Tensor]
+    """In the first stage, the user's tensors that ``inputs`` were detached from."""
     is_single: bool
+    """Whether the input is one floating tensor."""
     edges: Sequence[GradientEdge] | Recomputed
+    """Where the gradients of the output enter the graph."""
     seed: Tensor | None
+    """The gradient of the loss."""
     auxiliary: tuple[list[GradientEdge], list[Tensor]] | None
+    """Where auxiliary losses enter the graph, and their gradients."""
     weight_grads: WeightGrads | None
 
 

@@ -137,15 +137,11 @@ class GroupedGrad(_Operands):
     """The gradient of one weight per group of rows, (groups, out, in): gᵀx of each group.
 
     ``x`` and ``grad_output`` are (rows, in) and (rows, out), in the order of groups.
-
-    Attributes
-    ----------
-    ends
-        The end of each group's rows, an integer tensor (groups,).
     """
 
     weight: Tensor
     ends: Tensor
+    """The end of each group's rows, an integer tensor (groups,)."""
 
     def accumulate(self) -> None:
         """Add the gradient to ``.grad``; runs under ``no_grad``."""

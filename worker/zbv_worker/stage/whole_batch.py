@@ -27,17 +27,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Ambiguous(NamedTuple):
-    """A keyword of a microbatch. A named tuple, so that it can be sent to other ranks.
-
-    Attributes
-    ----------
-    whole, part
-        The same value with the whole of its ambiguous tensors, and with the microbatch's rows of them. Other
-        tensors are equal in both.
-    """
+    """A keyword of a microbatch. A named tuple, so that it can be sent to other ranks."""
 
     whole: Any
     part: Any
+    """The same value with the whole of its ambiguous tensors, and with the microbatch's rows of them.
+    Other tensors are equal in both."""
 
 
 class Decisions:

@@ -31,21 +31,14 @@ DEFAULT_EXCHANGES = 20
 
 @dataclass(frozen=True)
 class Offset:
-    """The offset of a rank's clock from rank 0's, in nanoseconds.
-
-    Attributes
-    ----------
-    at
-        The rank's own clock when the offset was measured.
-    ahead
-        The rank's clock minus rank 0's.
-    uncertainty
-        The largest error of ``ahead``: half of the shortest round trip.
-    """
+    """The offset of a rank's clock from rank 0's, in nanoseconds."""
 
     at: int = 0
+    """The rank's own clock when the offset was measured."""
     ahead: int = 0
+    """The rank's clock minus rank 0's."""
     uncertainty: int = 0
+    """The largest error of ``ahead``: half of the shortest round trip."""
 
 
 _OFFSETS = TypeAdapter(tuple[Offset, ...])
@@ -53,16 +46,11 @@ _OFFSETS = TypeAdapter(tuple[Offset, ...])
 
 @dataclass(frozen=True)
 class Alignment:
-    """Converts every rank's times to rank 0's clock.
-
-    Attributes
-    ----------
-    before, after
-        Offsets by rank, measured at two times.
-    """
+    """Converts every rank's times to rank 0's clock."""
 
     before: tuple[Offset, ...]
     after: tuple[Offset, ...]
+    """Offsets by rank, measured at two times."""
 
     def to_rank_0(self, rank: int, times: NDArray[np.int64]) -> NDArray[np.int64]:
         """Convert times of a rank's clock (nanoseconds, any shape) to rank 0's clock."""

@@ -33,24 +33,17 @@ _MICROSECOND = 1e3
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """When each of a rank's n actions happened, in every step.
-
-    Attributes
-    ----------
-    actions
-        In execution order; the same in every step.
-    times
-        (steps, n, 3) int64, nanoseconds: when the rank turned to the action, when its input was available,
-        when it was complete.
-    received
-        (steps, n) int64: bytes of inputs from other ranks.
-    """
+    """When each of a rank's n actions happened, in every step."""
 
     plan_id: str
     rank: int
     actions: tuple[Action, ...]
+    """In execution order; the same in every step."""
     times: NDArray[np.int64]
+    """(steps, n, 3) int64, nanoseconds: when the rank turned to the action, when its input was available,
+    when it was complete."""
     received: NDArray[np.int64]
+    """(steps, n) int64: bytes of inputs from other ranks."""
 
     @classmethod
     def of(cls, plan_id: str, rank: int, steps: Sequence[StepResult]) -> RankTrace:

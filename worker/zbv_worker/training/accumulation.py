@@ -29,19 +29,13 @@ from zbv_worker.training.gradients import Gradients
 
 
 class _Before(NamedTuple):
-    """A parameter's gradient before a step.
-
-    Attributes
-    ----------
-    grad
-        The tensor in ``.grad``.
-    total
-        The sum so far: that tensor, a copy of it, or the main gradient.
-    """
+    """A parameter's gradient before a step."""
 
     parameter: nn.Parameter
     grad: Tensor
+    """The tensor in ``.grad``."""
     total: Tensor
+    """The sum so far: that tensor, a copy of it, or the main gradient."""
 
 
 class Accumulation:

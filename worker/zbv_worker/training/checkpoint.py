@@ -67,34 +67,24 @@ DEFAULT_TIMEOUT = 600.0
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Where and how often to save checkpoints.
-
-    Attributes
-    ----------
-    directory
-        A shared directory; the same on every rank.
-    every
-        Steps between checkpoints; another one is saved after the last step.
-    kept
-        How many of the newest checkpoints to keep.
-    timeout
-        Seconds to wait for the slowest rank's file; network file systems may be slow. If a rank hangs while
-        saving, the others notice only then.
-    is_synchronous
-        Whether training waits until a checkpoint is complete. Otherwise it waits only while the state is
-        copied to host memory, and for the checkpoint before.
-    run, attempt
-        The service's run and its generation; None and 0 without a service. See
-        :class:`zbv_worker.training.fence.Claimant`.
-    """
+    """Where and how often to save checkpoints."""
 
     directory: Path
+    """A shared directory; the same on every rank."""
     every: int
+    """Steps between checkpoints; another one is saved after the last step."""
     kept: int = DEFAULT_KEPT
+    """How many of the newest checkpoints to keep."""
     timeout: float = DEFAULT_TIMEOUT
+    """Seconds to wait for the slowest rank's file; network file systems may be slow. If a rank hangs while
+    saving, the others notice only then."""
     is_synchronous: bool = False
+    """Whether training waits until a checkpoint is complete. Otherwise it waits only while the state is
+    copied to host memory, and for the checkpoint before."""
     run: str | None = None
     attempt: int = 0
+    """The service's run and its generation; None and 0 without a service. See
+    :class:`zbv_worker.training.fence.Claimant`."""
 
 
 Skipped = Callable[[int, str], None]

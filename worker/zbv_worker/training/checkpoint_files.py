@@ -64,19 +64,13 @@ class _Index(_Strict):
 
 @dataclass
 class State:
-    """The state that a rank saves.
-
-    Attributes
-    ----------
-    tensors
-        By name.
-    values
-        Everything else by name: None, booleans, numbers, strings, bytes, tensors, arrays of numbers, and
-        lists, tuples, sets and dictionaries of these.
-    """
+    """The state that a rank saves."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By name."""
     values: dict[str, Any] = field(default_factory=dict)
+    """Everything else by name: None, booleans, numbers, strings, bytes, tensors, arrays of numbers, and
+    lists, tuples, sets and dictionaries of these."""
 
 
 Copy = Callable[[str, Tensor], Tensor]

@@ -33,30 +33,21 @@ _SCHEDULE = "schedule."
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What training changes on one rank.
-
-    Attributes
-    ----------
-    modules
-        This rank's stages.
-    model
-        Fingerprint of the model, its arguments and seed; the state of another model is refused. None if the
-        model is known only by the names and shapes of its parameters.
-    optimizers, schedules
-        Those of this rank; none on a rank without parameters.
-    data
-        It may have a state (:class:`StatefulData`).
-    ties
-        Parameters with several copies, of which only the first is saved.
-    """
+    """What training changes on one rank."""
 
     modules: Mapping[int, nn.Module]
+    """This rank's stages."""
     model: str | None = None
+    """Fingerprint of the model, its arguments and seed; the state of another model is refused. None if the
+    model is known only by the names and shapes of its parameters."""
     optimizers: Sequence[torch.optim.Optimizer] = ()
     schedules: Sequence[Any] = ()
+    """Those of this rank; none on a rank without parameters."""
     loss_scale: LossScale = field(default_factory=LossScale)
     data: object = None
+    """It may have a state (:class:`StatefulData`)."""
     ties: Ties | None = None
+    """Parameters with several copies, of which only the first is saved."""
 
 
 class RunState:

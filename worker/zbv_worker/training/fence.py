@@ -54,21 +54,14 @@ _LEFT_BEHIND = re.compile(r"step-\d{8}\.g(\d+)(?:\.partial|\.pruned)?")
 
 @dataclass(frozen=True)
 class Claimant:
-    """The run that claims a checkpoint directory.
-
-    Attributes
-    ----------
-    model
-        Fingerprint of the model; a directory belongs to one model. None if it is unknown.
-    run
-        Id of the service's run; None for a run without a service.
-    attempt
-        The run's generation as counted by the service: an older attempt cannot take over from a newer one.
-    """
+    """The run that claims a checkpoint directory."""
 
     model: str | None
+    """Fingerprint of the model; a directory belongs to one model. None if it is unknown."""
     run: str | None = None
+    """Id of the service's run; None for a run without a service."""
     attempt: int = 0
+    """The run's generation as counted by the service: an older attempt cannot take over from a newer one."""
 
 
 class Fence:

@@ -60,14 +60,10 @@ class Gradients:
         The places of the ranks; by default this rank is alone.
     ties
         Parameters that other ranks or stages have copies of.
-
-    Attributes
-    ----------
-    reuses_memory
-        Whether :meth:`begin` overwrites the tensors that held the last step's gradients.
     """
 
     reuses_memory = False
+    """Whether :meth:`begin` overwrites the tensors that held the last step's gradients."""
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -12,8 +11,6 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.progress import CurrentProgress
-from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.precision import Precision
 from zbv_worker.stage.program import Program
@@ -23,52 +20,37 @@ from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.world import Backend
 
-Runtime = Literal["zbv", "torch"]
 DEFAULT_STARTUP_TIMEOUT = 1800.0
 """Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How to train; equal on every rank.
-
-    Attributes
-    ----------
-    replicas
-        The number of pipelines that train the same model on different microbatches.
-    is_sharded
-        Whether the replicas divide each stage's parameters among them, instead of each holding all.
-    parts
-        How often a step runs the plan, each time on other microbatches, before the optimizer's step.
-    clip_norm
-        The longest allowed gradient of the whole model; None for no limit.
-    non_finite
-        What to do if a step's loss or gradients are infinite or NaN: end the run with an error, skip the
-        update on all ranks, or update the parameters anyway.
-    evaluate_every
-        Steps between evaluations (forward only); None for none.
-    next_plan
-        A file in which rank 0 looks for a plan to change to. Set on all ranks, or on none.
-    is_compiled
-        Whether ``torch.compile`` compiles the layers.
-    has_main_gradients
-        Whether parameters in half precision sum their gradients in float32.
-    trace_dir
-        Where every rank writes its newest steps during the run; None for nowhere.
-    """
+    """How to train; equal on every rank."""
 
     replicas: int = 1
+    """The number of pipelines that train the same model on different microbatches."""
     is_sharded: bool = False
+    """Whether the replicas divide each stage's parameters among them, instead of each holding all."""
     precision: Precision = "float32"
     is_compiled: bool = False
+    """Whether ``torch.compile`` compiles the layers."""
     has_main_gradients: bool = True
+    """Whether parameters in half precision sum their gradients in float32."""
     parts: int = 1
+    """How often a step runs the plan, each time on other microbatches, before the optimizer's step."""
     clip_norm: float | None = None
+    """The longest allowed gradient of the whole model; None for no limit."""
     non_finite: NonFinite = "fail"
+    """What to do if a step's loss or gradients are infinite or NaN: end the run with an error, skip the
+    update on all ranks, or update the parameters anyway."""
     evaluate_every: int | None = None
+    """Steps between evaluations (forward only); None for none."""
     checkpoint: CheckpointOptions | None = None
     next_plan: Path | None = None
+    """A file in which rank 0 looks for a plan to change to. Set on all ranks, or on none."""
     trace_dir: Path | None = None
+    """Where every rank writes its newest steps during the run; None for nowhere."""
 
     @property
     def needs_sums_over_ranks(self) -> bool:
@@ -100,42 +82,28 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run a plan, or several in turns.
-
-    Attributes
-    ----------
-    sources
-        Usually one. Several plans with equal ranks take turns step by step, each training its own copy of the
-        model, so that disturbances of the machine affect all plans alike and their times are comparable.
-    result_dir
-        Where reports go; with several plans, into one folder per plan id.
-    timeout
-        Seconds that a rank waits for any one tensor within a step, and for the other ranks after the last.
-    startup_timeout
-        The same for meeting and connecting the other ranks, and for the first step of each plan, in which
-        ranks may compile their stages. If smaller than ``timeout``, that one counts.
-    look_ahead
-        Receives kept posted ahead per channel; None for the backend's number.
-    threads
-        Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
-        ``OMP_NUM_THREADS`` is set.
-    trace
-        Where rank 0 writes the times of all ranks' actions, on one clock.
-    runtime
-        What executes the lists: the worker's executor, or PyTorch's (:mod:`zbv_worker.torch_runtime`).
-    """
+    """How to run a plan, or several in turns."""
 
     sources: tuple[PlanSource, ...]
+    """Usually one. Several plans with equal ranks take turns step by step, each training its own copy of
+    the model, so that disturbances of the machine affect all plans alike and their times are comparable."""
     model: ModelSpec
     steps: int
     backend: Backend = "gloo"
     timeout: float = 120.0
+    """Seconds that a rank waits for any one tensor within a step, and for the other ranks after the last."""
     startup_timeout: float = DEFAULT_STARTUP_TIMEOUT
+    """The same for meeting and connecting the other ranks, and for the first step of each plan, in which
+    ranks may compile their stages. If smaller than ``timeout``, that one counts."""
     look_ahead: int | None = None
+    """Receives kept posted ahead per channel; None for the backend's number."""
     threads: int | None = None
+    """Compute threads per rank on CPU. None divides the host's cores among its ranks, unless
+    ``OMP_NUM_THREADS`` is set."""
     result_dir: Path | None = None
+    """Where reports go; with several plans, into one folder per plan id."""
     trace: Path | None = None
-    runtime: Runtime = "zbv"
+    """Where rank 0 writes the times of all ranks' actions, on one clock."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     @property
@@ -167,34 +135,4 @@ def require_compilable(options: TrainingOptions) -> None:
         raise InvalidRun(
             "--compile does not support --shard: compiled layers cannot wait until a stage's parameters are "
             "gathered. Omit one of them."
-        )
-
-
-def require_plain(options: TrainingOptions, model: PipelineModel) -> None:
-    """Refuse options that PyTorch's runtime does not support."""
-    if isinstance(model, Weighted):
-        raise InvalidRun(
-            "--runtime torch averages over microbatches, but the model weights them with loss_sum. "
-            "Use --runtime zbv."
-        )
-    asked = {
-        "--data-parallel": options.replicas > 1,
-        "--shard": options.is_sharded,
-        "--precision": options.precision != "float32",
-        "--compile": options.is_compiled,
-        "--accumulate": options.parts > 1,
-        "--evaluate-every": options.evaluate_every is not None,
-        "--next-plan": options.next_plan is not None,
-    }
-    found = [flag for flag, is_asked in asked.items() if is_asked]
-    if found:
-        raise InvalidRun(f"--runtime torch does not support {', '.join(found)}; use --runtime zbv.")
-
-
-def require_kept_activations(plan: RankPlan) -> None:
-    """Refuse plans with recomputation, which PyTorch's runtime does not support."""
-    if plan.cut.recomputed:
-        raise InvalidRun(
-            f"--runtime torch keeps the activations of all stages, but the plan recomputes stages "
-            f"{', '.join(map(str, plan.cut.recomputed))}. Use --runtime zbv, or plan without recomputation."
         )

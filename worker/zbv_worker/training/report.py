@@ -23,29 +23,21 @@ _KEPT_EVENTS = 100
 
 @dataclass(frozen=True)
 class StepLine:
-    """The numbers of one step.
-
-    Attributes
-    ----------
-    loss
-        Mean over the microbatches of all replicas; None on ranks without the last stage.
-    seconds
-        Time from the start of the rank's first action to the end of its last; summed over the runs of the
-        plan if a step has several.
-    update_seconds
-        Time for gradient sums and the optimizer after that; not part of ``seconds``.
-    auxiliary_loss
-        The sum of the auxiliary losses of this rank's stages, averaged over its replica's microbatches (with
-        weights, by these). The loss does not contain them. None without any.
-    """
+    """The numbers of one step."""
 
     step: int
     plan_id: str
     loss: float | None
+    """Mean over the microbatches of all replicas; None on ranks without the last stage."""
     seconds: float
+    """Time from the start of the rank's first action to the end of its last; summed over the runs of the
+    plan if a step has several."""
     update_seconds: float
+    """Time for gradient sums and the optimizer after that; not part of ``seconds``."""
     updated: Updated = field(default_factory=Updated)
     auxiliary_loss: float | None = None
+    """The sum of the auxiliary losses of this rank's stages, averaged over its replica's microbatches
+    (with weights, by these). The loss does not contain them. None without any."""
 
 
 @dataclass
@@ -54,25 +46,18 @@ class RankReport:
 
     Its size is bounded: it keeps the newest 10,000 lines, and about a million records (one per action). The
     rank's log has every loss.
-
-    Attributes
-    ----------
-    plan_id
-        The plan that the run started with; every step has its own.
-    lines, recent
-        One entry per step, oldest first; ``recent`` has the newest steps with their records.
-    evaluations
-        Losses of evaluations, by the step before which they ran.
-    events
-        The newest 100 notable events: ``kind``, ``step``, and fields that depend on the kind.
     """
 
     plan_id: str
+    """The plan that the run started with; every step has its own."""
     rank: int
     lines: deque[StepLine] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     recent: deque[tuple[str, StepResult]] = field(default_factory=deque)
+    """One entry per step, oldest first; ``recent`` has the newest steps with their records."""
     evaluations: dict[int, float] = field(default_factory=dict)
+    """Losses of evaluations, by the step before which they ran."""
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_EVENTS))
+    """The newest 100 notable events: ``kind``, ``step``, and fields that depend on the kind."""
     _records: int = 0
 
     def add(self, line: StepLine, result: StepResult) -> None:
@@ -143,23 +128,16 @@ def actions_json(records: Sequence[Record]) -> list[list[Any]]:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The combined reports of all ranks.
-
-    Attributes
-    ----------
-    step_seconds
-        For each step, the slowest rank's time from the start of its first action to the end of its last,
-        which corresponds to a plan's span. Optimizer and data loading are not included.
-    busy_seconds
-        For each step, the time in actions, summed over the ranks.
-    losses
-        The loss of each step.
-    """
+    """The combined reports of all ranks."""
 
     plan_id: str
     step_seconds: tuple[float, ...]
+    """For each step, the slowest rank's time from the start of its first action to the end of its last,
+    which corresponds to a plan's span. Optimizer and data loading are not included."""
     busy_seconds: tuple[float, ...]
+    """For each step, the time in actions, summed over the ranks."""
     losses: tuple[float, ...]
+    """The loss of each step."""
 
     def median_seconds(self, warm_up: int = 2) -> float:
         """The median step time without the first steps, in which allocators and caches settle."""

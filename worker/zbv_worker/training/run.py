@@ -15,7 +15,6 @@ from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.planned_cut import require_layers
 from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
 from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
@@ -60,7 +59,7 @@ def run(
     # Find this rank's own errors before meeting the others.
     try:
         layout = Layout.of_world(world.world_size, options.training.replicas)
-        device, plans, wholes, model = _prepare(options, world, layout.pp_rank(world.rank))
+        device, plans, model = _prepare(options, world, layout.pp_rank(world.rank))
     except Exception as error:
         refuse(world.rank, world.world_size, str(error))
         raise
@@ -76,7 +75,7 @@ def run(
     if options.threads is None and device.type == "cpu":
         _share_cores(transport)
     try:
-        reports = train(options, plans, model, transport, device, wholes, progress, guard.started)
+        reports = train(options, plans, model, transport, device, progress, guard.started)
         with naming_errors(world.rank, "ending the run"):
             transport.flush(options.timeout)
             guard.end()
@@ -101,13 +100,13 @@ def _write(reports: Sequence[RankReport], options: RunOptions) -> None:
 
 def _prepare(
     options: RunOptions, world: World, pp_rank: int
-) -> tuple[torch.device, list[RankPlan], list[WholePlan], PipelineModel]:
+) -> tuple[torch.device, list[RankPlan], PipelineModel]:
     """Everything that a rank can find and check alone."""
     device = select_device(options.backend, world.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
     _require_one_plan(options)
-    plans, wholes = _plans(options, pp_rank)
+    plans = [source.rank_plan(pp_rank, options.timeout) for source in options.sources]
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
     model = options.model.build()
@@ -115,7 +114,7 @@ def _prepare(
         require_layers(model, plan.cut)
         if world.local_rank == 0:  # once per host
             warn_of_another_program(plan, options.training.program, device)
-    return device, plans, wholes, model
+    return device, plans, model
 
 
 def _share_cores(transport: ConnectedTransport) -> None:
@@ -139,7 +138,6 @@ def train(
     model: PipelineModel,
     transport: Transport,
     device: torch.device,
-    wholes: Sequence[WholePlan] = (),
     progress: CurrentProgress | None = None,
     on_started: Callable[[], None] | None = None,
 ) -> list[RankReport]:
@@ -147,18 +145,15 @@ def train(
 
     Parameters
     ----------
-    wholes
-        The whole plans, for PyTorch's runtime.
     on_started
         Called after the first step of every plan.
     """
     setting = Setting(options, device, transport, progress)
     trainings: list[Training] = []
     try:
-        for at, plan in enumerate(plans):
-            whole = wholes[at] if wholes else None
+        for plan in plans:
             label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
-            trainings.append(Training(setting, plan, model, whole, label))
+            trainings.append(Training(setting, plan, model, label))
         shared = SharedTrace(transport, options.timeout) if options.trace is not None else None
         _steps(trainings, setting, on_started)
         reports = [training.report for training in trainings]
@@ -187,14 +182,6 @@ def _steps(trainings: Sequence[Training], setting: Setting, on_started: Callable
             garbage.step_done()
     for training in trainings:
         training.end()
-
-
-def _plans(options: RunOptions, pp_rank: int) -> tuple[list[RankPlan], list[WholePlan]]:
-    """This rank's lists, and for PyTorch's runtime the whole plans."""
-    if options.runtime == "torch":
-        wholes = [source.whole(options.timeout) for source in options.sources]
-        return [whole.of_rank(pp_rank) for whole in wholes], wholes
-    return [source.rank_plan(pp_rank, options.timeout) for source in options.sources], []
 
 
 def _require_one_plan(options: RunOptions) -> None:

@@ -23,24 +23,16 @@ _NOT_OF_GROUPS = ("milestones", "_milestones", "_schedule_phases")
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """The state of one schedule, or of one optimizer without that of its parameters.
-
-    Attributes
-    ----------
-    kind
-        The class.
-    place
-        Which of the rank's schedules of the same optimizer it is; 0 for an optimizer.
-    groups
-        The names of the parameters in each group of its optimizer.
-    values
-        Its ``state_dict``.
-    """
+    """The state of one schedule, or of one optimizer without that of its parameters."""
 
     kind: str
+    """The class."""
     place: int
+    """Which of the rank's schedules of the same optimizer it is; 0 for an optimizer."""
     groups: list[list[str]]
+    """The names of the parameters in each group of its optimizer."""
     values: dict[str, Any]
+    """Its ``state_dict``."""
 
     def resumed(self, saved: Iterable[ScheduleState], refuse: Callable[[str], InvalidRun]) -> dict[str, Any]:
         """The state that this schedule has after a resume; raises the error that ``refuse`` makes.

@@ -33,25 +33,17 @@ Holders = tuple[tuple[nn.Module, str], ...]
 
 @dataclass(frozen=True, eq=False)
 class _Parameter:
-    """One parameter.
-
-    Attributes
-    ----------
-    whole
-        The original parameter. Its memory is allocated only while it is gathered.
-    storage
-        One-dimensional: ``whole``, then padding to a multiple of the replicas.
-    shard, local
-        This replica's rows, as a DTensor and as a plain tensor in the same memory.
-    width
-        Elements per replica, including padding.
-    """
+    """One parameter."""
 
     whole: nn.Parameter
+    """The original parameter. Its memory is allocated only while it is gathered."""
     storage: Tensor
+    """One-dimensional: ``whole``, then padding to a multiple of the replicas."""
     shard: nn.Parameter
     local: Tensor
+    """This replica's rows, as a DTensor and as a plain tensor in the same memory."""
     width: int
+    """Elements per replica, including padding."""
     holders: Holders
 
     def register(self, parameter: nn.Parameter) -> None:
@@ -185,24 +177,17 @@ class ShardBucket:
 
 @dataclass(eq=False)
 class Unit:
-    """The parameters that are gathered together, such as a layer's.
-
-    Attributes
-    ----------
-    stages
-        The stages that use it; several if they share a parameter.
-    unfinished
-        Those that may still add to its gradients in this step.
-    is_started, is_whole
-        Whether its gather has begun, and whether the parameters can be used.
-    """
+    """The parameters that are gathered together, such as a layer's."""
 
     name: str
     stages: frozenset[int]
+    """The stages that use it; several if they share a parameter."""
     buckets: tuple[ShardBucket, ...]
     unfinished: set[int] = field(default_factory=set)
+    """Those that may still add to its gradients in this step."""
     is_started: bool = False
     is_whole: bool = False
+    """Whether its gather has begun, and whether the parameters can be used."""
 
     def gather(self) -> None:
         """Start to make the parameters whole."""

@@ -44,21 +44,14 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class _Tie:
-    """One parameter of the model and its copies.
-
-    Attributes
-    ----------
-    ranks
-        The rank of each name; the first name is that of the first copy.
-    copies
-        Those on this rank, by name; several names may have one copy.
-    positions
-        The positions of the pipeline that have copies.
-    """
+    """One parameter of the model and its copies."""
 
     ranks: Mapping[str, int]
+    """The rank of each name; the first name is that of the first copy."""
     copies: Mapping[str, Tensor]
+    """Those on this rank, by name; several names may have one copy."""
     positions: tuple[int, ...]
+    """The positions of the pipeline that have copies."""
 
     @property
     def first(self) -> str:

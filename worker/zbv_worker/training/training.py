@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from zbv_worker.errors import InvalidRun, ModelError, naming_errors
+from zbv_worker.errors import ModelError, naming_errors
 from zbv_worker.execution.agreement import Statement, agree, agree_on_keywords
 from zbv_worker.execution.binding import keywords_of
-from zbv_worker.execution.build_stages import build_modules, build_stages
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.fetch_ahead import fetched_ahead
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import digest_of, stated_structures
 from zbv_worker.execution.step import Launched
-from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.loss_module import require_known_parameters
 from zbv_worker.model.protocol import PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.stage.split_share import SplitShare
@@ -30,8 +28,6 @@ from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import (
     Setting,
     require_compilable,
-    require_kept_activations,
-    require_plain,
 )
 from zbv_worker.training.plan_change import Swaps
 from zbv_worker.training.program_warning import warn_of_another_program
@@ -40,10 +36,6 @@ from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.reporting import Reporting
 from zbv_worker.training.ties import Ties
 from zbv_worker.training.update import Update
-
-if TYPE_CHECKING:  # it refuses versions of torch that it does not support
-    from zbv_worker.torch_runtime.executor import TorchExecutor
-
 
 _OF_UPDATE = 4
 """How many numbers :meth:`Update.settle` takes."""
@@ -54,8 +46,6 @@ class Training:
 
     Parameters
     ----------
-    whole
-        The whole plan, to run it on PyTorch's runtime; None for the worker's executor.
     label
         Prefix of the lines printed for each step.
 
@@ -75,7 +65,6 @@ class Training:
         setting: Setting,
         plan: RankPlan,
         model: PipelineModel,
-        whole: WholePlan | None = None,
         label: str = "",
     ):
         self._setting = setting
@@ -84,12 +73,11 @@ class Training:
         self._timeout = setting.run.timeout
         self._options = options = setting.run.training
         self._plan = plan
-        self._whole = whole
         self._model = model
         self._stages: dict[int, Stage] = {}
         self._launched: list[Launched] = []
         self._is_last_part = True
-        self._executor: Executor | TorchExecutor
+        self._executor: Executor
         self._loss_scale = LossScale.of(options.precision)
         self._agree()
         modules = self._build()
@@ -108,12 +96,8 @@ class Training:
             self._timeout,
             is_weighted=isinstance(model, Weighted),
         )
-        if whole is None:
-            self._walk()
-        else:
-            self._walk_on_torch(whole, modules)
+        self._walk()
         transport = setting.transport
-        is_late = isinstance(self._executor, Executor) and self._executor.is_late
         self._update = Update(
             model,
             self._gradients,
@@ -123,7 +107,7 @@ class Training:
             options.non_finite,
             setting.device,
             names={parameter: name for name, parameter in self._ties.named_parameters()},
-            is_late=is_late,
+            is_late=self._executor.is_late,
         )
         seed_generators(setting.run.model.seed, transport)
         self._checkpoints = self._make_checkpoints(modules)
@@ -132,7 +116,9 @@ class Training:
         expected = {index: stage.expected_share for index, stage in self._stages.items()}
         self._reporting.unsplit(self.first_step, expected)
         self._swaps = (
-            Swaps(transport, options.next_plan, plan, is_late=is_late) if options.next_plan else None
+            Swaps(transport, options.next_plan, plan, is_late=self._executor.is_late)
+            if options.next_plan
+            else None
         )
 
     def step(self, step: int) -> None:
@@ -246,8 +232,6 @@ class Training:
             self._ties.check(timeout)
 
     def _evaluate(self, step: int) -> None:
-        if not isinstance(self._executor, Executor):
-            raise InvalidRun("--runtime torch cannot evaluate; use --runtime zbv.")
         self._check_ties(step, f"evaluating before step {step}")
         losses = self._executor.evaluate(step)
         self._gradients.free_parameters()
@@ -272,8 +256,7 @@ class Training:
         self._agree()
         for index, stage in self._stages.items():
             stage.is_recomputed = plan.cut.recomputes(index)
-        if isinstance(self._executor, Executor):
-            self._executor.close()
+        self._executor.close()
         self._walk()
         self._reporting.plan_changed(step, plan)
         if self._rank == 0:
@@ -291,7 +274,6 @@ class Training:
             world_size=transport.world_size,
             model=run.model.fingerprint(plan.placement.n_stages, plan.cut.partition),
             backend=run.backend,
-            runtime="zbv" if self._whole is None else "torch",
             steps=run.steps,
             channels=plan.channels,
             traced=run.trace is not None,
@@ -299,17 +281,12 @@ class Training:
             options=(*self._options.common, ("shape_of", digest_of(self._stated))),
         )
         keys = agree(transport, statement, run.startup_patience)
-        if self._whole is None:
-            with naming_errors(self._rank, "opening the channels"):
-                transport.open(keys, run.startup_patience)
+        with naming_errors(self._rank, "opening the channels"):
+            transport.open(keys, run.startup_patience)
 
     def _build(self) -> dict[int, nn.Module]:
         """Build this rank's stages; returns their modules."""
         options, device = self._options, self._setting.device
-        if self._whole is not None:
-            require_plain(options, self._model)
-            require_kept_activations(self._plan)
-            return build_modules(self._model, self._plan, device)
         require_compilable(options)
         copies = options.replicas * options.parts  # the loss is a mean over the microbatches of all of them
         self._stages = build_stages(self._model, self._plan, device, replicas=copies, program=options.program)
@@ -355,19 +332,6 @@ class Training:
                 keywords=self._keywords,
                 stated=self._stated,
             ),
-        )
-
-    def _walk_on_torch(self, whole: WholePlan, modules: dict[int, nn.Module]) -> None:
-        from zbv_worker.torch_runtime.executor import TorchExecutor
-
-        self._executor = TorchExecutor(
-            whole,
-            self._plan.rank,
-            modules,
-            self._model,
-            device=self._setting.device,
-            backend=self._setting.run.backend,
-            timeout=self._timeout,
         )
 
     def _make_checkpoints(self, modules: dict[int, nn.Module]) -> Checkpoints | None:

@@ -43,25 +43,17 @@ NonFinite = Literal["fail", "skip", "continue"]
 
 @dataclass(frozen=True)
 class Updated:
-    """The outcome of an update.
-
-    Attributes
-    ----------
-    gradient_norm
-        The norm over all parameters of the model, before clipping; None if it was not needed.
-    is_skipped
-        Whether the parameters were left unchanged.
-    non_finite
-        The values that were infinite or NaN, by name (``loss``, ``gradient norm``), if this rank is the one
-        to report them. Overflows that a smaller loss scale may avoid are not included.
-    is_failed
-        Whether the run must end because of them.
-    """
+    """The outcome of an update."""
 
     gradient_norm: float | None = None
+    """The norm over all parameters of the model, before clipping; None if it was not needed."""
     is_skipped: bool = False
+    """Whether the parameters were left unchanged."""
     non_finite: tuple[tuple[str, float], ...] = ()
+    """The values that were infinite or NaN, by name (``loss``, ``gradient norm``), if this rank is the one
+    to report them. Overflows that a smaller loss scale may avoid are not included."""
     is_failed: bool = False
+    """Whether the run must end because of them."""
 
 
 class Update:

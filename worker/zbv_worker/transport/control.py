@@ -18,17 +18,12 @@ from zbv_worker.transport.world import Layout
 
 
 class ControlPlane(ABC):
-    """Control messages of one rank. Methods behave as those of :class:`Transport` with the same name.
-
-    Attributes
-    ----------
-    ranks_on_host
-        Ranks of this world that run on this host, including those of other launchers.
-    """
+    """Control messages of one rank. Methods behave as those of :class:`Transport` with the same name."""
 
     rank: int
     layout: Layout
     ranks_on_host: int
+    """Ranks of this world that run on this host, including those of other launchers."""
 
     @abstractmethod
     def gather(self, value: Any, timeout: float) -> list[Any]:

@@ -43,17 +43,12 @@ class Doing:
 
 @dataclass(frozen=True)
 class Loss:
-    """The rank that made the run fail, and why.
-
-    Attributes
-    ----------
-    is_input_wrong
-        Whether a retry with the same input is pointless.
-    """
+    """The rank that made the run fail, and why."""
 
     rank: int
     reason: str
     is_input_wrong: bool = False
+    """Whether a retry with the same input is pointless."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} lost: {self.reason}"

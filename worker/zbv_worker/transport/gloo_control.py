@@ -56,16 +56,11 @@ def _naming_the_store() -> Iterator[None]:
 
 @dataclass
 class _DefaultGroup:
-    """A default group that the worker has made.
-
-    Attributes
-    ----------
-    users
-        The number of open control planes in it.
-    """
+    """A default group that the worker has made."""
 
     group: dist.ProcessGroup | None
     users: int = 0
+    """The number of open control planes in it."""
 
 
 _MADE: list[_DefaultGroup] = []

@@ -21,17 +21,12 @@ the worker creates a group, because torch reads it then; other groups of the pro
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable, the value that the worker wants, and what it does about another one.
-
-    Attributes
-    ----------
-    wanted
-        The value to set; for ``refuse`` and ``warn`` the values that are fine in addition to absence,
-        separated by spaces; empty if none is.
-    """
+    """A variable, the value that the worker wants, and what it does about another one."""
 
     name: str
     wanted: str
+    """The value to set; for ``refuse`` and ``warn`` the values that are fine in addition to absence,
+    separated by spaces; empty if none is."""
     action: Action
     reason: str
 

@@ -116,19 +116,13 @@ class StreamReceive:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HostedReceive:
-    """A receive into host memory, then a copy to the GPU.
-
-    Attributes
-    ----------
-    arrived
-        Waits until ``host`` has the tensor.
-    buffer
-        Memory of the device from the start, as for any other receive.
-    """
+    """A receive into host memory, then a copy to the GPU."""
 
     arrived: Callable[[float], None]
+    """Waits until ``host`` has the tensor."""
     host: Tensor
     buffer: Tensor
+    """Memory of the device from the start, as for any other receive."""
     operations: Operations
 
     def wait(self, timeout: float) -> Tensor:

@@ -50,18 +50,13 @@ class HostReceive:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StagedReceive:
-    """gloo into pinned memory, then a copy to the GPU.
-
-    Attributes
-    ----------
-    free
-        The event after which the buffer may be overwritten.
-    """
+    """gloo into pinned memory, then a copy to the GPU."""
 
     work: ReceiveWork
     arrived: Tensor
     buffer: Tensor
     free: CudaEvent
+    """The event after which the buffer may be overwritten."""
     staging: Staging
 
     def wait(self, timeout: float) -> Tensor:

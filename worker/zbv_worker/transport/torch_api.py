@@ -130,19 +130,13 @@ class NcclGroup(Protocol):
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How NCCL runs one group.
-
-    Attributes
-    ----------
-    max_ctas
-        The most thread blocks of one kernel, each of which occupies a streaming multiprocessor; None for
-        NCCL's choice (up to 32).
-    is_high_priority
-        Whether kernels run on a stream of high priority, before queued kernels of the compute stream.
-    """
+    """How NCCL runs one group."""
 
     max_ctas: int | None = None
+    """The most thread blocks of one kernel, each of which occupies a streaming multiprocessor; None for
+    NCCL's choice (up to 32)."""
     is_high_priority: bool = True
+    """Whether kernels run on a stream of high priority, before queued kernels of the compute stream."""
 
 
 class NcclApi(Protocol):

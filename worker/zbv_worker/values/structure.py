@@ -88,22 +88,16 @@ class Constant:
 
 @dataclass(frozen=True)
 class Container:
-    """A container in a tree.
-
-    Attributes
-    ----------
-    keys
-        Of a dict, its keys in order; otherwise empty.
-    named
-        Of a named tuple, ``MODULE:CLASS``; otherwise empty.
-    """
+    """A container in a tree."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     kind: Literal["dict", "list", "tuple"]
     children: tuple[Node, ...]
     keys: tuple[str, ...] = ()
+    """Of a dict, its keys in order; otherwise empty."""
     named: str = ""
+    """Of a named tuple, ``MODULE:CLASS``; otherwise empty."""
 
 
 Node = Annotated["TensorPlace | Constant | Container", Field(discriminator="kind")]
@@ -111,20 +105,14 @@ Node = Annotated["TensorPlace | Constant | Container", Field(discriminator="kind
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of a value.
-
-    Attributes
-    ----------
-    specs
-        The value's tensors, in the order of the tree.
-    has_gradient
-        For each tensor, whether a gradient comes back for it. For a value that is one tensor of
-        :data:`FLOATS` always; otherwise for those that require a gradient.
-    """
+    """The structure of a value."""
 
     tree: TensorPlace | Constant | Container
     specs: tuple[TensorSpec, ...]
+    """The value's tensors, in the order of the tree."""
     has_gradient: tuple[bool, ...]
+    """For each tensor, whether a gradient comes back for it. For a value that is one tensor of
+    :data:`FLOATS` always; otherwise for those that require a gradient."""
 
     @classmethod
     def of(cls, value: Any) -> Structure:

@@ -38,19 +38,13 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True)
 class AskedList:
-    """The query of a list, and the addresses of the neighbouring pages.
-
-    Attributes
-    ----------
-    values
-        The non-empty parameters of the address by name.
-    newer, older
-        Addresses of the neighbouring pages, without the prefix of a proxy; None if there is none.
-    """
+    """The query of a list, and the addresses of the neighbouring pages."""
 
     values: Mapping[str, Sequence[str]]
+    """The non-empty parameters of the address by name."""
     newer: str | None
     older: str | None
+    """Addresses of the neighbouring pages, without the prefix of a proxy; None if there is none."""
 
     def one(self, name: str) -> str:
         """The value of a parameter; empty if it is missing."""

@@ -17,20 +17,12 @@ from zbv_service.pages.views.words import placement_name, shape_of
 
 @dataclass(frozen=True)
 class PointRow:
-    """A row of the table.
-
-    Attributes
-    ----------
-    at
-        The limit in the unit of the chart.
-    limit
-        The limit of every rank; empty if ``at`` already is.
-    cut
-        How the best plan divides its layers; empty if all plans have the same cut.
-    """
+    """A row of the table."""
 
     at: str
+    """The limit in the unit of the chart."""
     limit: str
+    """The limit of every rank; empty if ``at`` already is."""
     value: str
     bound: str
     gap: str
@@ -39,6 +31,7 @@ class PointRow:
     plan_name: str
     needs: str
     cut: str
+    """How the best plan divides its layers; empty if all plans have the same cut."""
     is_own: bool
     state: str
     says: str
@@ -47,37 +40,27 @@ class PointRow:
 
 @dataclass(frozen=True)
 class FrontierView:
-    """The content of the page.
-
-    Attributes
-    ----------
-    picture
-        None if the problem has no memory costs.
-    baselines
-        Name, memory and objective of the classical schedules.
-    missing, open, improvable
-        The number of limits to search, being searched, and searched without a proof.
-    has_own_cuts
-        Whether every limit has its own cut.
-    has_fixed_cut
-        Whether the problem fixed the cut of the layers, so that all limits share it.
-    efforts
-        The efforts that the service accepts.
-    """
+    """The content of the page."""
 
     plan_id: str
     title: str
     objective: str
     unit: str
     has_own_cuts: bool
+    """Whether every limit has its own cut."""
     has_fixed_cut: bool
+    """Whether the problem fixed the cut of the layers, so that all limits share it."""
     efforts: tuple[str, ...]
+    """The efforts that the service accepts."""
     picture: Picture | None = None
+    """None if the problem has no memory costs."""
     rows: tuple[PointRow, ...] = ()
     baselines: tuple[tuple[str, str, str], ...] = ()
+    """Name, memory and objective of the classical schedules."""
     missing: int = 0
     open: int = 0
     improvable: int = 0
+    """The number of limits to search, being searched, and searched without a proof."""
     has_bounds: bool = True
 
 

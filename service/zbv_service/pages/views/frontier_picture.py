@@ -28,19 +28,13 @@ _X_TICKS, _Y_TICKS = 8, 6
 
 @dataclass(frozen=True)
 class Axis:
-    """The memory axis: fractions of 1F1B's memory, or amounts if every limit has its own cut.
-
-    Attributes
-    ----------
-    last
-        The last limit.
-    units
-        The units of the amounts; None for fractions.
-    """
+    """The memory axis: fractions of 1F1B's memory, or amounts if every limit has its own cut."""
 
     begin: float
     last: float
+    """The last limit."""
     units: Units | None
+    """The units of the amounts; None for fractions."""
 
     @classmethod
     def of(cls, found: Frontier) -> Axis:

@@ -18,50 +18,34 @@ _LEAST_ROWS = 110
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """A schedule laid out in time.
-
-    Attributes
-    ----------
-    problem
-        Gives the placement and costs of the actions.
-    url
-        The address of the packed actions (:mod:`zbv_solver.export.timeline_data`); if None, the page contains
-        them.
-    is_measured
-        Whether the times were measured.
-    idle
-        The idle share of each rank, (p,), shown next to its row.
-    """
+    """A schedule laid out in time."""
 
     title: str
     line: Timeline
     problem: Problem
+    """Gives the placement and costs of the actions."""
     url: str | None = None
+    """The address of the packed actions (:mod:`zbv_solver.export.timeline_data`); if None, the page
+    contains them."""
     is_measured: bool = False
+    """Whether the times were measured."""
     idle: tuple[float, ...] = ()
+    """The idle share of each rank, (p,), shown next to its row."""
 
 
 @dataclass(frozen=True)
 class LanesView:
-    """What the template needs.
-
-    Attributes
-    ----------
-    data
-        JSON for the script: facts and actions of every lane.
-    canvases
-        One per lane, from top to bottom.
-    legend
-        The letters that occur, with their names.
-    has_bars
-        Whether every action is drawn one by one from the start.
-    """
+    """What the template needs."""
 
     data: Markup
+    """JSON for the script: facts and actions of every lane."""
     canvases: tuple[report.GanttCanvas, ...]
+    """One per lane, from top to bottom."""
     legend: tuple[tuple[str, str], ...]
+    """The letters that occur, with their names."""
     chunked: bool
     has_bars: bool
+    """Whether every action is drawn one by one from the start."""
 
 
 def lanes_view(lanes: Sequence[Lane], unit: str) -> LanesView:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, get_args
 
+from zbv_models.estimate.config_parallel import Optimizer, PrecisionName
+from zbv_models.estimate.presets import preset, preset_names
+from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.estimate.config_parallel import Optimizer, PrecisionName
-from zbv_solver.estimate.presets import preset, preset_names
-from zbv_solver.layouts.layout import Order, Recompute
 from zbv_solver.problem.layer_letters import Recomputed
 
 NUMBERS = ("global_batch", "sequence_length", "prediction_layers", "top")
@@ -54,18 +54,12 @@ DEFAULTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class LayoutForm:
-    """The form as text.
-
-    Attributes
-    ----------
-    values
-        By the name of the field; absent fields are empty.
-    issues
-        What is wrong: the place, and a sentence.
-    """
+    """The form as text."""
 
     values: Mapping[str, str] = field(default_factory=lambda: DEFAULTS)
+    """By the name of the field; absent fields are empty."""
     issues: tuple[tuple[str, str], ...] = ()
+    """What is wrong: the place, and a sentence."""
 
     @classmethod
     def parse(cls, fields: Mapping[str, Sequence[str]]) -> LayoutForm:

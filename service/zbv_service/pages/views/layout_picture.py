@@ -37,32 +37,23 @@ class LayoutMark:
 
 @dataclass(frozen=True)
 class LayoutPicture:
-    """The picture.
-
-    Attributes
-    ----------
-    memory
-        The position of a device's memory.
-    bound
-        The position of the bound for all layouts; None if it is below the picture.
-    slower, too_large
-        SVG paths of dots.
-    counts
-        How many layouts were planned, are slower, and do not fit.
-    outside
-        How many are outside the picture.
-    """
+    """The picture."""
 
     summary: str
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     memory: float
+    """The position of a device's memory."""
     bound: float | None
+    """The position of the bound for all layouts; None if it is below the picture."""
     slower: str
     too_large: str
+    """SVG paths of dots."""
     marks: tuple[LayoutMark, ...]
     counts: tuple[int, int, int]
+    """How many layouts were planned, are slower, and do not fit."""
     outside: int
+    """How many are outside the picture."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zbv_models.layouts.cluster import parse_cluster
 from zbv_solver.export import quantities
-from zbv_solver.layouts.cluster import parse_cluster
 
 from zbv_service.pages.views.layout_picture import LayoutPicture, layout_picture
 from zbv_service.pages.views.shapes import Box, percent

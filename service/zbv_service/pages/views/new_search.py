@@ -35,25 +35,17 @@ class Preset:
 
 @dataclass(frozen=True)
 class Start:
-    """The initial content of the form.
-
-    Attributes
-    ----------
-    problem, options
-        Documents in the format of ``/v1/searches``.
-    limit_fraction
-        The limit as a fraction of 1F1B's memory; replaces the problem's limit.
-    note
-        Where the content comes from, or why it could not be loaded.
-    preset
-        The name of the preset, if it is one.
-    """
+    """The initial content of the form."""
 
     problem: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
+    """Documents in the format of ``/v1/searches``."""
     limit_fraction: float | None = None
+    """The limit as a fraction of 1F1B's memory; replaces the problem's limit."""
     note: str = ""
+    """Where the content comes from, or why it could not be loaded."""
     preset: str = ""
+    """The name of the preset, if it is one."""
 
 
 @cache

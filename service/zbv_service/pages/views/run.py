@@ -49,35 +49,26 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunView:
-    """The content of the page.
-
-    Attributes
-    ----------
-    step
-        The step that all ranks have reached.
-    share
-        The completed share of the steps, from 0 to 1; None for a script, whose number of steps is unknown.
-    gain
-        The gain of the plan that is better with the measured costs; empty if there is none.
-    earlier
-        Failures before the last one.
-    options
-        Options of the run, as terms and values.
-    """
+    """The content of the page."""
 
     is_open: bool
     step: int | None
+    """The step that all ranks have reached."""
     share: float | None
+    """The completed share of the steps, from 0 to 1; None for a script, whose number of steps is unknown."""
     facts: tuple[Card, ...]
     steps: StepChart | None
     losses: LossChart | None
     ranks: tuple[RankRow, ...]
     gain: str
+    """The gain of the plan that is better with the measured costs; empty if there is none."""
     failures: tuple[Failure, ...]
     earlier: tuple[Failure, ...]
+    """Failures before the last one."""
     generations: tuple[int, ...]
     has_traces: bool
     options: tuple[tuple[str, str], ...]
+    """Options of the run, as terms and values."""
 
 
 def run_view(

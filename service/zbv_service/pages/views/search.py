@@ -38,43 +38,32 @@ class Shortage:
 
 @dataclass(frozen=True)
 class SearchView:
-    """The content of the page, as texts.
-
-    Attributes
-    ----------
-    seconds
-        From the first start of the search until now or its end; None if it never started.
-    method, details
-        The method that found the best plan, and its parameters.
-    optimal
-        Whether the plan is proved to be optimal.
-    shortages, hidden_shortages
-        Groups of ranks whose memory limit no plan fits, and the number of groups that are not listed.
-    fraction
-        The smallest feasible limit as a fraction of 1F1B's memory; empty if there is none.
-    model
-        The model's layers, if the problem has any.
-    every_cut
-        Whether the search divides the layers, so that the bound holds for every cut.
-    """
+    """The content of the page, as texts."""
 
     title: str
     subtitle: str
     is_open: bool
     seconds: float | None
+    """From the first start of the search until now or its end; None if it never started."""
     best: str
     bound: str
     gap: str
     method: str
     details: str
+    """The method that found the best plan, and its parameters."""
     optimal: bool
+    """Whether the plan is proved to be optimal."""
     shortages: tuple[Shortage, ...]
     hidden_shortages: int
+    """Groups of ranks whose memory limit no plan fits, and the number of groups that are not listed."""
     fraction: str
+    """The smallest feasible limit as a fraction of 1F1B's memory; empty if there is none."""
     facts: tuple[tuple[str, str], ...]
     model: Model | None
+    """The model's layers, if the problem has any."""
     units: Units
     every_cut: bool
+    """Whether the search divides the layers, so that the bound holds for every cut."""
 
 
 def search_view(record: SearchRecord, problem: Question, now: datetime | None = None) -> SearchView:

@@ -38,23 +38,16 @@ NEGLIGIBLE = 0.01
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that differs from the plan.
-
-    Attributes
-    ----------
-    rank, letter
-        The rank and the letter of the actions; None for all.
-    ratio
-        Measured over planned time; None if no time is planned.
-    effect
-        How much longer the step takes if nothing else differs from the plan, in the plan's unit.
-    """
+    """Something that differs from the plan."""
 
     kind: CauseKind
     rank: int | None
     letter: str | None
+    """The rank and the letter of the actions; None for all."""
     ratio: float | None
+    """Measured over planned time; None if no time is planned."""
     effect: float
+    """How much longer the step takes if nothing else differs from the plan, in the plan's unit."""
 
 
 @dataclass(frozen=True)

@@ -23,44 +23,31 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """One step of one replica, in the flat order of its plan's n actions.
-
-    Attributes
-    ----------
-    turned, start, end
-        (n,) float64: when the rank began to wait for the action's input, had it, and finished the action. 0
-        is the earliest start of any rank; nan for ranks that sent nothing.
-    ranks
-        The pipeline ranks that sent the step, ascending.
-    uncertainty
-        The largest error when times of different ranks are compared.
-    """
+    """One step of one replica, in the flat order of its plan's n actions."""
 
     step: int
     replica: int
     turned: FloatArray
     start: FloatArray
     end: FloatArray
+    """(n,) float64: when the rank began to wait for the action's input, had it, and finished the action. 0
+    is the earliest start of any rank; nan for ranks that sent nothing."""
     ranks: tuple[int, ...]
+    """The pipeline ranks that sent the step, ascending."""
     uncertainty: float
+    """The largest error when times of different ranks are compared."""
     loss: float | None = None
 
 
 @dataclass(frozen=True)
 class ClockConflict:
-    """Inputs that arrived before they were computed, by more than the uncertainty of the clocks.
-
-    Attributes
-    ----------
-    inputs
-        Number of inputs from other ranks; ``count`` of them arrived too early.
-    worst
-        The largest contradiction, in the plan's unit.
-    """
+    """Inputs that arrived before they were computed, by more than the uncertainty of the clocks."""
 
     count: int
     inputs: int
+    """Number of inputs from other ranks; ``count`` of them arrived too early."""
     worst: float
+    """The largest contradiction, in the plan's unit."""
 
 
 def nanoseconds_of_unit(plan: Plan, traces: Sequence[RankTrace]) -> tuple[float, bool]:

@@ -20,7 +20,7 @@ from zbv_service.records.searches import Claim, Outcome, Refusal
 from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
 
 if TYPE_CHECKING:
-    from zbv_solver.layouts.progress import LayoutProgress
+    from zbv_models.layouts.progress import LayoutProgress
     from zbv_solver.search.search import Progress
 
 CONNECT_SECONDS = 10.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zbv_solver.layouts.executor_rules import FREE
-from zbv_solver.layouts.progress import Ends, LayoutProgress
+from zbv_models.layouts.executor_rules import FREE
+from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.search.options import SearchOptions
 
@@ -30,10 +30,10 @@ def rank_layouts(
     """
     ends = Ends(is_stopped, claim.options["time_limit"])
     asked = LayoutRequest.model_validate(unpack(claim.problem))
-    from zbv_solver.layouts.answer import ranking_json  # late: these load the kernels
-    from zbv_solver.layouts.executor_layouts import executor_layouts
-    from zbv_solver.layouts.search import best_layouts
-    from zbv_solver.layouts.sensitivity import outcomes
+    from zbv_models.layouts.answer import ranking_json  # late: these load the kernels
+    from zbv_models.layouts.executor_layouts import executor_layouts
+    from zbv_models.layouts.search import best_layouts
+    from zbv_models.layouts.sensitivity import outcomes
 
     request, effort = read_layouts(asked), claim.options["effort"]
     workers = claim.options["workers"]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from zbv_models.layouts.progress import LayoutProgress
 from zbv_solver.errors import ContradictedBound, InvalidPlan
-from zbv_solver.layouts.progress import LayoutProgress
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
@@ -42,15 +42,10 @@ cancelled.
 
 
 class Reporter(Protocol):
-    """Connects a search to the service that started it.
-
-    Attributes
-    ----------
-    refusal
-        Set if the search could not use its stored incumbent; every report carries it.
-    """
+    """Connects a search to the service that started it."""
 
     refusal: Refusal | None
+    """Set if the search could not use its stored incumbent; every report carries it."""
 
     def report(self, progress: Progress | LayoutProgress) -> None:
         """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""

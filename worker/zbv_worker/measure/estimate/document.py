@@ -18,22 +18,15 @@ from zbv_worker.measure.stage_memory import StageMemory, received_bytes
 
 @dataclass(frozen=True)
 class Scale:
-    """Converts operations and bytes to times.
-
-    Attributes
-    ----------
-    teraflops
-        Operations per second that a device achieves, in 10^12; None if unknown: times are then numbers of
-        operations.
-    latency
-        Latency of a transfer, in us.
-    bandwidth
-        Bandwidth of a transfer, in 10^9 bytes per second; None if transfers take only the latency.
-    """
+    """Converts operations and bytes to times."""
 
     teraflops: float | None = None
+    """Operations per second that a device achieves, in 10^12; None if unknown: times are then numbers of
+    operations."""
     latency: float = 0.0
+    """Latency of a transfer, in us."""
     bandwidth: float | None = None
+    """Bandwidth of a transfer, in 10^9 bytes per second; None if transfers take only the latency."""
 
     @property
     def unit(self) -> str:

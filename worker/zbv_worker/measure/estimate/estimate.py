@@ -50,27 +50,19 @@ class Walked:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A stage or a layer.
-
-    Attributes
-    ----------
-    parameters
-        The number of parameters.
-    static
-        Bytes that are held all the time; ``workspace`` and ``receives`` are 0.
-    input_bytes, output_bytes
-        Bytes of one microbatch. The last output is the loss.
-    recomputed
-        Memory and operations with recomputed activations; for layers only.
-    """
+    """A stage or a layer."""
 
     name: str
     parameters: int
+    """The number of parameters."""
     static: StaticBytes
+    """Bytes that are held all the time; ``workspace`` and ``receives`` are 0."""
     input_bytes: int
     output_bytes: int
+    """Bytes of one microbatch. The last output is the loss."""
     kept: Walked
     recomputed: Walked | None
+    """Memory and operations with recomputed activations; for layers only."""
 
 
 def estimate_stages(model: PipelineModel, n_stages: int, program: Program = PLAIN) -> Iterator[Estimate]:

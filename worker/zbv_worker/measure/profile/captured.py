@@ -20,24 +20,17 @@ from zbv_worker.values.packing import copied, zero_gradient
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A stage with the tensors that it is measured on.
-
-    Attributes
-    ----------
-    target
-        Given for the last stage only.
-    gradient
-        The gradient of the output; None for the last stage.
-    keywords
-        The keyword arguments of the microbatch, if the stage takes any.
-    """
+    """A stage with the tensors that it is measured on."""
 
     stage: Stage
     input: Any
     target: Any
+    """Given for the last stage only."""
     gradient: Gradient | None
+    """The gradient of the output; None for the last stage."""
     output: Any
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    """The keyword arguments of the microbatch, if the stage takes any."""
 
 
 def capture(stage: Stage) -> Callable[[], Captured]:

@@ -30,35 +30,25 @@ PROGRESS_MARK = "measured"
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to measure.
-
-    Attributes
-    ----------
-    repeats
-        Rounds to measure after the warm-up; the problem uses the median.
-    by_layer
-        Whether to measure the model's layers one by one, instead of its stages.
-    recompute
-        Whether to measure every layer with recomputation as well; needs ``by_layer``.
-    program
-        The program to measure: that of the run.
-    memory_limit_fraction
-        Sets each rank's limit to its static memory plus this fraction of the activations that 1F1B holds on
-        its fullest rank. None for no limit.
-    timeout
-        Seconds that a rank waits for another.
-    """
+    """What to measure."""
 
     model: ModelSpec
     pp_degree: int
     microbatches: int
     repeats: int = 10
+    """Rounds to measure after the warm-up; the problem uses the median."""
     by_layer: bool = False
+    """Whether to measure the model's layers one by one, instead of its stages."""
     recompute: bool = False
+    """Whether to measure every layer with recomputation as well; needs ``by_layer``."""
     backend: Backend = "gloo"
     memory_limit_fraction: float | None = None
+    """Sets each rank's limit to its static memory plus this fraction of the activations that 1F1B holds on
+    its fullest rank. None for no limit."""
     program: Program = PLAIN
+    """The program to measure: that of the run."""
     timeout: float = 120.0
+    """Seconds that a rank waits for another."""
 
 
 ACTION_TIMES = ("forward", "backward_input", "backward_weight", "backward")
@@ -90,21 +80,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Times and memory of one stage or layer; memory in bytes.
-
-    Attributes
-    ----------
-    stage
-        The stage's index; for a layer, its index in the model.
-    held_after_forward, held_after_input, held_after_weight
-        Memory held per microbatch after F, I and W.
-    workspace
-        The largest temporary memory of F, I, W and B.
-    split
-        The share of the weight gradients that W computes; None without trainable parameters.
-    """
+    """Times and memory of one stage or layer; memory in bytes."""
 
     stage: int
+    """The stage's index; for a layer, its index in the model."""
     forward: Spread
     backward_input: Spread
     backward_weight: Spread
@@ -112,8 +91,11 @@ class StageProfile:
     held_after_forward: int
     held_after_input: int
     held_after_weight: int = 0
+    """Memory held per microbatch after F, I and W."""
     workspace: int = 0
+    """The largest temporary memory of F, I, W and B."""
     split: SplitShare | None = None
+    """The share of the weight gradients that W computes; None without trainable parameters."""
 
     @property
     def costs(self) -> tuple[dict[str, float], StageMemory]:
@@ -153,26 +135,18 @@ class StageProfile:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer, measured as if it were a stage.
-
-    Attributes
-    ----------
-    recomputed
-        Times and memory with recomputed activations; None if that was not measured.
-    static
-        Static memory of the layer; ``receives`` and ``workspace`` are 0.
-    output_bytes
-        Size of one microbatch's output; for the last layer, of the loss.
-    update
-        Time of the optimizer's step; None without trainable parameters.
-    """
+    """One layer, measured as if it were a stage."""
 
     name: str
     kept: StageProfile
     recomputed: StageProfile | None
+    """Times and memory with recomputed activations; None if that was not measured."""
     static: StaticBytes
+    """Static memory of the layer; ``receives`` and ``workspace`` are 0."""
     output_bytes: int
+    """Size of one microbatch's output; for the last layer, of the loss."""
     update: Spread | None = None
+    """Time of the optimizer's step; None without trainable parameters."""
 
 
 @dataclass(frozen=True)
@@ -202,15 +176,11 @@ class ReductionProfile:
     """Measured all-reduces of a number of ranks, and a line fitted through them.
 
     Latency is in seconds, bandwidth in bytes per second that a rank sends: 2 (n - 1) / n of the tensor.
-
-    Attributes
-    ----------
-    is_sharded
-        Whether it is a reduce-scatter and an all-gather instead, which together send as much.
     """
 
     ranks: int
     is_sharded: bool
+    """Whether it is a reduce-scatter and an all-gather instead, which together send as much."""
     samples: tuple[LinkSample, ...]
     latency: float
     bandwidth: float | None
@@ -218,35 +188,24 @@ class ReductionProfile:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """The measurements of one rank.
-
-    Attributes
-    ----------
-    stages
-        Empty if layers were measured.
-    static
-        Memory that the rank held all the time.
-    p2p
-        One-way times in seconds, by boundary, for the boundaries that this rank timed.
-    links
-        The links that this rank timed.
-    program
-        The measured program, from :meth:`~zbv_worker.stage.program.Program.described`.
-    input_shape
-        Shape of the model's input, if it is one tensor and this rank has the first layer.
-    reductions
-        Empty if stages were measured.
-    """
+    """The measurements of one rank."""
 
     rank: int
     stages: tuple[StageProfile, ...]
+    """Empty if layers were measured."""
     static: StaticBytes
+    """Memory that the rank held all the time."""
     p2p: dict[int, Spread]
+    """One-way times in seconds, by boundary, for the boundaries that this rank timed."""
     links: tuple[LinkProfile, ...] = ()
+    """The links that this rank timed."""
     layers: tuple[LayerProfile, ...] = ()
     program: dict[str, str] = field(default_factory=dict)
+    """The measured program, from :meth:`~zbv_worker.stage.program.Program.described`."""
     input_shape: tuple[int, ...] = ()
+    """Shape of the model's input, if it is one tensor and this rank has the first layer."""
     reductions: tuple[ReductionProfile, ...] = ()
+    """Empty if stages were measured."""
 
 
 _RANK_PROFILE = TypeAdapter(RankProfile)

@@ -37,24 +37,17 @@ class CpuUse(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's step in seconds; medians over the steps.
-
-    Attributes
-    ----------
-    busy, planned_busy
-        Time in actions.
-    waiting, planned_waiting
-        Time of waiting for other ranks.
-    between
-        Time from the end of an action until the rank turns to the next: the executor's own time.
-    """
+    """One rank's step in seconds; medians over the steps."""
 
     rank: int
     busy: float
     planned_busy: float
+    """Time in actions."""
     waiting: float
     planned_waiting: float
+    """Time of waiting for other ranks."""
     between: float
+    """Time from the end of an action until the rank turns to the next: the executor's own time."""
 
     @property
     def unplanned_waiting(self) -> float:
@@ -81,51 +74,37 @@ class Link:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Measured steps in a simulation, with the same durations and latencies but without any overhead.
-
-    Attributes
-    ----------
-    jitter
-        The jitter's document.
-    steps
-        Seconds.
-    """
+    """Measured steps in a simulation, with the same durations and latencies but without any overhead."""
 
     jitter: Mapping[str, Any]
+    """The jitter's document."""
     seed: int
     steps: tuple[float, ...]
+    """Seconds."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A rehearsal's result; times in seconds.
-
-    Attributes
-    ----------
-    planned, measured
-        The length of a step: span or makespan, according to ``objective``. ``measured`` is the median of
-        ``steps``.
-    cpu_thread, cpu_process
-        CPU time per action without the sleeps, of the executor's thread and of its process including the
-        transport's threads; the mean over the ranks.
-    clock_uncertainty
-        The largest error between times of different ranks.
-    simulated
-        What the steps would take without any overhead, if durations varied.
-    """
+    """A rehearsal's result; times in seconds."""
 
     plan_id: str
     objective: str
     planned: float
     measured: float
+    """The length of a step: span or makespan, according to ``objective``. ``measured`` is the median of
+    ``steps``."""
     steps: tuple[float, ...]
     actions: int
     ranks: tuple[RankTimes, ...]
     links: tuple[Link, ...]
     cpu_thread: float
     cpu_process: float
+    """CPU time per action without the sleeps, of the executor's thread and of its process including the
+    transport's threads; the mean over the ranks."""
     clock_uncertainty: float
+    """The largest error between times of different ranks."""
     simulated: Simulated | None = None
+    """What the steps would take without any overhead, if durations varied."""
 
     @property
     def ratio(self) -> float:

@@ -58,33 +58,23 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RehearseOptions:
-    """How to rehearse a plan.
-
-    Attributes
-    ----------
-    steps
-        Steps to measure, after one warm-up step.
-    scale
-        Seconds per time unit of the plan; None for the unit in the problem's ``units``.
-    transfer_bytes
-        Size of every tensor between ranks.
-    timeout
-        Seconds that a rank waits for any one tensor, and for the other ranks before the first step and after
-        the last.
-    trace
-        Where to write the merged trace.
-    delays
-        By how much durations and latencies vary; None for the planned durations, with real latencies.
-    """
+    """How to rehearse a plan."""
 
     source: PlanSource
     steps: int = DEFAULT_STEPS
+    """Steps to measure, after one warm-up step."""
     scale: float | None = None
+    """Seconds per time unit of the plan; None for the unit in the problem's ``units``."""
     transfer_bytes: int = DEFAULT_BYTES
+    """Size of every tensor between ranks."""
     timeout: float = 120.0
+    """Seconds that a rank waits for any one tensor, and for the other ranks before the first step and
+    after the last."""
     look_ahead: int = DEFAULT_LOOK_AHEAD
     trace: Path | None = None
+    """Where to write the merged trace."""
     delays: Delays | None = None
+    """By how much durations and latencies vary; None for the planned durations, with real latencies."""
 
     def seconds_per_unit(self, plan: WholePlan) -> float:
         """The scale: as given, else of the problem's unit, else one that makes actions 10 ms long."""

@@ -32,7 +32,7 @@ from zbv_service.records.searches import Claim, Outcome, Refusal, Update
 from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
 
 if TYPE_CHECKING:
-    from zbv_solver.layouts.progress import LayoutProgress
+    from zbv_models.layouts.progress import LayoutProgress
     from zbv_solver.search.search import Progress
 
 _PACKAGES = ("numpy", "numba", "ortools", "distributed")
@@ -70,18 +70,12 @@ class OutOfMemory(Abandoned):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The service's request to one of its searches.
-
-    Attributes
-    ----------
-    stop
-        Whether the search should return its best plan.
-    seen
-        The number of the newest report that the service has received.
-    """
+    """The service's request to one of its searches."""
 
     stop: bool
+    """Whether the search should return its best plan."""
     seen: int
+    """The number of the newest report that the service has received."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +88,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Held:
-    """The answer of a worker.
-
-    Attributes
-    ----------
-    searches
-        The searches of the polling service, by token.
-    others
-        The number of other running searches: of other services, and those that their service has given up.
-    is_leaving
-        Whether the worker is ending and takes no more searches.
-    """
+    """The answer of a worker."""
 
     searches: dict[str, Found]
+    """The searches of the polling service, by token."""
     others: int
+    """The number of other running searches: of other services, and those that their service has given up."""
     is_leaving: bool
+    """Whether the worker is ending and takes no more searches."""
 
 
 class Mailbox:

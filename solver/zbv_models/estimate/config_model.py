@@ -1,0 +1,230 @@
+"""The section ``model`` of a configuration."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from zbv_models.estimate.config_fields import Amount, ConfigSection, Count, Flag, Rate, Size, Total
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+LAYER = r"[BMWI*E-]|\([MWI*][E-]\)"
+Pattern = Annotated[str, Field(strict=True, pattern=rf"^(?:{LAYER})+$")]
+"""A layer per letter, or per pair of letters in parentheses."""
+
+
+class GivenCostsConfig(ConfigSection):
+    """Costs per token of a layer for which zbv has no formula, on one device without parallelism."""
+
+    parameters: Total = Field(description="number of parameters")
+    flops: Amount = Field(description="of its products with weights in F; as many in I and in W")
+    core_flops: Amount = Field(0.0, description="other operations in F; twice as many in I")
+    memory_traffic: Amount = Field(0.0, description="bytes in F; twice as many in I")
+    after_forward: Amount = Field(0.0, description="bytes that are kept after F")
+    after_input: Amount = Field(0.0, description="bytes that are kept after I")
+
+
+class VisionConfig(ConfigSection):
+    """A ViT in front of the model."""
+
+    hidden: Size = Field(description="width of its residual stream")
+    layers: Size = Field(description="its blocks")
+    heads: Size = Field(description="its heads")
+    ffn: Size | None = Field(None, description="width of its MLPs; null: 4 hidden")
+    gated: Flag = Field(False, description="its MLPs have a gate")
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="the two norms of a block")
+    bias: Flag = Field(True, description="its linear layers have biases")
+    positions: Literal["learned", "rotary", "both", "none"] = Field(
+        "learned", description="of patches; both: learned ones and rotation"
+    )
+    patches: Size = Field(description="patches per image")
+    patch_values: Size = Field(588, description="values of a patch; 588 is 14 x 14 pixels in colour")
+    merged: Size = Field(1, description="patches that become one token of the model")
+    pooled: Flag = Field(False, description="merged patches are averaged; false: joined")
+    projector: tuple[Size, ...] | None = Field(
+        None, description="widths between the projector's matrices; null: one of the model's width"
+    )
+    projector_gated: Flag = Field(False, description="the projector's last matrix but one has a gate")
+    projectors: Size = Field(1, description="projectors, of the last block and of others")
+    window: Size | None = Field(
+        None, description="patches of a piece of the image, within which patches attend; null: all"
+    )
+    full_attention: tuple[Count, ...] = Field(
+        (), description="blocks that attend to all patches in spite of a window, counted from 0"
+    )
+    images: Size = Field(1, description="images per sequence")
+
+
+class ModelConfig(ConfigSection):
+    """A decoder-only transformer, and the size of its microbatches.
+
+    Widths are those of the whole model, before tensor parallelism divides them (:class:`ParallelConfig`).
+    """
+
+    hidden: Size = Field(description="width of the residual stream, h")
+    layers: Size = Field(description="transformer blocks, L")
+    heads: Size = Field(description="query heads, a")
+    kv_heads: Size | None = Field(None, description="key and value heads; null: as many as query heads")
+    head_dim: Size | None = Field(None, description="width of a head; null: hidden / heads")
+    q_lora_rank: Size | None = Field(
+        None, description="latent attention: width of the queries' latent vector"
+    )
+    kv_lora_rank: Size | None = Field(None, description="latent attention: that of keys and values")
+    qk_nope_head_dim: Size | None = Field(
+        None, description="latent attention: width of a key without rotation"
+    )
+    qk_rope_head_dim: Size | None = Field(None, description="latent attention: width of a key's rotated part")
+    v_head_dim: Size | None = Field(None, description="latent attention: width of a head's values")
+    window: Size | None = Field(None, description="tokens that a query attends to; null: all")
+    chunked: Flag = Field(
+        False, description="the window is a piece of the sequence, within which queries attend"
+    )
+    full_attention_every: Size | None = Field(
+        None, description="every n-th block has no window; null: all blocks have it"
+    )
+    index_heads: Size | None = Field(
+        None, description="heads of an indexer that chooses the tokens of the window; null: the nearest ones"
+    )
+    index_dim: Size | None = Field(None, description="width of a head of the indexer")
+    output_gate: Flag = Field(
+        False, description="a product with the block's input scales what attention gives"
+    )
+    ffn: Size | None = Field(None, description="width of the MLP between its matrices; null: 4 hidden")
+    gated: Flag = Field(False, description="MLP with a gate: three matrices, as in SwiGLU")
+    experts: Size | None = Field(None, description="routed experts of a block; null: blocks have an MLP")
+    experts_per_token: Size | None = Field(None, description="experts that a token is sent to")
+    expert_ffn: Size | None = Field(None, description="width of an expert between its matrices; null: ffn")
+    expert_hidden: Size | None = Field(
+        None, description="width of the latent vector that experts compute with; null: hidden"
+    )
+    shared_expert_ffn: Size | None = Field(
+        None, description="width of all shared experts; null: there are none"
+    )
+    shared_expert_gate: Flag = Field(False, description="a product with the token scales their output")
+    expert_nodes: Size | None = Field(None, description="most nodes that a token is sent to; null: no limit")
+    capacity_factor: Rate | None = Field(
+        None, description="factor of the balanced load that an expert computes; null: no token is dropped"
+    )
+    dense_layers: Count = Field(0, description="first blocks that have an MLP instead of experts")
+    expert_every: Size = Field(1, description="every n-th block has experts, the others an MLP")
+    pattern: Pattern | None = Field(
+        None,
+        description="a letter per layer: B block, M state space, * attention, W attention with the window, "
+        "I with the indexer, - MLP, E experts; a block of two as in (WE)",
+    )
+    state_space: GivenCostsConfig | None = Field(None, description="costs of a layer M of the pattern")
+    prediction_layers: Count = Field(0, description="modules of multi-token prediction")
+    prediction_pattern: Pattern | None = Field(
+        None, description="layers of such a module, as in pattern; null: one like the last"
+    )
+    vision: VisionConfig | None = Field(None, description="vision encoder in front")
+    vocabulary: Size = Field(description="tokens of the vocabulary, as padded, V")
+    tied_embeddings: Flag = Field(False, description="the head has the weights of the embedding")
+    sequence: Size = Field(description="tokens per sequence, s")
+    microbatch_size: Size = Field(1, description="sequences per microbatch, b")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="type of activations")
+    product_dtype: Literal["bfloat16", "float16", "float32", "fp8", "fp4"] | None = Field(
+        None, description="type of the operands of the blocks' linear layers; null: as dtype"
+    )
+    attention: Literal["flash", "plain"] = Field(
+        "flash",
+        description="flash keeps no scores; plain keeps them, for softmax and the product with values",
+    )
+    causal: Flag = Field(True, description="flash leaves out the half of the scores that is masked")
+    dropout: Flag = Field(
+        False, description="dropout after embedding, attention and MLP, and of plain scores"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="the two norms of a block")
+    post_norms: Flag = Field(False, description="two more norms, of what attention and MLP give")
+    bias: Flag = Field(True, description="linear layers of blocks have biases")
+    qkv_bias: Flag | None = Field(None, description="that of queries, keys and values; null: as bias")
+    qk_norm: Flag = Field(False, description="queries and keys are normalised per head")
+    positions: Literal["learned", "rotary", "none"] = Field("learned", description="position embedding")
+    fused_activation: Flag = Field(
+        True, description="gate and activation are one kernel, which keeps its inputs alone"
+    )
+
+    fused_loss: Flag = Field(
+        False, description="the loss is one kernel, which overwrites the logits with their gradient"
+    )
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def width_of_head(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.width_of_head
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.n_kv_heads * self.width_of_head
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the MLP between its matrices."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projection to queries, keys and values has a bias."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per microbatch."""
+        return self.sequence * self.microbatch_size
+
+    @property
+    def narrow_dtype(self) -> str | None:
+        """The type of operands that are narrower than activations."""
+        return None if self.product_dtype in DTYPE_BYTES else self.product_dtype
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes per value of an activation."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether a layer has an MLP that is no expert."""
+        return any("-" in kind for kind in (*self.kinds, *self.prediction_kinds))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """One or two letters of ``pattern`` per layer: a block has one for each half.
+
+        Without a pattern, the last block of each ``expert_every`` has experts, as with Qwen's
+        ``decoder_sparse_step``, and the last one of each ``full_attention_every`` has no window.
+        """
+        if self.pattern is None:
+            return tuple(map(self._block, range(self.layers)))
+        return self._read(self.pattern)
+
+    @property
+    def prediction_kinds(self) -> tuple[str, ...]:
+        """The same for the layers of a module of multi-token prediction."""
+        return self.kinds[-1:] if self.prediction_pattern is None else self._read(self.prediction_pattern)
+
+    def _read(self, pattern: str) -> tuple[str, ...]:
+        found = (each.strip("()") for each in re.findall(LAYER, pattern))
+        return tuple(self._block(place) if letters == "B" else letters for place, letters in enumerate(found))
+
+    def _block(self, place: int) -> str:
+        every = self.full_attention_every
+        is_full = self.window is None or (every is not None and (place + 1) % every == 0)
+        sees = "*" if is_full else "W" if self.index_heads is None else "I"
+        has_experts = (
+            self.experts is not None and place >= self.dense_layers and (place + 1) % self.expert_every == 0
+        )
+        return sees + ("E" if has_experts else "-")

@@ -1,0 +1,262 @@
+"""First half of a block with multi-head latent attention (DeepSeek-AI 2024a, DeepSeek-V2, §2.1).
+
+Queries, and keys with values, are each projected down to a latent vector, normalised, and projected up to the
+heads. A part of every key, the rotated one, is computed from the block's input and shared by all heads.
+Training materialises keys and values of all heads, as Megatron-LM does
+(``megatron/core/transformer/multi_latent_attention.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from zbv_models.estimate.amounts import PerAction
+from zbv_models.estimate.attention import projection_back
+from zbv_models.estimate.indexer import Indexer
+from zbv_models.estimate.parameters import Parameters
+from zbv_models.estimate.part import (
+    Exchange,
+    Held,
+    Linear,
+    Module,
+    Part,
+    Product,
+    around,
+    dropout_tensors,
+    gradient,
+    group_sum,
+    half_norms,
+    norm_module,
+)
+from zbv_models.estimate.scores import ALL, Scores, Sees
+from zbv_models.estimate.shapes import Shapes
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention.
+
+    Attributes
+    ----------
+    query_rank
+        Width of the queries' latent vector; None if queries are projected directly.
+    kv_rank
+        Width of the latent vector of keys and values.
+    plain_dim, rotated_dim
+        Widths of a head's queries and keys: computed from the latent vector, and rotated.
+    value_dim
+        Width of a head's values.
+    indexer
+        What chooses the tokens of the window; None if these are the nearest ones.
+    absorbed
+        Whether scores are computed with the latent vector of keys and values, which all heads share: queries
+        and outputs are as wide as it (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1; Megatron-LM,
+        ``_run_sparse_attention``).
+    """
+
+    heads: int
+    query_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rotated_dim: int
+    value_dim: int
+    sees: Sees = ALL
+    indexer: Indexer | None = None
+    absorbed: bool = False
+
+    @property
+    def flash(self) -> bool:
+        """Whether it is flash attention."""
+        return self.sees.flash
+
+    @property
+    def key_dim(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.plain_dim + self.rotated_dim
+
+    @property
+    def down(self) -> int:
+        """Width of the product that makes the latent vectors and the rotated part of the keys."""
+        return (self.query_rank or 0) + self.kv_rank + self.rotated_dim
+
+    @property
+    def up(self) -> int:
+        """Width of all heads' keys, without the rotated part, and values."""
+        return self.heads * (self.plain_dim + self.value_dim)
+
+    @cached_property
+    def scores(self) -> Scores:
+        """Its products of activations."""
+        if self.absorbed:
+            width = self.kv_rank + self.rotated_dim
+            return Scores(self.heads, width, self.kv_rank, width, 0, self.sees, shared_keys=True)
+        keys, values = self.heads * self.key_dim, self.heads * self.value_dim
+        return Scores(self.heads, self.key_dim, self.value_dim, keys, values, self.sees)
+
+    def part(self, shapes: Shapes) -> Part:
+        """Costs and memory on one device.
+
+        Tensor parallelism divides the projections up and back. Every device has those down whole, and
+        computes them for its own tokens.
+        """
+        h, t, tokens = shapes.stream.hidden, shapes.tensor, shapes.tokens
+        queries = self.heads * self.key_dim
+        projections = [
+            Product(shapes.own_tokens, h, self.down),
+            Product(tokens, self.query_rank or h, queries // t),
+            Product(tokens, self.kv_rank, self.up // t),
+            Product(tokens, self.heads * self.value_dim // t, h),
+        ]
+        core = self.scores.flops(shapes)
+        latent = shapes.own((self.query_rank or 0) + self.kv_rank)
+        heads = shapes.divided(2 * queries)
+        norms = PerAction(2 * latent, 3 * latent)
+        # The rotated parts are joined to queries and keys, which copies both.
+        joined = PerAction(2 * heads, 2 * heads)
+        others = self.scores.traffic(shapes)
+        if self.indexer is not None:
+            projections += self.indexer.products(shapes, self.query_rank or h)
+            core += self.indexer.flops(shapes, Sees(causal=self.sees.causal).pairs(shapes.sequence))
+            others += self.indexer.traffic(shapes, self.sees.window or shapes.sequence)
+        return Part(
+            parameters=self.parameters(shapes),
+            products=tuple(projections),
+            core=core,
+            is_flash=self.flash,
+            is_misaligned=self.scores.is_misaligned(shapes),
+            tensors=tuple(self.tensors(shapes)),
+            moved=around(shapes) + norms + joined + others,
+            modules=(
+                self.scores.module(shapes),
+                norm_module(shapes),
+                Module("mla_up_proj", tuple(projections[1:3]), joined.forward),
+            ),
+            exchanges=(self.exchange(shapes), self.scores.exchange(shapes)),
+            workspace=self.workspace(shapes) + self.scores.workspace(shapes),
+            output_bytes=shapes.hidden,
+            linears=self.linears(shapes),
+            saved=None if self.absorbed or self.indexer else self.scores.saved(shapes),
+        )
+
+    def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
+        """Projections of queries, of keys and values, and back (torchtitan, ``deepseek_v3/model.py``).
+
+        torchtitan computes those down for all tokens of the group (``deepseek_v3/sharding.py``).
+        """
+        h, t, tokens, kv = shapes.stream.hidden, shapes.tensor, shapes.tokens, self.kv_rank
+
+        def down(width: int) -> Linear:
+            return Linear(Product(tokens, h, width), shapes.stream.dtype_bytes * tokens * width)
+
+        def divided(n_in: int, width: int) -> Linear:
+            return Linear(Product(tokens, n_in, width // t), shapes.divided(width))
+
+        back = Linear(Product(tokens, self.heads * self.value_dim // t, h), shapes.whole)
+        queries = self.heads * self.key_dim
+        of_queries = [divided(h, queries)]
+        if self.query_rank is not None:
+            of_queries = [down(self.query_rank), divided(self.query_rank, queries)]
+        return (*of_queries, down(kv + self.rotated_dim), divided(kv, self.up), back)
+
+    def parameters(self, shapes: Shapes) -> Parameters:
+        """DeepSeek-AI 2024a, appendix C, with the norms of latent vectors; no biases."""
+        h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
+        stream, queries = shapes.stream, self.heads * self.key_dim
+        indexer = 0 if self.indexer is None else self.indexer.parameters(shapes, q or h)
+        return Parameters(
+            shared=(q or h) * queries + kv * self.up + self.heads * self.value_dim * h,
+            replicated=h * self.down
+            + stream.norm_parameters
+            + ((q or 0) + kv) * stream.norm_values
+            + indexer,
+        )
+
+    def tensors(self, shapes: Shapes) -> list[Held]:
+        """Inputs and outputs of every projection, the norms of latent vectors, and what scores read."""
+        h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
+        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
+        rows = shapes.statistics * shapes.own_tokens
+        held = [
+            *half_norms(shapes, "attention's norm"),
+            Held(
+                "input of the projections down",
+                shapes.operand(shapes.own(h)),
+                after_input=True,
+                modules=("layernorm",),
+            ),
+            gradient("gradients of the projections down", shapes.operand(shapes.own(self.down))),
+            Held("latent vector of keys and values", shapes.own(kv)),
+            Held("statistics of its norm", rows),
+            Held(
+                "input of the projection to keys and values", shapes.operand(shapes.own(kv)), after_input=True
+            ),
+            gradient("gradients of keys and values", shapes.operand(shapes.divided(self.up))),
+            gradient("gradient of queries", shapes.operand(keys)),
+            *(self.absorbed_tensors(shapes) if self.absorbed else self.head_tensors(shapes)),
+            *self.scores.tensors(shapes),
+            *projection_back(shapes, values),
+        ]
+        if self.indexer is not None:
+            held += self.indexer.tensors(shapes, self.sees.window or shapes.sequence)
+        if q is not None:
+            held.append(Held("latent vector of queries", shapes.own(q)))
+            held.append(Held("statistics of the queries' norm", rows))
+            held.append(
+                Held("input of the projection to queries", shapes.operand(shapes.own(q)), after_input=True)
+            )
+        return held + dropout_tensors(shapes, "attention's dropout mask")
+
+    def head_tensors(self, shapes: Shapes) -> list[Held]:
+        """Queries, keys and values of all heads."""
+        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
+        return [
+            Held(name, size, modules=("mla_up_proj",))
+            for name, size in (("queries", keys), ("keys", keys), ("values", values))
+        ]
+
+    def absorbed_tensors(self, shapes: Shapes) -> list[Held]:
+        """Queries before and after the product with the keys' matrix, keys, and the scores' outputs."""
+        queries = shapes.divided(self.heads * (self.kv_rank + self.rotated_dim))
+        outputs = shapes.divided(self.heads * self.kv_rank)
+        plain = shapes.divided(self.heads * self.plain_dim)
+        return [
+            Held("input of the product of queries", shapes.operand(plain), after_input=True),
+            Held("queries", queries, modules=("mla_up_proj",)),
+            Held("keys", shapes.own(self.kv_rank + self.rotated_dim)),
+            Held("outputs of the scores", outputs, after_input=True),
+            gradient("gradient of latent queries", shapes.operand(outputs)),
+        ]
+
+    def exchange(self, shapes: Shapes) -> Exchange:
+        """Tensor-parallel collectives: latent vectors are gathered before they are projected up.
+
+        Their gradients are summed in I; the output and its gradient as in other attention.
+        """
+        h, gathered = (
+            shapes.stream.hidden,
+            self.down if self.query_rank is not None else self.down + shapes.stream.hidden,
+        )
+        both = gathered + h
+        if shapes.degrees.sequence_parallel:
+            each = group_sum(shapes, PerAction(1, 1, 0), PerAction(2, 2, 1), both)
+            more = group_sum(shapes, PerAction(0, 0, 1), PerAction(), gathered)
+            # Vectors and output are gathered and scattered one after the other.
+            return Exchange("tensor", each.sent + more.sent, each.calls, each.steps + each.steps + more.steps)
+        forward = group_sum(shapes, PerAction(2, 0, 0), PerAction(1, 1, 0), h)
+        backward = group_sum(shapes, PerAction(0, 2, 0), PerAction(), gathered)
+        steps = forward.steps + backward.steps
+        return Exchange("tensor", forward.sent + backward.sent, forward.calls, steps)
+
+    def workspace(self, shapes: Shapes) -> int:
+        """Most memory in addition to kept tensors, in I or B, as in other attention."""
+        h, whole = shapes.stream.hidden, shapes.whole
+        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
+        projected = 2 * keys + values
+        if self.absorbed:
+            projected = shapes.divided(2 * self.heads * (self.kv_rank + self.rotated_dim))
+        gradients = whole + values + projected
+        if not self.flash:
+            gradients += projected + 2 * self.scores.bytes(shapes)
+        back = whole + values + shapes.weight(self.heads * self.value_dim, h)
+        return max(gradients, back)

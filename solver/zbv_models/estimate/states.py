@@ -1,0 +1,209 @@
+"""What training keeps per parameter: the account of a device's static memory.
+
+A program chooses the types of its states, :class:`StateBytes`. What a device then holds of them are
+:class:`HeldBytes`: some bytes per parameter in every replica, and others that the replicas divide. Estimates
+take them from :func:`by_zero`; each executor has another account
+(:mod:`zbv_models.layouts.executor_memory`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from zbv_models.estimate.amounts import Summed
+from zbv_models.estimate.parameters import Parameters
+from zbv_models.estimate.shapes import Degrees
+
+FLOAT32_BYTES = 4
+OPTIMIZER_STATES = {"adam": (2, 2), "muon": (1, 2), "lion": (1, 1), "sgd-momentum": (1, 1), "sgd": (0, 0)}
+"""Values that an optimizer keeps per parameter of a matrix, and of a table of the vocabulary.
+
+Muon has one for matrices, and leaves tables to Adam (Jordan et al. 2024; Megatron-LM,
+``_is_nonlinear_or_embedding``). It leaves norms and biases to Adam, too, but they count like matrices here:
+they are less than a ten-thousandth of a model.
+"""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """The states that a program chooses, in bytes per parameter.
+
+    Attributes
+    ----------
+    master
+        The copy of the parameters that the optimizer updates; 0 if it updates the parameters themselves.
+    state
+        Each value that the optimizer keeps.
+    dtype
+        The type in which the model computes.
+    offloaded
+        Share of the master copy and of the optimizer's values that the host keeps and updates.
+    """
+
+    parameters: float = 2.0
+    gradients: float = 4.0
+    master: float = 4.0
+    state: float = 4.0
+    optimizer: str = "adam"
+    dtype: str = "bfloat16"
+    offloaded: float = 0.0
+
+    def values(self, *, tables: bool = False) -> float:
+        """All values of the optimizer, of matrices or of tables, on device and host."""
+        return OPTIMIZER_STATES[self.optimizer][tables] * self.state
+
+    def updated(self, *, tables: bool = False) -> float:
+        """Master copy and all values of the optimizer on the device, of matrices or of tables."""
+        return (1 - self.offloaded) * (self.master + self.values(tables=tables))
+
+
+@dataclass(frozen=True)
+class StaticBytes(Summed):
+    """Memory that training holds all the time, in bytes."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all kinds."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a device keeps per parameter, in bytes, and what its replicas exchange.
+
+    Attributes
+    ----------
+    whole
+        Held by every replica.
+    divided
+        Held by all replicas together.
+    accumulated
+        A gradient to which microbatches add.
+    reduced, gathered
+        A gradient when replicas sum it, and a parameter when they gather it.
+    updated
+        Memory traffic of the update, which replicas share if they divide anything.
+    buffers
+        Held per parameter of one layer at a time, in addition.
+    copied
+        Held during the update only, in addition; replicas share it as they share the optimizer. Activations
+        are gone by then, so it does not add to the peak of a pipeline.
+    hosted
+        Traffic through the host's memory of the update that the host does.
+    """
+
+    whole: StaticBytes
+    divided: StaticBytes
+    accumulated: float
+    reduced: float
+    gathered: float
+    updated: float
+    buffers: float = 0.0
+    copied: float = 0.0
+    hosted: float = 0.0
+
+    def of(self, count: int, replicas: int) -> StaticBytes:
+        """What a device holds of so many parameters."""
+        return (self.whole + self.divided.scaled(1 / replicas)).scaled(count)
+
+
+Account = Callable[[StateBytes, int, bool], HeldBytes]
+"""What is kept of chosen states with a ZeRO stage, of matrices or of tables."""
+
+
+def by_zero(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBytes:
+    """Parameters, gradients and optimizer, of which ZeRO divides the last, the last two, or all.
+
+    Adam in mixed precision has 2 + 2 + 12 bytes (Rajbhandari et al. 2020, §3.1, §5 and figure 1), and
+    2 + 4 + 12 with gradients in float32.
+    """
+    optimizer = state.updated(tables=tables)
+    every = StaticBytes(state.parameters, state.gradients, optimizer)
+    divided = StaticBytes(
+        state.parameters * (zero_stage >= 3),
+        state.gradients * (zero_stage >= 2),
+        optimizer * (zero_stage >= 1),
+    )
+    return HeldBytes(
+        whole=every + divided.scaled(-1.0),
+        divided=divided,
+        accumulated=state.gradients,
+        reduced=state.gradients,
+        gathered=state.parameters,
+        updated=update_bytes(state, tables=tables),
+        buffers=max(divided.parameters, divided.gradients),
+        hosted=hosted_bytes(state, tables=tables),
+    )
+
+
+def hosted_bytes(state: StateBytes, *, tables: bool = False) -> float:
+    """Memory traffic of the host's update per parameter, in float32.
+
+    Gradients come from the device and are read; the master copy and the optimizer's values are read and
+    written; parameters go back (Megatron-LM, ``HybridDeviceOptimizer``).
+    """
+    return state.offloaded * (4 * FLOAT32_BYTES + 2 * FLOAT32_BYTES + 2 * state.values(tables=tables))
+
+
+def update_bytes(state: StateBytes, *, tables: bool = False) -> float:
+    """Memory traffic of an update per parameter.
+
+    Gradients are read for their norm and for the update (Pascanu et al. 2013, §3.2; Kingma and Ba 2015,
+    algorithm 1); states and the master copy are read and written, and parameters are written. Copies of
+    gradients are left out: they take milliseconds.
+    """
+    parameters = state.parameters if state.master else 2 * state.parameters
+    return 2 * state.gradients + 2 * state.updated(tables=tables) + parameters
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters of a layer on a device that have the same replicas and states.
+
+    Attributes
+    ----------
+    count
+        Number on a device before replicas share them.
+    is_expert
+        Whether they are those of routed experts.
+    """
+
+    count: int
+    replicas: int
+    kept: HeldBytes
+    is_expert: bool = False
+
+
+def shares_of(
+    parameters: Parameters, state: StateBytes, account: Account, degrees: Degrees
+) -> tuple[Share, ...]:
+    """The parameters of a layer by their replicas and states.
+
+    Experts have other replicas than the rest (Megatron-LM, ``DistributedOptimizer`` with expert parallelism).
+    """
+    stage, dense = degrees.zero_stage, parameters.dense_on(degrees)
+    kept, of_tables = account(state, stage, False), account(state, stage, True)
+    found = [Share(dense, degrees.replicas, kept)]
+    if parameters.tables and of_tables != kept:
+        tables = parameters.tables_on(degrees)
+        found = [replace(found[0], count=dense - tables), Share(tables, degrees.replicas, of_tables)]
+    if parameters.experts:
+        found.append(Share(parameters.experts_on(degrees), degrees.expert_replicas, kept, is_expert=True))
+    return tuple(found)
+
+
+def static_of(shares: Iterable[Share]) -> StaticBytes:
+    """The static memory of a layer on one device, in whole bytes: a replica's share is rounded up.
+
+    Shards are padded to one size.
+    """
+    kept = StaticBytes()
+    for each in shares:
+        kept += each.kept.of(each.count, each.replicas)
+    return StaticBytes(*map(math.ceil, (kept.parameters, kept.gradients, kept.optimizer)))

@@ -1,0 +1,198 @@
+"""Times of F, I and W of a part on a device, in microseconds.
+
+The time of a part is the sum of three: its matrix products, the memory traffic of all other operations, and
+the exchanges with other devices that compute does not hide.
+
+A product takes the longer of its operations at the device's rate and of its matrices through memory (the
+roofline of Williams et al. 2009, §3), and a constant that does not depend on its size: launch and first
+loads. Its output is computed in tiles, as many at once as the device has processors, and the last wave of
+tiles is rarely full (NVIDIA, Matrix Multiplication Background, §4). One constant for all devices and shapes
+describes the 58 shapes of a public table of H100 products with a mean error of 6 % (OpenXLA,
+``xla/service/gpu/model/matmul_interpolator_data.h``, bfloat16, from 256 x 512 x 256 to 4 x 4096³): 6 us, 0.80
+of the data sheet's rate and 2500 GB/s. The best rates of other devices are 0.5 to 0.87 of their data sheets
+(Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from zbv_models.estimate.amounts import PerAction, Summed
+from zbv_models.estimate.device import MICROSECONDS, TERA, Device, GroupLinks
+from zbv_models.estimate.part import NONE, Exchange, Part, Product
+from zbv_models.estimate.shapes import PRODUCT_BYTES, Stream
+
+KERNEL_LATENCY = 6.0
+"""Microseconds of a product in addition to its operations; see above."""
+SUSTAINED_SHARE = 0.92
+"""What the products of a training step reach of the best measured rate of a device.
+
+W consists of products alone. In the profile of four models on A100 (Qi et al. 2023, table 9), it takes 1.04
+to 1.13 times as long as in full waves at the best rate, 271 TFLOP/s, and in the mean 1.09 times.
+"""
+TRAFFIC_SHARE = 0.4
+"""What memory traffic reaches of a data sheet's bandwidth, so that F and I fit the same profile."""
+ATTENTION_SHARE, ULTRA_ATTENTION_SHARE = 0.7, 0.82
+"""Rate of flash attention over that of large products, with a causal mask; assumed.
+
+The best published rates, for long sequences without a mask, are 0.73 of the data sheet in F and 0.63 in I on
+A100 (Dao 2023, §4.1), and 0.75 in F on H100 (Shah et al. 2024, abstract): 0.85, 0.72 and 0.93 of the best
+rate of products. Blackwell Ultra computes 10.7 instead of 5 T exponentials/s (NVIDIA, Inside NVIDIA Blackwell
+Ultra): at 1640 TFLOP/s, with 512 and 1280 operations per score in F and I (heads of 128) and an exponential
+in each, Blackwell takes 1.17 times as long, if exponentials and products do not overlap.
+"""
+MISALIGNED_SHARE = 0.04
+"""Rate of attention's products over that of large ones, if rows do not start at multiples of 16 bytes.
+
+BigScience's tables of heads (bigscience-workshop/bigscience, ``train/tr11-176B-ml/chronicles-prequel.md``,
+"NHEADs"): heads of 108 instead of 144 values lengthen a step of 125 s on 384 A100 by 38 s.
+"""
+
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
+"""Rows, columns and rate of the tiles of which a product's kernel has one; the fastest is taken.
+
+The sizes are those of NVIDIA, Matrix Multiplication Background, §4, which also says that smaller tiles reuse
+less and are slower, but not by how much: that is assumed.
+"""
+FLOAT32_BYTES = 4
+KERNELS = PerAction(10.0, 10.0, 5.0)
+"""Kernels of a part: a block has about 20 in the forward and 30 in the backward (Ivanov et al. 2021, §3)."""
+
+
+@dataclass(frozen=True)
+class TimeShares(Summed):
+    """What F, I and W of a microbatch consist of together, in microseconds."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory_traffic: float = 0.0
+    launches: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    data_parallel: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all kinds."""
+        return float(sum(vars(self).values()))
+
+
+def compute_times(
+    part: Part, stream: Stream, device: Device, accumulated: float = 0.0
+) -> tuple[PerAction, TimeShares]:
+    """Products and memory traffic; ``accumulated`` is the size of a gradient to which W's products add."""
+    products, core = NONE, core_times(part, device)
+    for product in part.products:
+        products += product_times(product, stream, device, accumulated)
+    moved, launches = traffic_times(part, device), KERNELS.scaled(device.launch_time)
+    shares = TimeShares(products.total, core.total, moved.total, launches.total)
+    return core + moved + products + launches, shares
+
+
+def accumulated_bytes(gradient_bytes: float) -> float:
+    """Size of an accumulated gradient; the rest are gradients that are not accumulated yet."""
+    return min(gradient_bytes, FLOAT32_BYTES)
+
+
+def adding_time(part: Part, gradient_bytes: float, stream: Stream, device: Device) -> PerAction:
+    """Gradients of W's products are read and added to the accumulated ones, in a separate kernel."""
+    added = sum(product.n_in * product.n_out * product.groups for product in part.products)
+    moved = 2 * accumulated_bytes(gradient_bytes) + stream.dtype_bytes
+    return PerAction(backward_weight=device.streaming(added * moved))
+
+
+def core_times(part: Part, device: Device) -> PerAction:
+    """Attention's products of activations."""
+    core = part.core
+    if not core.forward:
+        return core
+    share = device.attention_share if part.is_flash else 1.0
+    if part.is_misaligned and device.kernel_latency is not None:
+        share = MISALIGNED_SHARE
+    rate = device.tflops * TERA / MICROSECONDS * share
+    extra = device.kernel_latency or 0.0
+    return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
+
+
+def repeated_time(
+    part: Part, chosen: frozenset[str], stream: Stream, device: Device, links: GroupLinks
+) -> float:
+    """Time of the modules that selective recomputation repeats in I."""
+    time = 0.0
+    for module in part.modules:
+        if module.name not in chosen or module.within in chosen:
+            continue
+        time += device.moving(module.moved) + exchange_times(module.exchanges, links)[0].forward
+        time += sum(product_times(product, stream, device).forward for product in module.products)
+        if module.has_core:
+            time += core_times(part, device).forward
+    return time
+
+
+def product_times(product: Product, stream: Stream, device: Device, accumulated: float = 0.0) -> PerAction:
+    """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns.
+
+    If W adds to an accumulated gradient, it reads and writes that (Megatron-LM,
+    ``wgrad_gemm_accum_fp32``); otherwise it writes a value of the stream's type.
+    """
+    dtype = stream.product_dtype if product.is_narrow else None
+    operations = product.flops * MICROSECONDS / (device.rate(dtype) * TERA)
+    if device.kernel_latency is None and dtype is None:
+        return PerAction(operations, operations, operations)
+    wide, groups = stream.dtype_bytes, product.groups
+    input, output = product.rows * product.n_in * groups, product.rows * product.n_out * groups
+    weight = float(product.n_in * product.n_out * groups)
+    narrow = wide if dtype is None else PRODUCT_BYTES[dtype]
+    operands, has_size = input + output + weight, device.kernel_latency is not None
+    extra = device.kernel_latency or 0.0
+
+    def roofline(written: float, rows: float, columns: float, size: float = wide) -> float:
+        moved = narrow * (operands - written) + size * written
+        computed = operations / filled_share(rows, columns, groups, device)
+        return extra + max(computed, device.streaming(moved) if has_size else 0.0)
+
+    cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
+    return PerAction(
+        roofline(output, product.rows, product.n_out) + cast * input,
+        roofline(input, product.rows, product.n_in) + cast * output,
+        roofline(weight, product.n_in, product.n_out, 2 * accumulated or wide),
+    )
+
+
+def filled_share(rows: float, columns: float, groups: int, device: Device) -> float:
+    """What a product with this output reaches of a device's rate: its last wave of tiles is not full."""
+    if device.processors is None:
+        return 1.0
+    best = 0.0
+    for height, width, rate in TILES:
+        tiles = groups * ceil(rows / height) * ceil(columns / width)
+        waves = ceil(tiles / device.processors)
+        computed = waves * device.processors * height * width
+        best = max(best, rate * groups * rows * columns / computed)
+    return best
+
+
+def traffic_times(part: Part, device: Device) -> PerAction:
+    """Memory traffic of everything but matrix products; 0 if no bandwidth is given."""
+    return part.moved.scaled(device.moving(1.0)) + part.streamed.scaled(device.streaming(1.0))
+
+
+def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[PerAction, TimeShares]:
+    """Exchanges that compute does not hide. Those of experts between and inside nodes take place at once."""
+    by_group: dict[str, PerAction] = {}
+    for exchange in exchanges:
+        if exchange.sent.forward or exchange.sent.backward_input:
+            exposed = getattr(links, exchange.group).exposed(exchange.sent, exchange.calls, exchange.steps)
+            by_group[exchange.group] = by_group.get(exchange.group, NONE) + exposed
+    tensor, context = by_group.get("tensor", NONE), by_group.get("context", NONE)
+    between, inside = by_group.get("expert", NONE), by_group.get("expert_in_node", NONE)
+    experts = PerAction(
+        max(between.forward, inside.forward), max(between.backward_input, inside.backward_input)
+    )
+    shares = TimeShares(
+        tensor_parallel=tensor.total, context_parallel=context.total, expert_parallel=experts.total
+    )
+    return tensor + context + experts, shares

@@ -1,0 +1,170 @@
+"""Reads the ``config.json`` of a transformers model as the section ``model`` of a configuration.
+
+Every key is read, or known to have no effect on costs, or refused by its name. Where a key is absent, the
+default of transformers' configuration class counts (``transformers_defaults.json``). A file does not say how
+long sequences are in training, so ``sequence`` is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from zbv_solver.documents.validation import quoted
+from zbv_solver.errors import InvalidInput
+
+from zbv_models.estimate.transformers_keys import Document, Keys
+from zbv_models.estimate.transformers_kinds import TEXT_KINDS, WRAPPERS, Section, TextKind
+from zbv_models.estimate.transformers_layers import read_attention, read_experts, read_layers
+from zbv_models.estimate.transformers_vision import PROJECTOR, read_vision
+
+GATES = ("attn_output_gate", "attention_output_gate", "gated_attention")
+TEXTS = ("text_config", "llm_config", "language_config")
+"""Sections with a language model in files of other types."""
+DROPOUTS = ("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "dropout")
+"""Dropout outside attention; inside flash attention it costs nothing."""
+
+
+def is_transformers_config(document: Any) -> bool:
+    """Whether a document is a ``config.json`` and not a configuration of zbv."""
+    return isinstance(document, dict) and "model_type" in document and "model" not in document
+
+
+def from_transformers(document: Document) -> Section:
+    """The section ``model``, without ``sequence``.
+
+    Raises
+    ------
+    InvalidInput
+        The type of the model is unknown, or a key has no formula; one issue per such key.
+    """
+    name = document["model_type"]
+    if isinstance(name, str) and name in WRAPPERS:
+        return _wrapped(document, name)
+    if not isinstance(name, str) or name not in TEXT_KINDS:
+        raise _unknown(document, "")
+    keys, model = _text(document, name, "")
+    _refuse_unread(keys)
+    return model
+
+
+def _refuse_unread(*sections: Keys) -> None:
+    issues = [issue for keys in sections for issue in keys.unread()]
+    if issues:
+        raise InvalidInput(issues)
+
+
+@cache
+def defaults() -> dict[str, Document]:
+    """The defaults of transformers 5 by type: of the keys that are read, where they are not null."""
+    text = files(__package__).joinpath("transformers_defaults.json").read_text(encoding="utf-8")
+    found: dict[str, Document] = json.loads(text)
+    return found
+
+
+def _text(document: Document, name: Any, where: str) -> tuple[Keys, Section]:
+    """A language model by itself."""
+    if not isinstance(name, str) or name not in TEXT_KINDS:
+        raise _unknown({**document, "model_type": name}, where)
+    kind = TEXT_KINDS[name]
+    keys = Keys(document, {**defaults().get(kind.defaults or name, {}), **kind.computed}, where)
+    model = {
+        "hidden": keys.number("hidden_size", "n_embd", "n_embed"),
+        **read_layers(keys, kind),
+        **read_attention(keys),
+        **_widths(keys, kind),
+    }
+    return keys, {key: value for key, value in model.items() if value is not None}
+
+
+def _unknown(document: Document, where: str) -> InvalidInput:
+    """The error of a type that zbv does not read, with what can be planned instead."""
+    remedy = "Write its sizes as model.json instead."
+    for key in TEXTS:
+        text: Any = document.get(key)
+        if _is_readable(text):
+            remedy = (
+                f"To plan its language model alone ({text['model_type']}), save the section {key} as a file "
+                f"and give that. For the whole model, write its sizes as model.json."
+            )
+    known = ", ".join(sorted(TEXT_KINDS if where else (*TEXT_KINDS, *WRAPPERS)))
+    detail = f"found {quoted(document['model_type'])}; zbv reads {known}. {remedy}"
+    return InvalidInput.at(f"{where}/model_type", detail)
+
+
+def _is_readable(document: Any) -> bool:
+    """Whether a section by itself is the file of a language model."""
+    if not is_transformers_config(document) or document["model_type"] not in tuple(TEXT_KINDS):
+        return False
+    try:
+        from_transformers(document)
+    except InvalidInput:
+        return False
+    return True
+
+
+def _widths(keys: Keys, kind: TextKind) -> Section:
+    """MLPs, experts, biases, norms, and the ends of the model."""
+    dtype = keys.get("dtype", "torch_dtype")
+    everywhere = keys.flag("use_bias")
+    dropouts = [_has_dropout(keys, name) for name in DROPOUTS]
+    has_norms, has_gate = keys.flag("use_qk_norm", "qk_layernorm"), keys.get(*GATES) is not None
+    return {
+        "ffn": keys.size(kind.dense_width, "n_inner"),
+        **read_experts(keys, kind),
+        "gated": True,
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "bias": keys.flag("mlp_bias") or everywhere,
+        "qkv_bias": keys.flag("attention_bias", "use_qkv_bias", "qkv_bias") or everywhere,
+        "qk_norm": has_norms,
+        "dropout": any(dropouts),
+        "vocabulary": keys.number("vocab_size"),
+        "tied_embeddings": keys.flag("tie_word_embeddings"),
+        "dtype": dtype if dtype in ("bfloat16", "float16") else "bfloat16",
+        **kind.model,
+        **({"output_gate": keys.flag(*GATES)} if has_gate else {}),
+    }
+
+
+def _has_dropout(keys: Keys, name: str) -> bool:
+    share = keys.get(name) or 0
+    if not isinstance(share, int | float):
+        raise keys.wrong(name, f"found {quoted(share)}; must be a number.")
+    return share > 0
+
+
+def _wrapped(document: Document, name: str) -> Section:
+    """A language model with a vision encoder; without ``vision_config``, the language model alone."""
+    wrapper = WRAPPERS[name]
+    if wrapper.flat and document.get("text_config") is None:
+        kept = ("model_type", "vision_config")
+        text = {key: value for key, value in document.items() if key not in (*kept, "text_config")}
+        where, document = "", {key: document[key] for key in kept if key in document}
+        outside = Keys(document, {**defaults().get(name, {}), "text_config": text})
+    else:
+        where, outside = "/text_config", Keys(document, defaults().get(name, {}))
+    text, seen = outside.get("text_config"), outside.get("vision_config")
+    for key, value in (("text_config", text), ("vision_config", {} if seen is None else seen)):
+        if not isinstance(value, dict):
+            raise outside.wrong(key, f"found {quoted(value)}; must be an object.")
+    # The classes of kimi_k25 and mistral3 are tied by default, but their published files are not: no default.
+    if outside.get("tie_word_embeddings") is not None:
+        tied = outside.flag("tie_word_embeddings")
+        counts = wrapper.tied == "file" or (wrapper.tied == "either" and tied)
+        text = {**text, "tie_word_embeddings": tied} if counts else text
+    keys, model = _text(text, text.get("model_type", wrapper.text), where)
+    repeated, vocabulary = outside.get("vocab_size"), model.get("vocabulary")
+    if repeated not in (None, vocabulary):
+        detail = f"found {quoted(repeated)}, but the language model has {quoted(vocabulary)}."
+        raise outside.wrong("vocab_size", f"{detail} Remove it, or correct text_config.")
+    if seen is None:
+        for key in (wrapper.merged or "", *PROJECTOR):
+            outside.get(key)  # has no effect without an encoder
+        _refuse_unread(outside, keys)
+        return model
+    encoder, vision = read_vision(seen, wrapper, outside, model, defaults())
+    _refuse_unread(outside, keys, encoder)
+    return {**model, "vision": {key: value for key, value in vision.items() if value is not None}}

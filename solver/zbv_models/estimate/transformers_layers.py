@@ -1,0 +1,318 @@
+"""The layers of a language model from the keys of its ``config.json``: attention, experts, pattern."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from zbv_solver.documents.validation import quoted
+
+from zbv_models.estimate.delta_rule import DeltaNet
+from zbv_models.estimate.state_space import Mamba
+from zbv_models.estimate.transformers_keys import Keys
+from zbv_models.estimate.transformers_kinds import Section, TextKind
+
+MIXERS = {
+    "attention": "*",
+    "full_attention": "*",
+    "sliding_attention": "W",
+    "chunked_attention": "W",
+    "linear_attention": "M",
+    "mamba": "M",
+    "indexed_attention": "I",
+    "deepseek_sparse_attention": "I",
+}
+"""Letters of ``pattern`` by transformers' names of layers."""
+SINGLE = {"-": "-", "mlp": "-", "E": "E", "moe": "E", "M": "M", "*": "*", **MIXERS}
+"""The same for models whose layers have one half each, by names or letters."""
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
+SHARED = ("n_shared_experts", "num_shared_experts")
+SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
+PREDICTIONS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+PREDICTED = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+SLIDING = ("sliding_window", "sliding_window_size")
+FIRST_DENSE = "first_k_dense_replace"
+LARGEST_PERIOD = 16
+
+
+def read_layers(keys: Keys, kind: TextKind) -> Section:
+    """The number of layers, what they are, and modules of multi-token prediction."""
+    if kind.halves:
+        return _single_layers(keys, kind)
+    count = keys.number("num_hidden_layers", "n_layer")
+    mixers, ffns = _mixers(keys, kind, count), _ffns(keys, count)
+    pattern = _pattern(mixers, ffns, has_experts=bool(keys.count(*EXPERTS)))
+    model: Section = {"layers": count, **pattern, **_window(keys, kind, mixers)}
+    if "M" in mixers:
+        model["state_space"] = _delta_net(keys)
+    model["prediction_layers"] = _predictions(keys)
+    return model
+
+
+def _predictions(keys: Keys) -> int:
+    """Modules of multi-token prediction; MiniMax also says how many layers each has."""
+    if keys.get("mtp_transformer_layers") not in (None, 1):
+        found = quoted(keys.get("mtp_transformer_layers"))
+        raise keys.wrong("mtp_transformer_layers", f"found {found}; zbv reads modules of one layer only.")
+    count = keys.count(*PREDICTIONS)
+    if keys.count("mtp_num_hidden_layers") > 1:
+        rule = "layers of such a module share its projection, and zbv has a formula for one layer only."
+        raise keys.wrong("mtp_num_hidden_layers", f"found {count}; {rule} Write model.json instead.")
+    return count if keys.flag("use_mtp", null=True) else 0
+
+
+def _window(keys: Keys, kind: TextKind, letters: str) -> Section:
+    """How many tokens a query attends to, and what chooses them."""
+    if keys.get("index_topk") is not None:
+        names = {"window": "index_topk", "index_heads": "index_n_heads", "index_dim": "index_head_dim"}
+        return {key: keys.size(name) for key, name in names.items()}
+    if "W" not in letters:
+        return {}
+    return {"window": keys.size(*_width_keys(kind)), "chunked": kind.chunked or None}
+
+
+def _width_keys(kind: TextKind) -> tuple[str, ...]:
+    return ("attention_chunk_size",) if kind.chunked else SLIDING
+
+
+def _single_layers(keys: Keys, kind: TextKind) -> Section:
+    """Nemotron-H: a letter or a name per layer, which is half a block; also of the prediction's layers."""
+    names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+    pattern = _letters(keys, *names)
+    count = keys.get("num_hidden_layers")
+    if count is not None and count != len(pattern):
+        raise keys.wrong("num_hidden_layers", f"found {quoted(count)}; there are {len(pattern)} layers.")
+    model: Section = {"layers": len(pattern), "pattern": pattern, "prediction_layers": _predictions(keys)}
+    if _has_window(keys, kind):
+        pattern = pattern.replace("*", "W")
+        model |= {"pattern": pattern, **_window(keys, kind, pattern)}
+    keys.get(*PREDICTED)
+    if model["prediction_layers"]:
+        model["prediction_pattern"] = f"({_letters(keys, *PREDICTED)})"
+    if "M" in pattern + model.get("prediction_pattern", ""):
+        model["state_space"] = _mamba(keys)
+    return model
+
+
+def _letters(keys: Keys, *names: str) -> str:
+    found = keys.get(*names)
+    layers = found if isinstance(found, list | str) else []
+    letters = [SINGLE.get(each) if isinstance(each, str) else None for each in layers]
+    if not letters or None in letters:
+        name = next((name for name in names if keys.has(name)), names[-1])
+        raise keys.wrong(name, f"found {quoted(found)}; must have {', '.join(SINGLE)} for each layer.")
+    return "".join(letter or "" for letter in letters)
+
+
+def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
+    """A letter per block for its first half."""
+    kinds = keys.get("attn_type_list")
+    if kinds is not None and kinds != [1] * count:
+        detail = f"found {quoted(kinds)}; zbv has formulas for 1 only, attention. Write model.json instead."
+        raise keys.wrong("attn_type_list", detail)
+    if keys.has("layer_types"):
+        return _named_mixers(keys, count)
+    if keys.get("index_topk") is not None:
+        return _indexed(keys, count)
+    every = keys.count(*_EVERY, null=kind.full_every or 0, least=1)
+    special = "M" if kind.linear else "W" if _has_window(keys, kind) else "*"
+    if kind.window == "switch":
+        start = keys.count("max_window_layers") if special == "W" else 0
+        return "".join("*" if place < start else special for place in range(count))
+    if not every:
+        return special * count
+    return "".join("*" if (place + 1) % every == 0 else special for place in range(count))
+
+
+_EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_pattern", "layer_switch")
+
+
+def _named_mixers(keys: Keys, count: int) -> str:
+    letters = _named(keys, count, MIXERS, "layer_types")
+    for name in ("use_sliding_window", "max_window_layers", *SLIDING, "attention_chunk_size"):
+        keys.get(name)  # the list says which of them count
+    every = keys.get(*_EVERY)
+    if isinstance(every, str):  # EXAONE 4 has a period of letters: L for the window, G for all tokens
+        same = every and all((letters[at] == "*") == (every[at % len(every)] == "G") for at in range(count))
+        _require(keys, same, "layer_types", *_EVERY)
+    elif every is not None:
+        period = keys.count(*_EVERY, least=1)
+        same = all((letters[at] == "*") == ((at + 1) % period == 0) for at in range(count))
+        _require(keys, same, "layer_types", *_EVERY)
+    return _indexed(keys, count) if "I" in letters else letters
+
+
+def _require(keys: Keys, same: object, listed: str, *names: str) -> None:
+    """Raise :class:`InvalidInput` where a number contradicts the list that has an entry per layer."""
+    if not same:
+        detail = f"found {quoted(keys.get(*names))}, but {listed} says otherwise. Correct one of them."
+        raise keys.wrong(keys.name_of(names), detail)
+
+
+def _indexed(keys: Keys, count: int) -> str:
+    """Blocks with an indexer, and blocks that use the choice of an earlier one."""
+    every = keys.count("index_topk_freq", null=1, least=1)
+    offset = keys.count("index_skip_topk_offset", null=2)
+    is_full = (max(place - offset + 1, 0) % every == 0 for place in range(count))
+    by_number = "".join("I" if full else "W" for full in is_full)
+    names = ("indexer_types", "index_topk_pattern")
+    if keys.get(*names) is None:
+        return by_number
+    found = _named(keys, count, {"full": "I", "F": "I", "shared": "W", "S": "W"}, *names)
+    has_number = keys.has("index_topk_freq")
+    _require(keys, not has_number or found == by_number, keys.name_of(names), "index_topk_freq")
+    return found
+
+
+def _named(keys: Keys, count: int, letters: dict[str, str], *names: str) -> str:
+    """The letters of a list with a name per layer."""
+    found = keys.listed(count, *names)
+    others = [each for each in found if not isinstance(each, str) or each not in letters]
+    if others:
+        name = next(name for name in names if keys.has(name))
+        detail = f"found {quoted(others[0])}; zbv has formulas for {', '.join(letters)}."
+        raise keys.wrong(name, f"{detail} Write model.json instead.")
+    return "".join(letters[each] for each in found)
+
+
+def _has_window(keys: Keys, kind: TextKind) -> bool:
+    if not keys.flag("use_sliding_window", null=kind.window != "switch"):
+        for name in (*SLIDING, "max_window_layers"):
+            keys.get(name)  # has no effect
+        return False
+    if kind.window is None:
+        return False
+    return keys.size(*_width_keys(kind)) is not None
+
+
+def _ffns(keys: Keys, count: int) -> str:
+    """``E`` for a block with experts, ``-`` for one with an MLP."""
+    if not keys.count(*EXPERTS):
+        return "-" * count
+    is_listed = isinstance(keys.get("moe_layer_freq"), list)
+    if keys.has("mlp_layer_types"):
+        found = _named(keys, count, {"sparse": "E", "dense": "-"}, "mlp_layer_types")
+        if is_listed:
+            same = [bool(each) for each in keys.listed(count, "moe_layer_freq")] == [e == "E" for e in found]
+            _require(keys, same, "mlp_layer_types", "moe_layer_freq")
+        else:
+            keys.count("moe_layer_freq", least=1)
+        return _with_first_dense(keys, found, "mlp_layer_types")
+    if keys.has("moe_layers"):
+        places = keys.places(count, "moe_layers")
+        step = keys.count("interleave_moe_layer_step", null=1, least=1)
+        same = set(places) == set(range(step - 1, count, step))
+        has_step = keys.has("interleave_moe_layer_step")
+        _require(keys, same or not has_step, "moe_layers", "interleave_moe_layer_step")
+        return "".join("E" if place in places else "-" for place in range(count))
+    if is_listed:
+        found = "".join("E" if each else "-" for each in keys.listed(count, "moe_layer_freq"))
+        return _with_first_dense(keys, found, "moe_layer_freq")
+    dense, only = keys.count(FIRST_DENSE), keys.places(count, "mlp_only_layers")
+    from_zero = keys.count("moe_layer_freq", null=1, least=1)
+    step = keys.count("decoder_sparse_step", "interleave_moe_layer_step", null=1, least=1)
+    return "".join(
+        "E"
+        if place >= dense and place not in only and place % from_zero == 0 and (place + 1) % step == 0
+        else "-"
+        for place in range(count)
+    )
+
+
+def _with_first_dense(keys: Keys, letters: str, listed: str) -> str:
+    """The same letters; raises :class:`InvalidInput` where the file has another number of dense layers."""
+    dense, first = keys.count(FIRST_DENSE), (letters + "E").find("E")
+    _require(keys, not keys.has(FIRST_DENSE) or min(dense, len(letters)) == first, listed, FIRST_DENSE)
+    return letters
+
+
+def _pattern(mixers: str, ffns: str, *, has_experts: bool) -> Section:
+    """The keys that describe the blocks, where they can: otherwise a pattern."""
+    periods = [None, *range(2, LARGEST_PERIOD)]
+    full = next((each for each in periods if mixers == _mixed(mixers, each)), 0)
+    firsts = (0, max(0, ffns.find("E")))
+    fits = (
+        (first, every)
+        for every, first in product(range(1, LARGEST_PERIOD), firsts)
+        if ffns == _dense_first(len(ffns), first, every)
+    )
+    found = next(fits, None) if has_experts else (0, 1)
+    if full == 0 or found is None or set(mixers) - set("*WI") or {"W", "I"} <= set(mixers):
+        return {"pattern": "".join(f"({first}{second})" for first, second in zip(mixers, ffns, strict=True))}
+    return {"full_attention_every": full, "dense_layers": found[0], "expert_every": found[1]}
+
+
+def _mixed(mixers: str, every: int | None) -> str:
+    special = mixers[0]
+    if every is None:
+        return special * len(mixers)
+    return "".join("*" if (place + 1) % every == 0 else special for place in range(len(mixers)))
+
+
+def _dense_first(count: int, first: int, every: int) -> str:
+    return "".join("E" if place >= first and (place + 1) % every == 0 else "-" for place in range(count))
+
+
+def read_experts(keys: Keys, kind: TextKind) -> Section:
+    """The sizes of experts; empty without them."""
+    if not keys.count(*EXPERTS):
+        return {}
+    width, shared = keys.size(kind.expert_width), keys.count(*SHARED_WIDTH)
+    count = keys.get(*SHARED)
+    if kind.shared_experts or count is not None:
+        count = kind.shared_experts or keys.count(*SHARED)
+        shared = (shared or count * keys.number(kind.expert_width)) if count else 0
+    groups = keys.count("n_group", "num_expert_group")
+    nodes = keys.size("topk_group")
+    return {
+        "experts": keys.count(*EXPERTS),
+        "experts_per_token": keys.size(*CHOSEN),
+        "expert_ffn": width,
+        "expert_hidden": keys.size("moe_latent_size"),
+        "shared_expert_ffn": shared or None,
+        "expert_nodes": nodes if groups > 1 else None,
+    }
+
+
+def read_attention(keys: Keys) -> Section:
+    """Heads and latent vectors."""
+    model: Section = {"heads": keys.number("num_attention_heads", "n_head")}
+    head, groups = (
+        keys.size("head_dim", "attention_head_dim"),
+        keys.size("num_key_value_heads", "num_query_groups"),
+    )
+    if keys.size("kv_lora_rank") is None:
+        return {**model, "kv_heads": groups, "head_dim": head}
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {name: keys.size(name) for name in latent}
+    plain, rotated, both = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], keys.size("qk_head_dim")
+    if both is not None and plain is not None and rotated is not None and both != plain + rotated:
+        rule = f"must be qk_nope_head_dim + qk_rope_head_dim ({plain + rotated})."
+        raise keys.wrong("qk_head_dim", f"found {both}; {rule}")
+    return {**model, **sizes}
+
+
+def _mamba(keys: Keys) -> dict[str, Any]:
+    heads, width = keys.number("mamba_num_heads"), keys.number("mamba_head_dim")
+    for name in ("expand", "use_conv_bias", "mamba_proj_bias"):
+        keys.get(name)
+    return Mamba(
+        keys.number("hidden_size"),
+        heads=heads,
+        inner=heads * width,
+        state=keys.number("ssm_state_size"),
+        groups=keys.number("n_groups"),
+        kernel=keys.number("conv_kernel"),
+        chunk=keys.number("chunk_size"),
+    ).costs()
+
+
+def _delta_net(keys: Keys) -> dict[str, Any]:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = (keys.number(f"linear_{name}") for name in names)
+    return DeltaNet(keys.number("hidden_size"), *sizes).costs()

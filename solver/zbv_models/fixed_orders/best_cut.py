@@ -1,0 +1,358 @@
+"""The best cut of layers for the fixed order of an executor, with a proven bound over all cuts.
+
+The objective of a fixed order is the largest of many linear functions of the cut (:mod:`.fixed_order`). A
+local search finds good cuts, a linear program finds the functions that matter and a first bound, and CP-SAT
+proposes the best cut under the functions known so far. The proposal is timed, and its own critical paths are
+added, until no cut below the best known one is left: then that one is optimal.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
+from zbv_solver.partition.cut_space import Boundaries
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.options import Effort
+from zbv_solver.timing.start_times import objective_of
+from zbv_solver.verify.verifier import verify_orders
+
+from zbv_models.fixed_orders.order_search import OrderSearch
+from zbv_models.fixed_orders.rank_rules import inner_sizes, placed_on
+from zbv_models.fixed_orders.regular_cut import Once, regular_cut
+from zbv_models.fixed_orders.schedules import Schedule
+
+Recompute = Literal["none", "all", "uniform", "per-stage"]
+"""Stages that may be recomputed: no stage, every stage, either of the two, or any."""
+
+FINALISTS = {"quick": 1, "standard": 2, "thorough": 8}
+"""Searches that get the full budget."""
+REST = 1.0
+"""The budget that the other searches share, in full budgets; each gets less than one."""
+
+
+@dataclass(frozen=True)
+class OrderResult:
+    """What one schedule achieves with its best known cut.
+
+    Attributes
+    ----------
+    recompute
+        ``none``, ``all``, ``block`` or ``per-stage``.
+    objective
+        inf if no cut was found that fits the memory limit, or none was tried.
+    lower_bound
+        A proven bound over all cuts under this schedule.
+    even
+        The objective of the even cut, without the memory limit; inf if it was not tried.
+    is_searched
+        Whether any cuts were tried. The time limit may end the search before.
+    recompute_layers
+        With ``block``, how many first layers of every stage are recomputed; None if no cut is known.
+    """
+
+    schedule: Schedule
+    recompute: str
+    objective: float
+    lower_bound: float
+    even: float
+    is_searched: bool = True
+    recompute_layers: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BestCut:
+    """The best cut that was found, under the schedule that suits it best.
+
+    Attributes
+    ----------
+    problem, orders
+        The layers, cut and placed, and the executor's action lists for them. The cut is the most regular of
+        those that are hardly longer than the best one (:mod:`.regular_cut`).
+    objective, lower_bound
+        Of this cut, and of this schedule: no cut has a smaller objective than the bound.
+    even
+        The objective of the even cut under this schedule, without the memory limit.
+    results
+        All schedules with their shortest cuts, the best first and those that were not searched last.
+    shortest, least
+        The layers with the shortest cut that was found under this schedule, and its objective.
+    refused
+        Why other schedules have no cut that keeps the rules.
+    """
+
+    schedule: Schedule
+    problem: Problem
+    orders: Orders
+    objective: float
+    lower_bound: float
+    even: float
+    results: tuple[OrderResult, ...]
+    shortest: Problem
+    least: float
+    refused: Mapping[Schedule, Issue] = field(default_factory=dict)
+
+    @property
+    def bound_of_all(self) -> float:
+        """A proven bound over all cuts under all schedules, also those that were not searched."""
+        return min(result.lower_bound for result in self.results)
+
+    @property
+    def unsearched(self) -> int:
+        """How many schedules were not searched, because the time limit ended the search."""
+        return sum(not result.is_searched for result in self.results)
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no cut under the chosen schedule is shorter than the shortest that was found."""
+        return self.least <= self.lower_bound * (1 + OPTIMAL_GAP)
+
+
+def best_cut(
+    problem: LayeredProblem,
+    schedules: Sequence[Schedule],
+    *,
+    recompute: Recompute | First = "none",
+    plain: Collection[Schedule] = (),
+    allow_empty: bool = False,
+    late: str | None = None,
+    also: Iterable[Boundaries] = (),
+    even: Mapping[Schedule, Boundaries] | None = None,
+    effort: Effort = "standard",
+    seed: int = 0,
+    time_limit: float | None = None,
+) -> BestCut:
+    """The best cut for the fixed orders of an executor.
+
+    Parameters
+    ----------
+    problem
+        Layers; the placement is that of every schedule.
+    schedules
+        Orders to choose from.
+    recompute
+        Which stages may be recomputed, or how many first layers of every stage.
+    plain
+        Schedules under which nothing is recomputed.
+    allow_empty
+        Whether stages other than the first and the last may be empty, unless the problem forbids it.
+    late
+        Name of the first layer that must lie on the last chunk of its rank (Megatron-LM's MTP layers).
+    also
+        Boundaries, as layer indices, of cuts that the result must not be worse than.
+    even
+        The executor's own cuts, likewise, to compare with.
+    time_limit
+        Seconds until the best cut so far is the answer, with the bounds that are proved; None for no limit.
+
+    Raises
+    ------
+    InvalidInput
+        When no schedule is given, none has a cut that keeps the rules of the problem, or ranks differ.
+    InfeasibleMemory
+        When no cut fits the memory limit under any of the schedules.
+    """
+    if not problem.has_equal_ranks:
+        at = "/devices" if problem.devices else "/costs/link"
+        detail = "cuts for the order of an executor are searched for equal ranks and links. Remove this key."
+        raise InvalidInput.at(at, f"found one value per rank; {detail}")
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
+    own = OwnUnit.of(problem)
+    searches: list[OrderSearch] = []
+    refused: dict[Schedule, Issue] = {}
+    for schedule in schedules:
+        asked = "none" if schedule in plain else recompute
+        for chosen in _variants(asked, schedule.placement.n_stages, problem):
+            try:
+                made = order_search(
+                    own,
+                    schedule,
+                    chosen,
+                    allow_empty=allow_empty,
+                    late=late,
+                    effort=effort,
+                    seed=seed,
+                    deadline=deadline,
+                    even=(even or {}).get(schedule),
+                )
+            except InvalidInput as error:
+                refused[schedule] = error.issues[0]
+                break
+            searches.append(made)
+    if not searches:
+        raise _refusal(problem, schedules, refused, allow_empty)
+    for number, each in enumerate(searches):
+        # Without time, simple cuts of every schedule are timed until one fits.
+        if not each.is_over or all(other.best is None for other in searches[:number]):
+            each.screen(also)
+    searches.sort(key=lambda each: each.value)
+    for number, each in enumerate(searches):
+        below = min(other.value for other in searches)
+        if each.is_over:
+            break
+        if math.isinf(below) or each.bound < below * (1 - OPTIMAL_GAP):
+            each.finish(below, 1.0 if number < FINALISTS[effort] else min(0.25, REST / len(searches)))
+    searches.sort(key=lambda each: (each.value, not each.is_searched))
+    best = searches[0]
+    if best.best is None:
+        raise _infeasible(searches, own.given)
+    return replace(answer_of(own, searches, allow_empty), refused=refused)
+
+
+def _refusal(
+    problem: LayeredProblem,
+    schedules: Sequence[Schedule],
+    refused: Mapping[Schedule, Issue],
+    allow_empty: bool,
+) -> InvalidInput:
+    """The error of layers that no schedule can cut: broken rules first, else too few layers."""
+    rules = dict.fromkeys(issue for issue in refused.values() if issue.pointer != "/layers")
+    if rules:
+        return InvalidInput([*rules])
+    fewest = min((schedule.placement for schedule in schedules), key=lambda each: each.n_stages)
+    may_be_empty = allow_empty and problem.rules.allow_empty is not False
+    advice = [
+        *(["fewer virtual stages"] if fewest.chunks > 1 else []),
+        *(["fewer ranks"] if fewest.pp_degree > 1 else []),
+        *(["empty stages (cut.allow_empty)"] if allow_empty and not may_be_empty else []),
+        "finer layers",
+    ]
+    return InvalidInput.at(
+        "/layers",
+        f"found {problem.n_atoms} separable {'layer' if problem.n_atoms == 1 else 'layers'} for "
+        f"{fewest.n_stages} stages; "
+        f"{'the first and the last stage need' if may_be_empty else 'every stage needs'} at least one. "
+        f"Give {' or '.join(advice)}.",
+    )
+
+
+def order_search(
+    own: OwnUnit,
+    schedule: Schedule,
+    recompute: Recomputed | First | None,
+    *,
+    allow_empty: bool,
+    late: str | None,
+    effort: Effort,
+    seed: int = 0,
+    deadline: float = math.inf,
+    even: Boundaries | None = None,
+) -> OrderSearch:
+    """The search for cuts under one schedule, not yet begun.
+
+    Raises :class:`InvalidInput` when no cut under this schedule keeps the rules.
+    """
+    placed = placed_on(own.problem, schedule, allow_empty)
+    sizes = inner_sizes(placed, schedule)
+    latest = _latest(placed, schedule, late) | _behind(placed, sizes)
+    search = OrderSearch(placed, schedule, recompute, latest, effort, seed, deadline, even, sizes)
+    if search.runs.allow_none:
+        raise InvalidInput.at("/layers", f"found {placed.n_atoms} separable layers, which are too few.")
+    return search
+
+
+def _behind(placed: LayeredProblem, sizes: dict[int, int]) -> dict[int, int]:
+    """Stages of prescribed sizes have only transformer layers, so they end with the last of them."""
+    model = placed.model
+    end = int(np.searchsorted(placed.places, model.place_behind(model.blocks_before[-1])))
+    return {stage + 1: end for stage in sizes}
+
+
+def _variants(
+    recompute: Recompute | First, stages: int, problem: LayeredProblem
+) -> tuple[Recomputed | First | None, ...]:
+    """What is recomputed, for every search; None lets the search choose stages."""
+    none, every = (0,) * stages, (WHOLE,) * stages
+    if recompute == "none" or not problem.model.can_recompute:
+        return (none,)
+    if recompute == "per-stage":
+        return (None,)
+    if isinstance(recompute, First):
+        # All first layers are all layers, unless others can be recomputed.
+        has_every = recompute.others and recompute == First(others=recompute.others)
+        return (recompute, every) if has_every else (recompute,)
+    return (every,) if recompute == "all" else (none, every)
+
+
+def _latest(problem: LayeredProblem, schedule: Schedule, late: str | None) -> dict[int, int]:
+    """The last place of the boundary before the last chunk, in parts."""
+    placement = schedule.placement
+    if late is None or placement.chunks == 1:
+        return {}
+    place = problem.model.place[late]
+    at = int(np.searchsorted(problem.places, place, side="right")) - 1
+    return {placement.n_stages - placement.pp_degree: at}
+
+
+def answer_of(
+    own: OwnUnit, searches: Sequence[OrderSearch], allow_empty: bool, once: Once | None = None
+) -> BestCut:
+    """The answer in the caller's units, verified; the first search has the best cut.
+
+    ``once`` is what a step needs in addition to the objective, in the units of the searches.
+    """
+    results = [
+        OrderResult(
+            each.schedule,
+            each.recompute_name(each.best),
+            each.value * own.length,
+            min(each.bound, each.value) * own.length,
+            each.even * own.length,
+            each.is_searched,
+            each.best[1][0] if each.best is not None and each.recompute_name(each.best) == "block" else None,
+        )
+        for each in searches
+    ]
+    best = searches[0]
+    schedule = best.schedule
+    if best.best is None:
+        raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
+    placed, chosen = placed_on(own.given, schedule, allow_empty), regular_cut(best, once)
+    problem = _cut_by(best, placed, chosen)
+    orders = best.order.orders
+    verify_orders(problem, orders)
+    objective = objective_of(problem, orders)
+    bound = min(each.lower_bound for each in results if each.schedule == schedule)
+    optimum = _cut_by(best, placed, best.best)
+    shortest = objective if chosen == best.best else objective_of(optimum, orders)
+    bound = shortest if bound >= shortest * (1 - OPTIMAL_GAP) else bound
+    results[0] = replace(
+        results[0],
+        recompute=best.recompute_name(chosen),
+        objective=shortest,
+        lower_bound=min(results[0].lower_bound, shortest),
+    )
+    return BestCut(
+        schedule, problem, orders, objective, bound, results[0].even, tuple(results), optimum, shortest
+    )
+
+
+def _cut_by(search: OrderSearch, placed: LayeredProblem, choice: Choice) -> Problem:
+    """The problem of a cut; if first layers are recomputed, these layers have no other costs."""
+    bounds, chosen = choice
+    if isinstance(search.recompute, First) and search.recompute_name(choice) == "block":
+        placed = replace(placed, model=search.recompute.model(placed, bounds, chosen[0]))
+        chosen = (0,) * len(chosen)
+    return placed.cut_into(search.schedule.placement, search.space.cut(bounds, tuple(map(bool, chosen))))
+
+
+def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> InfeasibleMemory:
+    """The error of layers that fit under no schedule."""
+    closest = min(searches, key=lambda each: each.local.excess)
+    return InfeasibleMemory(
+        closest.closest_peaks(),
+        problem.limit or (),
+        of_cut=True,
+        is_proved=all(each.is_infeasible for each in searches),
+        ended_early=any(each.is_over for each in searches),
+    )

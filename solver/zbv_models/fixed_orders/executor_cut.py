@@ -1,0 +1,407 @@
+"""The best cut for an executor: its schedules, its rules for stages, and its settings for the result."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from zbv_solver.documents.text import plain
+from zbv_solver.errors import InvalidInput
+from zbv_solver.export.torchtitan_settings import REPEATED, TitanSettings, module_names
+from zbv_solver.partition.modules import Modules
+from zbv_solver.partition.runs import First
+from zbv_solver.problem.layer_letters import letter_of
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.limits import MAX_CHUNKS
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.options import Effort
+
+from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut
+from zbv_models.fixed_orders.even_cuts import even_cut
+from zbv_models.fixed_orders.megatron_layout import Stages, layout_flags, recompute_flags, write_layout
+from zbv_models.fixed_orders.schedules import (
+    TORCH_DEFAULTS,
+    Schedule,
+    megatron_groups,
+    megatron_schedule,
+    torch_schedule,
+    torch_schedule_name,
+)
+
+Executor = Literal["megatron", "torch", "torchtitan"]
+EXECUTORS: tuple[str, ...] = get_args(Executor)
+MOST_CHUNKS = 4
+"""Most virtual stages per rank that are tried unless numbers are given."""
+MOST_GROUPS = 4
+"""Group sizes that are tried unless one is given: all if there are no more, else those that double from p."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutorCut:
+    """The best cut for an executor.
+
+    Attributes
+    ----------
+    stages
+        The modules of every stage as letters; None for ``torch``, which does not name modules.
+    settings
+        Flags of Megatron-LM or a function for torchtitan; None if the executor cannot express the result.
+    remark
+        Why there are no settings; empty if there are.
+    even_remark
+        What the even cut is if the executor has none by itself; empty if it is the executor's own.
+    """
+
+    executor: str
+    best: BestCut
+    stages: Stages | None
+    settings: str | None
+    remark: str = ""
+    even_remark: str = ""
+
+    @property
+    def shortest_layout(self) -> str | None:
+        """The shortest cut as ``zbv cut --layout`` takes it; None without modules."""
+        if self.stages is None or self.best.shortest.model is None:
+            return None
+        return write_layout(stage_letters(self.best.shortest, Modules.of(self.best.shortest.model.model)))
+
+
+def cut_for_executor(
+    problem: LayeredProblem,
+    executor: str,
+    *,
+    virtual_stages: Sequence[int] | None = None,
+    group: int | None = None,
+    schedules: Sequence[str] = (),
+    recompute: Recompute | None = None,
+    recompute_layers: int | None = None,
+    also: Sequence[tuple[int, ...]] = (),
+    effort: Effort = "standard",
+    seed: int = 0,
+    time_limit: float | None = None,
+) -> ExecutorCut:
+    """The best cut of layers for an executor that keeps its own order.
+
+    Parameters
+    ----------
+    problem
+        Layers. Its placement is ignored, because the executor has its own.
+    virtual_stages
+        Numbers of stages per rank to try; None tries those from 1 to :data:`MOST_CHUNKS`.
+    group
+        Megatron-LM's group size; None tries several.
+    schedules
+        Names of PyTorch's schedules to try; by default those with fused backwards.
+    recompute
+        Which stages may be recomputed. Executors cannot express ``per-stage``. None: as the executor offers;
+        Megatron-LM also recomputes as many first layers of every stage.
+    recompute_layers
+        This number of transformer layers; None lets the search choose.
+    also
+        Boundaries, as layer indices, of cuts that the result must not be worse than.
+    time_limit
+        As in :func:`~zbv_models.fixed_orders.best_cut.best_cut`.
+
+    Raises
+    ------
+    InvalidInput
+        When the executor cannot run such a problem. Pointers are into the problem, or name a flag of
+        ``zbv cut``: ``/virtual_stages``, ``/group_size``, ``/schedule`` or ``/recompute_layers``; empty if
+        the numbers do not fit together.
+    InfeasibleMemory
+        When no cut fits the memory limit.
+    """
+    if executor not in EXECUTORS:
+        raise InvalidInput.at("", f"found executor {executor!r}; must be one of {', '.join(EXECUTORS)}.")
+    _check_request(executor, virtual_stages or (), group, schedules)
+    modules = None if executor == "torch" else Modules.of(problem.model)
+    if modules is not None:
+        _check_modules(modules, executor, problem.pp_degree)
+    offered = recomputation(problem, executor, modules, recompute, recompute_layers)
+    tried = schedules_of(problem, executor, virtual_stages, group, schedules)
+    plain = [each for each in tried if each.is_split]
+    if plain and problem.model.can_recompute and recompute not in (None, "none", "uniform"):
+        detail = f"found {recompute}, and {plain[0].name}; {REPEATED}"
+        raise InvalidInput.at("/recompute", detail)
+    names = problem.model.names
+    letters_of = tuple(map(letter_of, names)) if modules is None else modules.letters
+    even = {schedule: even_cut(executor, letters_of, schedule) for schedule in tried}
+    best = best_cut(
+        problem if modules is None else modules.kept_whole(problem),
+        tried,
+        recompute=offered,
+        plain=plain,
+        allow_empty=executor == "megatron",
+        late=modules.late if modules is not None and executor == "megatron" else None,
+        also=also,
+        even={schedule: cut.bounds for schedule, cut in even.items()},
+        effort=effort,
+        seed=seed,
+        time_limit=time_limit,
+    )
+    about_even = even[best.schedule].remark
+    if modules is None:
+        remark = "PyTorch's runtime has no settings of a cut."
+        return ExecutorCut(executor, best, None, None, remark, about_even)
+    stages = stage_letters(best.problem, modules)
+    found, model = best.results[0], best.problem.model
+    settings, remark = executor_settings(
+        executor,
+        stages,
+        best.schedule,
+        found.recompute,
+        found.recompute_layers,
+        () if model is None else model.model.recompute_modules,
+    )
+    return ExecutorCut(executor, best, stages, settings, remark, about_even)
+
+
+def _check_request(
+    executor: str, virtual_stages: Sequence[int], group: int | None, schedules: Sequence[str]
+) -> None:
+    """Raise :class:`InvalidInput` for a value that no problem allows; pointers name flags of ``zbv cut``."""
+    for count in virtual_stages:
+        if not 1 <= count <= MAX_CHUNKS:
+            rule = "must be at least 1" if count < 1 else f"must be at most {MAX_CHUNKS}"
+            raise InvalidInput.at("/virtual_stages", f"found {count} virtual stages; {rule}.")
+    if group is not None:
+        if executor != "megatron":
+            detail = f"found it and executor {executor}; only megatron has group sizes. Leave it out."
+            raise InvalidInput.at("/group_size", detail)
+        if group < 1:
+            raise InvalidInput.at("/group_size", f"found {group}; must be at least 1.")
+        if virtual_stages and max(virtual_stages) == 1:
+            detail = (
+                f"found group size {group} with one virtual stage; only several take turns. Leave it out."
+            )
+            raise InvalidInput.at("/group_size", detail)
+    if schedules and executor == "megatron":
+        detail = (
+            "found it and executor megatron, which has its own schedules; it is for torch and torchtitan. "
+            "Leave it out."
+        )
+        raise InvalidInput.at("/schedule", detail)
+    try:
+        for name in schedules:
+            torch_schedule_name(name)
+    except InvalidInput as error:
+        raise error.below("/schedule") from None
+
+
+def _check_modules(modules: Modules, executor: str, pp_degree: int) -> None:
+    """Raise :class:`InvalidInput` for layers that the executor cannot run, whatever the cut."""
+    if executor == "torchtitan" and pp_degree > 1 and modules.late is not None:
+        raise InvalidInput.at(
+            "/layers",
+            f"found {modules.late!r}, which belongs to multi-token prediction; torchtitan has none in "
+            f"pipelines. Leave such layers out, or use another executor.",
+        )
+
+
+def recomputation(
+    problem: LayeredProblem,
+    executor: str,
+    modules: Modules | None,
+    asked: Recompute | None,
+    layers: int | None = None,
+) -> Recompute | First:
+    """What the search may recompute; raises :class:`InvalidInput` if the executor cannot."""
+    chosen, only = problem.model.recompute_modules, "only Megatron-LM does"
+    is_megatron = executor == "megatron" and modules is not None
+    is_offered = not chosen or executor == ("torchtitan" if "op" in chosen else "megatron")
+    if not is_offered and asked not in (None, "none"):
+        owner = "only torchtitan does" if "op" in chosen else only
+        detail = f"found {', '.join(chosen)}; {owner} that. Use --recompute none."
+        raise InvalidInput.at("/recompute_modules", detail)
+    first = modules.first_blocks(problem) if is_megatron and modules is not None and not chosen else None
+    if layers is None:
+        return asked or (first or "uniform" if is_offered else "none")
+    for is_kept, detail in (
+        (is_megatron, f"found {layers} and executor {executor}; {only} that. Leave it out."),
+        (
+            asked is None,
+            f"found {layers} and --recompute {asked}, which says what is recomputed. Leave out one.",
+        ),
+        (layers >= 1, f"found {layers}; must be at least 1."),
+        (first, f"found {layers}; every transformer layer needs recompute, and no recompute_modules."),
+    ):
+        if not is_kept:
+            raise InvalidInput.at("/recompute_layers", detail)
+    return replace(first or First(), least=layers, most=layers)
+
+
+def stage_letters(problem: Problem, modules: Modules) -> Stages:
+    """The modules of every stage."""
+    if problem.model is None:
+        raise TypeError("the problem was not given by layers.")
+    bounds = problem.model.cut.bounds
+    return tuple(map(modules.of_stage, bounds[:-1], bounds[1:]))
+
+
+def executor_settings(
+    executor: str,
+    stages: Stages,
+    schedule: Schedule,
+    recompute: str,
+    recompute_layers: int | None = None,
+    modules: Sequence[str] = (),
+) -> tuple[str | None, str]:
+    """The settings of an executor, or None and why there are none.
+
+    Parameters
+    ----------
+    recompute, recompute_layers, modules
+        As :func:`~zbv_models.fixed_orders.megatron_layout.recompute_flags` takes them.
+    """
+    ranks = schedule.placement.pp_degree
+    if executor == "torch":
+        return None, "PyTorch's runtime has no settings of a cut."
+    try:
+        if executor == "torchtitan":
+            parts = module_names(stages) if ranks > 1 else None
+            if recompute == "all" and "op" in modules:
+                recompute = "selective"
+            titan = TitanSettings(
+                ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
+            )
+            return titan.text(), ""
+        flags = [
+            *layout_flags(stages, ranks, schedule.group),
+            *recompute_flags(recompute, recompute_layers, modules),
+        ]
+        return " \\\n".join(flags) + "\n", ""
+    except InvalidInput as error:
+        return None, str(error.issues[0].detail)
+
+
+def split_flags(settings: str) -> list[str]:
+    """The words of Megatron-LM's flags, as a shell splits them."""
+    return shlex.split(settings)
+
+
+def schedules_of(
+    problem: LayeredProblem,
+    executor: str,
+    virtual_stages: Sequence[int] | None = None,
+    group: int | None = None,
+    names: Sequence[str] = (),
+) -> list[Schedule]:
+    """The schedules to try; raises :class:`InvalidInput` with the executor's reasons if there are none."""
+    p, m = problem.pp_degree, problem.microbatches
+    chunks = tuple(virtual_stages or range(1, MOST_CHUNKS + 1))
+    found: list[Schedule] = []
+    refusals: list[InvalidInput] = []
+
+    def offer(make: Any, *arguments: Any) -> None:
+        try:
+            found.append(make(*arguments))
+        except InvalidInput as error:
+            refusals.append(error)
+
+    if executor == "megatron":
+        for each in chunks:
+            if each == 1:
+                # A given group size is for several virtual stages.
+                if group is None or virtual_stages is not None:
+                    offer(megatron_schedule, p, m, 1)
+            elif group is not None:
+                offer(megatron_schedule, p, m, each, group)
+            else:
+                sizes = _tried_groups(p, m, each)
+                for size in sizes:
+                    offer(megatron_schedule, p, m, each, size)
+                if not sizes:
+                    offer(megatron_schedule, p, m, each)
+    else:
+        for name in names or TORCH_DEFAULTS:
+            for each in chunks:
+                offer(torch_schedule, name, p, m, each)
+    if not names:
+        # With one stage per rank, an interleaved schedule is 1F1B with a longer warm-up.
+        found = [each for each in found if each.name == "1F1B" or each.placement.chunks > 1]
+    if not found:
+        raise refusals[0] if refusals else InvalidInput.at("", "found no schedule to try.")
+    return found
+
+
+def schedule_of_stages(
+    problem: LayeredProblem, executor: str, chunks: int, group: int | None = None, names: Sequence[str] = ()
+) -> Schedule:
+    """The schedule that an executor runs with as many stages per rank, unless a group or a name is given.
+
+    Raises :class:`InvalidInput` like :func:`cut_for_executor`.
+    """
+    _check_request(executor, (chunks,), group, names)
+    p, m = problem.pp_degree, problem.microbatches
+    if executor == "megatron":
+        return megatron_schedule(p, m, chunks, group)
+    if len(names) > 1:
+        raise InvalidInput.at("/schedule", f"found {len(names)} names with a given cut; give one.")
+    return torch_schedule(names[0] if names else TORCH_DEFAULTS[chunks > 1], p, m, chunks)
+
+
+def _tried_groups(p: int, m: int, chunks: int) -> Sequence[int | None]:
+    allowed = megatron_groups(p, m, chunks)
+    if len(allowed) <= MOST_GROUPS:
+        return allowed
+    return [size for size in allowed if size is not None and size % p == 0 and (size // p).bit_count() == 1][
+        :MOST_GROUPS
+    ]
+
+
+def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
+    """The result as a JSON document."""
+    best = cut.best
+    model = best.problem.model
+    return {
+        "executor": cut.executor,
+        "schedule": best.schedule.name,
+        "virtual_stages": best.schedule.placement.chunks,
+        "group_size": best.schedule.group,
+        "recompute": best.results[0].recompute,
+        "recompute_layers": best.results[0].recompute_layers,
+        "objective": best.objective,
+        "lower_bound": best.lower_bound,
+        "status": "optimal" if best.is_optimal else "feasible",
+        "shortest": {
+            "objective": best.least,
+            "partition": None if best.shortest.model is None else plain(best.shortest.model.partition),
+            "layout": cut.shortest_layout,
+        },
+        "even_cut": plain(best.even),
+        "even_cut_remark": cut.even_remark,
+        "lower_bound_of_all_schedules": best.bound_of_all,
+        "partition": None if model is None else plain(model.partition),
+        "layers_per_stage": None if model is None else [len(stage) for stage in model.partition],
+        "settings": cut.settings,
+        "schedules": [
+            {
+                "schedule": each.schedule.name,
+                "virtual_stages": each.schedule.placement.chunks,
+                "group_size": each.schedule.group,
+                "recompute": each.recompute,
+                "recompute_layers": each.recompute_layers,
+                "objective": _number(each.objective),
+                "lower_bound": _number(each.lower_bound),
+                "searched": each.is_searched,
+            }
+            for each in best.results
+        ],
+        "refused": [
+            {
+                "schedule": schedule.name,
+                "virtual_stages": schedule.placement.chunks,
+                "group_size": schedule.group,
+                "reason": f"{issue.pointer}: {issue.detail}",
+            }
+            for schedule, issue in best.refused.items()
+        ],
+    }
+
+
+def _number(value: float) -> float | None:
+    """A number, or None instead of infinity, which JSON does not have."""
+    return value if value < float("inf") else None

@@ -1,0 +1,283 @@
+"""The search for the best cut under one schedule: a local search, a relaxation, and an exact model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.cut_tables import CutTables
+from zbv_solver.partition.descent import CutDescent
+from zbv_solver.partition.fixed_order import FixedOrder, Terms
+from zbv_solver.partition.floors import least_worst_load
+from zbv_solver.partition.runs import Choice, First, Recomputed, Runs
+from zbv_solver.partition.simple_cuts import histogram_cut, level_cut
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
+from zbv_solver.search.options import Effort
+from zbv_solver.search.search_state import Cancelled
+
+from zbv_models.fixed_orders.count_model import CountModel
+from zbv_models.fixed_orders.relaxation import Relaxed, relax
+from zbv_models.fixed_orders.schedules import Schedule
+
+SCREENED = {"quick": 2_000_000, "standard": 4_000_000, "thorough": 20_000_000}
+"""Actions that a first local search may time."""
+ACTIONS = {"quick": 20_000_000, "standard": 80_000_000, "thorough": 2_000_000_000}
+"""Actions that the full local search may time."""
+ROUNDS = {"quick": 150, "standard": 300, "thorough": 1000}
+"""Linear programs."""
+MOST_SWEPT = {"quick": 100_000_000, "standard": 500_000_000, "thorough": 10_000_000_000}
+"""Actions times ranks that all linear programs together may time."""
+EXACT = {"quick": 0.3, "standard": 1.5, "thorough": 60.0}
+"""CP-SAT's deterministic time."""
+FEW_ROUNDS, FEW_SWEPT = 12, 10_000_000
+"""Linear programs, and actions times ranks that they may time, to rank many schedules."""
+LEAST_EFFORT = 0.01
+"""Deterministic time that a solve costs at least, as presolve is hardly counted."""
+MOST_LEARNED = 8
+"""Proposals of a solve whose critical paths are added."""
+
+
+class OrderSearch:
+    """Cuts under one schedule, recomputed as given, or with stages that the search chooses (None).
+
+    Attributes
+    ----------
+    best, value
+        The best cut that fits, or None and inf.
+    bound
+        A lower bound over all cuts; inf if it is proved that none fits.
+    even
+        The objective of the executor's own cut, without the memory limit; inf if it is not known.
+    is_searched
+        Whether any cuts were tried.
+    cancelled
+        If set, asked often: whether to end early.
+    """
+
+    def __init__(
+        self,
+        problem: LayeredProblem,
+        schedule: Schedule,
+        recompute: Recomputed | First | None,
+        latest: dict[int, int],
+        effort: Effort,
+        seed: int,
+        deadline: float = math.inf,
+        even: Boundaries | None = None,
+        sizes: dict[int, int] | None = None,
+    ):
+        self.problem, self.schedule, self.recompute = problem, schedule, recompute
+        self.effort, self.seed, self.deadline = effort, seed, deadline
+        tables = CutTables.of(problem)
+        self.space = CutSpace(problem, schedule.placement, tables)
+        others = recompute.others if isinstance(recompute, First) else frozenset()
+        self.runs = Runs.of(self.space, latest, sizes, others)
+        level = level_cut(self.space)
+        sample = problem.cut_into(schedule.placement, self.space.cut(level, (False,) * self.space.n_stages))
+        self.order = FixedOrder.of(sample, schedule.orders())
+        self.local = CutDescent(self.runs, self.order, SCREENED[effort], seed, recompute)
+        self.cancelled: Cancelled | None = None
+        self.local.is_over = lambda: self.is_over
+        self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
+        self.even = math.inf
+        self.is_searched = False
+        self.terms: dict[bytes, Terms] = {}
+        self.simple = (histogram_cut(self.space), level)
+        self.own_cut = None if even is None else self._in_parts(even)
+
+    @property
+    def best(self) -> Choice | None:
+        """The best cut that fits."""
+        return self.local.best
+
+    @property
+    def value(self) -> float:
+        """The objective of the best cut, or inf."""
+        return self.local.value
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether it is proved that no cut fits."""
+        return self.best is None and math.isinf(self.bound)
+
+    def recompute_name(self, choice: Choice | None) -> str:
+        """How stages of a cut are recomputed; None if no cut is known."""
+        if self.recompute is None:
+            return "per-stage"
+        if isinstance(self.recompute, tuple):
+            return "all" if self.recompute[0] else "none"
+        if choice is None:
+            return "block"
+        bounds, (chosen, *_) = choice
+        most = int((np.diff(self.runs.counts(bounds), axis=0) @ self.runs.can_recompute).max())
+        return "none" if chosen == 0 else "all" if chosen >= most and not self.recompute.others else "block"
+
+    def _mean_load(self) -> float:
+        """The mean work of a rank for one microbatch, if it is known which stages are recomputed."""
+        if not isinstance(self.recompute, tuple):
+            return 0.0
+        forward, inputs, weights, fused = self.runs.duration[int(bool(self.recompute[0]))]
+        work = (forward + np.minimum(inputs + weights, fused)) @ self.runs.size
+        return float(work) / self.problem.pp_degree * (1 - ROUNDING)
+
+    def screen(self, also: Iterable[Boundaries] = ()) -> None:
+        """A short local search from the usual cuts, and from others with boundaries in layers."""
+        self.is_searched = True
+        starts = []
+        for bounds in (self.own_cut, *self.simple, *map(self._in_parts, also)):
+            start = None if bounds is None else self.runs.repaired(bounds)
+            if start is not None:
+                starts.append(self.local.at(start))
+                self.local.consider(starts[-1])
+        if self.own_cut is not None:
+            self.even = self.runs.value(self.order, self.local.at(self.own_cut))
+        if starts:
+            first = min(starts, key=self.local.consider)
+            self.local.run(first)
+
+    def bound_loads(self) -> None:
+        """A better bound from the loads and the memory of ranks alone, as fractions of parts."""
+        start = self.runs.repaired(self.simple[-1])
+        if start is not None:
+            self._take(self._relaxed(self.local.at(start), 0, does_fit=False))
+
+    def estimate(self) -> None:
+        """A bound with little effort: few programs, and the last one's solution as a cut."""
+        start = self.runs.repaired(self.simple[-1])
+        if start is not None:
+            rounds = max(2, min(FEW_ROUNDS, FEW_SWEPT // (len(self.order.orders) * self.problem.pp_degree)))
+            relaxed = self._relaxed(self.local.at(start), rounds, does_fit=False)
+            self._take(relaxed)
+            if relaxed.counts is not None:
+                rounded = self.runs.repaired(tuple(np.rint(relaxed.counts.sum(axis=1)).astype(int).tolist()))
+                if rounded is not None:
+                    self.local.consider(self.local.at(rounded))
+
+    def seek_cut(self) -> None:
+        """A good cut with little effort: few moves, and CP-SAT if nothing else fits."""
+        self.is_searched = True
+        best = () if self.best is None else (self._at(self.best[0]),)
+        self.screen(best)
+        if self.best is None:
+            self._make_fit()
+
+    def _in_parts(self, bounds: Boundaries) -> Boundaries | None:
+        """Boundaries in parts; None if they are inside parts, or those of another number of stages."""
+        places = {int(place): part for part, place in enumerate(self.problem.places)}
+        if len(bounds) != self.space.n_stages + 1 or not set(bounds) <= set(places):
+            return None
+        return tuple(places[bound] for bound in bounds)
+
+    def _at(self, bounds: Boundaries) -> Boundaries:
+        """Boundaries in layers."""
+        return tuple(int(self.problem.places[bound]) for bound in bounds)
+
+    def _relaxed(
+        self, start: Choice, rounds: int, *, does_fit: bool = True, deadline: float = math.inf
+    ) -> Relaxed:
+        arguments = self.runs, self.order, start, rounds, self.recompute, does_fit, deadline
+        return relax(*arguments, self.cancelled)
+
+    def _take(self, relaxed: Relaxed) -> None:
+        """Keep a relaxation's bound and terms."""
+        self.terms |= relaxed.terms
+        self.bound = max(self.bound, relaxed.bound)
+        if self.bound > self._serial() * (1 + OPTIMAL_GAP):
+            self.bound = math.inf  # no cut that fits can reach the bound, so none fits
+
+    def finish(self, below: float, share: float) -> None:
+        """Search in full, and prove a bound up to ``below``, the value of the best cut of any search.
+
+        ``share`` scales the budget; below 1 there is no full local search.
+        """
+        if self.best is None and not self._make_fit():
+            return
+        each = len(self.order.orders) * self.problem.pp_degree
+        rounds = math.ceil(share * min(ROUNDS[self.effort], MOST_SWEPT[self.effort] / each))
+        relaxed = self._relaxed(self._best(), rounds, deadline=self.deadline)
+        self._take(relaxed)
+        if share >= 1 and self._target(below) > self.bound:
+            self.local.left = ACTIONS[self.effort]
+            self.local.run(self._best())
+        self._prove(below, share * EXACT[self.effort])
+
+    def closest_peaks(self) -> tuple[float, ...]:
+        """The memory that the cut closest to the limits needs."""
+        if self.local.closest is None:
+            return self.problem.limit or ()
+        return tuple(self.runs.peaks(self.order, self.local.closest).tolist())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline is over, or the search was cancelled."""
+        return time.monotonic() >= self.deadline or (self.cancelled is not None and self.cancelled())
+
+    @property
+    def _seconds(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+        return None if math.isinf(self.deadline) else self.deadline - time.monotonic()
+
+    def _best(self) -> Choice:
+        if self.best is None:
+            raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
+        return self.best
+
+    def _make_fit(self) -> bool:
+        """Find a cut that fits with CP-SAT; False if there is none, or none was found."""
+        model = CountModel(self.runs, self.order, self._serial(), 0.0, self.recompute)
+        model.cancelled = self.cancelled
+        proposal = model.solve(self._serial(), EXACT[self.effort], self.seed, self._seconds)
+        if proposal.is_exhausted:
+            self.bound = math.inf
+        for choice in proposal.choices:
+            self.local.consider(choice)
+        return self.best is not None
+
+    def _serial(self) -> float:
+        """An upper bound on the objective of every cut: no two actions or transfers overlap."""
+        m, runs = self.problem.microbatches, self.runs
+        work = (runs.duration.max(axis=(0, 1)) * 3 * runs.size).sum()
+        transfers = [self.problem.transfer(int(place)) for place in self.problem.places]
+        return float(m * (work + 2 * len(runs.lower) * max(transfers))) or 1.0
+
+    def _prove(self, below: float, effort: float) -> None:
+        """Close the gap between the bound and the best cut or ``below``, or narrow it."""
+        left = effort
+        if self._target(below) <= self.bound:
+            return
+        model = CountModel(self.runs, self.order, self.value, self.bound, self.recompute)
+        model.cancelled = self.cancelled
+        for terms in self.terms.values():
+            model.add(terms)
+        while left > 0 and self._target(below) > self.bound and not self.is_over:
+            proposal = model.solve(self._target(below), left, self.seed, self._seconds)
+            left -= max(LEAST_EFFORT, proposal.effort)
+            if proposal.is_exhausted:
+                self.bound = min(self.value, below)
+                return
+            self.bound = max(self.bound, min(proposal.bound, self._target(below)))
+            if not self._learn(model, proposal.choices[-MOST_LEARNED:]):
+                return
+
+    def _target(self, below: float) -> float:
+        """Only cuts up to this objective are better than the best known cut."""
+        return min(self.value, below) * (1 - OPTIMAL_GAP)
+
+    def _learn(self, model: CountModel, choices: list[Choice]) -> bool:
+        """Time proposals, and add their critical paths; False if that teaches nothing."""
+        is_new = False
+        for choice in choices:
+            before = self.value
+            self.local.consider(choice)
+            is_new = is_new or self.value < before
+            counts = self.runs.counts(choice[0])
+            for terms in self.order.critical(*self.runs.costs(counts, self.runs.again(counts, choice[1]))):
+                if terms.key not in self.terms:
+                    self.terms[terms.key] = terms
+                    model.add(terms)
+                    is_new = True
+        return is_new

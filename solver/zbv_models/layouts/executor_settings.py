@@ -1,0 +1,115 @@
+"""A layout as the settings of its executor: flags of Megatron-LM, or a function for torchtitan.
+
+Flags are those of ``megatron/training/arguments.py`` and of the configurations that it reads
+(``megatron/core/model_parallel_config.py``, ``megatron/training/config``); those of torchtitan are explained
+in :mod:`zbv_solver.export.torchtitan_settings`. Settings that do not depend on the layout, such as the
+sizes of the model, are not written.
+"""
+
+from __future__ import annotations
+
+from zbv_solver.errors import InvalidInput
+from zbv_solver.export.torchtitan_settings import StepSizes, TitanSettings, module_names
+
+from zbv_models.fixed_orders.megatron_layout import Stages, layout_flags, recompute_flags
+from zbv_models.fixed_orders.schedules import Schedule
+from zbv_models.layouts.estimated_layout import Setting
+from zbv_models.layouts.executor_memory import STATES, uses_aware_optimizer
+from zbv_models.layouts.executor_rules import NAMES
+from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.recomputed_modules import keeps_scores
+
+
+def layout_settings(
+    executor: str,
+    layout: Layout,
+    setting: Setting,
+    stages: Stages | None,
+    schedule: Schedule,
+) -> tuple[str | None, str]:
+    """The settings of a layout, and a remark that says why there are none.
+
+    Parameters
+    ----------
+    layout
+        It recomputes nothing, modules, all of every stage, or first layers of it.
+    stages
+        The modules of every stage; None if the executor does not name modules.
+    """
+    if stages is None:
+        return None, f"{NAMES[executor]} has no settings of a layout."
+    try:
+        has_layers = layout.recompute_layers is not None
+        recompute = "none" if layout.recompute == "none" else "block" if has_layers else "all"
+        if executor == "torchtitan":
+            recompute = "selective" if layout.recompute == "selective" else recompute
+            return _of_titan(layout, setting, stages, schedule, recompute), ""
+        flags = [
+            *_flags(layout, setting),
+            *layout_flags(stages, layout.pipeline_parallel, schedule.group),
+            *recompute_flags(recompute, layout.recompute_layers, layout.recompute_modules),
+        ]
+        return " \\\n".join(flags) + "\n", ""
+    except InvalidInput as error:
+        return None, str(error.issues[0].detail)
+
+
+def _flags(layout: Layout, setting: Setting) -> list[str]:
+    """The flags of a layout besides those of the pipeline's cut. Replicas take the remaining devices."""
+    (cluster,), state = setting.cluster.groups, setting.training.state
+    flags = [f"--tensor-model-parallel-size {layout.tensor_parallel}"]
+    if layout.tensor_parallel > 1:
+        flags.append("--sequence-parallel")
+    flags.append(f"--context-parallel-size {layout.context_parallel}")
+    if setting.model.experts > 1:
+        # Estimates have whole experts on every device; Megatron-LM's default divides them by tensors.
+        flags += [
+            f"--expert-model-parallel-size {layout.expert_parallel}",
+            "--expert-tensor-parallel-size 1",
+        ]
+    flags += [
+        f"--micro-batch-size {layout.microbatch_size}",
+        f"--global-batch-size {layout.microbatch_size * layout.microbatches * layout.data_parallel}",
+    ]
+    flags += (f"{flag} {value}".rstrip() for flag, value in STATES["megatron"].settings(state).items())
+    if keeps_scores(setting.model):
+        # By default, Megatron-LM chooses a backend that keeps no scores.
+        flags.append("--attention-backend unfused")
+    if not setting.training.fused_gradients:
+        flags.append("--no-gradient-accumulation-fusion")
+    if layout.zero_stage or uses_aware_optimizer(state):
+        flags.append("--use-distributed-optimizer")
+    if cluster.data_overlap > 0:
+        flags.append("--overlap-grad-reduce")
+        if layout.zero_stage:
+            flags.append("--overlap-param-gather")
+    if layout.placement == "tp-cp-pp-dp":
+        flags.append("--use-tp-pp-dp-mapping")
+    return flags
+
+
+def _of_titan(layout: Layout, setting: Setting, stages: Stages, schedule: Schedule, recompute: str) -> str:
+    is_piped = layout.pipeline_parallel > 1
+    return TitanSettings(
+        layout.pipeline_parallel,
+        schedule.name,
+        schedule.microbatches,
+        # Without a pipeline, torchtitan does not divide the model.
+        module_names(stages) if is_piped else None,
+        recompute,
+        schedule.is_split,
+        StepSizes(
+            setting.model.sequence,
+            layout.microbatch_size,
+            layout.microbatch_size * layout.microbatches * layout.data_parallel,
+        ),
+        {
+            "parallelism.data_parallel_replicate_degree": 1,
+            "parallelism.data_parallel_shard_degree": layout.data_parallel,
+            "parallelism.fsdp_reshard_after_forward": "default",
+            "parallelism.tensor_parallel_degree": layout.tensor_parallel,
+            "parallelism.context_parallel_degree": layout.context_parallel,
+            "parallelism.expert_parallel_degree": layout.expert_parallel,
+            **STATES["torchtitan"].settings(setting.training.state),
+        },
+    ).text()

@@ -1,0 +1,329 @@
+"""Layers that are no block: prediction modules, given costs, vision; and properties of all modern models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.estimates import but, estimate_config, llama, modern_configs, parts
+from zbv_models.estimate.build import transformer
+from zbv_models.estimate.config import EstimateConfig, parse_config
+from zbv_models.estimate.delta_rule import DeltaNet
+from zbv_models.estimate.fit import fits
+from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
+from zbv_models.estimate.problem_document import estimate_layers, problem_document
+from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.state_space import Mamba
+from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_any_problem
+
+GIVEN = {"parameters": 1000, "flops": 2000.0, "core_flops": 300.0, "memory_traffic": 50.0,
+         "after_forward": 9000.0, "after_input": 700.0}  # fmt: skip
+
+
+def layers(**model: Any) -> dict[str, LayerEstimate]:
+    made = estimate_layers(estimate_config(llama(**{"hidden": 256, "heads": 4, "layers": 4, **model})))
+    return {layer.name: layer for layer in made}
+
+
+def test_a_prediction_module_is_a_projection_and_a_block() -> None:
+    """DeepSeek-V3, §2.2: 2h to h, three norms; a copy of the table unless the embedding is on its rank."""
+    found = layers(prediction_layers=1)
+    own = 2 * 256**2 + 3 * 256
+    assert found["prediction"].parameters == found["block"].parameters + own + 32000 * 256
+    on_one_rank = estimate_layers(
+        estimate_config(llama(hidden=256, heads=4, prediction_layers=1), placement="v")
+    )
+    assert on_one_rank[2].parameters == found["block"].parameters + own
+    assert found["prediction"].output_bytes == 2 * found["block"].output_bytes
+
+
+def test_the_head_computes_the_logits_of_every_prediction() -> None:
+    one, two = layers()["head"], layers(prediction_layers=1)["head"]
+    assert two.flops.forward == 2 * one.flops.forward
+    assert two.parameters == one.parameters
+
+
+def test_a_fused_loss_keeps_logits_in_their_own_type() -> None:
+    logits = 2 * 4096 * 32000
+    plain, fused = layers()["head"].plain, layers(fused_loss=True)["head"].plain
+    assert plain.after_forward - fused.after_forward == logits
+    assert fused.workspace < plain.workspace
+    assert fused.times.forward < plain.times.forward
+    assert fused.times.backward_input < plain.times.backward_input
+
+
+def test_a_pattern_gives_every_layer_its_kind() -> None:
+    """As in Nemotron-H: state space, attention, MLP, experts."""
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64}
+    found = layers(pattern="MM*-E", layers=5, state_space=GIVEN, **experts)
+    assert list(found) == ["embedding", "state-space", "attention", "mlp", "experts", "head"]
+    assert found["state-space"].repeat == 2
+    block = layers()["block"]
+    assert found["attention"].flops + found["mlp"].flops == block.flops
+    interleaved = layers(pattern="M*M-", state_space=GIVEN)
+    assert list(interleaved)[1:-1] == ["state-space.0", "attention", "state-space.2", "mlp"]
+
+
+def test_a_pattern_may_have_blocks_of_two_halves() -> None:
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64}
+    found = layers(pattern="(*-)(WE)(WE)(ME)", window=16, state_space=GIVEN, **experts)
+    assert list(found) == ["embedding", "dense-global", "moe-local", "moe-state-space", "head"]
+    assert found["moe-local"].repeat == 2
+    assert found["dense-global"].flops == layers()["block"].flops
+    same = layers(pattern="(WE)(WE)(WE)(WE)", window=16, **experts)
+    assert same["moe"] == layers(window=16, **experts)["moe"]
+
+
+def test_a_prediction_module_may_have_its_own_layers() -> None:
+    """Nemotron-H: the last layer is half a block, and a module has attention and experts."""
+    experts = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64}
+    found = layers(
+        pattern="M*-E", state_space=GIVEN, prediction_layers=1, prediction_pattern="(*E)", **experts
+    )
+    own = 2 * 256**2 + 3 * 256 + 32000 * 256
+    assert found["prediction"].parameters == found["attention"].parameters + found["experts"].parameters + own
+
+
+def test_latent_experts_are_narrow_and_so_is_what_they_are_sent() -> None:
+    """Nemotron 3: two more matrices for every token; experts and all-to-alls with a quarter of the width."""
+    sparse = {"experts": 8, "experts_per_token": 2, "expert_ffn": 64, "hidden": 256, "heads": 4}
+    degrees = {"expert": 2, "data": 2}
+    wide, narrow = (
+        parts(llama(**sparse, **more), **degrees)["experts"] for more in ({}, {"expert_hidden": 64})
+    )
+    assert narrow.parameters.experts == wide.parameters.experts / 4
+    assert narrow.parameters.replicated - wide.parameters.replicated == 2 * 256 * 64
+    assert narrow.exchanges[0].sent.forward == wide.exchanges[0].sent.forward / 4
+
+
+def test_costs_of_a_gated_delta_net() -> None:
+    """Qwen3-Next's sizes, divided: parameters as transformers has them, products and what a state takes."""
+    costs = DeltaNet(hidden=32, key_heads=2, value_heads=4, key_dim=8, value_dim=16).costs()
+    keys, values, convolved = 16, 64, 96
+    projected = convolved + values + 8
+    assert costs["flops"] == 2 * 32 * (projected + values)
+    assert costs["parameters"] == 32 * (projected + values) + convolved * 4 + 8 + 16 + 32
+    inside = 2 * 64 * (3 * 8 + 2 * 16) + 64**2
+    assert costs["core_flops"] == 4 * (inside + 3 * 2 * 8 * 16)
+    assert costs["after_forward"] == 2 * (2 * 32 + projected + convolved + 2 * values) + 4 * 4 * 8 * 16 / 64
+    assert keys * 2 + values == convolved
+
+
+def test_given_costs_are_per_token() -> None:
+    part = parts(llama(hidden=256, heads=4, pattern="M", layers=1, state_space=GIVEN))["state-space"]
+    assert part.parameters.total == 1000
+    assert part.flops.backward_weight == pytest.approx(2000 * 4096)
+    assert part.flops.forward == pytest.approx(2300 * 4096)
+    assert part.flops.backward_input == pytest.approx(2600 * 4096)
+    assert part.moved.forward == 50 * 4096
+    assert (part.after_forward, part.after_input) == (9000 * 4096, 700 * 4096)
+
+
+VISION = {"hidden": 64, "layers": 3, "heads": 4, "patches": 16, "patch_values": 588, "merged": 4, "images": 2}
+
+
+def test_a_vision_encoder_comes_first() -> None:
+    """Its tokens are patches of all images; each sees its own image, without a mask."""
+    found = layers(vision=VISION)
+    assert list(found) == ["patches", "vision", "projector", "embedding", "block", "head"]
+    assert found["vision"].repeat == 3
+    patches, h = 2 * 16, 64
+    scores = 4 * 2 * 16**2 * h
+    assert found["vision"].flops.forward == 2 * patches * 12 * h**2 + scores
+    assert found["vision"].output_bytes == 2 * patches * h
+    assert found["projector"].output_bytes == 2 * (patches // 4) * 256
+    assert found["projector"].flops.forward == 2 * (patches / 4) * (4 * h * 256 + 256**2)
+
+
+def test_an_encoder_may_have_gates_rotated_positions_and_another_projector() -> None:
+    """Pixtral: RMSNorm and no biases; merged patches are projected to the encoder's width first."""
+    changes = {"gated": True, "norm": "rmsnorm", "bias": False, "positions": "rotary", "projector": [64, 256]}
+    found = layers(vision={**VISION, **changes})
+    h = 64
+    assert found["patches"].parameters == 588 * h
+    assert found["vision"].parameters == 4 * h**2 + 3 * 4 * h * h + 2 * h
+    assert found["projector"].parameters == 4 * h * h + h * 256 + 256**2 + h
+    pooled = layers(vision={**VISION, "pooled": True, "projector": [], "bias": False})
+    assert pooled["projector"].parameters == h * 256 + 2 * h
+    several = layers(vision={**VISION, "projectors": 4})["projector"]
+    assert several.parameters == 4 * layers(vision=VISION)["projector"].parameters
+    assert several.output_bytes == 4 * layers(vision=VISION)["projector"].output_bytes
+
+
+def test_blocks_of_an_encoder_may_attend_within_pieces() -> None:
+    """Qwen2.5-VL: some blocks see all patches; every layer has a name of the encoder."""
+    found = layers(vision={**VISION, "window": 4, "full_attention": [1]})
+    assert list(found)[:4] == ["patches", "vision.0", "vision.1", "vision.2"]
+    whole, scores = layers(vision=VISION)["vision"].flops.forward, 4 * 2 * 64
+    assert found["vision.1"].flops.forward == whole
+    assert found["vision.0"].flops.forward == whole - scores * (16**2 - 16 * 4)
+    assert layers(vision={**VISION, "window": 4})["vision"].flops == found["vision.0"].flops
+
+
+def test_a_projector_may_have_a_gate() -> None:
+    """GLM-4.1V: the last matrix but one has a second one, and its activation reads both."""
+    plain, gated = (
+        layers(vision={**VISION, "bias": False, "projector": [256, 512], "projector_gated": gate})[
+            "projector"
+        ]
+        for gate in (False, True)
+    )
+    assert gated.parameters - plain.parameters == 256 * 512
+    assert gated.flops.forward - plain.flops.forward == 2 * (2 * 16 / 4) * 256 * 512
+    assert gated.plain.after_forward - plain.plain.after_forward == 2 * (2 * 16 // 4) * 512
+    assert gated.output_bytes == plain.output_bytes
+
+
+def test_clip_vit_l_has_304_million_parameters() -> None:
+    """Radford et al. 2021, ViT-L/14 at 336 pixels: 303,507,456 in its checkpoint, with a class token and a
+    norm before the blocks.
+    """
+    vision = {"hidden": 1024, "layers": 24, "heads": 16, "patches": 576}
+    model = transformer(llama(vision=vision))
+    assert model.vision is not None
+    others = transformer(llama()).parameters().total
+    projector = 1024 * 4096 + 4096**2 + 2 * 4096 + 2 * 1024
+    assert model.parameters().total - others - projector == pytest.approx(303_507_456, rel=1e-4)
+
+
+@given(modern_configs())
+def test_every_estimate_of_a_modern_model_is_a_problem(config: EstimateConfig) -> None:
+    document = problem_document(config)
+    problem = parse_any_problem({**document, "cut": {"allow_empty": True}})
+    assert isinstance(problem, LayeredProblem)
+    for layer in estimate_layers(config):
+        assert layer.plain.times.forward >= 0
+        assert layer.static.total > 0
+        assert layer.plain.workspace >= 0
+        assert layer.shares.total == pytest.approx(layer.plain.times.total)
+
+
+@given(modern_configs(), st.booleans())
+def test_parallelism_divides_operations_and_adds_none(config: EstimateConfig, halves: bool) -> None:
+    """Over all devices, except latent vectors, which devices may compute in common."""
+    alone = but(
+        config,
+        parallel=but(config.parallel, tensor_parallel=1, context_parallel=1, expert_parallel=1,
+                     expert_parallel_in_node=1, granularity="half" if halves else "block"),
+    )  # fmt: skip
+    shared = but(config, parallel=but(config.parallel, granularity=alone.parallel.granularity))
+    devices = config.parallel.tensor_parallel * config.parallel.context_parallel
+    for whole, part in zip(estimate_layers(alone), estimate_layers(shared), strict=True):
+        assert part.flops.total * devices == pytest.approx(whole.flops.total)
+        assert part.parameters <= whole.parameters
+        assert part.plain.after_forward <= whole.plain.after_forward + 1
+
+
+@given(modern_configs(), st.data())
+def test_a_layout_fits_if_its_configuration_is_valid(config: EstimateConfig, data: st.DataObject) -> None:
+    def one_of(*values: int) -> int:
+        return data.draw(st.sampled_from(values))
+
+    degrees = Degrees(
+        tensor=one_of(1, 2, 3, 4, 8), sequence_parallel=data.draw(st.booleans()), context=one_of(1, 2, 3, 8),
+        expert=one_of(1, 2, 3, 8), expert_in_node=one_of(1, 2), data=one_of(1, 2, 3, 4),
+    )  # fmt: skip
+    parallel = {
+        "tensor_parallel": degrees.tensor, "sequence_parallel": degrees.sequence_parallel,
+        "context_parallel": degrees.context, "expert_parallel": degrees.expert,
+        "expert_parallel_in_node": degrees.expert_in_node, "data_parallel": degrees.data,
+    }  # fmt: skip
+    changed = {**config.model_dump(), "parallel": {**config.parallel.model_dump(), **parallel}}
+    assert fits(transformer(config.model), degrees) == is_valid(changed)
+
+
+def is_valid(document: dict[str, Any]) -> bool:
+    try:
+        parse_config(document)
+    except InvalidInput:
+        return False
+    return True
+
+
+@given(modern_configs())
+def test_the_same_layout_gives_the_same_estimate(config: EstimateConfig) -> None:
+    """The layout search calls it with plain records, and twice gives twice the same."""
+    model = transformer(config.model)
+    given = (model, config.degrees, config.device.rates, config.device.links, config.training)
+    first, second = estimate_model(*given, 2), estimate_model(*given, 2)
+    assert first == second
+    doubled = parse_config(
+        {**config.model_dump(), "model": {**config.model.model_dump(), "microbatch_size": 2}}
+    )
+    assert first.layers == estimate_layers(doubled)
+
+
+def test_costs_of_a_mamba_2_layer() -> None:
+    """Dao and Gu 2024, §6: products inside a chunk of 16 tokens, and with the states of 2 · 8 values."""
+    mamba = Mamba(hidden=32, heads=4, inner=64, state=8, groups=2, chunk=16)
+    projected = 64 + (64 + 2 * 16) + 4
+    costs = mamba.costs()
+    assert costs["flops"] == 2 * 32 * (projected + 64)
+    assert costs["core_flops"] == 2 * 16 * (16 + 64) + 2 * 2 * 8 * 64
+    assert costs["parameters"] == 32 * (projected + 64) + 96 * 5 + 3 * 4 + 64 + 32
+    assert costs["after_forward"] == 2 * (2 * 32 + projected + 96 + 2 * 64) + 4 * 8 * 64 / 16
+    assert costs["after_input"] == 2 * (2 * 32 + projected + 64)
+
+
+def recomputed(modules: list[str], **model: Any) -> tuple[Running, Running]:
+    """A block without and with selective recomputation."""
+    sizes = {"hidden": 256, "heads": 4, "layers": 2, "ffn": 512, **model}
+    config = estimate_config(llama(**sizes), recompute="selective", recompute_modules=modules)
+    block = estimate_layers(config)[1]
+    assert block.recomputed is not None
+    return block.plain, block.recomputed
+
+
+def saved(modules: list[str], **model: Any) -> tuple[float, float]:
+    """Bytes per token that F saves, and microseconds that I takes in addition."""
+    plain, again = recomputed(modules, **model)
+    assert again.after_input == plain.after_input
+    assert again.times.forward == plain.times.forward
+    assert again.workspace >= plain.workspace
+    added = again.times.backward_input - plain.times.backward_input
+    return (plain.after_forward - again.after_forward) / 4096, added
+
+
+LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
+
+
+@pytest.mark.parametrize(
+    ("model", "norms"),
+    [(LATENT, 1), (SPARSE, 1), ({**LATENT, **SPARSE}, 2)],
+    ids=["latent", "sparse", "both"],
+)
+def test_norms_that_are_modules_can_be_computed_again(model: dict[str, Any], norms: int) -> None:
+    """Outputs of 256 values; a norm reads and writes a tensor. Others are parts of the next product."""
+    memory, time = saved(["layernorm"], **model)
+    assert memory == norms * 2 * 256
+    assert time == pytest.approx(norms * 2 * 2 * 4096 * 256 / 1e12 * 1e6)
+
+
+def test_projections_up_can_be_computed_again() -> None:
+    memory, time = saved(["mla_up_proj"], **LATENT)
+    assert memory == 2 * 4 * (2 * 48 + 24)
+    products = 2 * 4096 * (256 * 4 * 48 + 64 * 4 * 56) / 100e12 * 1e6
+    assert time > products
+
+
+def test_an_mlp_can_be_computed_again() -> None:
+    memory, time = saved(["mlp"])
+    assert memory == 2 * (3 * 512 + 256)
+    products = 2 * 4096 * 3 * 256 * 512 / 100e12 * 1e6
+    assert time == pytest.approx(products + 2 * (3 * 512 + 2 * 256) * 4096 / 1e12 * 1e6)
+
+
+def test_experts_can_be_computed_again_in_parts_or_as_a_whole() -> None:
+    activation, _ = saved(["moe_act"], **SPARSE)
+    assert activation == 2 * 2 * 128
+    shared, time = saved(["shared_experts"], **SPARSE)
+    assert shared == 2 * 3 * 192
+    whole, all_of_it = saved(["moe"], **SPARSE)
+    assert whole == (4 + 1) * 8 + 2 * 2 * (256 + 3 * 128) + shared
+    assert all_of_it > time
+    assert saved(["moe", "moe_act", "shared_experts"], **SPARSE) == (whole, all_of_it)

@@ -1,0 +1,265 @@
+"""Reading ``config.json`` against transformers itself: parameters on the meta device, keys and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from zbv_models.estimate.build import transformer
+from zbv_models.estimate.config_model import ModelConfig
+from zbv_models.estimate.transformer import Transformer
+from zbv_models.estimate.transformers_config import defaults, from_transformers
+from zbv_models.estimate.transformers_kinds import TEXT_KINDS, VISION_KINDS, WRAPPERS
+from zbv_solver.documents.validation import validated
+from zbv_solver.errors import InvalidInput
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LAYERS = 6
+NOT_OF_TRANSFORMERS = {"kimi_k2", "kimi_vl", "mimo", "moonvit"}
+"""Types whose code is in their own repositories."""
+COMPLETED: dict[str, dict[str, Any]] = {
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 48},
+    "qwen2_moe": {"sliding_window": 4096},
+}
+"""Classes whose defaults alone make no model."""
+SMALL: dict[str, Any] = {
+    "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 768,
+    "vocab_size": 1000, "moe_intermediate_size": 128, "pad_token_id": None,
+}  # fmt: skip
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True},
+    {"tie_word_embeddings": False},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"num_key_value_heads": 8},
+    {"num_key_value_heads": 1},
+    {"head_dim": 32},
+    {"first_k_dense_replace": 3},
+    {"n_shared_experts": 2},
+    {"num_experts": 8, "num_experts_per_tok": 2},
+    {"n_routed_experts": 8, "num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
+    {"num_local_experts": 8, "num_experts_per_tok": 2},
+    {"mlp_only_layers": [1, 4]},
+    {"decoder_sparse_step": 2},
+    {"interleave_moe_layer_step": 2},
+    {"q_lora_rank": 64, "kv_lora_rank": 32},
+    {"index_topk": 16, "index_n_heads": 4, "index_head_dim": 32},
+    {"linear_num_value_heads": 16, "linear_value_head_dim": 64},
+    {"shared_expert_intermediate_size": 96},
+    {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+]  # fmt: skip
+
+
+def config_class(name: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[name]
+
+
+def made(name: str, **changes: Any) -> Any:
+    """A configuration of a type, with the changes that its class has fields for."""
+    known = {each.name for each in dataclasses.fields(config_class(name))}
+    count = "n_layer" if "n_layer" in known else "num_hidden_layers"
+    given = {count: LAYERS, **COMPLETED.get(name, {}), **changes}
+    return config_class(name)(**{key: value for key, value in given.items() if key in known})
+
+
+def as_file(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return found
+
+
+def counted_by_transformers(config: Any) -> int:
+    """The parameters of the model of a configuration; of a type without a model by itself, with a head."""
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    classes = (
+        (AutoModelForImageTextToText,) if config.model_type in WRAPPERS else (AutoModelForCausalLM, AutoModel)
+    )
+    with torch.device("meta"):
+        for each in classes:
+            if type(config) in each._model_mapping:
+                count: int = sum(parameter.numel() for parameter in each.from_config(config).parameters())
+                untied = each is AutoModel and not as_file(config).get("tie_word_embeddings")
+                return count + (int(config.vocab_size) * int(config.hidden_size) if untied else 0)
+    raise AssertionError(f"transformers has no model for {config.model_type}")
+
+
+def built(document: dict[str, Any]) -> Transformer:
+    return transformer(ModelConfig.model_validate({"sequence": 1024, **from_transformers(document)}))
+
+
+def counted(document: dict[str, Any]) -> int:
+    return built(document).parameters(with_predictions=False).total
+
+
+TYPES = sorted(set(TEXT_KINDS) - NOT_OF_TRANSFORMERS)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_has_the_parameters_that_transformers_counts(name: str) -> None:
+    """zbv leaves out single biases, norms across heads and attention sinks: less than one in 10,000."""
+    config = made(name)
+    assert counted(as_file(config)) == pytest.approx(counted_by_transformers(config), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_variants_of_a_type_have_the_parameters_that_transformers_counts(name: str) -> None:
+    known = {each.name for each in dataclasses.fields(config_class(name))}
+    for changes in VARIANTS:
+        if not set(changes) <= known or (name == "nemotron_h" and changes.get("tie_word_embeddings")):
+            continue  # transformers does not tie those of Nemotron-H
+        config = made(name, **{**SMALL, **changes})
+        expected = counted_by_transformers(config)
+        assert counted(as_file(config)) == pytest.approx(expected, rel=2e-3), changes
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_absent_keys_have_the_defaults_of_transformers(name: str) -> None:
+    """A file of the type alone, and one with all keys, are the same model; Nemotron-H needs its layers."""
+    if name == "nemotron_h":
+        return
+    count = "n_layer" if name in ("gpt2", "bloom") else "num_hidden_layers"
+    short = {"model_type": name, count: LAYERS, **COMPLETED.get(name, {})}
+    assert built(short) == built(as_file(made(name)))
+
+
+def test_recorded_defaults_are_those_of_transformers() -> None:
+    for name in sorted({*TEXT_KINDS, *VISION_KINDS, *WRAPPERS} - NOT_OF_TRANSFORMERS):
+        fields = {each.name: each for each in dataclasses.fields(config_class(name))}
+        for key, value in defaults()[name].items():
+            default = fields[key].default
+            if default is dataclasses.MISSING:
+                factory: Any = fields[key].default_factory
+                default = factory()
+            assert value == (list(default) if isinstance(default, tuple) else default), (name, key)
+
+
+SEEN: dict[str, dict[str, Any]] = {
+    "glm46v": {},
+    "glm4v": {},
+    "glm4v_moe": {"text_config": {"num_hidden_layers": 4}},
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14,
+                                 "vision_use_head": False}},
+    "kimi_k25": {"text_config": {"model_type": "deepseek_v3", "num_hidden_layers": 4}},
+    "llama4": {"text_config": {"num_hidden_layers": 4},
+               "vision_config": {"hidden_size": 1408, "num_hidden_layers": 34, "intermediate_size": 5632,
+                                 "image_size": 336, "vision_output_dim": 4096}},
+    "llava": {},
+    "mistral3": {},
+    "qwen2_5_vl": {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8},
+                   "vision_config": {"hidden_size": 1280}},
+    "qwen2_vl": {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8}},
+    "qwen3_5": {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8}},
+    "qwen3_5_moe": {"text_config": {"hidden_size": 2048, "num_hidden_layers": 8},
+                    "vision_config": {"out_hidden_size": 2048}},
+    "qwen3_vl": {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8}},
+    "qwen3_vl_moe": {"text_config": {"hidden_size": 2048, "num_hidden_layers": 8},
+                     "vision_config": {"out_hidden_size": 2048}},
+}  # fmt: skip
+"""Wrappers with sizes that fit together."""
+WITHOUT_IMAGE_SIZE = ("qwen2_5_vl", "qwen2_vl")
+
+
+def wrapped(name: str) -> tuple[Any, dict[str, Any]]:
+    """The configuration of a wrapper and its file, with a size of images."""
+    config = config_class(name)(**SEEN[name])
+    document = as_file(config)
+    if name in WITHOUT_IMAGE_SIZE:
+        document["vision_config"]["image_size"] = 448
+    return config, document
+
+
+def file_of(name: str) -> dict[str, Any]:
+    return as_file(made(name)) if name in TEXT_KINDS else wrapped(name)[1]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_model_with_a_vision_encoder_has_the_parameters_that_transformers_counts(name: str) -> None:
+    """zbv leaves out a class token, norms before the first block and single norms of projectors."""
+    config, document = wrapped(name)
+    assert counted(document) == pytest.approx(counted_by_transformers(config), rel=1e-4)
+    alone = {**document, "vision_config": None}
+    assert "vision" not in from_transformers(alone)
+    assert counted(alone) < counted(document)
+
+
+TIES = [(outer, inner) for outer in (None, False, True) for inner in (None, False, True)]
+UNTIED_AS_PUBLISHED = ("kimi_k25", "mistral3")
+"""Their classes tie embedding and head unless a file says no; files that say nothing are of untied models."""
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_the_tie_that_counts_is_that_of_transformers(name: str) -> None:
+    _, document = wrapped(name)
+    del document["tie_word_embeddings"]
+    document["text_config"].pop("tie_word_embeddings", None)
+    document["text_config"]["num_hidden_layers"] = 4
+    document["text_config"].pop("layer_types", None)
+    document["text_config"].pop("moe_layers", None)
+    for outer, inner in TIES:
+        if outer is None and name in UNTIED_AS_PUBLISHED:
+            continue
+        given = {} if inner is None else {"tie_word_embeddings": inner}
+        file = {**document, "text_config": {**document["text_config"], **given}}
+        file |= {} if outer is None else {"tie_word_embeddings": outer}
+        expected = counted_by_transformers(config_class(name)(**json.loads(json.dumps(file))))
+        assert counted(file) == pytest.approx(expected, rel=2e-3), (outer, inner)
+
+
+@pytest.mark.parametrize("name", [name for name in SEEN if WRAPPERS[name].flat])
+def test_the_language_model_may_have_no_section(name: str) -> None:
+    """Published files of GLM-4.1V, Qwen2-VL and Qwen2.5-VL have its keys next to ``vision_config``."""
+    _, document = wrapped(name)
+    text = {key: value for key, value in document["text_config"].items() if key != "model_type"}
+    flat = {**text, "model_type": name, "vision_config": document["vision_config"]}
+    assert built(flat) == built(document)
+    with pytest.raises(InvalidInput) as raised:
+        from_transformers({**flat, "wormholes_per_block": 3})
+    (issue,) = raised.value.issues
+    assert issue.pointer == "/wormholes_per_block"
+
+
+@pytest.mark.parametrize("name", sorted({*TEXT_KINDS, *WRAPPERS} - NOT_OF_TRANSFORMERS))
+def test_a_key_that_nobody_knows_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        from_transformers({**file_of(name), "wormholes_per_block": 3})
+    (issue,) = raised.value.issues
+    assert issue.pointer == "/wormholes_per_block"
+
+
+RUBBISH: list[Any] = [1.5, "x", [], {}, -1, True, [[1]], None]
+
+
+@pytest.mark.parametrize("name", sorted({*TEXT_KINDS, *WRAPPERS} - NOT_OF_TRANSFORMERS))
+def test_rubbish_in_any_key_is_refused_by_its_name_or_has_no_effect(name: str) -> None:
+    """Without a value, a key may make others useless or contradict them; those are named then."""
+    document = file_of(name)
+    sections = [(), *((key,) for key in ("text_config", "vision_config") if key in document)]
+    for section in sections:
+        inner = document[section[0]] if section else document
+        for key in inner:
+            for value in RUBBISH:
+                changed = {**inner, key: value}
+                try:
+                    read = from_transformers({**document, section[0]: changed} if section else changed)
+                except InvalidInput as error:
+                    named = {issue.pointer for issue in error.issues}
+                    assert value in (None, {}, []) or named == {"/".join(["", *section, key])}, (key, value)
+                    continue
+                try:
+                    validated(ModelConfig, {"sequence": 8, **read})
+                except InvalidInput as error:
+                    raise AssertionError(f"{key} {value!r} reached the configuration") from error

@@ -1,0 +1,105 @@
+"""Orders of executors: the published examples, the executors' own rules, and valid orders at every size."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.problems import uniform_document
+from zbv_models.fixed_orders.schedules import (
+    TORCH_SCHEDULES,
+    Schedule,
+    megatron_groups,
+    megatron_schedule,
+    torch_schedule,
+)
+from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.problem import LETTERS
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
+
+
+def table(schedule: Schedule, rank: int, letter: str) -> tuple[list[int], list[int]]:
+    """Microbatches and chunks of a rank's forwards or backwards, as Megatron-LM's schedule table."""
+    orders = schedule.orders()
+    part = orders.slice_of(rank)
+    own = orders.letter[part] == LETTERS.index(letter)
+    p = schedule.placement.pp_degree
+    return orders.microbatch[part][own].tolist(), (orders.stage[part][own] // p).tolist()
+
+
+@pytest.mark.parametrize(
+    ("m", "group", "microbatches", "chunks"),
+    [
+        # megatron/core/model_parallel_config.py, microbatch_group_size_per_vp_stage: two examples. The second
+        # has its chunks in forward_backward_pipelining_with_interleaving of schedules.py ("PP2 N3M5").
+        (4, 2, [0, 1, 0, 1, 2, 3, 2, 3], [0, 0, 1, 1, 0, 0, 1, 1]),
+        (5, 3, [0, 1, 2, 0, 1, 2, 3, 4, 3, 4], [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]),
+    ],
+)
+def test_megatrons_examples(m: int, group: int, microbatches: list[int], chunks: list[int]) -> None:
+    for rank in (0, 1):
+        schedule = megatron_schedule(2, m, 2, group)
+        assert table(schedule, rank, "F") == (microbatches, chunks)
+        # Backwards use the same table with the chunks in reverse (get_model_chunk_id).
+        assert table(schedule, rank, "B") == (microbatches, [1 - chunk for chunk in chunks])
+
+
+def test_megatrons_warm_up() -> None:
+    """get_pp_rank_microbatches: 2 (p - rank - 1) + (chunks - 1) group forwards before the first backward.
+
+    The forward of the first 1F1B step follows them.
+    """
+    orders = megatron_schedule(4, 16, 3, 6).orders()
+    for rank in range(4):
+        letters = orders.letter[orders.slice_of(rank)].tolist()
+        assert letters.index(LETTERS.index("B")) == 2 * (4 - rank - 1) + 2 * 6 + 1
+
+
+# The sizes of Megatron-LM's own test: tests/unit_tests/pipeline_parallel/test_schedules.py,
+# test_get_pipeline_parallel_order.
+@pytest.mark.parametrize(("p", "group"), [(2, 2), (2, 4), (4, 4), (4, 5), (8, 9), (8, 11)])
+@pytest.mark.parametrize("m", [8, 32])
+@pytest.mark.parametrize("chunks", [2, 4, 8])
+def test_megatrons_tested_sizes(p: int, group: int, m: int, chunks: int) -> None:
+    if group not in megatron_groups(p, m, chunks):
+        with pytest.raises(InvalidInput, match="Megatron-LM needs"):
+            megatron_schedule(p, m, chunks, group)
+        return
+    check(megatron_schedule(p, m, chunks, group))
+
+
+def check(schedule: Schedule) -> None:
+    """The order is complete, on its placement, and does not deadlock."""
+    placement = schedule.placement
+    document = uniform_document(placement.pp_degree, schedule.microbatches) | {"placement": placement.kind}
+    if placement.kind == "loop":
+        document["chunks"] = placement.chunks
+    problem = parse_problem(document)
+    verify_orders(problem, schedule.orders())
+    assert evaluate(problem, schedule.orders()).span > 0
+
+
+@given(
+    st.sampled_from(TORCH_SCHEDULES), st.integers(1, 5), st.integers(1, 12), st.sampled_from([None, 1, 2, 3])
+)
+def test_pytorchs_orders_are_valid_or_refused(name: str, p: int, m: int, chunks: int | None) -> None:
+    try:
+        schedule = torch_schedule(name, p, m, chunks)
+    except InvalidInput:
+        return
+    check(schedule)
+
+
+def test_unknown_names_and_impossible_numbers_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="must be one of GPipe"):
+        torch_schedule("zbv", 2, 4)
+    with pytest.raises(InvalidInput, match="only several take turns"):
+        megatron_schedule(2, 4, 1, 2)
+    with pytest.raises(InvalidInput, match="at least 2"):
+        megatron_schedule(1, 4, 2)
+    with pytest.raises(InvalidInput, match="last group has 1"):
+        megatron_schedule(2, 5, 2, 2)
+    assert megatron_groups(2, 5, 2) == (3, 5)
+    assert torch_schedule("interleaved1f1b", 2, 4).name == "Interleaved1F1B"

@@ -1,0 +1,341 @@
+"""The score of a given cut: equal to longest paths, never below the bound, and no gain for the best cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zbv_models.fixed_orders.executor_cut import cut_for_executor
+from zbv_models.fixed_orders.megatron_layout import write_layout
+from zbv_models.fixed_orders.score import Score, score_layout
+from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.layer import Model
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_any_problem
+
+PUBLISHED: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "published_layouts.json").read_text(encoding="utf-8")
+)
+
+
+def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: Any) -> LayeredProblem:
+    """Equal blocks, and a head that is as long as two of them; nothing is recomputed unless given."""
+
+    def layer(name: str, time: float, held: float, **own: Any) -> dict[str, Any]:
+        memory = {"forward": held, "backward_input": -held, "backward_weight": 0}
+        times = {"forward": time, "backward_input": time, "backward_weight": time}
+        return {"name": name, **times, "memory": memory, **own}
+
+    problem = parse_any_problem(
+        {
+            "pp_degree": ranks,
+            "microbatches": microbatches,
+            "placement": "single",
+            "layers": [
+                layer("embedding", 0.25, 1),
+                layer("block", 1, 4, repeat=blocks),
+                *([layer("mtp", 1.25, 4, repeat=mtp)] if mtp else []),
+                layer("head", 2, 2),
+            ],
+            "costs": {"p2p": 0.125},
+            **more,
+        }
+    )
+    assert isinstance(problem, LayeredProblem)
+    return problem
+
+
+def span_by_paths(problem: Problem, rows: list[list[tuple[str, int, int]]]) -> float:
+    """The span as the smallest period without a positive cycle of difference constraints, by bisection.
+
+    Nodes are actions; a rank's first action may start as late as its last one of the step before ended.
+    """
+    costs, rank_of = problem.costs, problem.placement.rank_of
+    backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
+    length = {"F": costs.forward, "B": backward}
+    numbers = {action: number for number, action in enumerate(a for row in rows for a in row)}
+    arcs: list[tuple[int, int, float]] = []
+    for (letter, stage, j), number in numbers.items():
+        last = stage == problem.n_stages - 1
+        if letter == "F" and stage:
+            before, boundary = ("F", stage - 1, j), stage - 1
+        elif letter == "B" and not last:
+            before, boundary = ("B", stage + 1, j), stage
+        elif letter == "B":
+            before, boundary = ("F", stage, j), -1
+        else:
+            continue
+        wait = 0.0
+        if boundary >= 0 and rank_of[boundary] != rank_of[boundary + 1]:
+            wait = costs.p2p[boundary]
+        arcs.append((numbers[before], number, length[before[0]][before[1]] + wait))
+        if letter == "B" and not last:
+            arcs.append((numbers["F", stage, j], number, length["F"][stage]))
+    ends = []
+    for row in rows:
+        for one, other in pairwise(row):
+            arcs.append((numbers[one], numbers[other], length[one[0]][one[1]]))
+        ends.append((numbers[row[-1]], numbers[row[0]], length[row[-1][0]][row[-1][1]]))
+
+    def is_possible(period: float) -> bool:
+        start = [0.0] * len(numbers)
+        for _ in range(len(numbers) + 1):
+            is_changed = False
+            for one, other, wait in (*arcs, *((a, b, wait - period) for a, b, wait in ends)):
+                if start[one] + wait > start[other] + 1e-9:
+                    start[other], is_changed = start[one] + wait, True
+            if not is_changed:
+                return True
+        return False
+
+    low, high = 0.0, sum(wait for _, _, wait in (*arcs, *ends))
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_possible(middle) else (middle, high)
+    return high
+
+
+def actions(score: Score) -> list[list[tuple[str, int, int]]]:
+    """The action lists of a score as letter, stage and microbatch."""
+    found: list[list[tuple[str, int, int]]] = []
+    for row in score.orders.all_text():
+        found.append([])
+        for text in row:
+            letter = next(each for each in "FB" if each in text)
+            stage, microbatch = map(int, text.split(letter))
+            found[-1].append((letter, stage, microbatch))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("blocks", "ranks", "text"),
+    [(8, 2, "Et*4|t*4L"), (8, 2, "Et|ttt|tt|ttL"), (6, 3, "1,3,2"), (7, 2, "E|t*4|ttt|L")],
+)
+def test_the_span_is_that_of_longest_paths(blocks: int, ranks: int, text: str) -> None:
+    score = score_layout(model_of(blocks, ranks, 2 * ranks), "megatron", text, effort="quick")
+    assert score.objective == pytest.approx(span_by_paths(score.problem, actions(score)), rel=1e-5)
+
+
+SMALL = [each for each in PUBLISHED if each["pp"] in (2, 4) and len(each["decoder_layers_per_stage"]) <= 8]
+
+
+@pytest.mark.parametrize("published", SMALL, ids=lambda each: each["id"])
+def test_published_layouts_are_scored(published: dict[str, Any]) -> None:
+    text, ranks = published["layout_string"], published["pp"]
+    mtp = text.count("m") if published["format"] == "megatron" else 0
+    problem = model_of(published["decoder_layers"], ranks, 2 * ranks, mtp)
+    score = score_layout(problem, "megatron", text, effort="quick")
+    assert score.lower_bound <= score.objective * (1 + 1e-9)
+    assert score.same is not None
+    assert score.overall is not None
+    assert score.overall.objective <= score.same.objective <= score.same.least * 1.01 * (1 + 1e-9)
+    assert 0 < score.critical.sum() <= 1 + 1e-9
+    assert isclose(score.busy.sum(), sum(map(score.problem.busy_time, range(ranks))))
+    assert score.settings is not None
+    assert write_layout(score.stages) in score.settings
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(lambda counts: sum(counts) > 0))
+def test_no_cut_is_below_the_bound(counts: list[int]) -> None:
+    problem = model_of(sum(counts), 2, 4)
+    score = score_layout(problem, "megatron", ",".join(map(str, counts)), effort="quick")
+    assert score.lower_bound <= score.objective * (1 + 1e-9)
+    assert score.same is not None
+    gain = score.gain(score.same)
+    assert gain is not None
+    assert gain >= 0
+    # Only a more regular cut that is hardly longer may be preferred to the given one.
+    assert score.same.least <= score.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("executor", ["megatron", "torchtitan", "torch"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_best_cut_cannot_gain(executor: str, chunks: int) -> None:
+    problem = model_of(9, 2, 4)
+    best = cut_for_executor(problem, executor, virtual_stages=[chunks], effort="quick").best
+    assert best.problem.model is not None
+    text = json.dumps([list(stage) for stage in best.problem.model.partition])
+    score = score_layout(problem, executor, text, group=best.schedule.group, effort="quick")
+    assert score.objective == pytest.approx(best.objective)
+    assert score.gain(score.same) == 0
+
+
+def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
+    problem = model_of(8, 2, 4, memory={"limit": 40})
+    score = score_layout(problem, "megatron", "Et*6|ttL", effort="quick")
+    assert score.too_full == (0,)
+    assert score.timing.peak_memory[0] == 2 * (6 * 4 + 1)
+    assert score.same is not None
+    assert score.gain(score.same) is None
+    assert score.lower_bound <= score.objective
+    limits = score.same.problem.memory.limit
+    assert limits is not None
+    none_fits = score_layout(model_of(8, 2, 4, memory={"limit": 10}), "megatron", "4,4", effort="quick")
+    assert none_fits.same is None
+    assert none_fits.overall is None
+    assert 0 < none_fits.lower_bound <= none_fits.objective
+
+
+def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise() -> None:
+    again = {"backward_input": 2, "memory": {"forward": 1, "backward_input": 0, "backward_weight": -1}}
+    layers = [
+        {"name": "embedding", "forward": 1, "backward_input": 0, "backward_weight": 1},
+        {
+            "name": "block",
+            "repeat": 8,
+            **{"forward": 1, "backward_input": 1, "backward_weight": 1, "recompute": again},
+            "memory": {"forward": 4, "backward_input": 0, "backward_weight": -4},
+        },
+    ]
+    document = {"pp_degree": 2, "microbatches": 4, "placement": "single", "layers": layers}
+    for limit, expected, fits in ((100, "none", True), (10, "all", True), (1, "none", False)):
+        problem = parse_any_problem({**document, "memory": {"limit": limit}})
+        assert isinstance(problem, LayeredProblem)
+        score = score_layout(problem, "megatron", "4,4", effort="quick")
+        assert (score.recompute, not score.too_full) == (expected, fits)
+
+
+@pytest.mark.parametrize(
+    ("executor", "text", "cut", "pointer", "message"),
+    [
+        ("megatron", "t|tL", {}, "/layout", "the modules ttL"),
+        ("megatron", "Ett|tt|ttL", {}, "/layout", "multiple of the 2 ranks"),
+        ("torchtitan", "Ett||tt|ttL", {}, "/layout", "stage 1 is empty"),
+        ("torch", "Ett||tt|ttL", {}, "/layout", "no layer in stage 1"),
+        ("megatron", "Ett||tt|ttL", {"allow_empty": False}, "/cut/allow_empty", "empty stage"),
+        (
+            "megatron",
+            "Ett|t*4L",
+            {"first": 3},
+            "/cut/first",
+            "found 2 transformer layers; the problem asks for 3",
+        ),
+        ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
+        ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
+        (
+            "megatron",
+            "Et|t*5L",
+            {"together": [["block.0", "block.1"]]},
+            "/cut/together",
+            "'block.0' and 'block.1'",
+        ),
+    ],
+)
+def test_the_broken_rule_is_named(
+    executor: str, text: str, cut: dict[str, Any], pointer: str, message: str
+) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        score_layout(model_of(6, 2, 4, cut=cut), executor, text, effort="quick")
+    assert raised.value.issues[0].pointer == pointer
+    assert message in raised.value.issues[0].detail
+
+
+def recomputable(limit: float) -> LayeredProblem:
+    """Eight blocks that need a quarter of their memory if they are recomputed."""
+    again = {
+        "backward_input": 20,
+        "memory": {"forward": 1, "backward_input": 3, "backward_weight": -4, "static": 3},
+    }
+    block = {"name": "block", "repeat": 8, "forward": 10, "backward_input": 10, "backward_weight": 10}
+    held = {"forward": 4, "backward_input": 0, "backward_weight": -4, "static": 3}
+    problem = parse_any_problem(
+        {
+            "pp_degree": 2,
+            "microbatches": 8,
+            "placement": "auto",
+            "layers": [
+                {"name": "embedding", "forward": 1, "backward_input": 0, "backward_weight": 1},
+                {**block, "memory": held, "recompute": again},
+                {"name": "head", "forward": 12, "backward_input": 12, "backward_weight": 12},
+            ],
+            "memory": {"limit": limit},
+        }
+    )
+    assert isinstance(problem, LayeredProblem)
+    return problem
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(36, "block"), (60, "none")])
+def test_a_given_cut_recomputes_what_the_best_cut_may_recompute(limit: float, expected: str) -> None:
+    """So the layout that ``zbv cut`` prints cannot gain, with first layers recomputed either."""
+    problem = recomputable(limit)
+    found = cut_for_executor(problem, "megatron", virtual_stages=[1], effort="quick")
+    assert found.stages is not None
+    assert found.best.results[0].recompute == expected
+    score = score_layout(problem, "megatron", write_layout(found.stages), effort="quick")
+    assert score.objective == pytest.approx(found.best.objective)
+    assert score.gain(score.same) == 0
+    assert (score.recompute, score.settings) == (expected, found.settings)
+
+
+def test_the_number_of_recomputed_layers_can_be_fixed() -> None:
+    one, two = (
+        score_layout(recomputable(200), "megatron", "4,4", recompute_layers=count, effort="quick")
+        for count in (1, 2)
+    )
+    assert (one.recompute, one.recompute_layers, two.recompute_layers) == ("block", 1, 2)
+    assert two.busy.tolist() == (one.busy + 8 * 10).tolist()
+    assert two.settings is not None
+    assert "--recompute-method block" in two.settings
+
+
+def test_flags_say_what_a_given_cut_recomputes() -> None:
+    """With groups of 3, a stage of 4 blocks keeps 2 inputs, and computes 3 blocks at once."""
+    flags = "--recompute-granularity full --pipeline-model-parallel-layout Et*4|t*4L --recompute-method"
+    of = {
+        (method, count): score_layout(
+            recomputable(36), "megatron", f"{flags} {method} --recompute-num-layers {count}", effort="quick"
+        )
+        for method, count in (("uniform", 1), ("uniform", 3), ("uniform", 9), ("block", 2))
+    }
+    peaks = {key: score.timing.peak_memory[0] for key, score in of.items()}
+    static = 4 * 3
+    assert peaks["uniform", 1] == static + 2 * 4 * 1
+    assert peaks["uniform", 3] == static + 2 * 2 * 1 + 2 * 4
+    assert peaks["uniform", 9] == static + 2 * 1 * 1 + 3 * 4
+    assert peaks["block", 2] == static + 2 * (2 * 1 + 2 * 4)
+    assert [of["uniform", count].recompute_group for count in (1, 3, 9)] == [None, 3, 9]
+    assert len({of["uniform", count].objective for count in (1, 3, 9)}) == 1
+    for (method, count), score in of.items():
+        assert score.settings is not None
+        assert f"--recompute-method {method}" in score.settings
+        assert f"--recompute-num-layers {count}" in score.settings
+        assert score.lower_bound <= score.objective * (1 + 1e-9)
+        # The printed flags are a layout themselves.
+        again = score_layout(recomputable(36), "megatron", score.settings, effort="quick")
+        assert (again.objective, again.settings) == (score.objective, score.settings)
+
+
+def with_mtp() -> LayeredProblem:
+    """Blocks and a module of multi-token prediction that can be recomputed."""
+    problem = recomputable(60)
+    *before, block, head = problem.model.layers
+    model = Model((*before, block, replace(block, name="mtp", repeat=None), head))
+    return replace(problem, model=model)
+
+
+@pytest.mark.parametrize(
+    ("problem", "more", "message"),
+    [
+        (recomputable(60), {"recompute": "all"}, "another flag that says what is recomputed"),
+        (recomputable(60), {"executor": "torchtitan"}, "it is for megatron"),
+        (model_of(8, 2, 4), {}, "have no costs of full recomputation"),
+        (with_mtp(), {}, "Megatron-LM refuses groups of layers with multi-token prediction"),
+    ],
+)
+def test_flags_of_recomputation_that_do_not_fit_are_named(
+    problem: LayeredProblem, more: dict[str, Any], message: str
+) -> None:
+    flags = "--num-layers 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    asked = {"executor": "megatron", "effort": "quick", **more}
+    with pytest.raises(InvalidInput, match=message):
+        score_layout(problem, text=flags, **asked)

@@ -1,0 +1,304 @@
+"""Measured layers in the place of estimates: what is replaced, what is scaled, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from zbv_models.estimate.amounts import PerAction
+from zbv_models.estimate.device import GroupLinks
+from zbv_models.estimate.layers import Running, estimate_model
+from zbv_models.estimate.shapes import Degrees
+from zbv_models.layouts.answer import costs_of, ranking_json
+from zbv_models.layouts.cluster import Cluster, equal_cluster
+from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.layout import Fixed, Layout
+from zbv_models.layouts.measured_layers import Origin, Origins
+from zbv_models.layouts.profile import parse_profile
+from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.search import best_layouts, plan_layout
+from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+
+MODEL = {
+    **{"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "sequence": 512},
+    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
+}
+CLUSTER = {
+    "nodes": 1,
+    "gpus_per_node": 4,
+    "device": {"achieved_tflops": 300, "memory_bandwidth": 1500, "kernel_latency": 6},
+    "memory": 4e10,
+    "links": {
+        "in_node": {"latency": 10, "bandwidth": 300},
+        "between_nodes": {"latency": 20, "bandwidth": 25},
+    },
+}
+PROGRAM = {"precision": "bfloat16", "device": "NVIDIA H100 80GB HBM3"}
+Document = dict[str, Any]
+
+
+def cluster_of(**changed: Any) -> Cluster:
+    return equal_cluster(CLUSTER | changed)
+
+
+def request_of(*profiles: Document, cluster: Cluster | None = None, **fixed: Any) -> Request:
+    found = parse_request({"model": MODEL, "global_batch": 8}, cluster or cluster_of(), Fixed(**fixed))
+    parsed = tuple(parse_profile(each, f"profile-{at}.json") for at, each in enumerate(profiles))
+    return replace(found, profiles=parsed)
+
+
+def as_estimated(size: int = 1, tensor: int = 1) -> Document:
+    """A profile whose numbers are the estimates."""
+    setting, cluster = request_of().setting, cluster_of()
+    degrees = Degrees(tensor, tensor > 1)
+    links = GroupLinks(tensor=cluster.in_node)
+    found = estimate_model(setting.model, degrees, cluster.device, links, setting.training, size)
+
+    def costs(of: Running, static: float) -> Document:
+        return {
+            **vars(of.times),
+            "memory": {
+                "forward": of.after_forward,
+                "backward_input": of.after_input - of.after_forward,
+                "backward_weight": -of.after_input,
+                "static": static,
+                "workspace": of.workspace,
+            },
+        }
+
+    layers = []
+    for layer in found.layers:
+        document = costs(layer.plain, layer.static.total)
+        document |= {"name": layer.name, "output_bytes": layer.output_bytes}
+        if layer.recomputed is not None:
+            document["recompute"] = costs(layer.recomputed, layer.static.total)
+        layers.append(document | ({} if layer.repeat is None else {"repeat": layer.repeat}))
+    return {
+        "pp_degree": 1,
+        "microbatches": 4,
+        "layers": layers,
+        "units": {"time": "us", "memory": "bytes"},
+        "measured": PROGRAM,
+        "profile": {
+            "microbatch_size": size,
+            "sequence_length": MODEL["sequence"],
+            "tensor_parallel": tensor,
+            "update": {layer.name: layer.step.optimizer for layer in found.layers},
+        },
+    }
+
+
+def faster(profile: Document, factor: float) -> Document:
+    """All times multiplied by a factor, also those of recomputed layers."""
+
+    def scaled(document: Document) -> Document:
+        times = {name: document[name] * factor for name in vars(PerAction())}
+        again = {"recompute": scaled(document["recompute"])} if "recompute" in document else {}
+        return document | times | again
+
+    return profile | {"layers": [scaled(layer) for layer in profile["layers"]]}
+
+
+def layouts_of(**fixed: Any) -> list[Layout]:
+    return request_of(**fixed).layouts
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    assert vars(found.times) == pytest.approx(vars(expected.times), rel=1e-9)
+    held = ("after_forward", "after_input", "workspace")
+    assert [getattr(found, name) for name in held] == [getattr(expected, name) for name in held]
+
+
+@pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 2)])
+def test_a_profile_that_equals_the_estimate_changes_nothing(size: int, tensor: int) -> None:
+    plain, measured = request_of().setting, request_of(as_estimated(size, tensor)).setting
+    seen = set()
+    for layout in layouts_of():
+        expected, found = (EstimatedLayout.of(layout, setting) for setting in (plain, measured))
+        for one, other in zip(found.estimate.layers, expected.estimate.layers, strict=True):
+            assert_alike(one.plain, other.plain)
+            if other.recomputed is not None:
+                assert one.recomputed is not None
+                assert_alike(one.recomputed, other.recomputed)
+            assert one.static.total == pytest.approx(other.static.total, abs=2)
+            assert one.step.total == pytest.approx(other.step.total, rel=1e-9)
+            assert one.output_bytes == other.output_bytes
+        assert measured.least_work(layout) == pytest.approx(plain.least_work(layout), rel=1e-9)
+        seen |= {origins.plain for origins in found.origins}
+    assert seen == {"measured", "scaled"}
+
+
+def test_layers_are_measured_scaled_or_estimated() -> None:
+    document = faster(as_estimated(size=2), 3.0)
+    document["layers"] = [layer for layer in document["layers"] if layer["name"] == "block"]
+    document["layers"][0]["backward"] = 5.0
+    del document["layers"][0]["recompute"]
+    same, larger = layouts_of(tensor_parallel=1, pipeline_parallel=4)[1:3]
+    assert (same.microbatch_size, larger.microbatch_size) == (2, 4)
+    plain, measured = request_of().setting, request_of(document).setting
+    given = document["layers"][0]
+    cases: list[tuple[Layout, Origin]] = [(same, "measured"), (larger, "scaled")]
+    for layout, origin in cases:
+        found, expected = EstimatedLayout.of(layout, measured), EstimatedLayout.of(layout, plain)
+        assert found.origins == (Origins(), Origins(origin, "scaled"), Origins())
+        block, estimated = found.estimate.layers[1], expected.estimate.layers[1]
+        assert vars(block.plain.times) == pytest.approx(vars(estimated.plain.times.scaled(3.0)))
+        assert block.recomputed is not None
+        repeated = block.recomputed.times.backward_input - block.plain.times.backward_input
+        assert repeated == pytest.approx(3.0 * estimated.plain.times.forward)
+        assert found.estimate.layers[0] == expected.estimate.layers[0]
+        assert block.plain.fused is not None
+        share = given["backward"] / (given["backward_input"] + given["backward_weight"])
+        both = block.plain.times.backward_input + block.plain.times.backward_weight
+        assert block.plain.fused == pytest.approx(share * both)
+
+
+def test_the_nearest_profile_counts() -> None:
+    setting = request_of(faster(as_estimated(1), 2.0), faster(as_estimated(8), 4.0)).setting
+    plain = request_of().setting
+    for layout in layouts_of(tensor_parallel=1, pipeline_parallel=4):
+        found, expected = (EstimatedLayout.of(layout, each).estimate.layers[1] for each in (setting, plain))
+        factor = 2.0 if layout.microbatch_size <= 2 else 4.0
+        assert found.plain.times.forward == pytest.approx(factor * expected.plain.times.forward)
+
+
+def test_exchanges_between_replicas_are_added_to_measured_layers() -> None:
+    setting = request_of(faster(as_estimated(1), 0.5)).setting
+    (layout,) = layouts_of(data_parallel=2, tensor_parallel=1, pipeline_parallel=2, zero_stage=3,
+                           microbatch_size=1, placement="tp-cp-dp-pp")  # fmt: skip
+    alone = replace(layout, zero_stage=0)
+    shared, whole = (EstimatedLayout.of(each, setting).estimate.layers[1] for each in (layout, alone))
+    assert shared.plain.times.forward > whole.plain.times.forward
+    assert shared.plain.workspace > whole.plain.workspace
+    assert shared.static.total < whole.static.total
+
+
+def test_measured_links_replace_those_of_nodes() -> None:
+    document = as_estimated()
+    document["costs"] = {"link": {"latency": 7.0, "bandwidth": 4000.0}}
+    document["profile"]["all_reduce"] = [
+        {"ranks": 2, "latency": 90.0, "bandwidth": 1000.0},
+        {"ranks": 4, "latency": 90.0, "bandwidth": 500.0},
+    ]
+    document["profile"]["scatter_gather"] = [{"ranks": 2, "latency": 80.0, "bandwidth": 700.0}]
+    fixed = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1, "microbatch_size": 1}
+    (layout,) = layouts_of(**fixed, zero_stage=0)
+    one, two = (request_of(document, cluster=cluster_of(nodes=nodes, gpus_per_node=4 // nodes)).setting
+                for nodes in (1, 2))  # fmt: skip
+    links, latency = one.links(layout)
+    assert links.data.bandwidth == pytest.approx(0.5)
+    assert (links.data.latency, latency) == (0.0, 90.0)
+    assert two.links(layout)[0].data.bandwidth == 50
+    half = replace(layout, pipeline_parallel=2, data_parallel=2)
+    assert two.links(half)[0].data.bandwidth == pytest.approx(1.0)
+    sharded, latency = two.links(replace(half, zero_stage=1))
+    assert sharded.data.bandwidth == pytest.approx(0.7)
+    assert latency == 80.0
+    found, _ = one.links(half)
+    assert found.pipeline.bandwidth == pytest.approx(4.0)
+    assert found.pipeline.latency == 7.0
+    assert two.links(half)[0].pipeline.bandwidth == 25
+    plain = EstimatedLayout.of(layout, replace(one, measured=None))
+    names = [("embedding", *(f"block.{k}" for k in range(4)), "head")]
+    assert EstimatedLayout.of(layout, one).latency == 90.0
+    assert EstimatedLayout.of(layout, one).once(names) > plain.once(names)
+
+
+@pytest.mark.parametrize("factor", [0.2, 3.0])
+def test_bounds_hold_for_measured_layers(factor: float) -> None:
+    document = faster(as_estimated(2), factor)
+    for layer in document["layers"]:
+        layer["backward"] = 0.6 * (layer["backward_input"] + layer["backward_weight"])
+    request = request_of(
+        document, tensor_parallel=1, context_parallel=1, zero_stage=0, placement="tp-cp-dp-pp"
+    )
+    layouts, setting = request.layouts, request.setting
+    each = [plan_layout(EstimatedLayout.of(layout, setting)) for layout in layouts]
+    for planned in each:
+        assert setting.least_work(planned.layout) <= planned.step_time * (1 + OPTIMAL_GAP)
+        assert planned.lower_bound <= planned.step_time * (1 + OPTIMAL_GAP)
+    ranking = best_layouts(layouts, setting)
+    assert ranking.best[0].step_time == pytest.approx(min(planned.step_time for planned in each))
+    costs = ranking_json(ranking, request)["layouts"][0]["costs"]
+    assert costs == costs_of(ranking.best[0])
+    assert sum(sum(kinds.values()) for kinds in costs.values()) == 6
+
+
+def test_an_answer_without_profiles_is_estimated() -> None:
+    request = request_of(tensor_parallel=1, pipeline_parallel=4, microbatch_size=1)
+    ranking = best_layouts(request.layouts, request.setting)
+    kinds = costs_of(ranking.best[0])
+    assert kinds == {"measured": {}, "scaled": {}, "estimated": {"embedding": 1, "block": 4, "head": 1}}
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ({"units": {"time": "ms", "memory": "bytes"}}, "/units/time"),
+        ({"units": {"time": "us"}}, "/units/memory"),
+        ({"profile": None}, "/profile"),
+        ({"profile": {"microbatch_size": 0, "sequence_length": 8}}, "/profile/microbatch_size"),
+        ({"profile": {"microbatch_size": 1, "sequence_length": 8, "ranks": 2}}, "/profile/ranks"),
+        ({"layers": []}, "/layers"),
+        ({"layers": None}, "/layers"),
+    ],
+)
+def test_wrong_profiles_are_refused(change: Document, pointer: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_profile(as_estimated() | change)
+    assert pointer in [issue.pointer for issue in error.value.issues]
+
+
+@pytest.mark.parametrize("document", [[], "profile", {"layouts": []}, {"ranks": [], "problem": {}}])
+def test_other_documents_are_refused(document: Any) -> None:
+    with pytest.raises(InvalidInput):
+        parse_profile(document)
+
+
+def test_stages_cannot_replace_layers() -> None:
+    document = {key: value for key, value in as_estimated().items() if key != "layers"}
+    with pytest.raises(InvalidInput, match="whole stages"):
+        parse_profile(document)
+
+
+def test_profiles_must_fit_the_model_the_device_and_each_other() -> None:
+    first = as_estimated()
+    first["layers"][1]["name"] = "mlp"
+    first["measured"] = {**PROGRAM, "precision": "float32"}
+    second = {**as_estimated(), "measured": {**PROGRAM, "torch": "2.9", "device": "A100"}}
+    request = request_of(first, second, cluster=cluster_of(device="h200"))
+    with pytest.raises(InvalidInput) as error:
+        _ = request.setting
+    assert {(issue.source, issue.pointer) for issue in error.value.issues} == {
+        ("profile-0.json", "/layers/1/name"),
+        ("profile-0.json", "/measured/precision"),
+        ("profile-0.json", "/measured/device"),
+        ("profile-1.json", "/profile"),
+        ("profile-1.json", "/measured/device"),
+        ("profile-1.json", "/measured/precision"),
+    }
+
+
+@pytest.mark.parametrize(("preset", "fits"), [("h100-80gb", True), ("h100", True), ("a100", False)])
+def test_a_preset_is_compared_with_the_name_of_the_measured_device(preset: str, fits: bool) -> None:
+    request = request_of(as_estimated(), cluster=cluster_of(device=preset))
+    if fits:
+        assert request.setting.measured is not None
+    else:
+        with pytest.raises(InvalidInput, match="H100"):
+            _ = request.setting
+
+
+def test_selective_recomputation_is_scaled_because_profiles_measure_the_full_one() -> None:
+    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 8}
+    fixed = Fixed(recompute="selective", tensor_parallel=1, microbatch_size=1)
+    found = parse_request(document, cluster_of(), fixed)
+    request = replace(found, profiles=(parse_profile(as_estimated(), "profile.json"),))
+    costs = costs_of(best_layouts(request.layouts, request.setting).best[0])
+    assert costs["scaled"]["block (recomputed)"] > 0
+    assert not any(name.startswith("block") for name in costs["measured"])

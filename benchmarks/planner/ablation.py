@@ -77,8 +77,8 @@ _MODULES_OF_STAGES = {
         "improve.order_repair",
         "improve.order_state",
     ),
-    "windows": ("improve.windows", "improve.window_boundary"),
-    "exact": ("improve.exact_model", "improve.exact_states"),
+    "windows": ("improve.cp_window",),
+    "exact": ("improve.cp_states",),
 }
 MECHANISMS = (
     *(Mechanism(stage, _MODULES_OF_STAGES[stage], of_differing=stage == "overtake") for stage in STAGES),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zbv_solver.bounds import lower_bound
-from zbv_solver.improve.exact import refine
+from zbv_solver.improve.cp_search import refine
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import SearchOptions, search
 from zbv_solver.timing.start_times import objective_of

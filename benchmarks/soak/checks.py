@@ -13,7 +13,7 @@ from zbv_solver import bounds
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.improve.exact import refine
+from zbv_solver.improve.cp_search import refine
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.partition.first_cuts import level_cut

@@ -1,6 +1,6 @@
 """The best order of a small problem, by enumerating all orders or with an independent CP-SAT model.
 
-Only the solver is the same as in :mod:`zbv_solver.improve.exact_model`. This model has a pair of literals for
+Only the solver is the same as in :mod:`zbv_solver.improve.cp_model`. This model has a pair of literals for
 every two actions of a rank, B as a separate optional action, positions that keep actions without duration
 acyclic, and memory as a sum over preceding actions.
 """

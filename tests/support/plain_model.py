@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import product
 
 from ortools.sat.python import cp_model
-from zbv_solver.improve.exact_grid import Grid, make_grid
+from zbv_solver.improve.cp_sat import Grid, make_grid
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
 Cell = tuple[int, int]

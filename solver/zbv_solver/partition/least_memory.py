@@ -167,7 +167,7 @@ class _Model:
         """The better one of a found cut and the known cut, and the proved bound."""
         from ortools.sat.python import cp_model
 
-        from zbv_solver.improve.exact import make_solver, stopped_when
+        from zbv_solver.improve.cp_sat import make_solver, stopped_when
 
         self._hint(known.cut)
         solver = make_solver(EFFORT, seconds, seed)

@@ -307,7 +307,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     if bound >= enough:
         return f"proved again: {bound:.9g}, without CP-SAT"
     if problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions:
-        from zbv_solver.improve.exact import refine
+        from zbv_solver.improve.cp_search import refine
         from zbv_solver.timing.start_times import objective_of
 
         found = refine(

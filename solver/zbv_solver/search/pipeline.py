@@ -243,7 +243,7 @@ class Pipeline(SearchState):
         if self.problem.max_actions > self.budget.window_actions or self.found is None:
             return
         # Imported here because OR-Tools takes a second to import and many searches do not need it.
-        from zbv_solver.improve.windows import sweep_windows
+        from zbv_solver.improve.cp_search import sweep_windows
 
         starts = self.finalists or [self.found]
         if not self.problem.is_equal:
@@ -271,7 +271,7 @@ class Pipeline(SearchState):
         best = self.best()
         if self.problem.max_actions > self.budget.exact_actions or best is None:
             return
-        from zbv_solver.improve.exact import Listener, refine  # late, as above
+        from zbv_solver.improve.cp_search import Listener, refine  # late, as above
 
         refine(
             self.problem,

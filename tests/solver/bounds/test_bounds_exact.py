@@ -15,7 +15,7 @@ from zbv_solver.bounds import lower_bound
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.improve.exact import refine
+from zbv_solver.improve.cp_search import refine
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W

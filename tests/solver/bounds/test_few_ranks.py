@@ -14,7 +14,7 @@ from zbv_solver.bounds import few_ranks, lower_bound
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.bounds.few_ranks import FewRanks, few_ranks_bound, few_ranks_bounds
 from zbv_solver.construct.dispatch import priority_schedules, serial
-from zbv_solver.improve.exact import refine
+from zbv_solver.improve.cp_search import refine
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem

@@ -20,10 +20,10 @@ from support.problems import limited, limited_problems, problems, uniform, with_
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.improve import exact
-from zbv_solver.improve.exact import Listener, make_solver, refine
-from zbv_solver.improve.exact_grid import make_grid
-from zbv_solver.improve.exact_model import ExactModel
+from zbv_solver.improve.cp_model import Model
+from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver
+from zbv_solver.improve.cp_search import Listener, Search, refine
+from zbv_solver.improve.cp_window import Paths, Window
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import LETTERS, F, Problem, W
@@ -152,7 +152,10 @@ def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
 
 def has_solution(problem: Problem, actions: list[str]) -> bool:
     """Whether the model admits exactly this order of a single rank."""
-    model = ExactModel(problem, make_grid(problem), lower=0, upper=1000, minimise=False)
+    grid, start = make_grid(problem), serial(problem).orders
+    amounts = None if problem.memory.limit is None else [Amounts.of(problem, 0)]
+    window = Window.whole(Paths.of(grid, start), start, 0)
+    model = Model(problem, grid, amounts, window, 1000, minimise=False)
     order = [(LETTERS.index(letter), stage, j) for stage, letter, j in Orders.from_text([actions]).actions(0)]
     for first, second in pairwise(order):
         model.model.add(model.end(first) <= model.start(second))
@@ -189,16 +192,8 @@ def test_weights_that_take_different_times_run_in_any_order() -> None:
 def test_weaker_bounds_of_the_solver_are_ignored() -> None:
     problem = uniform(2, 2)
     heard: list[float] = []
-    search = exact._Run(
-        problem,
-        serial(problem).orders,
-        bound=5.0,
-        effort=1.0,
-        time_limit=None,
-        seed=0,
-        cancelled=None,
-        listener=Listener(on_bound=heard.append),
-    )
+    search = Search(problem, serial(problem).orders, listener=Listener(on_bound=heard.append))
+    search.bound, search.lower = 5.0, search.grid.at_least(5.0)
     parts, most = search.lower, search.upper
     for weaker in (0.0, parts - 1.0, float(parts), -math.inf, math.inf):
         search._raise_bound(weaker, most)
@@ -248,7 +243,7 @@ def test_python_handles_ctrl_c_during_a_search() -> None:
     """OR-Tools would replace Python's handler, and leave the system's default, which kills the process."""
     program = (
         "import os, signal\n"
-        "from zbv_solver.improve.exact import make_solver\n"
+        "from zbv_solver.improve.cp_sat import make_solver\n"
         "from ortools.sat.python import cp_model\n"
         "model = cp_model.CpModel()\n"
         "model.maximize(model.new_int_var(0, 9, 'x'))\n"
@@ -313,13 +308,13 @@ def test_orders_that_differ_only_by_rounding_are_skipped(monkeypatch: pytest.Mon
         }
     )
     asked: list[int] = []
-    solve = exact._Run._solve
+    solve = Search._solve
 
-    def counted(run: exact._Run, most: int, effort: float, *, minimise: bool) -> object:
+    def counted(search: Search, most: int, effort: float, *, minimise: bool) -> object:
         asked.append(most)
-        return solve(run, most, effort, minimise=minimise)
+        return solve(search, most, effort, minimise=minimise)
 
-    monkeypatch.setattr(exact._Run, "_solve", counted)
+    monkeypatch.setattr(Search, "_solve", counted)
     start = serial(problem).orders
     result = refine(problem, start, lower_bound=0.0, effort=0.02)
     best = value_of(problem, result.orders or start)

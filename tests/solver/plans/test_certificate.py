@@ -16,8 +16,8 @@ from zbv_solver.commands.cli import main
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.frontiers.frontier import frontier_points
-from zbv_solver.improve.exact import refine
-from zbv_solver.improve.exact_grid import Grid
+from zbv_solver.improve.cp_sat import Grid
+from zbv_solver.improve.cp_search import refine
 from zbv_solver.plans.certificate import certify, gap_of, verdict
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem

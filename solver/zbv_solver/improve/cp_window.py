@@ -1,4 +1,10 @@
-"""What the fixed part of an order imposes on a window: heads, tails, and paths that skip the window."""
+"""What surrounds a window of an order: heads, tails, and paths that skip the window.
+
+A window is a set of actions with consecutive start times, over all ranks. What runs before it gives every
+action inside a head (its earliest start), and what runs after it a tail (the longest path from its end to the
+end of a rank). For a span, ranks keep their first starts, and ends are counted from them. The whole problem
+is the window that nothing surrounds: there, ranks choose their first starts as well.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.improve.exact_grid import Grid
+from zbv_solver.improve.cp_sat import Grid
 from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
@@ -20,25 +26,20 @@ BEFORE, INSIDE, AFTER, NOWHERE = range(4)
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """Longest paths through an order, in parts of the grid; arrays (n,) unless stated otherwise.
-
-    Attributes
-    ----------
-    start, end, tail
-        Earliest start and end, and the longest path from the end to the end of a rank.
-    needs, latency
-        (n, 3) actions that must end before this one starts, -1 for none: its rank's previous one first; and
-        the transfer time from them.
-    release
-        First start of the action's rank.
-    """
+    """Longest paths through an order, in parts of the grid; arrays (n,) unless stated otherwise."""
 
     start: IntArray
+    """Earliest starts."""
     end: IntArray
+    """Earliest ends."""
     tail: IntArray
+    """The longest path from the end to the end of a rank."""
     needs: IntArray
+    """(n, 3) actions that must end before this one starts, -1 for none: its rank's previous one first."""
     latency: IntArray
+    """(n, 3) the transfer times from them."""
     release: IntArray
+    """First start of the action's rank."""
 
     @classmethod
     def of(cls, grid: Grid, orders: Orders) -> Paths:
@@ -94,32 +95,39 @@ def _needs(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
 
 
 @dataclass(frozen=True, eq=False)
-class Boundary:
-    """What the fixed part of an order imposes on a window.
+class Window:
+    """The free actions of an order, and what the others impose on them."""
 
-    Attributes
-    ----------
-    free
-        (k,) the actions of the window.
-    head, tail
-        (k,) earliest start by the actions before the window, and longest path through those after it.
-    floor
-        Largest end + tail of paths outside the window: no order of the window gets below.
-    """
-
+    orders: Orders
     free: IntArray
+    """(k,) the actions of the window."""
+    start: IntArray
+    """(k,) when they start in the order."""
     head: IntArray
+    """(k,) earliest start by the actions before the window."""
     tail: IntArray
+    """(k,) longest path through the actions after the window."""
+    closing: IntArray
+    """(k,) the part of the tail that follows from the rank alone."""
     floor: int
+    """Largest end + tail of paths outside the window: no order of the window gets below."""
+    is_whole: bool
 
     @classmethod
-    def of(cls, paths: Paths, offset: IntArray, begin: float, end: float) -> Boundary:
-        """The boundary of what starts from ``begin`` until before ``end``."""
-        n, start = len(paths.start), paths.start
+    def whole(cls, paths: Paths, orders: Orders, floor: int) -> Window:
+        """The window of all actions; ``floor`` parts are a bound on the objective."""
+        nothing = np.zeros(len(orders), np.int64)
+        free = np.arange(len(orders))
+        return cls(orders, free, paths.start, nothing, nothing, nothing, floor, True)
+
+    @classmethod
+    def between(cls, paths: Paths, orders: Orders, begin: float, end: float) -> Window:
+        """What starts from ``begin`` until before ``end``."""
+        n, start, offset = len(orders), paths.start, orders.offset
         place = np.where(start < begin, BEFORE, np.where(start < end, INSIDE, AFTER))
         place = np.append(place, NOWHERE)  # of action -1
         free = np.flatnonzero(place == INSIDE)
-        head, tail = paths.release.copy(), np.full(n, NEVER)
+        head, tail, closing = paths.release.copy(), np.full(n, NEVER), np.full(n, NEVER)
         length = paths.end - start
         last = offset[1:] - 1
         ended = last[place[last] == BEFORE]
@@ -145,4 +153,5 @@ class Boundary:
                 if previous >= 0:
                     head[inside] = np.maximum(head[inside], paths.end[previous])
                 tail[inside] = np.maximum(tail[inside], until)
-        return cls(free, head[free], tail[free], floor)
+                closing[inside] = until
+        return cls(orders, free, start[free], head[free], tail[free], closing[free], floor, False)

@@ -26,44 +26,28 @@ Chain = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Implied:
-    """Facts about every order that fits the memory of a rank.
-
-    Attributes
-    ----------
-    chains
-        The rank's chains.
-    before
-        (chains, m, chains): number of actions of every chain that end before a chain's j-th action starts.
-    head, tail
-        (chains, m): the rank's least work before an action starts, and after it ends.
-    """
+    """Facts about every order that fits the memory of a rank."""
 
     chains: list[Chain]
     before: IntArray
+    """(chains, m, chains): number of actions of every chain that end before a chain's j-th action starts."""
     head: IntArray
+    """(chains, m): the rank's least work before an action starts."""
     tail: IntArray
+    """(chains, m): the rank's least work after an action ends."""
 
 
 @dataclass(frozen=True, eq=False)
 class _ChainStep:
-    """The next action of a chain; a fused B is a step of its I's chain and of its W's.
-
-    Attributes
-    ----------
-    chain
-        Index of its chain.
-    needs
-        Index of the chain that must have done more actions; None for the first F.
-    adds
-        (chains,) what the action adds to a state.
-    growth
-        Memory that it allocates.
-    """
+    """The next action of a chain; a fused B is a step of its I's chain and of its W's."""
 
     chain: int
     needs: int | None
+    """The chain that must have done more actions; None for the first F."""
     adds: IntArray
+    """(chains,) what the action adds to a state."""
     growth: float
+    """Memory that it allocates."""
 
 
 def implied(problem: Problem, rank: int, fusable: list[int]) -> Implied | None:

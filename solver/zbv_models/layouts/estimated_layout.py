@@ -25,7 +25,7 @@ from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running
 from zbv_models.layouts.cluster import AnyCluster, transfer
 from zbv_models.layouts.layout import Layout
 from zbv_models.layouts.measured_layers import LayerConditions, Origins
-from zbv_models.layouts.setting import SECONDS, Modules, Setting, SourcedCosts, least_work_of
+from zbv_models.layouts.setting import SECONDS, Modules, Setting, least_work_of
 
 UNITS = Units("us", "bytes")
 EVERYWHERE = ("selective", "full")
@@ -57,13 +57,12 @@ class EstimatedLayout:
         # A search has layouts that differ only in their recomputation in succession.
         shared = replace(layout, recompute="per-stage", recompute_layers=None, recompute_modules=())
         if not layout.groups:
-            costs = _known_costs(of_setting, shared, 0, None)
-            return cls(layout, setting, (costs.estimate,), costs.origins)
+            estimate, origins = _known_costs(of_setting, shared, 0, None)
+            return cls(layout, setting, (estimate,), origins)
         # The ranks of a group cost the same wherever they are in the pipeline, except for what both ends sum.
         ends = _link_between(layout, setting.cluster, 0, layout.pipeline_parallel - 1)
         estimates = (
-            _known_costs(of_setting, shared.in_group(group), group, ends).estimate
-            for group in layout.used_groups
+            _known_costs(of_setting, shared.in_group(group), group, ends)[0] for group in layout.used_groups
         )
         return cls(layout, setting, tuple(estimates))
 
@@ -272,7 +271,9 @@ def _with_both(setting: Setting, is_v: bool, modules: Modules) -> Setting:
 
 
 @lru_cache(maxsize=4096)
-def _known_costs(setting: Setting, layout: Layout, group: int, ends: GroupLink | None) -> SourcedCosts:
+def _known_costs(
+    setting: Setting, layout: Layout, group: int, ends: GroupLink | None
+) -> tuple[ModelEstimate, tuple[Origins, ...]]:
     """The layers on a group of nodes; ``ends`` is the link between both ends of a pipeline over groups."""
     nodes, (links, _) = setting.cluster.groups[group], setting.links(layout, group)
     if ends is not None:

@@ -328,11 +328,3 @@ def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> Invalid
 
 def _broken(rules: tuple[ExecutorRule, ...], model: Transformer, layout: Layout) -> list[ExecutorRule]:
     return [rule for rule in rules if not rule.is_kept(model, layout)]
-
-
-def sources() -> Iterator[tuple[str, ExecutorRule]]:
-    """Every rule with its executor."""
-    for table in (MODEL_RULES, LAYOUT_RULES):
-        for executor, rules in table.items():
-            for rule in rules:
-                yield executor, rule

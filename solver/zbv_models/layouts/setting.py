@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from zbv_solver.partition.cut_space import speeds_of
@@ -82,13 +81,6 @@ def _scores(model: Transformer) -> Modules:
     return ("core_attn",) if keeps_scores(model) else ()
 
 
-class SourcedCosts(NamedTuple):
-    """An estimate, and where the costs of every layer come from; no origins if all are estimated."""
-
-    estimate: ModelEstimate
-    origins: tuple[Origins, ...] = ()
-
-
 @dataclass(frozen=True)
 class Setting:
     """What all layouts of a search have in common."""
@@ -131,12 +123,13 @@ class Setting:
         )
         return replace(self, training=training)
 
-    def estimate(self, at: LayerConditions) -> SourcedCosts:
-        """Layers under these conditions, with measured costs where a profile has them."""
-        found = at.estimate()
-        return (
-            SourcedCosts(found) if self.measured is None else SourcedCosts(*self.measured.applied(found, at))
-        )
+    def estimate(self, at: LayerConditions) -> tuple[ModelEstimate, tuple[Origins, ...]]:
+        """Layers under these conditions, with measured costs where a profile has them.
+
+        And where the costs of every layer come from; empty if all are estimated.
+        """
+        estimate = at.estimate()
+        return (estimate, ()) if self.measured is None else self.measured.applied(estimate, at)
 
     def links(self, layout: Layout, group: int = 0) -> tuple[GroupLinks, float]:
         """The links on a group of nodes, measured ones where a profile has them, and a latency once per step.
@@ -205,8 +198,8 @@ def _least_works(
         group(cluster.tensor_overlap), group(cluster.context_overlap), experts, experts
     )
     at = (setting.model, degrees, cluster.device, links_of_groups, setting.training, size)
-    estimated = setting.estimate(LayerConditions(*at)).estimate
-    return [least_work_of(layer) * layer.copies for layer in estimated.layers]
+    estimate, _ = setting.estimate(LayerConditions(*at))
+    return [least_work_of(layer) * layer.copies for layer in estimate.layers]
 
 
 def least_work_of(layer: LayerEstimate) -> float:

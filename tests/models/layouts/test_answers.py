@@ -150,6 +150,13 @@ def test_a_layout_that_no_longer_fits_has_no_step() -> None:
     assert {each.step_time for each in outcomes(ranking, small)} == {None}
 
 
+def test_a_layout_that_does_not_divide_the_batch_has_no_step() -> None:
+    request = request_of(MODEL, cluster_of(1, 1), microbatch_size=8)
+    ranking = best_layouts(request.layouts, request.setting)
+    steps = {(each.of, each.factor): each.step_time for each in outcomes(ranking, request)}
+    assert [name for name, step in steps.items() if step is None] == [("global_batch", 0.5)]
+
+
 def test_the_document_has_what_was_asked_for() -> None:
     request = request_of(MODEL, cluster_of(1, 2), **FEW)
     ranking = best_layouts(request.layouts, request.setting)

@@ -26,7 +26,14 @@ from zbv_models.layouts import executor_search as executor_module
 from zbv_models.layouts import scheduled_layout
 from zbv_models.layouts.answer import ranking_json, recomputation
 from zbv_models.layouts.estimated_layout import EstimatedLayout
-from zbv_models.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout, sources
+from zbv_models.layouts.executor_rules import (
+    LAYOUT_RULES,
+    MODEL_RULES,
+    NAMES,
+    executors_of,
+    refusal,
+    runs_layout,
+)
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Layout
 from zbv_models.layouts.progress import LayoutProgress
@@ -272,8 +279,9 @@ def test_executors_are_offered_what_they_run(
 
 
 def test_every_rule_has_a_source() -> None:
-    assert all(rule.source.endswith((".py",)) or ".py" in rule.source for _, rule in sources())
-    assert {executor for executor, _ in sources()} == set(NAMES)
+    for table in (MODEL_RULES, LAYOUT_RULES):
+        assert set(table) == set(NAMES)
+        assert all(".py" in rule.source for rules in table.values() for rule in rules)
 
 
 def test_models_that_an_executor_cannot_run_are_refused() -> None:

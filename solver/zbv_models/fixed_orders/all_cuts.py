@@ -11,7 +11,7 @@ from zbv_solver.partition.fixed_order import Terms
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Runs
 from zbv_solver.problem.numeric import ROUNDING
 
-MOST_CUTS = 100_000
+MOST_CUTS = 200_000
 """Most cuts, with what is recomputed, that are listed."""
 AT_ONCE = 4_000
 """Cuts whose bounds are computed together."""

@@ -316,7 +316,11 @@ def _show_plans_in_notebooks() -> None:
     """Let plans draw themselves. A plan cannot import what draws it: `export` is built on `plans`."""
     from zbv_solver.plans import plan as plans
 
-    if plans.notebook_html is None:
-        from zbv_solver.export import notebook
+    plans.notebook_html = _plan_html
 
-        plans.notebook_html = notebook.plan_html
+
+def _plan_html(plan: Plan) -> str:
+    """Imports what draws only when a notebook shows a plan."""
+    from zbv_solver.export.html import plan_html
+
+    return plan_html(plan)

@@ -11,10 +11,8 @@ from playwright.sync_api import Browser
 from zbv_solver.export import quantities
 from zbv_solver.export.html import one_module
 from zbv_solver.export.palette import rgb
-from zbv_solver.export.raster import image
 from zbv_solver.export.report import CHART_MODULES
-from zbv_solver.export.timeline import timeline
-from zbv_solver.export.timeline_data import timeline_facts, timeline_text
+from zbv_solver.export.timeline import image, timeline, timeline_facts, timeline_text
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Units
 from zbv_solver.problem.reading import parse_problem

@@ -62,8 +62,7 @@ def simulation_of(asked: SimulationQuery, packed: bytes) -> bytes:
 
 def actions_of(packed: bytes) -> bytes:
     """A packed plan's actions for the script of its page."""
-    from zbv_solver.export.timeline import timeline
-    from zbv_solver.export.timeline_data import timeline_bytes
+    from zbv_solver.export.timeline import timeline, timeline_bytes
 
     return timeline_bytes(timeline(plan_of(packed)))
 

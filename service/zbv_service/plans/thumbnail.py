@@ -9,8 +9,7 @@ import io
 
 import numpy as np
 from numpy.typing import NDArray
-from zbv_solver.export.raster import image
-from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.export.timeline import Timeline, image, timeline
 from zbv_solver.plans.plan import Plan
 
 WIDTH, HEIGHT = 600, 150

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
-from zbv_solver.export.torchtitan_settings import REPEATED, TitanSettings, module_names
+from zbv_solver.export.torchtitan import REPEATED, TitanSettings, module_names
 from zbv_solver.partition.modules import Modules
 from zbv_solver.partition.runs import First
 from zbv_solver.problem.layer_letters import DECODER, LOSS, MTP, letter_of

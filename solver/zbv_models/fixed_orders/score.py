@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.export.torchtitan_settings import module_names
+from zbv_solver.export.torchtitan import module_names
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder
 from zbv_solver.partition.modules import Modules

@@ -2,14 +2,14 @@
 
 Flags are those of ``megatron/training/arguments.py`` and of the configurations that it reads
 (``megatron/core/model_parallel_config.py``, ``megatron/training/config``); those of torchtitan are explained
-in :mod:`zbv_solver.export.torchtitan_settings`. Settings that do not depend on the layout, such as the
+in :mod:`zbv_solver.export.torchtitan`. Settings that do not depend on the layout, such as the
 sizes of the model, are not written.
 """
 
 from __future__ import annotations
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.export.torchtitan_settings import StepSizes, TitanSettings, module_names
+from zbv_solver.export.torchtitan import StepSizes, TitanSettings, module_names
 
 from zbv_models.estimate.model_layers import expert_degree
 from zbv_models.fixed_orders.megatron_layout import Stages, layout_flags, recompute_flags

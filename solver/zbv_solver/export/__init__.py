@@ -18,22 +18,15 @@ _CSV, _JSON, _HTML = "text/csv; charset=utf-8", "application/json", "text/html; 
 
 @dataclass(frozen=True)
 class Format:
-    """An export format. The module of the same name has its ``render``.
-
-    Attributes
-    ----------
-    media_type
-        The content type of an HTTP answer.
-    suffix
-        The end of a file's name, with the dot.
-    description
-        One line for people.
-    """
+    """An export format. The module of the same name has its ``render``."""
 
     name: str
     media_type: str
+    """The content type of an HTTP answer."""
     suffix: str
+    """The end of a file's name, with the dot."""
     description: str
+    """One line for people."""
 
     def render(self, plan: Plan) -> str:
         """The plan as text; deterministic."""

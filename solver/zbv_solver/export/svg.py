@@ -22,8 +22,7 @@ from zbv_solver.export.palette import (
     PALETTE_SHADES,
     TEXT,
 )
-from zbv_solver.export.raster import coverage
-from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.export.timeline import Timeline, coverage, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS
 

@@ -1,49 +1,49 @@
-"""A plan laid out in time, for all charts and exports.
+"""A plan laid out in time, for all charts and exports: as arrays, as pixels, and as data of a page's script.
 
-Start times are the earliest possible ones: every rank runs its list as soon as inputs arrive.
+Start times are the earliest possible ones: every rank runs its list as soon as inputs arrive. ``static/
+timeline.js`` reads facts as JSON, and actions as packed columns of binary data, because a plan may have
+hundreds of thousands of actions.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.export.palette import PALETTE_SHADES
+from zbv_solver.export import palette, quantities
+from zbv_solver.export.palette import KIND_FILLS, PALETTE_SHADES, rgb
+from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import LETTERS
+from zbv_solver.problem.problem import LETTERS, Problem
+
+MAX_GLYPHS = 8_000
+"""With more visible actions the script draws an image of them, otherwise a bar for each."""
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """A plan's n actions as arrays in the flat order of its orders, rank after rank, ascending in time.
-
-    Attributes
-    ----------
-    start, end
-        (n,) float64, in the problem's time unit.
-    rank, chunk, stage, microbatch
-        (n,) int32.
-    letter
-        (n,) int8 codes, indices into ``LETTERS``.
-    kind
-        (n,) uint8, index into :data:`zbv_solver.export.palette.KIND_FILLS`.
-    during, after
-        (n,) float64, memory of the action's rank while it runs and when it has ended.
-    """
+    """A plan's n actions as arrays in the flat order of its orders, rank after rank, ascending in time."""
 
     start: FloatArray
     end: FloatArray
+    """(n,) starts and ends, in the problem's time unit."""
     rank: NDArray[np.int32]
     chunk: NDArray[np.int32]
     stage: NDArray[np.int32]
     letter: NDArray[np.int8]
+    """(n,) int8 codes, indices into ``LETTERS``."""
     microbatch: NDArray[np.int32]
+    """(n,) int32, like rank, chunk and stage."""
     kind: NDArray[np.uint8]
+    """(n,) uint8, index into :data:`zbv_solver.export.palette.KIND_FILLS`."""
     during: FloatArray
     after: FloatArray
+    """(n,) memory of the action's rank while it runs, and when it has ended."""
     offset: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -98,3 +98,114 @@ def timeline(plan: Plan) -> Timeline:
         after=after,
         offset=orders.offset,
     )
+
+
+def coverage(line: Timeline, columns: int) -> NDArray[np.float32]:
+    """Share of every time column that each rank spends on each kind of action.
+
+    Returns
+    -------
+    (p, columns, kinds) float32 from 0 to 1; what the kinds leave of 1 is idle time.
+    """
+    shares = np.zeros((line.pp_degree, columns, len(KIND_FILLS)), dtype=np.float32)
+    width = line.makespan / columns
+    if width <= 0:
+        return shares
+    edges = np.linspace(0.0, line.makespan, columns + 1)
+    for rank in range(line.pp_degree):
+        part = line.slice_of(rank)
+        if part.start == part.stop:
+            continue
+        start, end, kinds = line.start[part], line.end[part], line.kind[part]
+        # Time spent on a kind up to t is piecewise linear with knots at starts and ends.
+        knots = np.stack([start, end], axis=1).ravel()
+        for kind in np.unique(kinds):
+            spent = np.cumsum(np.where(kinds == kind, end - start, 0.0))
+            values = np.stack([np.concatenate(([0.0], spent[:-1])), spent], axis=1).ravel()
+            shares[rank, :, kind] = np.diff(np.interp(edges, knots, values)) / width
+    return shares
+
+
+def image(line: Timeline, columns: int) -> NDArray[np.uint32]:
+    """The schedule as RGBA pixels (p, columns), one row per rank, idle time transparent.
+
+    It is for when actions are too many or too thin to be drawn one by one.
+    """
+    shares = coverage(line, columns)
+    fills = np.array([rgb(fill) for fill in KIND_FILLS], dtype=np.float32)
+    busy = np.clip(shares.sum(axis=2), 0.0, 1.0)
+    colour = (shares @ fills) / np.maximum(busy, 1e-6)[..., None]
+    pixels = np.empty((*busy.shape, 4), dtype=np.uint8)
+    pixels[..., :3] = np.clip(np.rint(colour), 0, 255)
+    pixels[..., 3] = np.rint(255 * busy)
+    return pixels.view(np.uint32)[..., 0]
+
+
+def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = False) -> dict[str, Any]:
+    """What the script knows about a timeline apart from its actions, ready for JSON.
+
+    Parameters
+    ----------
+    problem
+        Gives the placement, costs and memory of the actions.
+    is_measured
+        Whether the times were measured. If so, :func:`timeline_bytes` must contain the ends of actions.
+    """
+    arrays, units = problem.arrays, problem.units
+
+    def by_kind(table: FloatArray) -> Any:
+        return (table[..., 0] if problem.is_equal else table).tolist()
+
+    scale, memory_unit = quantities.memory_scale(float(line.during.max(initial=0.0)), units)
+    return {
+        "count": len(line),
+        "is_measured": is_measured,
+        "microbatch_bytes": _microbatch_type(line).itemsize,
+        "microbatches": problem.microbatches,
+        "features": [[each.name, each.value] for each in problem.features],
+        "kind_of": None if problem.is_equal else arrays.kind_of.tolist(),
+        "offset": line.offset.tolist(),
+        "stages": [list(stages) for stages in problem.placement.stages_of],
+        "durations": by_kind(arrays.duration),
+        "transfers": by_kind(arrays.latency),
+        "memory": {
+            "deltas": by_kind(arrays.delta),
+            "static": arrays.static.tolist(),
+            "limits": sorted(set(problem.memory.limit or ())),
+            "is_known": accounts_for_memory(problem),
+            "scale": scale,
+            "unit": memory_unit,
+        },
+        "time_unit": quantities.time_unit(units),
+        "objective": problem.objective,
+        "letters": LETTERS,
+        "names": [palette.NAMES[letter] for letter in LETTERS],
+        "fills": list(palette.KIND_FILLS),
+        "inks": list(palette.KIND_INKS),
+        "shades": palette.PALETTE_SHADES,
+        "max_glyphs": MAX_GLYPHS,
+    }
+
+
+def timeline_bytes(line: Timeline, *, is_measured: bool = False) -> bytes:
+    """The columns of n actions, one after the other, little-endian.
+
+    start (n float64), if ``is_measured`` end (n float64), microbatch (n uint16, or n uint32 if 16 bits are
+    too few), letter (n uint8), chunk (n uint8).
+    """
+    columns = [line.start.astype("<f8")]
+    if is_measured:
+        columns.append(line.end.astype("<f8"))
+    columns.append(line.microbatch.astype(_microbatch_type(line)))
+    columns.append(line.letter.astype("u1"))
+    columns.append(line.chunk.astype("u1"))
+    return b"".join(column.tobytes() for column in columns)
+
+
+def timeline_text(line: Timeline, *, is_measured: bool = False) -> str:
+    """:func:`timeline_bytes` as Base64, for a page that contains its data."""
+    return b64encode(timeline_bytes(line, is_measured=is_measured)).decode()
+
+
+def _microbatch_type(line: Timeline) -> np.dtype[Any]:
+    return np.dtype("<u2" if line.microbatch.max(initial=0) < 2**16 else "<u4")

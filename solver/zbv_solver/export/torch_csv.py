@@ -70,30 +70,21 @@ def microbatch_labels(orders: Orders, n_stages: int) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, eq=False)
 class TorchSchedule:
-    """A schedule that was read from a file.
-
-    Attributes
-    ----------
-    orders
-        The actions of every rank. The two of an overlapped pair follow each other as they are listed.
-    communication
-        The entries of every rank in order, if the file has sends or receives, which a single rank never
-        needs; a pair is two entries.
-    pairs
-        Number of overlapped pairs.
-    renamed
-        Number of backwards ``B`` that are read as ``I``, because there is a separate ``W``.
-    from_one
-        Whether the last rank numbers its forwards from 1; they are read as numbered from 0.
-    """
+    """A schedule that was read from a file."""
 
     placement: Placement
     microbatches: int
     orders: Orders
+    """The actions of every rank. The two of an overlapped pair follow each other as they are listed."""
     communication: tuple[tuple[str, ...], ...] | None
+    """The entries of every rank in order, if the file has sends or receives, which a single rank never needs;
+    a pair is two entries."""
     pairs: int
+    """Number of overlapped pairs."""
     renamed: int
+    """Number of backwards ``B`` that are read as ``I``, because there is a separate ``W``."""
     from_one: bool
+    """Whether the last rank numbers its forwards from 1; they are read as numbered from 0."""
 
 
 _Entry = tuple[int, str, int]

@@ -3,8 +3,8 @@
 1. Arrangements with microbatches of several sizes are improved by estimate.
 2. The slowest replica of each is planned briefly. Those with the shortest of these plans go on.
 3. Their replicas are planned with the wanted effort, and the fastest arrangement stays.
-4. Where their plans take unequally long, the arrangement is improved again with every replica's estimate
-   corrected by its plan, and planned again. The new one stays if its slowest replica is faster.
+4. As long as their plans exceed the lower bound, the arrangement is improved again with every replica's
+   estimate corrected by its plan, and planned again. The new one stays if its slowest replica is faster.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from zbv_solver.search.search import search
 Planner = Callable[[Problem, SearchOptions], Plan]
 FINALISTS = 3
 """Arrangements of which all replicas are planned."""
-UNEQUAL = 0.002
-"""Replicas are balanced again if the slowest takes this share longer than the average."""
+ENOUGH = 0.0005
+"""Replicas are balanced again if the step exceeds the lower bound by more than this share."""
 ROUNDS = 4
 """How often they are balanced again, at most."""
 
@@ -134,10 +134,9 @@ def pack(
     usual_plans = planned(usual) if compare else None
     if usual_plans is not None:
         finalists.append((usual_plans, usual))
-    plans, arrangement = _balanced(
-        *min(finalists, key=lambda pair: step_time(pair[0])), options.seed, planned
-    )
     bound = packing_bound(packer.costs, packer.lengths, packer.capacity, packer.replicas)
+    plans, arrangement = min(finalists, key=lambda pair: step_time(pair[0]))
+    plans, arrangement = _balanced(plans, arrangement, bound, options.seed, planned)
     certificate = certify(batch.problem, step_time(plans), bound, "packings")
     usual_time = None if usual_plans is None else step_time(usual_plans)
     return Packing(
@@ -211,12 +210,16 @@ def _promising(
 
 
 def _balanced(
-    plans: Plans, arrangement: Arrangement, seed: int, planned: Callable[[Arrangement], Plans]
+    plans: Plans,
+    arrangement: Arrangement,
+    bound: float,
+    seed: int,
+    planned: Callable[[Arrangement], Plans],
 ) -> tuple[Plans, Arrangement]:
     """Plans of all replicas, after balancing them by their plans."""
     for turn in range(ROUNDS):
         steps = [replica.plan.objective for replica in plans]
-        if max(steps) <= (1 + UNEQUAL) * sum(steps) / len(steps):
+        if len(steps) == 1 or max(steps) <= (1 + ENOUGH) * bound:
             break
         weights = [
             step / arrangement.packer.estimate(microbatches) if step > 0 else 1.0

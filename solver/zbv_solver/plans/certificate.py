@@ -16,18 +16,12 @@ Status = Literal["optimal", "feasible"]
 
 @dataclass(frozen=True)
 class Certificate:
-    """A proved bound on an objective, and the resulting gap.
-
-    Attributes
-    ----------
-    lower_bound
-        Never above the objective: a bound that exceeds it by rounding only is set to the objective.
-    gap
-        objective / lower_bound - 1.
-    """
+    """A proved bound on an objective, and the resulting gap."""
 
     lower_bound: float
+    """Never above the objective: a bound that exceeds it by rounding only is set to the objective."""
     gap: float
+    """objective / lower_bound - 1."""
     status: Status
 
 

@@ -30,17 +30,12 @@ _KIND_OF: dict[str, TransferKind] = {"A": "activation", "G": "gradient"}
 
 
 class Transfer(NamedTuple):
-    """One tensor that is sent from a rank to another. A tuple, because every action of a rank looks it up.
-
-    Attributes
-    ----------
-    boundary
-        Boundary s is between stages s and s + 1. F of stage s produces the activation for F of stage s + 1;
-        I or B of stage s + 1 produces the gradient for I or B of stage s.
-    """
+    """One tensor that is sent from a rank to another. A tuple, because every action of a rank looks it up."""
 
     kind: TransferKind
     boundary: int
+    """Boundary s is between stages s and s + 1. F of stage s produces the activation for F of stage s + 1; I
+    or B of stage s + 1 produces the gradient for I or B of stage s."""
     microbatch: int
 
     def __str__(self) -> str:

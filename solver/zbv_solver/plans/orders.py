@@ -47,22 +47,15 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Orders:
-    """Action lists of p ranks, n actions in all.
-
-    Attributes
-    ----------
-    stage, microbatch
-        (n,) int32.
-    letter
-        (n,) int8 codes, indices into ``LETTERS``.
-    offset
-        (p + 1,) int64: rank r's actions are ``offset[r]:offset[r + 1]``.
-    """
+    """Action lists of p ranks, n actions in all."""
 
     stage: NDArray[np.int32]
     letter: NDArray[np.int8]
+    """(n,) int8 codes, indices into ``LETTERS``."""
     microbatch: NDArray[np.int32]
+    """(n,) int32, like the stage."""
     offset: NDArray[np.int64]
+    """(p + 1,) int64: rank r's actions are ``offset[r]:offset[r + 1]``."""
 
     @classmethod
     def from_actions(cls, ranks: Sequence[Sequence[tuple[int, str, int]]]) -> Orders:

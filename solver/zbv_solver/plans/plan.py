@@ -29,38 +29,23 @@ UNNAMED = "this plan"
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics of a plan's orders; docs/formats.md defines them.
-
-    Attributes
-    ----------
-    peak_memory
-        Per rank (p,), static memory included.
-    lower_bound
-        A proven bound: no plan of this problem has a smaller objective.
-    gap
-        objective / lower_bound - 1.
-    """
+    """Metrics of a plan's orders; docs/formats.md defines them."""
 
     makespan: float
     span: float
     bubble_rate: float
     peak_memory: tuple[float, ...]
+    """Per rank (p,), static memory included."""
     lower_bound: float
+    """A proven bound: no plan of this problem has a smaller objective."""
     gap: float
+    """objective / lower_bound - 1."""
     status: Status
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Metrics of a classical schedule on the same model.
-
-    Attributes
-    ----------
-    fits
-        Whether it keeps the memory limit.
-    layers_per_stage, recompute
-        For layers, the cut of a classical schedule: the best that was found for its own order.
-    """
+    """Metrics of a classical schedule on the same model."""
 
     name: str
     span: float
@@ -68,28 +53,24 @@ class Baseline:
     bubble_rate: float
     peak_memory: tuple[float, ...]
     fits: bool
+    """Whether it keeps the memory limit."""
     layers_per_stage: tuple[int, ...] | None = None
     recompute: tuple[bool, ...] | None = None
+    """For layers, the cut of a classical schedule, as layers and recomputation of every stage: the best that
+    was found for its own order."""
 
 
 @dataclass(frozen=True)
 class CutCertificate:
-    """How the cut of a plan's layers was found, and a lower bound over all cuts.
-
-    Attributes
-    ----------
-    method
-        The method that found the cut.
-    lower_bound
-        A proven bound: no plan of any contiguous cut of the layers, on any placement that the problem
-        allows, has a smaller objective.
-    gap
-        objective / lower_bound - 1.
-    """
+    """How the cut of a plan's layers was found, and a lower bound over all cuts."""
 
     method: str
+    """The method that found the cut."""
     lower_bound: float
+    """A proven bound: no plan of any contiguous cut of the layers, on any placement that the problem allows,
+    has a smaller objective."""
     gap: float
+    """objective / lower_bound - 1."""
 
 
 @dataclass(frozen=True)

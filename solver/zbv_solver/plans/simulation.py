@@ -11,20 +11,14 @@ from zbv_solver.jitter.noise import Jitter, jitter_json
 
 @dataclass(frozen=True)
 class Spans:
-    """The time of an iteration over many scenarios, in the problem's time unit.
-
-    Attributes
-    ----------
-    expected_span, p95_span
-        Mean and 0.95 quantile, of iterations that follow each other back to back.
-    expected_makespan, p95_makespan
-        The same of iterations that all ranks begin together.
-    """
+    """The time of an iteration over many scenarios, in the problem's time unit."""
 
     expected_span: float
     p95_span: float
+    """Mean and 0.95 quantile, of iterations that follow each other back to back."""
     expected_makespan: float
     p95_makespan: float
+    """The same of iterations that all ranks begin together."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +32,13 @@ class SimulatedBaseline:
 
 @dataclass(frozen=True)
 class Simulation:
-    """How a plan and its baselines behave when durations vary.
-
-    Attributes
-    ----------
-    scenarios
-        Number of simulated iterations of every schedule.
-    seed
-        Of the random draws, which all schedules share.
-    """
+    """How a plan and its baselines behave when durations vary."""
 
     jitter: Jitter
     scenarios: int
+    """Number of simulated iterations of every schedule."""
     seed: int
+    """Of the random draws, which all schedules share."""
     spans: Spans
     baselines: tuple[SimulatedBaseline, ...]
 

@@ -22,28 +22,19 @@ from zbv_solver.timing.sweeps import Graph
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """Earliest times and metrics of an order.
-
-    Attributes
-    ----------
-    start, end
-        (n,) float64 in the flat order of the :class:`Orders`, in the problem's time unit.
-    makespan
-        Last end, with t = 0 at the first start.
-    span
-        Exact steady-state time of one iteration.
-    bubble_rate
-        1 - busy time / (p * span).
-    peak_memory
-        Per rank (p,), static memory included.
-    """
+    """Earliest times and metrics of an order."""
 
     start: FloatArray
     end: FloatArray
+    """(n,) starts and ends in the flat order of the :class:`Orders`, in the problem's time unit."""
     makespan: float
+    """Last end, with t = 0 at the first start."""
     span: float
+    """Exact steady-state time of one iteration."""
     bubble_rate: float
+    """1 - busy time / (p * span)."""
     peak_memory: tuple[float, ...]
+    """Per rank (p,), static memory included."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,26 +76,18 @@ def execute(
 
 
 class Graph(NamedTuple):
-    """An order of n actions on p ranks as it executes: what longest paths need.
-
-    Attributes
-    ----------
-    source
-        (n,) the action that sends the remote input, or -1.
-    offset
-        (p + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``.
-    duration, latency
-        (n,) time that an action takes, and that its remote input is in transfer; -1 without such an input.
-    runs
-        (k, 2) stretches of consecutive actions: a rank, and the index where they stop. Every input of a run
-        is in an earlier run, or earlier in this one.
-    """
+    """An order of n actions on p ranks as it executes: what longest paths need."""
 
     source: IntArray
+    """(n,) the action that sends the remote input, or -1."""
     offset: IntArray
+    """(p + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``."""
     duration: FloatArray
     latency: FloatArray
+    """(n,) time that an action takes, and that its remote input is in transfer; -1 without such an input."""
     runs: IntArray
+    """(k, 2) stretches of consecutive actions: a rank, and the index where they stop. Every input of a run is
+    in an earlier run, or earlier in this one."""
 
 
 @compiled

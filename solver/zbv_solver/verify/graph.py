@@ -30,29 +30,20 @@ def columns(orders: Orders) -> tuple[IntArray, IntArray, IntArray]:
 
 
 class PrecedenceGraph(NamedTuple):
-    """The precedence graph of an order, and a sequence in which it can execute.
-
-    Attributes
-    ----------
-    previous
-        (n,) the preceding action on the same rank; -1 - rank for the first action of a rank.
-    feed, latency
-        (n,) the action of another stage whose output is the input, or -1, and the latency of the transfer.
-    duration
-        (n,) float64.
-    sequence
-        (n,) a topological order of the actions.
-    first, last
-        (p,) first and last action of every rank.
-    """
+    """The precedence graph of an order, and a sequence in which it can execute."""
 
     previous: IntArray
+    """(n,) the preceding action on the same rank; -1 - rank for the first action of a rank."""
     feed: IntArray
     latency: FloatArray
+    """(n,) the action of another stage whose output is the input, or -1, and the latency of the transfer."""
     duration: FloatArray
+    """(n,) float64."""
     sequence: IntArray
+    """(n,) a topological order of the actions."""
     first: IntArray
     last: IntArray
+    """(p,) first and last action of every rank."""
 
 
 _LETTER_OF = {"forward": F, "backward_input": I, "backward_weight": W, "backward": B}

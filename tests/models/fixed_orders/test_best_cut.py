@@ -27,7 +27,7 @@ from zbv_models.fixed_orders.megatron_layout import parse_layout
 from zbv_models.fixed_orders.regular_cut import TOLERANCE
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.export.torchtitan_settings import module_names
+from zbv_solver.export.torchtitan import module_names
 from zbv_solver.partition.modules import Modules
 from zbv_solver.partition.runs import First
 from zbv_solver.problem.cut import Cut

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.titan_configuration import FULL, SELECTIVE, UNTOUCHED, VERSIONS, configured
 from zbv_solver.errors import InvalidInput
-from zbv_solver.export.torchtitan_settings import StepSizes, TitanSettings, module_names
+from zbv_solver.export.torchtitan import StepSizes, TitanSettings, module_names
 
 MICROBATCHES = 8
 each_version = pytest.mark.parametrize("version", VERSIONS)

@@ -12,8 +12,7 @@ from support.serving import PROBLEM, Service, Serving
 from zbv_service.plans import compared as compared_plans
 from zbv_service.plans.compared import MOST, USUAL
 from zbv_solver.construct.baselines import BASELINES
-from zbv_solver.export.timeline import timeline
-from zbv_solver.export.timeline_data import timeline_bytes
+from zbv_solver.export.timeline import timeline, timeline_bytes
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan
 

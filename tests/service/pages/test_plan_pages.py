@@ -13,8 +13,7 @@ from zbv_service.api.caching import IMMUTABLE
 from zbv_service.pages.shell import Shell, assets
 from zbv_service.pages.views.plan import plan_page
 from zbv_solver.export import report
-from zbv_solver.export.timeline import timeline
-from zbv_solver.export.timeline_data import timeline_bytes, timeline_facts
+from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.search import baseline_plan

@@ -11,8 +11,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.export import FORMATS, export
 from zbv_solver.export.report.figures import cost_facts, cost_values
 from zbv_solver.export.report.microbatches import MOST, microbatches_view
-from zbv_solver.export.timeline import timeline
-from zbv_solver.export.timeline_data import timeline_facts
+from zbv_solver.export.timeline import timeline, timeline_facts
 from zbv_solver.export.torch_csv import batch_order, renumbered
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan

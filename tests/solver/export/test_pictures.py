@@ -18,11 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zbv_solver.export import export, palette, quantities
 from zbv_solver.export.per_rank import RankBars, idle_bars, idle_shares, memory_bars
-from zbv_solver.export.raster import coverage, image
 from zbv_solver.export.report import MODULES, PlanView, gantt_canvas, plan_view, script_json
 from zbv_solver.export.svg import MAX_BARS, WIDTH
-from zbv_solver.export.timeline import timeline
-from zbv_solver.export.timeline_data import timeline_bytes, timeline_facts, timeline_text
+from zbv_solver.export.timeline import (
+    coverage,
+    image,
+    timeline,
+    timeline_bytes,
+    timeline_facts,
+    timeline_text,
+)
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Units

@@ -43,7 +43,7 @@ async def get_compare_page(
 
 @router.get("/plans/{plan_id}/baselines/{name}/actions", dependencies=[READ])
 async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Response:
-    """A classical schedule's packed actions: see :mod:`zbv_solver.export.timeline_data`."""
+    """A classical schedule's packed actions: see :mod:`zbv_solver.export.timeline`."""
     found = state_of(request)
     baseline = await found.compared.baseline(await found.plans.facts(plan_id), name)
     if baseline is None:

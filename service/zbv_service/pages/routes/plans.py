@@ -24,7 +24,7 @@ async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
 
 @router.get("/plans/{plan_id}/actions", dependencies=[READ])
 async def get_plan_actions(request: Request, plan_id: str) -> Response:
-    """A plan's actions for the script of its chart: see :mod:`zbv_solver.export.timeline_data`."""
+    """A plan's actions for the script of its chart: see :mod:`zbv_solver.export.timeline`."""
     content = await state_of(request).plans.actions(plan_id)
     headers, known = derived(request, f"{plan_id}-actions")
     return known or Response(content, headers=headers, media_type="application/octet-stream")

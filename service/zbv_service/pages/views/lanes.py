@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 from zbv_solver.export import quantities, report
-from zbv_solver.export.timeline import Timeline
-from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts, timeline_text
+from zbv_solver.export.timeline import MAX_GLYPHS, Timeline, timeline_facts, timeline_text
 from zbv_solver.problem.problem import Problem
 
 _ALL_ROWS = 720
@@ -25,7 +24,7 @@ class Lane:
     problem: Problem
     """Gives the placement and costs of the actions."""
     url: str | None = None
-    """The address of the packed actions (:mod:`zbv_solver.export.timeline_data`); if None, the page
+    """The address of the packed actions (:mod:`zbv_solver.export.timeline`); if None, the page
     contains them."""
     is_measured: bool = False
     """Whether the times were measured."""

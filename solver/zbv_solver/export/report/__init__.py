@@ -36,8 +36,7 @@ from zbv_solver.export.report.figures import (
 from zbv_solver.export.report.layers import LayersView, layers_view
 from zbv_solver.export.report.microbatches import MicrobatchesView, microbatches_view
 from zbv_solver.export.report.simulated import SimulationView, simulation_view
-from zbv_solver.export.timeline import timeline
-from zbv_solver.export.timeline_data import MAX_GLYPHS, timeline_facts
+from zbv_solver.export.timeline import MAX_GLYPHS, timeline, timeline_facts
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Units
 
@@ -104,26 +103,18 @@ class PageLink:
 
 @dataclass(frozen=True)
 class GanttCanvas:
-    """A canvas that reserves its height in the page; all lengths in pixels.
-
-    Attributes
-    ----------
-    rows
-        Height of the rows of all ranks together.
-    top, bottom
-        Room above the rows for the title, and below them for the time axis.
-    axis
-        The title of the time axis; None for a chart above another one that has the axis.
-    idle
-        The idle share of every rank, shown at the right of its row; separated by spaces.
-    """
+    """A canvas that reserves its height in the page; all lengths in pixels."""
 
     rows: int
+    """Height of the rows of all ranks together."""
     top: int
     bottom: int
+    """Room above the rows for the title, and below them for the time axis."""
     title: str
     axis: str | None
+    """The title of the time axis; None for a chart above another one that has the axis."""
     idle: str
+    """The idle share of every rank, shown at the right of its row; separated by spaces."""
 
     @property
     def height(self) -> int:
@@ -133,34 +124,16 @@ class GanttCanvas:
 
 @dataclass(frozen=True)
 class PlanView:
-    """The content of a plan's page.
-
-    Attributes
-    ----------
-    legend
-        Letter and name of every kind of action in the plan.
-    shades
-        The meaning of dark and light; empty with a single chunk.
-    timeline
-        JSON for the script; see :func:`~zbv_solver.export.timeline_data.timeline_facts`.
-    microbatches
-        Their sizes in the order of entry; None if they are equal.
-    layers
-        The cut of the model; None if the problem gives stages.
-    simulation
-        The plan and the classical schedules when durations vary; None for very large plans.
-    exports, links, json_url
-        Set on a page of the service.
-    actions_url, data
-        The address of :func:`~zbv_solver.export.timeline_data.timeline_bytes`, or the bytes in Base64.
-    """
+    """The content of a plan's page."""
 
     plan_id: str
     title: str
     subtitle: str
     cards: tuple[Card, ...]
     legend: tuple[tuple[str, str], ...]
+    """Letter and name of every kind of action in the plan."""
     shades: str
+    """The meaning of dark and light; empty with a single chunk."""
     per_rank: tuple[RankBars, ...]
     canvas: GanttCanvas
     has_bars: bool
@@ -172,14 +145,20 @@ class PlanView:
     ranks: tuple[RankLine, ...]
     facts: tuple[tuple[str, str], ...]
     timeline: Markup
+    """JSON for the script; see :func:`~zbv_solver.export.timeline.timeline_facts`."""
     layers: LayersView | None = None
+    """The cut of the model; None if the problem gives stages."""
     microbatches: MicrobatchesView | None = None
+    """Their sizes in the order of entry; None if they are equal."""
     simulation: SimulationView | None = None
+    """The plan and the classical schedules when durations vary; None for very large plans."""
     exports: tuple[PageLink, ...] = ()
     links: tuple[PageLink, ...] = ()
     json_url: str | None = None
+    """Addresses; these three are set on a page of the service."""
     actions_url: str | None = None
     data: str | None = None
+    """The address of :func:`~zbv_solver.export.timeline.timeline_bytes`, or the bytes in Base64."""
 
 
 def environment(*directories: Path) -> Environment:

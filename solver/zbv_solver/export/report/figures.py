@@ -29,19 +29,7 @@ class Card:
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """A row of a table that compares schedules with a plan.
-
-    Attributes
-    ----------
-    fits
-        Whether it fits the plan's memory limit; None if the memory units differ.
-    relative
-        Its objective relative to the plan's, in percent; empty for the plan itself.
-    share
-        Its objective relative to the largest in the table, from 0 to 1.
-    url
-        The address of its page.
-    """
+    """A row of a table that compares schedules with a plan."""
 
     name: str
     span: str
@@ -49,10 +37,14 @@ class ScheduleRow:
     bubble: str
     peak: str
     fits: bool | None
+    """Whether it fits the plan's memory limit; None if the memory units differ."""
     relative: str
+    """Its objective relative to the plan's, in percent; empty for the plan itself."""
     share: float
+    """Its objective relative to the largest in the table, from 0 to 1."""
     is_plan: bool
     url: str | None = None
+    """The address of its page."""
 
 
 @dataclass(frozen=True)

@@ -27,44 +27,31 @@ class StageCut:
 
 @dataclass(frozen=True)
 class RankCut:
-    """The stages of a rank.
-
-    Attributes
-    ----------
-    work
-        Time per microbatch: forwards and cheaper backwards.
-    relative
-        Work relative to the mean of all ranks.
-    share
-        Work relative to the largest, from 0 to 1.
-    """
+    """The stages of a rank."""
 
     rank: int
     stages: tuple[StageCut, ...]
     work: str
+    """Time per microbatch: forwards and cheaper backwards."""
     relative: str
+    """Work relative to the mean of all ranks."""
     share: float
+    """Work relative to the largest, from 0 to 1."""
     parameters: str
     static: str
 
 
 @dataclass(frozen=True)
 class LayersView:
-    """The cut of a plan.
-
-    Attributes
-    ----------
-    certificate
-        The bound on all other cuts, in words; empty if the problem fixed the cut.
-    mean
-        Length of the mean rank's bar, from 0 to 1.
-    """
+    """The cut of a plan."""
 
     summary: str
     certificate: str
+    """The bound on all other cuts, in words; empty if the problem fixed the cut."""
     ranks: tuple[RankCut, ...]
     unit: str
     mean: float
+    """Length of the mean rank's bar, from 0 to 1."""
     has_parameters: bool
     has_static: bool
 

@@ -1,10 +1,10 @@
-// The actions of a schedule, unpacked from the columns that timeline_data.py packs, and what each of them waited for.
+// The actions of a schedule, unpacked from the columns that timeline.py packs, and what each of them waited for.
 // An action is its index in the flat order: rank after rank, each in the order of execution.
 
 /** @typedef {number | number[]} Cost a number, or one per kind of microbatch if microbatches differ */
 
 /**
- * What the server says about a timeline: timeline_facts() of timeline_data.py.
+ * What the server says about a timeline: timeline_facts() of timeline.py.
  * @typedef {object} Facts
  * @property {number} count
  * @property {boolean} is_measured
@@ -39,7 +39,7 @@ const [F, I, W, B] = [0, 1, 2, 3]; // codes of letters
 export class Timeline {
   /**
    * @param {Facts} facts
-   * @param {ArrayBuffer} buffer timeline_bytes() of timeline_data.py
+   * @param {ArrayBuffer} buffer timeline_bytes() of timeline.py
    */
   constructor(facts, buffer) {
     this.facts = facts;

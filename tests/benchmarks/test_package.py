@@ -15,10 +15,11 @@ from zbv_solver.errors import ContradictedBound
 from benchmarks.cli import main
 
 
-def test_the_wheel_contains_the_three_parts_and_nothing_else() -> None:
+def test_the_wheel_contains_the_parts_and_nothing_else() -> None:
     configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = configuration["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel == {"packages": ["solver/zbv_solver", "service/zbv_service", "worker/zbv_worker"]}
+    parts = ["solver/zbv_solver", "solver/zbv_models", "service/zbv_service", "worker/zbv_worker"]
+    assert wheel == {"packages": parts}
 
 
 @pytest.mark.parametrize("part", ["solver", "service", "worker"])

@@ -33,6 +33,8 @@ MOST_FAILURES = 100
 """Most failures of a generation in the run's error, which every list has; its events have all."""
 MOST_MESSAGE = 1000
 """Most characters of a failure or refusal that a run keeps of each generation."""
+_AT_ONCE = 50
+"""Events that are stored with one statement; the event loop answers others between two statements."""
 
 
 async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
@@ -111,11 +113,9 @@ async def end_node(
     await session.execute(
         update(AgentRow).where(AgentRow.id == node.agent_id, AgentRow.run_id == run.id).values(run_id=None)
     )
-    if node.failures:
-        events = [
-            {"run_id": run.id, "at": now, "kind": "failure", "detail": _told(failure)}
-            for failure in node.failures
-        ]
+    for begin in range(0, len(node.failures), _AT_ONCE):
+        told = map(_told, node.failures[begin : begin + _AT_ONCE])
+        events = [{"run_id": run.id, "at": now, "kind": "failure", "detail": detail} for detail in told]
         await session.execute(insert(EventRow), events)
     if outcome != "succeeded":
         run.stop_requested = True

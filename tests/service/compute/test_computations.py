@@ -19,7 +19,13 @@ from support.processes import is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
 from zbv_service.compute.cache import Cache
-from zbv_service.compute.computations import LARGE, LIGHT_BYTES, Computations, is_light
+from zbv_service.compute.computations import (
+    LARGE,
+    LIGHT_BYTES,
+    LIGHT_VALUES,
+    Computations,
+    is_light,
+)
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.errors import ProblemError
@@ -405,3 +411,10 @@ def test_a_process_that_starts_slowly_does_not_delay_the_end_of_others(
         finally:
             may_start.set()
         assert submitted.result(DEADLINE).result(DEADLINE) != os.getpid()
+
+
+async def test_a_document_of_many_values_is_computed_in_another_process() -> None:
+    async with computing() as found:
+        for values, is_here in ((1, True), (LIGHT_VALUES + 1, False)):
+            document = {"pp_degree": 1, "features": {"tokens": [1] * values}}
+            assert (await found.of_document(process_of, document) == os.getpid()) == is_here

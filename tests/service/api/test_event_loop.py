@@ -82,11 +82,7 @@ async def read(http: httpx.AsyncClient, each: Read) -> Work:
 
 
 def lateness(work: Work) -> list[tuple[float, Work]]:
-<<<<<<< HEAD
-    """The work with its length in units, if it is too long; the unit is measured now, at the same time."""
-=======
     """The work with its length in units, if it is too long; the unit is measured now, at the same load."""
->>>>>>> svc
     length = work.longest / unit()
     return [(round(length, 2), work)] if length > MOST_UNITS else []
 

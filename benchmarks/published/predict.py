@@ -102,7 +102,7 @@ def _predicted(
     return Prediction(
         step_time=objective_value(problem.objective, timing) * SECONDS + estimated.once(names),
         memory=_taken(peak) if run.memory_kind == "device" else peak,
-        is_too_large=_taken(max(timing.peak_memory)) > cluster.memory,
+        is_too_large=_taken(max(timing.peak_memory)) > cluster.size,
         recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),
     )
 

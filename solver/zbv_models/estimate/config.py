@@ -48,6 +48,7 @@ class EstimateConfig(ConfigSection):
             self.parallel.optimizer,
             self.model.dtype,
             self.parallel.offloaded_states,
+            sizes.gathered,
         )
 
     @property

@@ -10,7 +10,7 @@ from zbv_solver.problem.limits import MAX_LAYERS
 
 from zbv_models.estimate.config_device import DeviceConfig
 from zbv_models.estimate.config_model import ModelConfig, VisionConfig
-from zbv_models.estimate.config_parallel import ParallelConfig
+from zbv_models.estimate.config_parallel import PRECISIONS, ParallelConfig
 
 LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -223,6 +223,11 @@ def _device_issues(model: ModelConfig, parallel: ParallelConfig, device: DeviceC
     if narrow is not None and getattr(device, f"{narrow}_tflops") is None:
         detail = f"this key is absent, and product_dtype {narrow} needs it. Give its TFLOP/s."
         yield Issue(f"/device/{narrow}_tflops", detail)
+    precision = parallel.precision
+    chosen = PRECISIONS[precision] if isinstance(precision, str) else precision
+    if chosen is not None and chosen.gathered and narrow != "fp8":
+        detail = "parameters gathered in float8 need linear layers in float8"
+        yield Issue("/parallel/precision", f"{detail}. Set product_dtype fp8, or choose another precision.")
     if "op" in parallel.recompute_modules and (
         len(set(parallel.recompute_modules)) > 1
         or parallel.granularity != "block"

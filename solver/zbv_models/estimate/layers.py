@@ -22,6 +22,7 @@ from zbv_models.estimate.states import (
     StateBytes,
     StaticBytes,
     by_zero,
+    passing_of,
     shares_of,
     static_of,
 )
@@ -93,6 +94,8 @@ class LayerEstimate:
         Number of parameters.
     static
         Bytes of parameters, gradients and optimizer, as a whole number.
+    passing
+        Of the gradients, bytes that exist only from the first to the last backward of a stage.
     output_bytes
         Size of the output, and of its gradient.
     repeat
@@ -117,6 +120,7 @@ class LayerEstimate:
     shares: TimeShares = NO_TIME
     exchanged: PerAction = NO_TIMES
     selective: Running | None = None
+    passing: int = 0
 
     @property
     def copies(self) -> int:
@@ -216,7 +220,15 @@ def estimate_model(
         accumulated,
         training.fused_gradients,
     )
-    of_parts = replace(degrees, data=1, zero_stage=0, keeps_gathered=training.keeps_gathered)
+    # Tensor parallelism casts operands before it gathers them, if parameters are gathered in float8, too.
+    is_narrow = training.state.gathered > 0 and degrees.tensor > 1
+    of_parts = replace(
+        degrees,
+        data=1,
+        zero_stage=0,
+        keeps_gathered=training.keeps_gathered,
+        wide_operands=training.keeps_gathered and not is_narrow,
+    )
     for kind in model.layers(accumulated, training.ends_share_rank):
         shapes = model.shapes(kind, of_parts, sequences)
         parts = [_computed(half, shapes, inside) for _, half in kind.halves]
@@ -329,6 +341,7 @@ def _layer(
         recomputed=selective if recompute == "selective" else full,
         parameters=part.parameters.on_device(degrees),
         static=static_of(shares),
+        passing=passing_of(shares),
         output_bytes=part.output_bytes,
         step=step_times(shares, degrees.zero_stage, device, links),
         shares=computed.shares + TimeShares(data_parallel=replicas.total),
@@ -413,6 +426,7 @@ def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> La
             selective=selective,
             parameters=whole.parameters + half.parameters,
             static=whole.static + half.static,
+            passing=whole.passing + half.passing,
             step=whole.step + half.step,
             shares=whole.shares + half.shares,
             exchanged=whole.exchanged + half.exchanged,

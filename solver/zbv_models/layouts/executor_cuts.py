@@ -27,7 +27,6 @@ from zbv_models.fixed_orders.order_search import OrderSearch
 from zbv_models.fixed_orders.regular_cut import Once
 from zbv_models.fixed_orders.schedules import Schedule
 from zbv_models.layouts.estimated_layout import SECONDS, EstimatedLayout, Setting
-from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout, Recompute
 
 
@@ -284,15 +283,9 @@ class ScheduleSource:
     def scheduled(self, variant: LayoutVariant) -> Iterator[Scheduled]:
         """A variant under every schedule of its executor."""
         estimated, executor = variant.estimated, variant.candidate.executor
-        layout, largest = estimated.layout, max(layer.output_bytes for layer in estimated.estimate.layers)
-        buffers = 0
-        if layout.pipeline_parallel > 1:
-            buffers = STATES[executor].buffers(layout.microbatches, largest)
         recomputed = variant.candidate.layout.recompute_layers
         for schedule in self._own(estimated.problem, executor, recomputed).schedules:
-            stages = schedule.placement.n_stages // layout.pipeline_parallel
-            static = tuple(each + stages * buffers for each in estimated.problem.static)
-            problem = replace(estimated.problem, static=static)
+            problem = estimated.with_buffers(executor, schedule.placement.chunks)
             own = self._own(problem, executor, recomputed)
             search = self._search(problem, own, schedule)
             if search is not None:

@@ -26,6 +26,7 @@ from zbv_models.fixed_orders.best_cut import BestCut
 from zbv_models.fixed_orders.free_order import improved_plan
 from zbv_models.layouts.estimated_layout import EstimatedLayout, Setting
 from zbv_models.layouts.executor_cuts import ExecutorCandidate, LayoutVariant, Scheduled, ScheduleSource
+from zbv_models.layouts.executor_memory import in_order
 from zbv_models.layouts.executor_rules import FREE, layouts_of_executors, left_out
 from zbv_models.layouts.executor_settings import layout_settings
 from zbv_models.layouts.first_plans import FirstPlans
@@ -123,7 +124,7 @@ def executor_layouts(
     search.run()
     if not search.found and not search.queue and not (search.late and search.is_cancelled()):
         rules = left_out(executor, setting.model, layouts)
-        raise NoLayoutFits(len(candidates), setting.cluster.memory, search.open_candidates(), rules)
+        raise NoLayoutFits(len(candidates), setting.cluster.size, search.open_candidates(), rules)
     search.finish()
     return search.ranking()
 
@@ -377,7 +378,11 @@ class _ExecutorSearch:
         settings, remark = layout_settings(executor, estimated.layout, self.setting, stages, schedule)
         return ExecutorLayout(
             estimated,
-            make_plan(best.problem, best.orders, method=f"{executor} {schedule.name}"),
+            make_plan(
+                in_order(best.problem, best.orders, estimated.passing),
+                best.orders,
+                method=f"{executor} {schedule.name}",
+            ),
             step_time,
             min(bound, step_time),
             executor,

@@ -19,6 +19,7 @@ from zbv_models.estimate.transformers_config import from_transformers, is_transf
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 from zbv_models.layouts.enumeration import MOST_LAYOUTS, MOST_LISTED, LayoutFamily, enumerate_layouts
 from zbv_models.layouts.estimated_layout import Setting
+from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.layout import Fixed, Layout
 from zbv_models.layouts.measured_layers import Measured
@@ -167,7 +168,9 @@ class Request:
         )
 
     def _check_layers(self) -> None:
-        """Raise :class:`InvalidInput` if the number of recomputed layers does not fit the rest."""
+        """Raise :class:`InvalidInput` if the executor has no such states, or recomputes no such layers."""
+        if self.executor == FREE and (refusal := STATES[FREE].refusal(self.config.state)):
+            raise InvalidInput.at("/parallel/precision", f"{FREE} requires {refusal}.")
         layers, recompute = self.fixed.recompute_layers, self.fixed.recompute
         if layers is not None and recompute not in (None, "full"):
             detail = f"found {layers} recomputed layers and recompute {recompute}; it is full then."

@@ -193,7 +193,7 @@ def best_layouts(
             is_cancelled = (cancelled is not None and cancelled()) or len(plans.known) == most_plans
     waiting = tuple(search.waiting(queue))
     if not search.planned and is_whole and not (is_cancelled and waiting):
-        raise NoLayoutFits(considered, setting.cluster.memory, len(search.unresolved))
+        raise NoLayoutFits(considered, setting.cluster.size, len(search.unresolved))
     bounds = [*(each.lower_bound for each in search.planned), *(each.bound for each in waiting)]
     below = min(bounds) if is_whole else 0.0
     every = tuple(search.ranked(options, cancelled))

@@ -199,7 +199,7 @@ def _between(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _memory(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, memory=cluster.memory * factor)
+    return replace(cluster, size=cluster.size * factor, memory=cluster.memory * factor)
 
 
 def sensitivity_json(ranking: Ranking, found: list[Outcome]) -> dict[str, Any]:

@@ -309,6 +309,12 @@ def _parser() -> argparse.ArgumentParser:
     layout_flags.add_request(layout)
     layout.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")
     layout.add_argument(
+        "--cut",
+        metavar="LAYOUT",
+        help="time the layout that the flags fix with this cut, as `zbv cut --layout` takes it, and say what "
+        "the executor holds",
+    )
+    layout.add_argument(
         "--workers",
         type=int,
         default=useful_workers(),

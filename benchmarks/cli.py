@@ -23,7 +23,7 @@ from benchmarks.planner.cli import (
     add_unequal,
     add_unequal_exact,
 )
-from benchmarks.published.cli import add_published
+from benchmarks.published.cli import add_published, add_reserved
 from benchmarks.service.cli import add_service
 from benchmarks.soak.cli import add_soak
 from benchmarks.worker.cli import add_worker
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     for add in (
         *(add_planner, add_partitioning, add_jitter, add_packing, add_layouts),
         *(add_unequal, add_unequal_exact, add_per_step, add_speed),
-        *(add_lengths, add_published, add_soak, add_service, add_worker),
+        *(add_lengths, add_published, add_reserved, add_soak, add_service, add_worker),
     ):
         add(commands)
     return parser

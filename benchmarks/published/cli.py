@@ -1,4 +1,4 @@
-"""``python -m benchmarks published``."""
+"""``python -m benchmarks published`` and ``reserved``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ def add_published(commands: Any) -> None:
     command.add_argument("--each", action="store_true", help="also print a line per run")
     add_output(command)
     command.set_defaults(run=_published)
+
+
+def add_reserved(commands: Any) -> None:
+    """Add what PyTorch reserves over tensors."""
+    command = commands.add_parser(
+        "reserved",
+        help="compare what PyTorch reserves with what tensors need, in published runs",
+        description="Print what PyTorch's allocator reserved over tensors in published runs, the share that "
+        "zbv layout takes from them, and the errors for torchtitan's table.",
+    )
+    add_output(command)
+    command.set_defaults(run=_reserved)
+
+
+def _reserved(parsed: argparse.Namespace) -> int:
+    from benchmarks.published.reserved import findings
+
+    return measure_all([("reserved", "reserved by PyTorch over tensors", findings)], parsed.output)
 
 
 def _published(parsed: argparse.Namespace) -> int:

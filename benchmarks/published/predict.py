@@ -41,7 +41,7 @@ from benchmarks.published.runs import HIDDEN, MeasuredRun, cluster_of, model_of
 ENDS = ("embedding", "patches", "projector", "prediction", "head")
 """Layers that are on the first or the last stage, not dealt."""
 RESERVED_SHARE = 1.1
-"""Memory that PyTorch reserves over what tensors take: 1.01, 1.07 and 1.21 in three published runs (docs)."""
+"""Memory that PyTorch reserves over what tensors take, as it was known when runs were held out (docs)."""
 TAKEN_BYTES = 4e9
 """What a device needs in addition, for CUDA and NCCL: 1.7 and 10 GB in two published runs (docs)."""
 MEMORY_OF_1F1B = {"zb-1p": 1.0, "zb-2p": 2.0}
@@ -102,7 +102,7 @@ def _predicted(
     return Prediction(
         step_time=objective_value(problem.objective, timing) * SECONDS + estimated.once(names),
         memory=_taken(peak) if run.memory_kind == "device" else peak,
-        is_too_large=_taken(max(timing.peak_memory)) > cluster.memory,
+        is_too_large=_taken(max(timing.peak_memory)) > cluster.size,
         recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),
     )
 

@@ -48,6 +48,7 @@ def test_the_help_lists_every_benchmark_and_loads_none() -> None:
         "speed",
         "lengths",
         "published",
+        "reserved",
         "soak",
         "service",
         "worker",

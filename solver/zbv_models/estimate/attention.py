@@ -374,6 +374,6 @@ def projection_back(shapes: Shapes, heads: int) -> list[Held]:
         Held("input of the projection back", shapes.operand(heads), after_input=True),
         gradient("gradient of the projection back", shapes.operand(shapes.whole)),
     ]
-    if shapes.stream.product_dtype is not None:
+    if shapes.keeps_narrow:
         held.append(Held("output of the heads", heads))
     return held

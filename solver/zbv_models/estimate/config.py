@@ -31,6 +31,7 @@ class Precision(ConfigSection):
     gradients: Amount
     master: Amount = Field(description="copy of the parameters that the optimizer works on")
     state: Amount = Field(description="each of the values that the optimizer keeps")
+    gathered: Amount = Field(0, description="parameters as FSDP gathers them; 0: as parameters")
 
 
 PRECISIONS = {
@@ -38,13 +39,16 @@ PRECISIONS = {
     "mixed-fp32-gradients": Precision(parameters=2, gradients=4, master=4, state=4),
     "bf16-states": Precision(parameters=2, gradients=4, master=4, state=2),
     "fp8-states": Precision(parameters=2, gradients=4, master=4, state=1),
+    "float8-gather": Precision(parameters=2, gradients=4, master=4, state=4, gathered=1),
     "single": Precision(parameters=4, gradients=4, master=0, state=4),
     "half": Precision(parameters=2, gradients=2, master=0, state=2),
 }
 """``mixed``: Rajbhandari et al. 2020, §3.1. ``bf16-states``: DeepSeek-AI 2024b, §3.3.2."""
 PRECISION_OF = {"bfloat16": "mixed-fp32-gradients", "float16": "mixed", "float32": "single"}
 """The precision of a model's type, if none is given: that of Megatron-LM with ``--bf16`` and ``--fp16``."""
-PrecisionName = Literal["mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "single", "half"]
+PrecisionName = Literal[
+    "mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "float8-gather", "single", "half"
+]
 Optimizer = Literal["adam", "muon", "lion", "sgd-momentum", "sgd"]
 
 
@@ -127,6 +131,7 @@ class EstimateConfig(ConfigSection):
             self.parallel.optimizer,
             self.model.dtype,
             self.parallel.offloaded_states,
+            sizes.gathered,
         )
 
     @property
@@ -233,6 +238,11 @@ def _device_issues(model: Transformer, parallel: ParallelConfig, device: Device)
     if narrow is not None and getattr(device, f"{narrow}_tflops") is None:
         detail = f"this key is absent, and product_dtype {narrow} needs it. Give its TFLOP/s."
         yield Issue(f"/device/{narrow}_tflops", detail)
+    precision = parallel.precision
+    chosen = PRECISIONS[precision] if isinstance(precision, str) else precision
+    if chosen is not None and chosen.gathered and narrow != "fp8":
+        detail = "parameters gathered in float8 need linear layers in float8"
+        yield Issue("/parallel/precision", f"{detail}. Set product_dtype fp8, or choose another precision.")
     if "op" in parallel.recompute_modules and (
         len(set(parallel.recompute_modules)) > 1
         or parallel.granularity != "block"

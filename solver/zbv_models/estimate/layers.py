@@ -21,6 +21,7 @@ from zbv_models.estimate.states import (
     StateBytes,
     StaticBytes,
     by_zero,
+    passing_of,
     shares_of,
     static_of,
 )
@@ -100,6 +101,8 @@ class LayerEstimate:
     """Microseconds of F, I and W in which compute waits for exchanges, without recomputation."""
     selective: Running | None = None
     """Those with selective recomputation, where ``recomputed`` is full recomputation."""
+    passing: int = 0
+    """Of the gradients, bytes that exist only from the first to the last backward of a stage."""
 
     @property
     def copies(self) -> int:
@@ -182,7 +185,15 @@ def estimate_model(
         accumulated,
         training.fused_gradients,
     )
-    of_parts = replace(degrees, data=1, zero_stage=0, keeps_gathered=training.keeps_gathered)
+    # Tensor parallelism casts operands before it gathers them, if parameters are gathered in float8, too.
+    is_narrow = training.state.gathered > 0 and degrees.tensor > 1
+    of_parts = replace(
+        degrees,
+        data=1,
+        zero_stage=0,
+        keeps_gathered=training.keeps_gathered,
+        wide_operands=training.keeps_gathered and not is_narrow,
+    )
 
     def computed(kind: LayerKind) -> list[LayerEstimate]:
         """The layer, or its halves."""
@@ -293,6 +304,7 @@ def _layer(
         recomputed=selective if recompute == "selective" else full,
         parameters=part.parameters.on_device(degrees),
         static=static_of(shares),
+        passing=passing_of(shares),
         output_bytes=part.output_bytes,
         step=step_times(shares, degrees.zero_stage, device, links),
         shares=computed.shares + TimeShares(data_parallel=replicas.total),
@@ -375,6 +387,7 @@ def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> La
             selective=selective,
             parameters=whole.parameters + half.parameters,
             static=whole.static + half.static,
+            passing=whole.passing + half.passing,
             step=whole.step + half.step,
             shares=whole.shares + half.shares,
             exchanged=whole.exchanged + half.exchanged,

@@ -109,6 +109,9 @@ class Degrees:
     keeps_gathered: bool = False
     """Whether a linear layer keeps the input that sequence parallelism gathered for it, as autograd does;
     otherwise it gathers the input again for W (Korthikanti et al. 2022, §4.2.2)."""
+    wide_operands: bool = False
+    """Whether a linear layer with narrow products keeps its operands in the type of activations, and casts
+    them again in the backward, as torchao's does (``matmul_with_hp_or_float8_args``)."""
 
     @property
     def replicas(self) -> int:
@@ -183,9 +186,14 @@ class Shapes:
         """The dropout mask of a tensor of the given size."""
         return of // self.stream.dtype_bytes * MASK_BYTES
 
+    @property
+    def keeps_narrow(self) -> bool:
+        """Whether linear layers keep narrow operands."""
+        return self.stream.product_dtype is not None and not self.degrees.wide_operands
+
     def operand(self, size: int) -> int:
         """Size of a tensor that is kept only as the operand of a linear layer's products."""
-        if self.stream.product_dtype is None:
+        if not self.keeps_narrow:
             return size
         return int(size // self.stream.dtype_bytes * PRODUCT_BYTES[self.stream.product_dtype])
 

@@ -38,6 +38,9 @@ class StateBytes:
         The type in which the model computes.
     offloaded
         Share of the master copy and of the optimizer's values that the host keeps and updates.
+    gathered
+        A parameter of a linear layer as FSDP gathers it, in bytes; 0: as ``parameters``. Tables and routed
+        experts keep the type of the parameters.
     """
 
     parameters: float = 2.0
@@ -47,6 +50,7 @@ class StateBytes:
     optimizer: str = "adam"
     dtype: str = "bfloat16"
     offloaded: float = 0.0
+    gathered: float = 0.0
 
     def values(self, *, tables: bool = False) -> float:
         """All values of the optimizer, of matrices or of tables, on device and host."""
@@ -94,6 +98,8 @@ class HeldBytes:
         are gone by then, so it does not add to the peak of a pipeline.
     hosted
         Traffic through the host's memory of the update that the host does.
+    passing
+        Of the gradients in ``whole``, those that exist only from the first to the last backward of a stage.
     """
 
     whole: StaticBytes
@@ -105,6 +111,7 @@ class HeldBytes:
     buffers: float = 0.0
     copied: float = 0.0
     hosted: float = 0.0
+    passing: float = 0.0
 
     def of(self, count: int, replicas: int) -> StaticBytes:
         """What a device holds of so many parameters."""
@@ -192,8 +199,15 @@ def shares_of(
         tables = parameters.tables_on(degrees)
         found = [replace(found[0], count=dense - tables), Share(tables, degrees.replicas, of_tables)]
     if parameters.experts:
-        found.append(Share(parameters.experts_on(degrees), degrees.expert_replicas, kept, is_expert=True))
+        of_experts = account(replace(state, gathered=0.0), stage, False)
+        number = parameters.experts_on(degrees)
+        found.append(Share(number, degrees.expert_replicas, of_experts, is_expert=True))
     return tuple(found)
+
+
+def passing_of(shares: Iterable[Share]) -> int:
+    """Of the static memory of a layer, gradients that exist only while the backwards of its stage run."""
+    return int(sum(each.count * each.kept.passing for each in shares))
 
 
 def static_of(shares: Iterable[Share]) -> StaticBytes:

@@ -86,6 +86,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "lower_bound": planned.lower_bound,
         "model_flops_utilisation": utilisation(planned, request),
         "peak_memory": max(plan.metrics.peak_memory),
+        "reserved_memory": reserved_memory(planned),
         "composition": composition(planned).parts(),
         "costs": costs_of(planned),
         "partition": [] if model is None else [list(stage) for stage in model.partition],
@@ -104,6 +105,13 @@ def utilisation(planned: PlannedLayout, request: Request) -> float:
     of_rank = planned.layout.devices // planned.layout.pipeline_parallel
     peak = of_rank * sum(cluster.groups[group].peak_tflops for group in planned.layout.group_of)
     return flops / (planned.step_time * peak * FLOPS_PER_TFLOP)
+
+
+def reserved_memory(planned: PlannedLayout) -> float:
+    """Bytes that PyTorch's allocator reserves on the fullest device, and what training does not use."""
+    groups = planned.estimated.setting.cluster.groups
+    peaks = zip(planned.layout.group_of, planned.plan.metrics.peak_memory, strict=True)
+    return max(groups[group].reserved(peak) for group, peak in peaks)
 
 
 def recomputation(planned: PlannedLayout) -> str:

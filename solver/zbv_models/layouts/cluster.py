@@ -16,6 +16,9 @@ from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Size, pres
 MAX_GROUPS = 4
 MAX_DEVICES = 1_000_000
 """Of a group: the number of layouts grows with the divisors."""
+ALLOCATOR_SHARE = 1.13
+"""What PyTorch's allocator reserves per byte of tensors: the median of published sources, which
+``python -m benchmarks reserved`` lists (docs/layouts.md, What fits)."""
 
 
 class LinkConfig(ConfigSection):
@@ -52,6 +55,9 @@ class NodesConfig(ConfigSection):
     memory: Amount | None = Field(None, description="bytes of a device; null: as the device says")
     reserve: Amount | None = Field(
         None, description="bytes of a device that training does not use; null: as the device says"
+    )
+    allocator_share: Rate = Field(
+        ALLOCATOR_SHARE, ge=1, description="what PyTorch's allocator reserves per byte of tensors"
     )
 
 
@@ -98,10 +104,12 @@ class Cluster:
     device: Device
     peak_tflops: float
     """Of the data sheet, for utilisation; that of large products if it is unknown."""
-    memory: float
+    size: float
     """Bytes of a device."""
+    memory: float
+    """Bytes of tensors for which a device has room, and ``reserve``."""
     reserve: float
-    """Bytes of these that training does not use."""
+    """Bytes of a device that training does not use."""
     in_node: GroupLink
     """Between two devices of a node; its ``overlap`` is 0, as that of the next one."""
     between_nodes: GroupLink
@@ -112,6 +120,8 @@ class Cluster:
     data_overlap: float = 0.0
     preset: str | None = None
     """Name of the device; None if its rates were given."""
+    allocator_share: float = 1.0
+    """What PyTorch's allocator reserves per byte of tensors."""
 
     @property
     def groups(self) -> tuple[Cluster]:
@@ -127,6 +137,10 @@ class Cluster:
     def devices(self) -> int:
         """Devices of all nodes."""
         return self.nodes * self.gpus_per_node
+
+    def reserved(self, tensors: float) -> float:
+        """Bytes that a device needs for so many bytes of tensors, which include ``reserve``."""
+        return self.reserve + self.allocator_share * (tensors - self.reserve)
 
     def link(self, stride: int, size: int, overlap: float = 0.0) -> GroupLink:
         """The slowest link of groups of ``size`` devices that are ``stride`` apart.
@@ -181,8 +195,13 @@ class MixedCluster:
         return sum(group.devices for group in self.groups)
 
     @property
-    def memory(self) -> float:
+    def size(self) -> float:
         """Bytes of the largest device."""
+        return max(group.size for group in self.groups)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of tensors for which the largest device has room, and its ``reserve``."""
         return max(group.memory for group in self.groups)
 
 
@@ -251,13 +270,16 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
         issues.append(Issue("/links" if at and between is None else f"{at}/links", detail))
     if issues or in_node is None or between is None or memory is None:
         raise InvalidInput(issues)
+    reserve = device.reserved if config.reserve is None else config.reserve
     return Cluster(
         nodes=config.nodes,
         gpus_per_node=config.gpus_per_node,
         device=device,
         peak_tflops=device.peak_tflops or device.achieved_tflops,
-        memory=memory,
-        reserve=device.reserved if config.reserve is None else config.reserve,
+        size=memory,
+        memory=reserve + (memory - reserve) / config.allocator_share,
+        reserve=reserve,
+        allocator_share=config.allocator_share,
         in_node=in_node,
         between_nodes=GroupLink(between.bandwidth, between.latency),
         tensor_overlap=device.tensor_parallel_overlap,

@@ -23,6 +23,7 @@ from zbv_solver.search.search_state import Cancelled
 from zbv_models.estimate.device import GroupLink
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running
 from zbv_models.layouts.cluster import AnyCluster, transfer
+from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout
 from zbv_models.layouts.measured_layers import LayerConditions, Origins
 from zbv_models.layouts.setting import SECONDS, Modules, Setting, least_work_of
@@ -190,6 +191,20 @@ class EstimatedLayout:
             units=UNITS,
             devices=tuple(names[kind] for kind in self.kind_of) if is_mixed else (),
         )
+
+    @property
+    def passing(self) -> dict[str, int]:
+        """By the name of a layer, gradients that exist only while the backwards of its stage run."""
+        return {layer.name: layer.passing for layer in self.estimate.layers}
+
+    def with_buffers(self, executor: str, stages: int) -> LayeredProblem:
+        """The problem with what an executor holds for the transfers of so many stages per rank."""
+        problem, layout = self.problem, self.layout
+        if layout.pipeline_parallel == 1:
+            return problem
+        largest = max(layer.output_bytes for layer in self.estimate.layers)
+        buffers = stages * STATES[executor].buffers(layout.microbatches, largest)
+        return replace(problem, static=tuple(each + buffers for each in problem.static))
 
     def once(self, layers: list[tuple[str, ...]]) -> float:
         """Seconds that the busiest rank needs once per step, for the names of every rank's layers."""

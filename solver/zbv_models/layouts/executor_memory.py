@@ -4,14 +4,22 @@ An account turns the states that a program chooses into bytes per parameter: who
 divided ones of all replicas together. An executor's settings ask for exactly these states; what they cannot
 express is refused, so settings and account always belong together.
 
-A pipeline keeps the parameters and gradients of its stages whole until the last microbatch in all of these
-programs, with ZeRO stage 1 or FSDP, too.
+A pipeline keeps the parameters of its stages whole until the last microbatch in all of these programs, with
+ZeRO stage 1 or FSDP, too. Gradients in buffers are whole until then; those of FSDP exist from the first to
+the last backward of a stage, which :func:`in_order` takes into account where the order is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.layer import Layer
+from zbv_solver.problem.problem import F, Problem
 
 from zbv_models.estimate.states import (
     Account,
@@ -73,25 +81,29 @@ def fsdp(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldBytes:
 
     Replicas divide the parameters that the optimizer updates, its states, and the reduced gradients, which
     all have the type of these parameters (``FSDPParam``: ``orig_dtype``). A pipeline gathers the parameters
-    of a stage once per step (``get_fsdp_reshard_after_forward_policy``) and adds up whole gradients in the
-    type of the reduction (``FSDPParam.to_accumulated_grad_if_needed``). Of one layer at a time there are in
-    addition the gradient before it is added, the input of a reduce-scatter (``foreach_reduce``), and the
-    outputs of two all-gathers (``FSDPParamGroup``, implicit prefetching). All three count together, because
-    they belong to different streams, whose memory PyTorch's allocator does not share. One replica has all of
-    these tensors, too.
+    of a stage once per step (``get_fsdp_reshard_after_forward_policy``), in float8 if torchao's linear layers
+    do (``enable_fsdp_float8_all_gather``), and adds up whole gradients in the type of the reduction
+    (``FSDPParam.to_accumulated_grad_if_needed``), from the first backward of a stage until its last one
+    reduces and frees them (``REDUCE_GRAD``, ``backward_maybe_with_nosync``). Of one layer at a time there
+    are in addition the gradient before it is added, the input of a reduce-scatter (``foreach_reduce``), and
+    the outputs of two all-gathers (``FSDPParamGroup``, implicit prefetching). All three count together,
+    because they belong to different streams, whose memory PyTorch's allocator does not share. One replica has
+    all of these tensors, too.
     """
     updated = state.master or state.parameters
     moments = state.values(tables=tables)
     is_piped = zero_stage < 3
+    gathered = state.parameters if tables else state.gathered or state.parameters
     return HeldBytes(
-        whole=StaticBytes(state.parameters, state.gradients) if is_piped else StaticBytes(),
+        whole=StaticBytes(gathered, state.gradients) if is_piped else StaticBytes(),
         divided=StaticBytes(updated, updated, moments),
         accumulated=state.gradients,
         reduced=state.gradients,
-        gathered=state.parameters,
+        gathered=gathered,
         # Norm and update read the gradients; parameters and states are read and written; then it casts.
-        updated=2 * updated + 2 * (updated + moments) + updated + state.parameters,
-        buffers=3 * state.parameters + state.gradients,
+        updated=2 * updated + 2 * (updated + moments) + updated + gathered,
+        buffers=state.parameters + state.gradients + 2 * gathered,
+        passing=state.gradients if is_piped else 0.0,
     )
 
 
@@ -148,7 +160,66 @@ class ExecutorStates:
         return 2 * microbatches * output_bytes if self.is_autograd else 0
 
 
+def in_order(problem: Problem, orders: Orders, passing: Mapping[str, float]) -> Problem:
+    """The stages of a cut, with only those passing gradients that a rank holds at once in this order.
+
+    Before the order is known, a rank counts the gradients of all of its stages, which is never too little.
+    Every layer keeps the share of its gradients that all ranks hold at least, and a rank the difference to
+    its own most, as static memory.
+
+    Parameters
+    ----------
+    passing
+        By the name of a layer, gradients that exist from the first to the last backward of its stage; part of
+        the layer's static memory.
+    """
+    cut = problem.model
+    if cut is None or not any(passing.values()):
+        return problem
+    stages = [
+        sum(passing.get(layer.name, 0.0) for layer in cut.model.each[begin:end])
+        for begin, end in pairwise(cut.cut.bounds)
+    ]
+    hosted = problem.placement.stages_of
+    totals = [sum(stages[stage] for stage in own) for own in hosted]
+    most = [_most_at_once(orders, rank, np.array(stages)) for rank in range(problem.pp_degree)]
+    share = min((of / total for of, total in zip(most, totals, strict=True) if total), default=1.0)
+
+    def lighter(layer: Layer) -> Layer:
+        freed = (1 - share) * passing.get(layer.name, 0.0)
+        return layer.with_costs(
+            lambda costs: replace(costs, memory=replace(costs.memory, static=costs.memory.static - freed))
+        )
+
+    own = zip(cut.static, most, totals, strict=True)
+    cut = replace(
+        cut,
+        model=replace(cut.model, layers=tuple(map(lighter, cut.model.layers))),
+        static=tuple(static + max(0.0, of - share * total) for static, of, total in own),
+    )
+    return replace(problem, model=cut, memory=replace(problem.memory, static=cut.static_of(hosted)))
+
+
+def _most_at_once(orders: Orders, rank: int, stages: FloatArray) -> float:
+    """The largest sum over stages between their first and their last backward; ``stages`` has their sizes."""
+    own = slice(orders.offset[rank], orders.offset[rank + 1])
+    stage, is_backward = orders.stage[own], orders.letter[own] != F
+    change = np.zeros(len(stage) + 1)
+    for each in np.unique(stage):
+        places = np.flatnonzero(is_backward & (stage == each))
+        change[places[0]] += stages[each]
+        change[places[-1] + 1] -= stages[each]
+    return float(change.cumsum().max())
+
+
+def _gather_refusal(state: StateBytes) -> str:
+    """Of executors that gather parameters in the type that the model computes with."""
+    return f"parameters that are gathered as they are held (found {_sizes(state)})" if state.gathered else ""
+
+
 def _megatron_refusal(state: StateBytes) -> str:
+    if refusal := _gather_refusal(state):
+        return refusal
     if state.dtype == "float32":
         if state.offloaded:
             return "bfloat16 for offloaded states (found float32)"
@@ -228,6 +299,9 @@ def _titan_refusal(state: StateBytes) -> str:
             f"{_sizes(state)}), because it reduces gradients in float32"
         )
     allowed = ((4, 4), (4, 2), (0, 2)) if state.dtype == "bfloat16" else ((0, 4), (0, 2))
+    if state.gathered not in (0, 1) or (state.gathered and state.dtype == "float32"):
+        rule = "parameters that are gathered as they are held or, with bfloat16, in 1 byte"
+        return f"{rule} (found {_sizes(state)})"
     if (state.master, state.state) not in allowed:
         return f"another master copy and other optimizer states (found {_sizes(state)})"
     return ""
@@ -247,12 +321,12 @@ def _titan_settings(state: StateBytes) -> dict[str, str]:
 def _sizes(state: StateBytes) -> str:
     return (
         f"parameters {state.parameters:g}, gradients {state.gradients:g}, master copy {state.master:g}, "
-        f"optimizer states {state.state:g}"
+        f"optimizer states {state.state:g}{f', gathered {state.gathered:g}' if state.gathered else ''}"
     )
 
 
 STATES = {
-    "zbv": ExecutorStates(worker),
+    "zbv": ExecutorStates(worker, _gather_refusal),
     "megatron": ExecutorStates(megatron, _megatron_refusal, _megatron_settings, _megatron_stage),
     "torchtitan": ExecutorStates(fsdp, _titan_refusal, _titan_settings, is_autograd=True),
     "torch": ExecutorStates(torch, _torch_refusal, is_autograd=True),

@@ -21,6 +21,7 @@ from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.fixed_orders.best_cut import BestCut, improved_plan
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, plan_layout, with_plan
+from zbv_models.layouts.executor_memory import in_order
 from zbv_models.layouts.executor_rules import FREE, layouts_of_executors, left_out
 from zbv_models.layouts.executor_settings import layout_settings
 from zbv_models.layouts.layout import Layout, Recompute
@@ -236,7 +237,11 @@ class ExecutorSearch(LayoutSearch):
         settings, remark = layout_settings(executor, estimated.layout, self.setting, stages, schedule)
         return ExecutorLayout(
             estimated,
-            make_plan(best.problem, best.orders, method=f"{executor} {schedule.name}"),
+            make_plan(
+                in_order(best.problem, best.orders, estimated.passing),
+                best.orders,
+                method=f"{executor} {schedule.name}",
+            ),
             step_time,
             min(bound, step_time),
             executor,

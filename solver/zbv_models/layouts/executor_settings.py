@@ -19,6 +19,14 @@ from zbv_models.layouts.executor_rules import NAMES
 from zbv_models.layouts.layout import Layout
 from zbv_models.layouts.setting import Setting, keeps_scores
 
+FLOAT8_GATHER = (
+    "torchtitan gathers parameters in float8 up to version 0.2.2 only, with --model.converters "
+    "quantize.linear.float8 --quantize.linear.float8.enable_fsdp_float8_all_gather "
+    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp. Later versions have no such setting "
+    "(#3127), so zbv writes none. Choose another precision for settings of 0.3.0 and newer."
+)
+"""``Float8Linear`` of 0.2.2 (``torchtitan/config/job_config.py``, ``components/quantization/float8.py``)."""
+
 
 def layout_settings(
     executor: str,
@@ -90,6 +98,8 @@ def _flags(layout: Layout, setting: Setting) -> list[str]:
 
 def _of_titan(layout: Layout, setting: Setting, stages: Stages, schedule: Schedule, recompute: str) -> str:
     is_piped = layout.pipeline_parallel > 1
+    if setting.training.state.gathered:
+        raise InvalidInput.at("", FLOAT8_GATHER)
     return TitanSettings(
         layout.pipeline_parallel,
         schedule.name,

@@ -228,6 +228,7 @@ class _Replacement:
             shares=whole.shares.scaled(of_exchanges),
             exchanged=whole.exchanged.scaled(of_exchanges),
             static=StaticBytes(*(round(value * static) for value in vars(whole.static).values())),
+            passing=round(whole.passing * static),
             output_bytes=round(output) or whole.output_bytes,
             step=step,
         )

@@ -15,6 +15,7 @@ from zbv_models.estimate.config import EstimateConfig, parse_config
 from zbv_models.estimate.sections import ConfigSection, Count, Size, model_presets, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_models.layouts.cluster import AnyCluster, Cluster
+from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.layout import (
     MOST_LAYOUTS,
@@ -163,7 +164,9 @@ class Request:
         )
 
     def _check_layers(self) -> None:
-        """Raise :class:`InvalidInput` if the number of recomputed layers does not fit the rest."""
+        """Raise :class:`InvalidInput` if the executor has no such states, or recomputes no such layers."""
+        if self.executor == FREE and (refusal := STATES[FREE].refusal(self.config.state)):
+            raise InvalidInput.at("/parallel/precision", f"{FREE} requires {refusal}.")
         layers, recompute = self.fixed.recompute_layers, self.fixed.recompute
         if layers is not None and recompute not in (None, "full"):
             detail = f"found {layers} recomputed layers and recompute {recompute}; it is full then."

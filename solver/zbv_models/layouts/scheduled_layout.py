@@ -26,7 +26,6 @@ from zbv_models.fixed_orders.order_search import OrderSearch, order_search
 from zbv_models.fixed_orders.regular_cut import Once
 from zbv_models.fixed_orders.schedules import Schedule, schedules_of
 from zbv_models.layouts.estimated_layout import EstimatedLayout
-from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout, Recompute
 from zbv_models.layouts.setting import SECONDS, Setting
 
@@ -247,14 +246,9 @@ class ScheduledLayouts:
     def scheduled(self, executor: str, estimated: EstimatedLayout) -> Iterator[ScheduledLayout]:
         """A layout under every schedule of its executor that has a cut."""
         problem, layout = estimated.problem, estimated.layout
-        buffers = 0
-        if layout.pipeline_parallel > 1:
-            largest = max(layer.output_bytes for layer in estimated.estimate.layers)
-            buffers = STATES[executor].buffers(layout.microbatches, largest)
         for schedule in self._layers_of(problem, executor, layout.recompute_layers).schedules:
-            stages = schedule.placement.n_stages // layout.pipeline_parallel
-            static = tuple(each + stages * buffers for each in problem.static)
-            layers = self._layers_of(replace(problem, static=static), executor, layout.recompute_layers)
+            held = estimated.with_buffers(executor, schedule.placement.chunks)
+            layers = self._layers_of(held, executor, layout.recompute_layers)
             search = layers.search(schedule, self.effort, self.cancelled)
             if search is not None:
                 yield ScheduledLayout(estimated, layers, search)

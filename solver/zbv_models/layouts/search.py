@@ -205,7 +205,7 @@ class LayoutSearch:
                 self.refine(node)
             self.tell()
         if not self.planned and not any(self.waiting(is_unresolved=False)):
-            raise NoLayoutFits(self.considered, self.setting.cluster.memory, len(self.bounds()))
+            raise NoLayoutFits(self.considered, self.setting.cluster.size, len(self.bounds()))
         self.finish()
 
     def is_over(self) -> bool:

@@ -60,7 +60,7 @@ def changes(request: Request) -> Iterator[tuple[str, float, Request]]:
             (0.5, 2.0),
             lambda of, by: replace(of, between_nodes=_faster(of.between_nodes, by)),
         ),
-        "memory": ((0.9, MORE_MEMORY), lambda of, by: replace(of, memory=of.memory * by)),
+        "memory": ((0.9, MORE_MEMORY), lambda of, by: replace(of, size=of.size * by, memory=of.memory * by)),
     }
     if sum(group.nodes for group in cluster.groups) == 1:
         del of_nodes["between_nodes_bandwidth"]

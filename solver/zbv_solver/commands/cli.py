@@ -118,6 +118,12 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     add_layout_flags(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="layouts with their plans (JSON), or -")
     parser.add_argument(
+        "--cut",
+        metavar="LAYOUT",
+        help="time the layout that the flags fix with this cut, as `zbv cut --layout` takes it, and say what "
+        "the executor holds",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         default=useful_workers(),

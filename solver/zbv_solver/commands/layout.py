@@ -13,11 +13,19 @@ from itertools import groupby, takewhile
 from rich.console import Console
 from rich.table import Table
 from zbv_models.estimate.transformers_config import is_transformers_config
-from zbv_models.layouts.answer import composition, costs_of, ranking_json, recomputation, utilisation
+from zbv_models.layouts.answer import (
+    composition,
+    costs_of,
+    ranking_json,
+    recomputation,
+    reserved_memory,
+    utilisation,
+)
 from zbv_models.layouts.cluster import AnyCluster, parse_cluster
 from zbv_models.layouts.estimated_layout import PlannedLayout
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
+from zbv_models.layouts.given_cut import score_given_cut
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed, Layout
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.progress import Ends, LayoutProgress
@@ -25,6 +33,7 @@ from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome, outcomes
 
+from zbv_solver.commands.cut_score import score_json, score_summary, score_table
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
 from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.model_flags import FLAGS, given_parallel
@@ -37,7 +46,7 @@ from zbv_solver.search.options import SearchOptions
 ROWS = (
     *(name.replace("_", " ") for name in FLAGS[:5]),
     *("stages", "microbatches", "ZeRO stage", "recompute", "placement"),
-    *("step", "lower bound", "model FLOPs utilisation", "peak memory"),
+    *("step", "lower bound", "model FLOPs utilisation", "tensors", "reserved by PyTorch"),
 )
 
 EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
@@ -58,6 +67,9 @@ def layout(arguments: argparse.Namespace) -> None:
     """Search the best layouts; print a table, and write them if asked."""
     options = _options(arguments)
     request = _request(arguments)
+    if arguments.cut is not None:
+        _given_cut(request, arguments)
+        return
     with _naming(arguments):
         setting = request.setting
     top, workers = arguments.top, arguments.workers
@@ -109,6 +121,7 @@ def layout(arguments: argparse.Namespace) -> None:
     console = Console(stderr=arguments.output == "-")
     console.print(_table(ranking, request))
     console.print(_verdict(ranking), highlight=False)
+    console.print(_memory(request.cluster), highlight=False)
     best = ranking.best[0]
     if request.profiles:
         console.print(_origins(ranking), highlight=False)
@@ -118,6 +131,31 @@ def layout(arguments: argparse.Namespace) -> None:
         console.print(_sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
+
+
+def _given_cut(request: Request, arguments: argparse.Namespace) -> None:
+    """Print what a layout achieves with a given cut, and what its devices hold."""
+    with spinner("searching better cuts"), _naming(arguments):
+        given = score_given_cut(
+            request, arguments.cut, effort=arguments.effort or "quick", time_limit=arguments.time_limit
+        )
+    if arguments.output is not None:
+        document = score_json(given.score) | {
+            "step_time": given.step_time,
+            "peak_memory": given.peak_memory,
+            "reserved_memory": given.reserved_memory,
+        }
+        with output(arguments.output) as write_text:
+            write_text(json.dumps(document) + "\n")
+    console = Console(stderr=arguments.output == "-")
+    console.print(score_table(given.score))
+    console.print(
+        f"A step takes {given.step_time:.4g} s. The fullest device has tensors of "
+        f"{given.peak_memory / 1e9:.3g} GB, for which PyTorch reserves {given.reserved_memory / 1e9:.3g} of "
+        f"{request.cluster.size / 1e9:.3g} GB. {_memory(request.cluster)}",
+        highlight=False,
+    )
+    console.print(score_summary(given.score).rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _too_late(limit: float | None) -> InvalidInput:
@@ -254,6 +292,7 @@ def _table(ranking: Ranking, request: Request) -> Table:
                 f"{each.lower_bound:.4g} s",
                 f"{utilisation(each, request):.1%}",
                 f"{max(each.plan.metrics.peak_memory) / 1e9:.3g} GB",
+                f"{reserved_memory(each) / 1e9:.3g} GB",
                 *([_ranks_of_groups(layout)] if layout.groups else []),
                 *(_executor_cells(each) if has_executors else ()),
             ]
@@ -309,6 +348,15 @@ def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
     gain = 1 - planned.free.step_time / planned.step_time
     shorter = f" (-{gain:.1%})" if gain >= 0.0005 else ""
     return planned.executor, name, f"{planned.free.step_time:.4g} s{shorter}"
+
+
+def _memory(cluster: AnyCluster) -> str:
+    """What is compared with the size of a device."""
+    shares = ", ".join(dict.fromkeys(f"{each.allocator_share:.3g}" for each in cluster.groups))
+    return (
+        f"PyTorch's allocator is taken to reserve {shares} times what tensors need, the median of published "
+        f"runs; allocator_share of the cluster changes it."
+    )
 
 
 def _verdict(ranking: Ranking) -> str:

@@ -32,7 +32,7 @@ def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0) -> Cluster:
     link = {"latency": 10, "bandwidth": 100}
     return equal_cluster(
         {
-            **{"nodes": nodes, "gpus_per_node": gpus, "memory": gigabytes * 1e9},
+            **{"nodes": nodes, "gpus_per_node": gpus, "memory": gigabytes * 1e9, "allocator_share": 1},
             "device": {"achieved_tflops": 300, "memory_bandwidth": 1500},
             "links": {"in_node": link, "between_nodes": {**link, "bandwidth": 12}},
         }

@@ -124,7 +124,7 @@ def test_modules_of_the_document_replace_the_sets() -> None:
 def test_glm_4_5_recomputes_selectively_on_128_h100() -> None:
     """Megatron-Bridge, issue 5551: 92 layers, TP 2, PP 8, EP 16, selective recomputation."""
     config = json.loads((ROOT / "tests/models/layouts/glm45.json").read_text(encoding="utf-8"))
-    cluster = parse_cluster({"nodes": 16, "gpus_per_node": 8, "device": "h100"})
+    cluster = parse_cluster({"nodes": 16, "gpus_per_node": 8, "device": "h100", "allocator_share": 1})
     fixed = Fixed(2, 2, 16, 4, 8, 1, 1, "selective", None, "tp-cp-dp-pp")
     request = parse_request(
         config, cluster, fixed, executor="megatron", global_batch=2048, sequence_length=4096

@@ -40,7 +40,7 @@ LINKS = {
 
 def group(device: dict[str, Any], nodes: int, gpus: int, gigabytes: float = 40.0) -> dict[str, Any]:
     document = {"nodes": nodes, "gpus_per_node": gpus, "device": device, "memory": gigabytes * 1e9}
-    return {**document, "links": {"in_node": IN_NODE}}
+    return {**document, "links": {"in_node": IN_NODE}, "allocator_share": 1}
 
 
 def request_of(*groups: dict[str, Any], batch: int = 12, fixed: Fixed | None = None, **model: Any) -> Request:

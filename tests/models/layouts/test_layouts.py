@@ -40,7 +40,7 @@ LINKS = {
 def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, **more: Any) -> Cluster:
     device = {"achieved_tflops": 300, "memory_bandwidth": 1500}
     document = {"nodes": nodes, "gpus_per_node": gpus, "device": device, "links": LINKS}
-    return equal_cluster({**document, "memory": gigabytes * 1e9, **more})
+    return equal_cluster({**document, "memory": gigabytes * 1e9, "allocator_share": 1, **more})
 
 
 def request_of(model: dict[str, Any], cluster: Cluster, batch: int, fixed: Fixed | None = None) -> Request:
@@ -418,7 +418,7 @@ def test_a_microbatch_alone_takes_the_time_of_all_layers() -> None:
 
 
 def test_the_memory_of_a_cluster_may_be_that_of_its_device() -> None:
-    assert parse_cluster({"nodes": 1, "gpus_per_node": 8, "device": "h100"}).memory == 80e9
+    assert parse_cluster({"nodes": 1, "gpus_per_node": 8, "device": "h100"}).size == 80e9
     with pytest.raises(InvalidInput, match="Give the bytes of a device"):
         parse_cluster({"nodes": 1, "gpus_per_node": 2, "device": {"achieved_tflops": 300}, "links": LINKS})
 

@@ -119,14 +119,8 @@ def _load_public_names(_app: Sphinx) -> None:
         vars(module).update({name: getattr(module, name) for name in module.__all__})
 
 
-def _skip_field(_app: Sphinx, _what: str, _name: str, member: object, skip: bool, _options: object) -> bool:
-    """Skip the fields of named tuples: the section "Attributes" of a docstring describes them."""
-    return skip or (getattr(member, "__doc__", None) or "").startswith("Alias for field number")
-
-
 def setup(app: Sphinx) -> None:
     """Register the directives."""
     app.connect("builder-inited", _load_public_names)
-    app.connect("autodoc-skip-member", _skip_field)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("http-operations", HttpOperations)

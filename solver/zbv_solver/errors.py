@@ -29,21 +29,14 @@ class ZbvError(Exception):
 
 @dataclass(frozen=True)
 class Issue:
-    """One broken rule.
-
-    Attributes
-    ----------
-    pointer
-        RFC 6901 JSON pointer into the document, ``""`` for the whole document.
-    detail
-        What was found, the rule, and the remedy, in one or two sentences.
-    source
-        The file or the command-line flag that the document comes from; empty if unknown.
-    """
+    """One broken rule."""
 
     pointer: str
+    """RFC 6901 JSON pointer into the document, ``""`` for the whole document."""
     detail: str
+    """What was found, the rule, and the remedy, in one or two sentences."""
     source: str = ""
+    """The file or the command-line flag that the document comes from; empty if unknown."""
 
     def __str__(self) -> str:
         place = ": ".join(filter(None, (self.source, self.pointer)))

@@ -26,31 +26,22 @@ they are less than a ten-thousandth of a model.
 
 @dataclass(frozen=True)
 class StateBytes:
-    """The states that a program chooses, in bytes per parameter.
-
-    Attributes
-    ----------
-    master
-        The copy of the parameters that the optimizer updates; 0 if it updates the parameters themselves.
-    state
-        Each value that the optimizer keeps.
-    dtype
-        The type in which the model computes.
-    offloaded
-        Share of the master copy and of the optimizer's values that the host keeps and updates.
-    gathered
-        A parameter of a linear layer as FSDP gathers it, in bytes; 0: as ``parameters``. Tables and routed
-        experts keep the type of the parameters.
-    """
+    """The states that a program chooses, in bytes per parameter."""
 
     parameters: float = 2.0
     gradients: float = 4.0
     master: float = 4.0
+    """The copy of the parameters that the optimizer updates; 0 if it updates the parameters themselves."""
     state: float = 4.0
+    """Each value that the optimizer keeps."""
     optimizer: str = "adam"
     dtype: str = "bfloat16"
+    """The type in which the model computes."""
     offloaded: float = 0.0
+    """Share of the master copy and of the optimizer's values that the host keeps and updates."""
     gathered: float = 0.0
+    """A parameter of a linear layer as FSDP gathers it, in bytes; 0: as ``parameters``. Tables and routed
+    experts keep the type of the parameters."""
 
     def values(self, *, tables: bool = False) -> float:
         """All values of the optimizer, of matrices or of tables, on device and host."""
@@ -77,41 +68,28 @@ class StaticBytes(Summed):
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What a device keeps per parameter, in bytes, and what its replicas exchange.
-
-    Attributes
-    ----------
-    whole
-        Held by every replica.
-    divided
-        Held by all replicas together.
-    accumulated
-        A gradient to which microbatches add.
-    reduced, gathered
-        A gradient when replicas sum it, and a parameter when they gather it.
-    updated
-        Memory traffic of the update, which replicas share if they divide anything.
-    buffers
-        Held per parameter of one layer at a time, in addition.
-    copied
-        Held during the update only, in addition; replicas share it as they share the optimizer. Activations
-        are gone by then, so it does not add to the peak of a pipeline.
-    hosted
-        Traffic through the host's memory of the update that the host does.
-    passing
-        Of the gradients in ``whole``, those that exist only from the first to the last backward of a stage.
-    """
+    """What a device keeps per parameter, in bytes, and what its replicas exchange."""
 
     whole: StaticBytes
+    """Held by every replica."""
     divided: StaticBytes
+    """Held by all replicas together."""
     accumulated: float
+    """A gradient to which microbatches add."""
     reduced: float
     gathered: float
+    """A gradient when replicas sum it, and a parameter when they gather it."""
     updated: float
+    """Memory traffic of the update, which replicas share if they divide anything."""
     buffers: float = 0.0
+    """Held per parameter of one layer at a time, in addition."""
     copied: float = 0.0
+    """Held during the update only, in addition; replicas share it as they share the optimizer. Activations
+    are gone by then, so it does not add to the peak of a pipeline."""
     hosted: float = 0.0
+    """Traffic through the host's memory of the update that the host does."""
     passing: float = 0.0
+    """Of the gradients in ``whole``, those that exist only from the first to the last backward of a stage."""
 
     def of(self, count: int, replicas: int) -> StaticBytes:
         """What a device holds of so many parameters."""
@@ -169,20 +147,14 @@ def update_bytes(state: StateBytes, *, tables: bool = False) -> float:
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters of a layer on a device that have the same replicas and states.
-
-    Attributes
-    ----------
-    count
-        Number on a device before replicas share them.
-    is_expert
-        Whether they are those of routed experts.
-    """
+    """Parameters of a layer on a device that have the same replicas and states."""
 
     count: int
+    """Number on a device before replicas share them."""
     replicas: int
     kept: HeldBytes
     is_expert: bool = False
+    """Whether they are those of routed experts."""
 
 
 def shares_of(

@@ -126,31 +126,22 @@ def worker(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldByte
 
 @dataclass(frozen=True)
 class ExecutorStates:
-    """An executor's states.
-
-    Attributes
-    ----------
-    account
-        What a device holds of them.
-    refusal
-        Why it cannot have such states; empty if it can.
-    settings
-        What asks for them, as names and values.
-    only_stage
-        The only ZeRO stage with which replicas can have them; None if any can.
-    is_autograd
-        Whether autograd decides what is kept: separate kernels add weight gradients, and linear
-        layers keep what sequence parallelism gathered for them (torch/distributed/tensor/parallel). Also,
-        every stage has buffers for the inputs and output gradients of all microbatches, and keeps its outputs
-        until their backward (torch/distributed/pipelining/stage.py, ``args_recv_info``, ``grad_recv_info``,
-        ``fwd_cache``).
-    """
+    """An executor's states."""
 
     account: Account
+    """What a device holds of them."""
     refusal: Callable[[StateBytes], str] = lambda state: ""
+    """Why it cannot have such states; empty if it can."""
     settings: Callable[[StateBytes], dict[str, str]] = lambda state: {}
+    """What asks for them, as names and values."""
     only_stage: Callable[[StateBytes], int | None] = lambda state: None
+    """The only ZeRO stage with which replicas can have them; None if any can."""
     is_autograd: bool = False
+    """Whether autograd decides what is kept: separate kernels add weight gradients, and linear layers keep
+    what sequence parallelism gathered for them (torch/distributed/tensor/parallel). Also, every stage has
+    buffers for the inputs and output gradients of all microbatches, and keeps its outputs until their
+    backward (torch/distributed/pipelining/stage.py, ``args_recv_info``, ``grad_recv_info``,
+    ``fwd_cache``)."""
 
     def buffers(self, microbatches: int, output_bytes: int) -> int:
         """What a stage holds of its transfers all the time.

@@ -25,30 +25,21 @@ ROOM_STEP = 17
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """What the microbatches of every kind need of a rank, for K kinds, G gaps, O operations: Lemma 44.
-
-    Attributes
-    ----------
-    held, away
-        (G, K) memory held in a gap and the gap's length, both at least.
-    taken, length
-        (O, K) memory that an operation's own cells hold while it runs, at least, and its length: the G + 1
-        visits, then the rests.
-    count
-        (K,) microbatches of the kind.
-    longest
-        The kind with the longest path.
-    capacity
-        Memory that all cells may hold.
-    """
+    """What the microbatches of every kind need of a rank, for K kinds, G gaps, O operations: Lemma 44."""
 
     held: FloatArray
     away: FloatArray
+    """(G, K) memory held in a gap and the gap's length, both at least."""
     taken: FloatArray
     length: FloatArray
+    """(O, K) memory that an operation's own cells hold while it runs, at least, and its length: the G + 1
+    visits, then the rests."""
     count: IntArray
+    """(K,) microbatches of the kind."""
     longest: int
+    """The kind with the longest path."""
     capacity: float
+    """Memory that all cells may hold."""
 
     @classmethod
     def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int) -> Needs | None:
@@ -82,39 +73,27 @@ class Needs:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """The needs of a rank in units of memory, for K groups, G gaps, R classes of operations: Lemma 45.
-
-    Attributes
-    ----------
-    units
-        (G, K) memory that every microbatch of the group holds in a gap, at least.
-    away
-        (G, K) total length of the gap over the group.
-    count
-        (K,) microbatches of the group.
-    longest
-        The group of a microbatch with the longest path.
-    room
-        (R,) units next to an operation of the class, at most.
-    is_own
-        (R,) 1 where the operations of the class are visits of this longest microbatch.
-    work
-        (R,) total length of the operations of the class.
-    row_of, group_of, room_of
-        The gap of every gap of the needs (G,), the group of every kind (K,), and the room next to every
-        operation of every kind (O, K).
-    """
+    """The needs of a rank in units of memory, for K groups, G gaps, R classes of operations: Lemma 45."""
 
     units: IntArray
+    """(G, K) memory that every microbatch of the group holds in a gap, at least."""
     away: FloatArray
+    """(G, K) total length of the gap over the group."""
     count: IntArray
+    """(K,) microbatches of the group."""
     longest: int
+    """The group of a microbatch with the longest path."""
     room: IntArray
+    """(R,) units next to an operation of the class, at most."""
     is_own: IntArray
+    """(R,) 1 where the operations of the class are visits of this longest microbatch."""
     work: FloatArray
+    """(R,) total length of the operations of the class."""
     row_of: IntArray
     group_of: IntArray
     room_of: IntArray
+    """The gap of every gap of the needs (G,), the group of every kind (K,), and the room next to every
+    operation of every kind (O, K)."""
 
     @classmethod
     def of(cls, needs: Needs, most_groups: int) -> Demand:

@@ -130,26 +130,18 @@ def best_prices(demand: Demand, rounds: int) -> Priced:
 
 
 class Priced(NamedTuple):
-    """The bound of some prices.
-
-    Attributes
-    ----------
-    prices, shares
-        (G, K) and (R,) what gaps and operations earn; no set earns more than 1.
-    earned
-        (UNITS + 1,) the most that a set of at most so many units earns.
-    others
-        (R,) the same next to the operations of a class, before the prices were divided by ``scale``.
-    chosen
-        See :func:`sets`.
-    """
+    """The bound of some prices."""
 
     bound: float
     prices: FloatArray
     shares: FloatArray
+    """(G, K) and (R,) what gaps and operations earn; no set earns more than 1."""
     earned: FloatArray
+    """(UNITS + 1,) the most that a set of at most so many units earns."""
     others: FloatArray
+    """(R,) the same next to the operations of a class, before the prices were divided by ``scale``."""
     chosen: IntArray
+    """See :func:`sets`."""
     scale: float
 
 

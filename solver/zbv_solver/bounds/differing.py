@@ -16,21 +16,15 @@ from zbv_solver.problem.problem import Problem
 
 
 class MicrobatchPaths(NamedTuple):
-    """What the microbatches of every kind do, each alone, for K kinds: Lemma 43.
-
-    Attributes
-    ----------
-    length
-        (2S, K) of position k < S, F of stage k, and of position k >= S, the virtual backward of stage 2S-1-k.
-    rest
-        (S, K) length of the virtual rest of a stage.
-    start
-        (2S, K) start of every position if the microbatch starts at 0 and never waits.
-    """
+    """What the microbatches of every kind do, each alone, for K kinds: Lemma 43."""
 
     length: FloatArray
+    """(2S, K) of position k < S, F of stage k, and of position k >= S, the virtual backward of stage
+    2S-1-k."""
     rest: FloatArray
+    """(S, K) length of the virtual rest of a stage."""
     start: FloatArray
+    """(2S, K) start of every position if the microbatch starts at 0 and never waits."""
 
     @classmethod
     def of(cls, problem: Problem) -> MicrobatchPaths:

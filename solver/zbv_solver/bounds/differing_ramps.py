@@ -39,32 +39,23 @@ class _Ramp(NamedTuple):
 
 
 class Ramps(NamedTuple):
-    """What microbatches do on a rank, relative to a window, for K kinds and C chunks: Lemmas 53, 54 and 55.
-
-    Attributes
-    ----------
-    length, head, tail
-        (2C, K) of the visits: F's by chunk, then virtual backwards in reverse. Heads begin with the window,
-        and tails end with it.
-    rest
-        (C, K) length of the virtual rest of a chunk.
-    held, waits
-        (C, K) units of memory that a cell holds until its virtual backward ends, and from then until its rest
-        ends, at least.
-    copies
-        (K,) microbatches of the kind.
-    ends_later
-        The rank's rests may run after the window's end.
-    """
+    """What microbatches do on a rank, relative to a window, for K kinds and C chunks (Lemmas 53 to 55)."""
 
     length: FloatArray
     head: FloatArray
     tail: FloatArray
+    """(2C, K) of the visits: F's by chunk, then virtual backwards in reverse. Heads begin with the window,
+    and tails end with it."""
     rest: FloatArray
+    """(C, K) length of the virtual rest of a chunk."""
     held: IntArray
     waits: IntArray
+    """(C, K) units of memory that a cell holds until its virtual backward ends, and from then until its
+    rest ends, at least."""
     copies: IntArray
+    """(K,) microbatches of the kind."""
     ends_later: bool
+    """The rank's rests may run after the window's end."""
 
     @classmethod
     def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int, window: int | None) -> Ramps:

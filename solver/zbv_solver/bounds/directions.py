@@ -35,34 +35,24 @@ UNLIMITED = 1 << 40
 
 
 class Direction(NamedTuple):
-    """A problem in one direction of time, as kernels read it; c chunks per rank, outermost first.
-
-    Attributes
-    ----------
-    work, memory
-        (p, 4, c): durations and amounts, rows UP, DOWN, … and HELD, ….
-    latency
-        (S,) transfer time between a stage and the next.
-    stages
-        (p, c).
-    capacity
-        (p,) memory that cells may hold; inf where unlimited.
-    in_flight
-        (p, c) cells that each of the chunks 0 … c may hold while one cell of every further chunk still fits.
-    work_per_memory
-        (p,) least work that releases one unit of memory.
-    is_split
-        (p, c) 1 where every cell has a separate W.
-    """
+    """A problem in one direction of time, as kernels read it; c chunks per rank, outermost first."""
 
     work: FloatArray
     memory: FloatArray
+    """(p, 4, c): durations and amounts, rows UP, DOWN, … and HELD, …."""
     latency: FloatArray
+    """(S,) transfer time between a stage and the next."""
     stages: IntArray
+    """(p, c)."""
     capacity: FloatArray
+    """(p,) memory that cells may hold; inf where unlimited."""
     in_flight: IntArray
+    """(p, c) cells that each of the chunks 0 … c may hold while one cell of every further chunk still
+    fits."""
     work_per_memory: FloatArray
+    """(p,) least work that releases one unit of memory."""
     is_split: IntArray
+    """(p, c) 1 where every cell has a separate W."""
 
 
 def directions(problem: Problem) -> tuple[Direction, Direction]:

@@ -51,26 +51,18 @@ MOST_FAILED = 2
 
 @dataclass(frozen=True, eq=False)
 class FewRanks:
-    """The relaxation: a route through the chosen ranks, in integer steps of time; Lemma 38.
-
-    Attributes
-    ----------
-    tail
-        Least time between the end of the route's last operation and the end of the window.
-    begins
-        Of every chosen rank, the begin of a window that contains all of its work, or None: for the makespan
-        0, for the span the first start of the route's first rank.
-    columns
-        Of a state.
-    scale
-        Steps per unit of time.
-    """
+    """The relaxation: a route through the chosen ranks, in integer steps of time; Lemma 38."""
 
     route: Route
     tail: int
+    """Least time between the end of the route's last operation and the end of the window."""
     begins: tuple[int | None, ...]
+    """Of every chosen rank, the begin of a window that contains all of its work, or None: for the makespan
+    0, for the span the first start of the route's first rank."""
     columns: int
+    """Of a state."""
     scale: float
+    """Steps per unit of time."""
 
     @classmethod
     def of(cls, problem: Problem, ranks: tuple[int, ...]) -> FewRanks | None:

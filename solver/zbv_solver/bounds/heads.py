@@ -51,38 +51,27 @@ EVER = -1e300
 
 
 class Sweep(NamedTuple):
-    """What a sweep knows so far; kernels write into it.
-
-    Attributes
-    ----------
-    heads
-        (3, S, m): rows UP, DOWN and CELL_END; inf while unknown.
-    rank, chunk
-        (S,) of a stage.
-    known
-        (p,) number of times t that a rank looks at.
-    times, counts, freed
-        (p, 2c + 1), (p, 2c + 1, 2, c) and (p, 2c + 1): the times, how many operations of every kind and chunk
-        have a head before each, and what is released by then.
-    taken, given
-        (p, c, 2, c) and (p, c, 2): the state of :func:`_releases`, kept from k to k + 1.
-    need
-        (3, c): operations of every kind and chunk that must precede the one looked at.
-    scratch
-        (2, 2c), of :func:`~.knapsack.knapsack`.
-    """
+    """What a sweep knows so far; kernels write into it."""
 
     heads: FloatArray
+    """(3, S, m): rows UP, DOWN and CELL_END; inf while unknown."""
     rank: IntArray
     chunk: IntArray
+    """(S,) of a stage."""
     known: IntArray
+    """(p,) number of times t that a rank looks at."""
     times: FloatArray
     counts: IntArray
     freed: FloatArray
+    """(p, 2c + 1), (p, 2c + 1, 2, c) and (p, 2c + 1): the times, how many operations of every kind and
+    chunk have a head before each, and what is released by then."""
     taken: IntArray
     given: FloatArray
+    """(p, c, 2, c) and (p, c, 2): the state of :func:`_releases`, kept from k to k + 1."""
     need: IntArray
+    """(3, c): operations of every kind and chunk that must precede the one looked at."""
     scratch: FloatArray
+    """(2, 2c), of :func:`~.knapsack.knapsack`."""
 
 
 @compiled

@@ -25,31 +25,21 @@ TURNS = 3
 
 @dataclass(frozen=True, eq=False)
 class Passing:
-    """What microbatches of K kinds need to pass another one in the window of a rank.
-
-    Attributes
-    ----------
-    paths
-        Lemma 43.
-    count
-        (K,) number of microbatches.
-    first, last
-        Positions of the rank's outermost stage.
-    turns
-        Positions between these whose next one is on the same rank.
-    delay
-        (K,) the least time for which one overtakes the other.
-    cost
-        (K,) the least time to precede, follow or overtake the other.
-    """
+    """What microbatches of K kinds need to pass another one in the window of a rank."""
 
     paths: MicrobatchPaths
+    """Lemma 43."""
     count: IntArray
+    """(K,) number of microbatches."""
     first: int
     last: int
+    """Positions of the rank's outermost stage."""
     turns: Sequence[int]
+    """Positions between these whose next one is on the same rank."""
     delay: FloatArray
+    """(K,) the least time for which one overtakes the other."""
     cost: FloatArray
+    """(K,) the least time to precede, follow or overtake the other."""
 
     @property
     def forward(self) -> FloatArray:

@@ -41,22 +41,16 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A window of time, with heads from its begin and tails from its end.
-
-    Attributes
-    ----------
-    microbatches
-        m, of the problem.
-    heads, tails
-        (3, S, n) of the first and of the last n <= m microbatches, see :func:`.heads.sweep`: tails are the
-        heads of the reverse direction.
-    """
+    """A window of time, with heads from its begin and tails from its end."""
 
     forwards: Direction
     backwards: Direction
     microbatches: int
+    """m, of the problem."""
     heads: FloatArray
     tails: FloatArray
+    """(3, S, n) of the first and of the last n <= m microbatches, see :func:`.heads.sweep`: tails are the
+    heads of the reverse direction."""
 
     @classmethod
     def of(cls, forwards: Direction, backwards: Direction, rank: int | None, n: int, m: int) -> Window:

@@ -26,62 +26,43 @@ class Route(NamedTuple):
 
     Letters 0 … n-1 are the up and down operations in the order in which a microbatch visits them. A cell is
     in transit to letter i while letter i-1 has begun for it and letter i has not. Times are integer steps.
-
-    Attributes
-    ----------
-    rank, length, takes, frees
-        (n,) the rank, from 0; the duration; memory taken at the start and freed at the end.
-    wait
-        (n,) least time between the end of the previous letter and the start of this one; for the first, from
-        the window's begin.
-    rest
-        (n,) the rest after a letter, or EMPTY.
-    rest_rank, rest_length, rest_frees
-        One per rest. The rests of a rank are listed one after another.
-    twin
-        One per rest: a rest of the same rank and duration that is taken first where both can run, or EMPTY.
-    capacity
-        (ranks,).
     """
 
     rank: IntArray
     length: IntArray
     takes: FloatArray
     frees: FloatArray
+    """(n,) the rank, from 0; the duration; memory taken at the start and freed at the end."""
     wait: IntArray
+    """(n,) least time between the end of the previous letter and the start of this one; for the first,
+    from the window's begin."""
     rest: IntArray
+    """(n,) the rest after a letter, or EMPTY."""
     rest_rank: IntArray
     rest_length: IntArray
     rest_frees: FloatArray
+    """One per rest. The rests of a rank are listed one after another."""
     twin: IntArray
+    """One per rest: a rest of the same rank and duration that is taken first where both can run, or EMPTY."""
     capacity: FloatArray
+    """(ranks,)."""
 
 
 class _Table(NamedTuple):
-    """A layer in construction: states with the same counts are a chain.
-
-    Attributes
-    ----------
-    states
-        (most, columns).
-    total
-        (most,) the sum of a state's times: a state precedes none with a smaller one.
-    head
-        (slots,) the first chain of each hash of counts.
-    other
-        (most,) at the first state of a chain: the first state of the next chain with the same hash.
-    following
-        (most,) the next state of a chain.
-    alive
-        (most,) whether no other state precedes this one.
-    """
+    """A layer in construction: states with the same counts are a chain."""
 
     states: IntArray
+    """(most, columns)."""
     total: IntArray
+    """(most,) the sum of a state's times: a state precedes none with a smaller one."""
     head: IntArray
+    """(slots,) the first chain of each hash of counts."""
     other: IntArray
+    """(most,) at the first state of a chain: the first state of the next chain with the same hash."""
     following: IntArray
+    """(most,) the next state of a chain."""
     alive: BoolArray
+    """(most,) whether no other state precedes this one."""
 
 
 @compiled

@@ -22,31 +22,21 @@ from zbv_solver.problem.placement import Placement
 
 @dataclass(frozen=True, eq=False)
 class ProblemArrays:
-    """A problem's numbers for kernels (read-only): m microbatches of K kinds.
-
-    Attributes
-    ----------
-    duration
-        (4, S, K) float64, indexed [letter code, stage, kind].
-    delta
-        (4, S, K) float64, change of the rank's memory at an action. F + I + W and F + B are exactly 0.
-    latency
-        (S-1, K) float64, latency of a boundary; 0 inside one rank.
-    kind_of
-        (m,) int32, the kind of every microbatch.
-    rank_of
-        (S,) int32.
-    static, limit
-        (p,) float64; the limit is inf when unlimited.
-    """
+    """A problem's numbers for kernels (read-only): m microbatches of K kinds."""
 
     duration: FloatArray
+    """(4, S, K) float64, indexed [letter code, stage, kind]."""
     delta: FloatArray
+    """(4, S, K) float64, change of the rank's memory at an action. F + I + W and F + B are exactly 0."""
     latency: FloatArray
+    """(S-1, K) float64, latency of a boundary; 0 inside one rank."""
     kind_of: NDArray[np.int32]
+    """(m,) int32, the kind of every microbatch."""
     rank_of: NDArray[np.int32]
+    """(S,) int32."""
     static: FloatArray
     limit: FloatArray
+    """(p,) float64; the limit is inf when unlimited."""
 
     def __post_init__(self) -> None:
         for array in vars(self).values():
@@ -145,18 +135,12 @@ class EqualCosts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """Which microbatches are equal.
-
-    Attributes
-    ----------
-    kind_of
-        (m,) int32.
-    value
-        (features, K) the features of every kind.
-    """
+    """Which microbatches are equal."""
 
     kind_of: NDArray[np.int32]
+    """(m,) int32."""
     value: FloatArray
+    """(features, K) the features of every kind."""
 
     @classmethod
     def of(cls, microbatches: int, features: Sequence[Feature]) -> Kinds:

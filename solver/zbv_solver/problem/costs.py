@@ -12,21 +12,15 @@ PerStage = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations, one per stage (S,), in the caller's unit.
-
-    Attributes
-    ----------
-    backward
-        The fused backward B; None means that it costs I + W.
-    p2p
-        Transfer latency per stage boundary (S-1,); ignored where the boundary lies inside one rank.
-    """
+    """Durations, one per stage (S,), in the caller's unit."""
 
     forward: PerStage
     backward_input: PerStage
     backward_weight: PerStage
     p2p: PerStage
+    """Transfer latency per stage boundary (S-1,); ignored where the boundary lies inside one rank."""
     backward: PerStage | None = None
+    """The fused backward B; None means that it costs I + W."""
 
     def fused(self, stage: int) -> float:
         """Duration of the fused backward of a stage."""
@@ -77,19 +71,14 @@ class Feature:
     """A number that differs between microbatches, such as their tokens, and what depends on it.
 
     The cost of microbatch j is the problem's own number plus, for every feature, coefficient times value[j].
-
-    Attributes
-    ----------
-    value
-        (m,) not negative.
-    costs, memory
-        The coefficients per stage or boundary. ``costs.backward`` is None if and only if the problem's is.
     """
 
     name: str
     value: tuple[float, ...]
+    """(m,) not negative."""
     costs: Costs
     memory: Deltas
+    """The coefficients per stage or boundary. ``costs.backward`` is None if and only if the problem's is."""
 
     @property
     def coefficients(self) -> dict[tuple[str, str], PerStage]:

@@ -27,42 +27,29 @@ class Link:
 
 @dataclass(frozen=True)
 class CutRules:
-    """Which cuts are allowed.
-
-    Attributes
-    ----------
-    together
-        Groups of names; the layers from the first to the last of a group stay in one stage.
-    first, last
-        Number of transformer layers of the first and the last stage, without the embedding before them and
-        the head behind them; None lets the planner choose. For an executor whose ranks have several stages in
-        a loop, it is that of the first and the last rank, divided evenly over their stages, as in Megatron-LM
-        (``get_num_layers_to_build`` in ``megatron/core/transformer/transformer_block.py``).
-    allow_empty
-        Whether a stage may have no layers; it then forwards its input. None leaves it to the executor; plans
-        of zbv have no empty stages then.
-    """
+    """Which cuts are allowed."""
 
     together: tuple[tuple[str, ...], ...] = ()
+    """Groups of names; the layers from the first to the last of a group stay in one stage."""
     first: int | None = None
     last: int | None = None
+    """Number of transformer layers of the first and the last stage, without the embedding before them and
+    the head behind them; None lets the planner choose. For an executor whose ranks have several stages in
+    a loop, it is that of the first and the last rank, divided evenly over their stages, as in Megatron-LM
+    (``get_num_layers_to_build`` in ``megatron/core/transformer/transformer_block.py``)."""
     allow_empty: bool | None = None
+    """Whether a stage may have no layers; it then forwards its input. None leaves it to the executor;
+    plans of zbv have no empty stages then."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model in S contiguous stages.
-
-    Attributes
-    ----------
-    bounds
-        (S+1,) boundaries as layer indices: stage s has the layers ``[bounds[s], bounds[s + 1])``.
-    recompute
-        (S,): which stages are recomputed.
-    """
+    """A model in S contiguous stages."""
 
     bounds: tuple[int, ...]
+    """(S+1,) boundaries as layer indices: stage s has the layers ``[bounds[s], bounds[s + 1])``."""
     recompute: tuple[bool, ...]
+    """(S,): which stages are recomputed."""
 
     @property
     def n_stages(self) -> int:
@@ -80,29 +67,21 @@ class Cut:
 
 @dataclass(frozen=True)
 class CutModel:
-    """The layers and the cut that the stages of a problem come from.
-
-    Attributes
-    ----------
-    link
-        The link that p2p costs were computed from; None if p2p was given.
-    static
-        (p,) static memory of every rank in addition to that of its layers.
-    devices, links, blocking
-        As in :class:`~zbv_solver.problem.layered_problem.LayeredProblem`.
-    blocked
-        The latency that blocking transfers without a link add to the costs of stages.
-    """
+    """The layers and the cut that the stages of a problem come from."""
 
     model: Model
     cut: Cut
     rules: CutRules
     link: Link | None
+    """The link that p2p costs were computed from; None if p2p was given."""
     static: tuple[float, ...]
+    """(p,) static memory of every rank in addition to that of its layers."""
     devices: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
     blocking: bool = False
+    """As in :class:`~zbv_solver.problem.layered_problem.LayeredProblem`."""
     blocked: float = 0.0
+    """The latency that blocking transfers without a link add to the costs of stages."""
 
     @cached_property
     def partition(self) -> tuple[tuple[str, ...], ...]:

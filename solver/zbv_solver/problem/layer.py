@@ -20,24 +20,17 @@ from zbv_solver.problem.numeric import broken_rule, delta_rule
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Memory of a layer, in the caller's unit.
-
-    Attributes
-    ----------
-    forward, backward_input, backward_weight
-        Deltas of the layer's F, I and W; they sum to 0.
-    static
-        Held all the time: parameters, gradients, optimizer states.
-    workspace
-        Needed in addition while an action of the layer runs, and released at its end. A rank runs one action
-        at a time, so it needs the largest workspace of its layers.
-    """
+    """Memory of a layer, in the caller's unit."""
 
     forward: float = 0.0
     backward_input: float = 0.0
     backward_weight: float = 0.0
+    """Deltas of the layer's F, I and W; they sum to 0."""
     static: float = 0.0
+    """Held all the time: parameters, gradients, optimizer states."""
     workspace: float = 0.0
+    """Needed in addition while an action of the layer runs, and released at its end. A rank runs one
+    action at a time, so it needs the largest workspace of its layers."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +65,20 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, or ``repeat`` equal copies of it.
-
-    Attributes
-    ----------
-    recompute
-        Its costs when its stage is recomputed; None if it cannot be recomputed.
-    parameters_bytes
-        Size of its parameters alone.
-    output_bytes
-        Size of the transfer when the model is cut after this layer.
-    repeat
-        Number of copies; None for a single layer, which keeps its name.
-    on
-        Its costs on devices where they differ.
-    """
+    """A layer, or ``repeat`` equal copies of it."""
 
     name: str
     costs: LayerCosts
     recompute: LayerCosts | None = None
+    """Its costs when its stage is recomputed; None if it cannot be recomputed."""
     parameters_bytes: float = 0.0
+    """Size of its parameters alone."""
     output_bytes: float = 0.0
+    """Size of the transfer when the model is cut after this layer."""
     repeat: int | None = None
+    """Number of copies; None for a single layer, which keeps its name."""
     on: tuple[OnDevice, ...] = ()
+    """Its costs on devices where they differ."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,16 +143,12 @@ class LayerColumns(NamedTuple):
 class Model:
     """Layers in model order.
 
-    Attributes
-    ----------
-    recompute_modules
-        What recomputed layers repeat; empty if all of the layer.
-
     Raises :class:`InvalidInput` with all broken rules; pointers are those of the JSON document.
     """
 
     layers: tuple[Layer, ...]
     recompute_modules: tuple[Recomputed, ...] = ()
+    """What recomputed layers repeat; empty if all of the layer."""
 
     def __post_init__(self) -> None:
         issues = list(_count_issues(self))

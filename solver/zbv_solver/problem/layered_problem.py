@@ -35,30 +35,6 @@ AUTO_CHUNKS = (2, 3, 4)
 class LayeredProblem:
     """One pipeline-parallel training iteration of a model that zbv cuts into stages.
 
-    Attributes
-    ----------
-    placement
-        With ``auto``, the planner chooses the placement.
-    chunks
-        Stages per rank of placement loop; None means 2.
-    p2p
-        Latency of every stage boundary; ignored when ``link`` is given.
-    static
-        (p,) static memory of every rank in addition to that of its layers.
-    limit
-        (p,) or None.
-    measured
-        As in :class:`Problem`.
-    devices
-        (p,) kind of device of every rank, whose costs layers may state; empty if all ranks are alike.
-    links
-        (p,) or empty: in place of ``link``, the link from every rank to the next one, and from the last rank
-        to the first.
-    blocking
-        Whether transfers keep both ranks waiting instead of overlapping with their actions. The costs of a
-        cut's stages then include them: those of an F that of its output, and those of a backward that of the
-        gradient it returns.
-
     Raises
     ------
     InvalidInput
@@ -69,18 +45,30 @@ class LayeredProblem:
     pp_degree: int
     microbatches: int
     static: tuple[float, ...]
+    """(p,) static memory of every rank in addition to that of its layers."""
     limit: tuple[float, ...] | None = None
+    """(p,) or None."""
     placement: PlacementChoice = "v"
+    """With ``auto``, the planner chooses the placement."""
     chunks: int | None = None
+    """Stages per rank of placement loop; None means 2."""
     objective: Objective = "span"
     p2p: float = 0.0
+    """Latency of every stage boundary; ignored when ``link`` is given."""
     link: Link | None = None
     rules: CutRules = field(default_factory=CutRules)
     units: Units = field(default_factory=Units)
     measured: tuple[tuple[str, str], ...] = ()
+    """As in :class:`Problem`."""
     devices: tuple[str, ...] = ()
+    """(p,) kind of device of every rank, whose costs layers may state; empty if all ranks are alike."""
     links: tuple[Link, ...] = ()
+    """(p,) or empty: in place of ``link``, the link from every rank to the next one, and from the last
+    rank to the first."""
     blocking: bool = False
+    """Whether transfers keep both ranks waiting instead of overlapping with their actions. The costs of a
+    cut's stages then include them: those of an F that of its output, and those of a backward that of the
+    gradient it returns."""
 
     def __post_init__(self) -> None:
         issues = (

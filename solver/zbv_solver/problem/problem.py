@@ -68,18 +68,6 @@ class Units:
 class Problem:
     """One pipeline-parallel training iteration whose actions are to be ordered.
 
-    Attributes
-    ----------
-    model
-        The layers and the cut that the stages come from; None for a problem given by stages.
-    measured
-        Names and values that describe the program whose costs were measured. Planning ignores them.
-    features
-        What microbatches differ in; empty when they are equal. If there are any, ``costs`` and the deltas of
-        ``memory`` are the part that does not depend on the microbatch.
-    given_arrays
-        Arrays that stand for ``costs``, ``memory`` and ``features``: of a search, in its own unit of time.
-
     Raises
     ------
     InvalidInput
@@ -93,9 +81,14 @@ class Problem:
     objective: Objective = "span"
     units: Units = field(default_factory=Units)
     model: CutModel | None = None
+    """The layers and the cut that the stages come from; None for a problem given by stages."""
     measured: tuple[tuple[str, str], ...] = ()
+    """Names and values that describe the program whose costs were measured. Planning ignores them."""
     features: tuple[Feature, ...] = ()
+    """What microbatches differ in; empty when they are equal. If there are any, ``costs`` and the deltas
+    of ``memory`` are the part that does not depend on the microbatch."""
     given_arrays: ProblemArrays | None = field(default=None, compare=False, repr=False)
+    """Arrays that stand for ``costs``, ``memory`` and ``features``: of a search, in its own unit of time."""
 
     def __post_init__(self) -> None:
         issues = [

@@ -41,40 +41,27 @@ PROOF_EFFORT = 16.0
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a plan file.
-
-    Attributes
-    ----------
-    pointer
-        JSON pointer to the claim in the plan file.
-    text
-        The claim.
-    is_verified
-        Whether the claim was checked and is true. A false claim raises an error instead.
-    reason
-        How the claim was checked, or why it was not.
-    """
+    """One claim of a plan file."""
 
     pointer: str
+    """JSON pointer to the claim in the plan file."""
     text: str
+    """The claim."""
     is_verified: bool
+    """Whether the claim was checked and is true. A false claim raises an error instead."""
     reason: str
+    """How the claim was checked, or why it was not."""
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedPlan:
-    """A plan file that passed all checks.
-
-    Attributes
-    ----------
-    metrics
-        As stated, or else computed; None if the file states none and Numba is not installed.
-    """
+    """A plan file that passed all checks."""
 
     problem: Problem
     orders: Orders
     claims: tuple[Claim, ...]
     metrics: Metrics | None
+    """As stated, or else computed; None if the file states none and Numba is not installed."""
 
     @property
     def verified(self) -> tuple[Claim, ...]:

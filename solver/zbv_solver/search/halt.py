@@ -67,19 +67,13 @@ class Halt:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """The share of the time in which a chain may run.
-
-    Attributes
-    ----------
-    flag
-        (1,) uint8 that kernels poll: 1 once the turn is over.
-    seconds
-        Length of the turn, or None without a time limit.
-    """
+    """The share of the time in which a chain may run."""
 
     flag: IntArray
+    """(1,) uint8 that kernels poll: 1 once the turn is over."""
     began: float
     seconds: float | None
+    """Length of the turn, or None without a time limit."""
 
     def spent(self, share: float = 1.0) -> float:
         """Elapsed fraction of the turn, or of its first ``share``; 0 without a time limit."""

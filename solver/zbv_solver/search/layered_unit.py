@@ -17,19 +17,13 @@ from zbv_solver.search.search_unit import SearchUnit
 
 @dataclass(frozen=True, eq=False)
 class OwnUnit:
-    """A layered problem in the caller's unit and in the unit of its search.
-
-    Attributes
-    ----------
-    given, problem
-        In the caller's unit, and in the unit of the search.
-    length
-        Length of the search's unit in the caller's unit.
-    """
+    """A layered problem in the caller's unit and in the unit of its search."""
 
     given: LayeredProblem
     problem: LayeredProblem
+    """In the caller's unit, and in the unit of the search."""
     length: float
+    """Length of the search's unit in the caller's unit."""
 
     @classmethod
     def of(cls, given: LayeredProblem) -> OwnUnit:

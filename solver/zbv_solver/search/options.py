@@ -18,49 +18,33 @@ STAGES = ("tune", "inject", "overtake", "anneal", "windows", "exact")
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of an effort, in units that do not depend on the machine.
-
-    Attributes
-    ----------
-    constructed
-        Actions that the constructors may place after their first orders.
-    ample
-        Times p: with memory for as many microbatches in flight, tuning does better than a search for
-        injections, which is left out.
-    injected
-        Actions that the search for injections may place.
-    most_injected
-        Orders that it may construct.
-    tuned
-        Actions that the parameter search may place.
-    most_tuned
-        Orders that the parameter search may construct.
-    annealed
-        Moves of annealing times the problem's actions: larger problems get fewer moves.
-    most_annealed
-        Moves of annealing.
-    window_actions
-        Largest problem, in actions, that CP-SAT improves window by window.
-    window_time
-        CP-SAT's deterministic time for all windows of one size; one unit is about ten seconds.
-    exact_actions
-        Largest problem, in actions, that CP-SAT solves as a whole.
-    exact_time
-        CP-SAT's deterministic time for the whole problem.
-    """
+    """The budget of an effort, in units that do not depend on the machine."""
 
     constructed: int
+    """Actions that the constructors may place after their first orders."""
     ample: float
+    """Times p: with memory for as many microbatches in flight, tuning does better than a search for
+    injections, which is left out."""
     injected: int
+    """Actions that the search for injections may place."""
     most_injected: int
+    """Orders that it may construct."""
     tuned: int
+    """Actions that the parameter search may place."""
     most_tuned: int
+    """Orders that the parameter search may construct."""
     annealed: int
+    """Moves of annealing times the problem's actions: larger problems get fewer moves."""
     most_annealed: int
+    """Moves of annealing."""
     window_actions: int
+    """Largest problem, in actions, that CP-SAT improves window by window."""
     window_time: float
+    """CP-SAT's deterministic time for all windows of one size; one unit is about ten seconds."""
     exact_actions: int
+    """Largest problem, in actions, that CP-SAT solves as a whole."""
     exact_time: float
+    """CP-SAT's deterministic time for the whole problem."""
 
     def of(self, actions: int) -> Budget:
         """The budget for a number of actions: problems that CP-SAT can solve need no long search before."""
@@ -162,20 +146,6 @@ LEAST_QUANTILE, LARGEST_QUANTILE = 0.5, 0.99
 class SearchOptions:
     """Options of a search.
 
-    Attributes
-    ----------
-    time_limit
-        Seconds, or None. With a limit, the plan may depend on the speed of the machine.
-    workers
-        Threads of the search; the plan does not depend on their number.
-    without
-        Stages of ``STAGES`` to leave out.
-    jitter
-        By how much durations vary. With it, the plan is chosen for its simulated time
-        (:mod:`zbv_solver.search.for_jitter`), not for the time with planned durations.
-    quantile
-        The quantile of the simulated times to choose for, or None for their mean.
-
     Raises
     ------
     InvalidInput
@@ -184,11 +154,17 @@ class SearchOptions:
 
     effort: Effort = "standard"
     time_limit: float | None = None
+    """Seconds, or None. With a limit, the plan may depend on the speed of the machine."""
     seed: int = 0
     workers: int = 1
+    """Threads of the search; the plan does not depend on their number."""
     without: tuple[str, ...] = ()
+    """Stages of ``STAGES`` to leave out."""
     jitter: Jitter | None = None
+    """By how much durations vary. With it, the plan is chosen for its simulated time
+    (:mod:`zbv_solver.search.for_jitter`), not for the time with planned durations."""
     quantile: float | None = None
+    """The quantile of the simulated times to choose for, or None for their mean."""
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:

@@ -23,18 +23,12 @@ LARGEST_COST = 1 << 32
 
 @dataclass(frozen=True)
 class SearchUnit:
-    """The unit of time of a search.
-
-    Attributes
-    ----------
-    length
-        Its length in the caller's unit.
-    scale
-        The factor that makes all costs integers; None if they have no common divisor.
-    """
+    """The unit of time of a search."""
 
     length: float
+    """Its length in the caller's unit."""
     scale: float | None
+    """The factor that makes all costs integers; None if they have no common divisor."""
 
     @classmethod
     def of(cls, times: Sequence[float]) -> SearchUnit:

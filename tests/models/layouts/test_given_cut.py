@@ -19,7 +19,9 @@ from zbv_models.layouts.executor_memory import in_order
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import parse_request
+from zbv_models.layouts.sensitivity import changes
 from zbv_solver.commands.cli import main
+from zbv_solver.errors import NoLayoutFits
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -246,3 +248,17 @@ def test_torchao_keeps_operands_of_float8_products_as_they_came(
         kept.append(estimated.estimate.layers[1].plain.after_forward)
     assert (kept[0] < kept[1]) == is_narrow
     assert is_narrow or kept[0] == kept[1]
+
+
+def test_less_memory_is_less_for_tensors_and_a_search_that_fails_names_the_whole_device() -> None:
+    nodes = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
+    request = parse_request(SMALL, equal_cluster(nodes))
+    changed = {factor: new for name, factor, new in changes(request) if name == "memory"}
+    assert changed
+    for factor, new in changed.items():
+        assert new.cluster.size == pytest.approx(factor * request.cluster.size)
+        assert new.cluster.memory == pytest.approx(factor * request.cluster.memory)
+    small = parse_request(SMALL, equal_cluster(nodes | {"memory": 1e7, "reserve": 0}))
+    with pytest.raises(NoLayoutFits) as error:
+        executor_layouts(small.layouts, small.setting, "torchtitan")
+    assert error.value.memory == 1e7

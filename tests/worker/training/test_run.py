@@ -107,7 +107,7 @@ def test_results_are_written_before_the_groups_are_destroyed(
 
     report, transport = RankReport("plan", 0), Mock()
     transport.close.side_effect = hang
-    monkeypatch.setattr(run, "_prepare", lambda *_: (torch.device("cpu"), [], [], object()))
+    monkeypatch.setattr(run, "_prepare", lambda *_: (torch.device("cpu"), [], object()))
     monkeypatch.setattr(run, "train", lambda *_: [report])
     monkeypatch.setattr(run, "open_transport", lambda *_, **__: transport)
     for name in ("GlooControl", "Guard"):

@@ -25,7 +25,7 @@ from ortools.sat.python.cp_model_helper import Literal
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.improve.cp_sat import Action, Amounts, Grid
 from zbv_solver.improve.cp_states import Implied
-from zbv_solver.improve.cp_window import Window
+from zbv_solver.improve.cp_window import FreeWindow
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
 
@@ -34,7 +34,7 @@ Cell = tuple[int, int]
 Expression = cp_model.LinearExpr
 
 
-class Model:
+class CpModel:
     """Variables and constraints of a window.
 
     Parameters
@@ -58,7 +58,7 @@ class Model:
         problem: Problem,
         grid: Grid,
         amounts: list[Amounts] | None,
-        window: Window,
+        window: FreeWindow,
         most: int,
         *,
         known: list[Implied | None] | None = None,

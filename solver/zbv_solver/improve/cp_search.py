@@ -18,10 +18,10 @@ from ortools.sat.python import cp_model
 
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.improve.cp_model import Model
+from zbv_solver.improve.cp_model import CpModel
 from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver, stopped_when
 from zbv_solver.improve.cp_states import Implied, implied
-from zbv_solver.improve.cp_window import Paths, Window
+from zbv_solver.improve.cp_window import FreeWindow, Paths
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING
 from zbv_solver.problem.problem import Problem
@@ -208,13 +208,13 @@ class Search:
         time.
         """
         unit = self.grid.steps * self.grid.parts
-        window = Window.between(self.paths, self.orders, begin * unit, end * unit)
+        window = FreeWindow.between(self.paths, self.orders, begin * unit, end * unit)
         # The model admits only objectives that are strictly better. With rounded costs, it may still find
         # orders that are not, hence the check of the true objective.
         most = self.grid.strictly_below(self.value)
         if window.floor > most or not len(window.free):
             return False
-        model = Model(self.problem, self.grid, self.amounts, window, most)
+        model = CpModel(self.problem, self.grid, self.amounts, window, most)
         solver = make_solver(effort, self._seconds_left(), self.seed)
         with stopped_when(self.cancelled, solver):
             status = solver.solve(model.model)
@@ -280,11 +280,11 @@ class Search:
     ) -> cp_model.CpSolverStatus:
         """Search for orders that take at most ``most`` parts."""
         self.known = self.known or self._implications()
-        model = Model(
+        model = CpModel(
             self.problem,
             self.grid,
             self.amounts,
-            Window.whole(self.paths, self.orders, self.lower),
+            FreeWindow.whole(self.paths, self.orders, self.lower),
             max(0, most),
             known=self.known,
             minimise=minimise,

@@ -95,7 +95,7 @@ def _needs(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class FreeWindow:
     """The free actions of an order, and what the others impose on them."""
 
     orders: Orders
@@ -114,14 +114,14 @@ class Window:
     is_whole: bool
 
     @classmethod
-    def whole(cls, paths: Paths, orders: Orders, floor: int) -> Window:
+    def whole(cls, paths: Paths, orders: Orders, floor: int) -> FreeWindow:
         """The window of all actions; ``floor`` parts are a bound on the objective."""
         nothing = np.zeros(len(orders), np.int64)
         free = np.arange(len(orders))
         return cls(orders, free, paths.start, nothing, nothing, nothing, floor, True)
 
     @classmethod
-    def between(cls, paths: Paths, orders: Orders, begin: float, end: float) -> Window:
+    def between(cls, paths: Paths, orders: Orders, begin: float, end: float) -> FreeWindow:
         """What starts from ``begin`` until before ``end``."""
         n, start, offset = len(orders), paths.start, orders.offset
         place = np.where(start < begin, BEFORE, np.where(start < end, INSIDE, AFTER))

@@ -20,10 +20,10 @@ from support.problems import limited, limited_problems, problems, uniform, with_
 from support.reference import all_orders_of_one_microbatch
 from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.improve.cp_model import Model
+from zbv_solver.improve.cp_model import CpModel
 from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver
 from zbv_solver.improve.cp_search import Listener, Search, refine
-from zbv_solver.improve.cp_window import Paths, Window
+from zbv_solver.improve.cp_window import FreeWindow, Paths
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import LETTERS, F, Problem, W
@@ -154,8 +154,8 @@ def has_solution(problem: Problem, actions: list[str]) -> bool:
     """Whether the model admits exactly this order of a single rank."""
     grid, start = make_grid(problem), serial(problem).orders
     amounts = None if problem.memory.limit is None else [Amounts.of(problem, 0)]
-    window = Window.whole(Paths.of(grid, start), start, 0)
-    model = Model(problem, grid, amounts, window, 1000, minimise=False)
+    window = FreeWindow.whole(Paths.of(grid, start), start, 0)
+    model = CpModel(problem, grid, amounts, window, 1000, minimise=False)
     order = [(LETTERS.index(letter), stage, j) for stage, letter, j in Orders.from_text([actions]).actions(0)]
     for first, second in pairwise(order):
         model.model.add(model.end(first) <= model.start(second))

@@ -17,7 +17,7 @@ from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.views.layout_form import LayoutForm, form_of
 from zbv_solver.errors import InvalidInput
 
-OF_ZBV = {"help", "output", "workers"}
+OF_ZBV = {"cut", "help", "output", "workers"}
 """Where the command writes, and how many threads of this machine search: no part of a search."""
 OF_CLIENT = {"help", "output", "server", "token_file", "tls_ca", "tls_cert", "tls_key", "detach", "quiet"}
 """The same of the client, and how it reaches the service that searches."""

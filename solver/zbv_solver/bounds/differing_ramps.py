@@ -39,7 +39,7 @@ class _Ramp(NamedTuple):
 
 
 class Ramps(NamedTuple):
-    """What microbatches do on a rank, relative to a window, for K kinds and C chunks (Lemmas 53 to 55)."""
+    """What microbatches of K kinds do on a rank of C chunks, relative to a window: Lemmas 53, 54 and 55."""
 
     length: FloatArray
     head: FloatArray

@@ -9,6 +9,8 @@ from fractions import Fraction
 
 TOLERANCE = Fraction(1, 10**9)
 """Relative difference that float rounding may cause."""
+ROUNDED_SUMS = Fraction(1, 10**14)
+"""The same of a sum, relative to the largest of the sums that it is a difference of."""
 
 
 class Contradiction(Exception):

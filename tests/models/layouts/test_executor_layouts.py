@@ -26,6 +26,7 @@ from zbv_models.layouts import executor_search as executor_module
 from zbv_models.layouts import scheduled_layout
 from zbv_models.layouts.answer import ranking_json, recomputation
 from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.executor_rules import (
     LAYOUT_RULES,
     MODEL_RULES,
@@ -458,3 +459,34 @@ def test_reports_lead_to_the_ranking() -> None:
         assert earlier.no_layout_below <= later.no_layout_below * (1 + 1e-12)
         assert earlier.ruled_out <= later.ruled_out
     assert reports[-1].no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("executor", ["torch", "torchtitan", "megatron"])
+def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> None:
+    parts = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 2, "microbatch_size": 1}
+    cluster = cluster_of(1, 2)
+    request = request_of(MODEL, cluster, 8, executor, **parts, recompute="none")
+    (best,) = executor_layouts(request.layouts, request.setting, executor).best
+    problem, largest = best.plan.problem, max(each.output_bytes for each in best.estimated.estimate.layers)
+    assert problem.model is not None
+    buffers = STATES[executor].buffers(8, largest) * problem.placement.chunks
+    assert (buffers > 0) == (executor != "megatron")
+    model = problem.model.model
+    memory = {name: each.costs.memory for name, each in zip(model.names, model.each, strict=True)}
+    for static, stages in zip(problem.memory.static, problem.placement.stages_of, strict=True):
+        hosted = [memory[name] for stage in stages for name in problem.model.partition[stage]]
+        of_layers = sum(each.static for each in hosted) + max(each.workspace for each in hosted)
+        assert static - of_layers == pytest.approx(cluster.reserve + buffers)
+
+
+def test_gradients_that_pass_are_those_of_all_halves_of_a_block() -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8, "torchtitan", pipeline_parallel=2, data_parallel=2)
+    setting = request.setting.of_executor("torchtitan")
+    layout = next(each for each in request.layouts if each.zero_stage == 1)
+    whole = EstimatedLayout.of(layout, setting).estimate.layers
+    training = replace(setting.training, by_halves=True)
+    halves = EstimatedLayout.of(layout, replace(setting, training=training)).estimate.layers
+    assert sum(each.passing * each.copies for each in whole) == sum(
+        each.passing * each.copies for each in halves
+    )
+    assert all(each.passing > 0 for each in whole)

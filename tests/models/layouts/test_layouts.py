@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.rankings import check_ranking
 from zbv_models.layouts import progress
 from zbv_models.layouts.answer import points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster, parse_cluster
@@ -22,8 +23,7 @@ from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import changes, nearest, outcomes
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
-from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.errors import InvalidInput
 from zbv_solver.search.options import SearchOptions
 
 MODEL = {
@@ -175,26 +175,7 @@ def test_the_best_layout_is_that_of_planning_every_one(
     request = request_of(
         model, cluster_of(nodes, gpus, gigabytes), batch, Fixed(zero_stage=1, microbatch_size=3)
     )
-    planned = []
-    for layout in request.layouts:
-        estimated = EstimatedLayout.of(layout, request.setting)
-        try:
-            found = plan_layout(estimated)
-        except InfeasibleMemory:
-            continue
-        bounds = [request.setting.least_work(layout), estimated.mean_bound, estimated.memory_bound]
-        bounds += [estimated.load_bound, found.lower_bound]
-        assert max(bounds) <= found.step_time * (1 + OPTIMAL_GAP)
-        assert estimated.has_room_for_states
-        planned.append(found.step_time)
-    if not planned:
-        with pytest.raises(NoLayoutFits, match="no layout fits"):
-            best_layouts(request.layouts, request.setting)
-        return
-    ranking = best_layouts(request.layouts, request.setting, top=2)
-    assert [each.step_time for each in ranking.best] == pytest.approx(sorted(planned)[:2], rel=1e-12)
-    assert ranking.no_layout_below <= ranking.best[0].step_time
-    assert ranking.considered == len(request.layouts)
+    check_ranking(request)
 
 
 def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> None:

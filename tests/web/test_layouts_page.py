@@ -50,6 +50,8 @@ def test_the_form_leads_to_the_best_layouts_and_their_plans(
     best = document["answer"]["layouts"][0]
     page.wait_for_url("**/layouts.json")
     page.go_back()
+    expect(rows.first).to_contain_text(f"{best['reserved_memory'] / 1e9:.3g} GB")
+    expect(page.get_by_text("2, 80 GB each")).to_be_visible()  # the size of an H100, not the room for tensors
     page.locator(".plot a circle.best").click()
     page.wait_for_url(f"**/plans/{best['plan_id']}")
     assert found.complaints == []

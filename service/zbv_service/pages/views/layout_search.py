@@ -73,7 +73,8 @@ class LayoutRow:
     step: str
     bound: str
     utilisation: str
-    memory: str
+    tensors: str
+    reserved: str
     plan_id: str
     executor: str
     schedule: str
@@ -133,7 +134,7 @@ def layout_view(
     """The content of the page of a search; its answer is empty before its end."""
     counts, summary = search.progress, search.summary
     layouts = answer.get("layouts", [])
-    memory = parse_cluster(request["cluster"]).memory
+    cluster = parse_cluster(request["cluster"])
     sensitivity = answer.get("sensitivity") or {}
     gap, objective = search.gap, search.objective
     return LayoutSearchView(
@@ -151,12 +152,12 @@ def layout_view(
         rows=tuple(_row(each) for each in layouts),
         settings=layouts[0].get("settings") or layouts[0].get("remark") or "" if layouts else "",
         free_step=_free_step(layouts[0]) if layouts else "",
-        picture=layout_picture(answer, memory, root) if layouts and "points" in answer else None,
+        picture=layout_picture(answer, cluster.memory, root) if layouts and "points" in answer else None,
         parts=_parts(layouts[0]) if layouts and "composition" in layouts[0] else (),
         changes=tuple(_change(each, sensitivity["step_time"], layouts[0]) for each in _changes(sensitivity)),
         among=sensitivity.get("among", 0),
         most_plans=sensitivity.get("most_plans", 0),
-        facts=_facts(search, request, memory),
+        facts=_facts(search, request, cluster.size),
     )
 
 
@@ -170,7 +171,8 @@ def _row(layout: Mapping[str, Any]) -> LayoutRow:
         step=_seconds(layout["step_time"]),
         bound=_seconds(layout["lower_bound"]),
         utilisation=f"{layout['model_flops_utilisation']:.1%}",
-        memory=f"{layout['peak_memory'] / 1e9:.3g} GB",
+        tensors=f"{layout['peak_memory'] / 1e9:.3g} GB",
+        reserved=f"{layout['reserved_memory'] / 1e9:.3g} GB",
         plan_id=layout["plan_id"],
         executor=layout["executor"],
         schedule=_schedule(layout),
@@ -240,13 +242,13 @@ def _difference(layout: Mapping[str, Any], before: Mapping[str, Any]) -> str:
 
 
 def _facts(
-    search: LayoutSearchDocument, request: Mapping[str, Any], memory: float
+    search: LayoutSearchDocument, request: Mapping[str, Any], size: float
 ) -> tuple[tuple[str, str], ...]:
     fixed = [
         f"{name.replace('_', ' ')} {value}" for name, value in request["fixed"].items() if value is not None
     ]
     facts = [
-        ("Devices", f"{search.summary.devices:,}, {memory / 1e9:.3g} GB each"),
+        ("Devices", f"{search.summary.devices:,}, {size / 1e9:.3g} GB each"),
         ("Fixed parts", ", ".join(fixed) or "none"),
         ("Effort", search.options.effort or "constructed orders"),
     ]

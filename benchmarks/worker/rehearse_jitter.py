@@ -50,7 +50,9 @@ class RehearseJitterWorkload:
         """Titles and plans: the classical schedules, and zbv's for every limit."""
         from dataclasses import replace
 
-        from zbv_solver.search.search import SearchOptions, baseline_plan, search
+        from zbv_solver.search.assemble import baseline_plan
+        from zbv_solver.search.options import SearchOptions
+        from zbv_solver.search.run import search
 
         def problem(share: float) -> Any:
             return replace(self.costs, memory=share).problem(pp_degree, microbatches)

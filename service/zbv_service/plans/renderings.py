@@ -135,7 +135,7 @@ def load() -> None:
     """Load the code of pages, and the machine code of the timing, by making a page."""
     from zbv_solver.export.report import plan_view
     from zbv_solver.problem.reading import parse_problem
-    from zbv_solver.search.search import baseline_plan
+    from zbv_solver.search.assemble import baseline_plan
 
     from zbv_service.plans.thumbnail import thumbnail
 

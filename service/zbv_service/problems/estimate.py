@@ -95,7 +95,8 @@ def estimate_of(packed: bytes) -> dict[str, Any]:
     """The estimate of a packed problem document; runs in another process."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.bounds import lower_bound
-    from zbv_solver.search.search import compare, search
+    from zbv_solver.search.assemble import compare
+    from zbv_solver.search.run import search
 
     problem = parse_problem(unpack(packed))
     if problem.n_stages * problem.microbatches > MAX_CELLS:

@@ -24,9 +24,9 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.layered import bound_over_all_cuts
-from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import Effort, SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
+from zbv_solver.search.unit import OwnUnit
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 

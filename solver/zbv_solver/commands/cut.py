@@ -30,8 +30,7 @@ from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.baselines import compare
+from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 
 OTHER_FLAGS = ("layout", "recompute", "recompute_layers")

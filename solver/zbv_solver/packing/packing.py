@@ -25,7 +25,7 @@ from zbv_solver.plans.certificate import certify
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 Planner = Callable[[Problem, SearchOptions], Plan]
 FINALISTS = 3

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from zbv_solver._version import __version__
 from zbv_solver.documents.files import write
 from zbv_solver.documents.text import canonical_json, plain
+from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.certificate import Status
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.simulation import Simulation, simulation_json
@@ -137,12 +137,12 @@ class Plan:
         write(path, json.dumps(plan_json(self)) + "\n")
 
     def _repr_html_(self) -> str | None:
-        """The picture and the metrics, for notebooks."""
-        return None if notebook_html is None else notebook_html(self)
+        """The picture and the metrics, for notebooks; None without Numba."""
+        if not can_compile():
+            return None
+        from zbv_solver.export.html import plan_html  # upwards: only the plan itself is asked
 
-
-notebook_html: Callable[[Plan], str] | None = None
-"""Draws a plan for a notebook. The package's face sets it, because `export` is built on this folder."""
+        return plan_html(self)
 
 
 def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:

@@ -209,7 +209,7 @@ def _baseline_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
 
 
 def _recomputed(document: BaselineDocument, problem: Problem) -> Baseline:
-    from zbv_solver.search.baselines import baseline_row, stated
+    from zbv_solver.search.assemble import baseline_row, stated
 
     return baseline_row(document.name, *stated(to_baseline(document), problem))
 
@@ -284,7 +284,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     """
     from zbv_solver.bounds import lower_bound
     from zbv_solver.search.options import budgets_of
-    from zbv_solver.search.search_unit import in_search_unit
+    from zbv_solver.search.unit import in_search_unit
 
     # In the caller's unit, CP-SAT's grid may be coarser and prove less.
     problem, unit = in_search_unit(plan.problem)

@@ -1,4 +1,4 @@
-"""The last stage of a search for durations that vary: choose among several orders by simulation.
+"""A search for durations that vary: it chooses among the orders of several searches by simulation.
 
 A plan that is optimal for planned durations may lose to others when durations vary, because an order fixes
 which tensor a rank waits for. So the problem is also searched with longer latencies between ranks: in these
@@ -11,26 +11,28 @@ Lower bound, gap and status of the plan remain those of planned durations.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
+from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.useless_splits import without_useless_splits
-from zbv_solver.jitter.noise import Jitter, jitter_json
+from zbv_solver.jitter.noise import Jitter, check_quantile, jitter_json
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.halt import Halt
+from zbv_solver.search.incumbent import Cancelled, OnProgress
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.pipeline import Pipeline
-from zbv_solver.search.search_state import CHAINS
-from zbv_solver.search.search_unit import in_search_unit
+from zbv_solver.search.phases import Search
+from zbv_solver.search.race import CHAINS, Halt
+from zbv_solver.search.run import search
 from zbv_solver.search.simulate import SCENARIOS, simulate
+from zbv_solver.search.unit import in_search_unit
 from zbv_solver.timing.step_times import iteration_times
 
 PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.12
@@ -50,52 +52,52 @@ COMPARING, CHOOSING = (2 << 40, 3 << 40)
 user asks for has them, because its seed is smaller."""
 
 
-def planned_options(options: SearchOptions) -> SearchOptions:
-    """The options of the search with planned durations, which comes first."""
-    limit = options.time_limit
-    if options.jitter is None or limit is None:
-        return options
-    return replace(options, time_limit=PLANNED_SHARE * limit)
-
-
-def for_jitter(
-    plan: Plan,
-    options: SearchOptions,
+def search_for_jitter(
+    problem: AnyProblem,
+    options: SearchOptions | None = None,
+    on_progress: OnProgress | None = None,
+    cancelled: Cancelled | None = None,
+    incumbent: Orders | Plan | None = None,
     *,
-    began: float,
-    cancelled: Callable[[], bool] | None = None,
+    jitter: Jitter | None,
+    quantile: float | None = None,
 ) -> Plan:
-    """The plan to run when durations vary as the options say, with a simulation of it.
+    """The plan to run when durations vary, with a simulation of it; without ``jitter``, the planned one.
 
     Parameters
     ----------
-    plan
-        The best plan for planned durations, or any other; the returned plan is not worse in the simulation
-        that compares them.
-    began
-        When the search began, by ``time.monotonic``.
-    cancelled
-        Polled; once true, the best plan so far is returned, without a simulation.
+    options, on_progress, cancelled, incumbent
+        As in :func:`zbv_solver.search.run.search`, which plans for planned durations first.
+    quantile
+        The quantile of the simulated times to choose for, or None for their mean.
 
     Raises
     ------
     InvalidInput
-        When the jitter is for another number of ranks.
+        When the jitter is for another number of ranks, or the quantile is out of range or without jitter;
+        and as :func:`zbv_solver.search.run.search`.
     """
-    jitter = options.jitter
+    began, options = time.monotonic(), options or SearchOptions()
+    check_quantile(quantile, jitter)
     if jitter is None:
-        return plan
-    deadline = None if options.time_limit is None else began + options.time_limit
-    with Halt(cancelled, deadline) as halt:
-        longer, orders = _chosen(plan, options, jitter, halt)
+        return search(problem, options, on_progress, cancelled, incumbent)
+    try:
+        jitter.require_ranks(problem.pp_degree)
+    except InvalidInput as error:
+        raise error.below("/jitter") from None
+    limit = options.time_limit
+    planned = options if limit is None else replace(options, time_limit=PLANNED_SHARE * limit)
+    plan = search(problem, planned, on_progress, cancelled, incumbent)
+    with Halt(cancelled, None if limit is None else began + limit) as halt:
+        longer, orders = _chosen(plan, options, jitter, quantile, halt)
     extra = {**plan.provenance.extra, "jitter": jitter_json(jitter)}
-    if options.quantile is not None:
-        extra["quantile"] = options.quantile
+    if quantile is not None:
+        extra["quantile"] = quantile
     if halt.reason is not None:
         extra["cut"] = halt.reason
-    found = plan
+    chosen = plan
     if orders is not plan.orders:
-        found = make_plan(
+        chosen = make_plan(
             plan.problem,
             without_useless_splits(plan.problem, orders),
             method=f"latencies + {longer:g}",
@@ -103,18 +105,20 @@ def for_jitter(
         )
         cut = plan.cut
         if cut is not None:
-            cut = replace(cut, gap=gap_of(found.objective, cut.lower_bound))
-        found = replace(found, baselines=plan.baselines, cut=cut)
+            cut = replace(cut, gap=gap_of(chosen.objective, cut.lower_bound))
+        chosen = replace(chosen, baselines=plan.baselines, cut=cut)
     simulation = None
     if halt.reason != "cancelled":
         scenarios = min(SCENARIOS, max(FEWEST_SCENARIOS, MOST_SIMULATED // plan.problem.max_actions))
-        simulation = simulate(found, jitter, scenarios=scenarios)
+        simulation = simulate(chosen, jitter, scenarios=scenarios)
     seconds = time.monotonic() - began
-    provenance = replace(plan.provenance, method=found.provenance.method, seconds=seconds, extra=extra)
-    return replace(found, provenance=provenance, simulation=simulation)
+    provenance = replace(plan.provenance, method=chosen.provenance.method, seconds=seconds, extra=extra)
+    return replace(chosen, provenance=provenance, simulation=simulation)
 
 
-def _chosen(plan: Plan, options: SearchOptions, jitter: Jitter, halt: Halt) -> tuple[float, Orders]:
+def _chosen(
+    plan: Plan, options: SearchOptions, jitter: Jitter, quantile: float | None, halt: Halt
+) -> tuple[float, Orders]:
     """The best order in simulations, and by how much latencies were longer when it was found."""
     planned = (0.0, plan.orders)
     if jitter.is_constant or halt.check():
@@ -125,16 +129,15 @@ def _chosen(plan: Plan, options: SearchOptions, jitter: Jitter, halt: Halt) -> t
         seed = purpose + options.seed
         times = iteration_times(problem, orders, jitter, scenarios=scenarios, seed=seed)
         sample = times.makespan if problem.objective == "makespan" else times.span
-        quantile = options.quantile
         return float(sample.mean() if quantile is None else np.quantile(sample, quantile))
 
     def best(candidates: list[tuple[float, Orders]], purpose: int, scenarios: int) -> list[int]:
         """Places of candidates, the shortest one first."""
-        values = pool.map(lambda each: simulated(each[1], purpose, scenarios), candidates)
+        values = threads.map(lambda candidate: simulated(candidate[1], purpose, scenarios), candidates)
         return [int(place) for place in np.argsort(list(values), kind="stable")]
 
-    with ThreadPoolExecutor(min(options.workers, CHAINS)) as pool:
-        searched = pool.map(lambda longer: _searched(problem, options, longer, halt), LONGER)
+    with ThreadPoolExecutor(min(options.workers, CHAINS)) as threads:
+        searched = threads.map(lambda longer: _searched(problem, options, longer, halt), LONGER)
         found = list(chain.from_iterable(searched))
         last = [planned, *(found[place] for place in best(found, COMPARING, TRIES)[:LAST])]
         return last[best(last, CHOOSING, LAST_TRIES)[0]]
@@ -147,23 +150,18 @@ def _searched(
     if halt.check():
         return []
     limit = options.time_limit
-    options = replace(
-        options,
-        time_limit=None if limit is None else SEARCH_SHARE * limit,
-        workers=1,
-        jitter=None,
-        quantile=None,
-    )
+    options = replace(options, time_limit=None if limit is None else SEARCH_SHARE * limit, workers=1)
     arrays = problem.arrays
     added = np.where(arrays.rank_of[1:] != arrays.rank_of[:-1], longer * arrays.duration[:3].mean(), 0.0)
     changed = problem.with_arrays(replace(arrays, latency=arrays.latency + added[:, None]))
-    with Pipeline(changed, options, None, halt.check) as pipeline:
-        pipeline.run()
-    found = sorted(pipeline.bests, key=lambda each: each.value)[:KEPT]
-    if not found and pipeline.found is not None:
-        found = [pipeline.found]
+    longer_search = Search(changed, options, None, halt.check)
+    longer_search.run()
+    bests = sorted(longer_search.bests, key=lambda solution: solution.value)[:KEPT]
+    if not bests and longer_search.incumbent.current is not None:
+        bests = [longer_search.incumbent.current]
+    orders = [solution.orders for solution in bests]
     # Equal microbatches ascend.
     return [
-        (longer, first_in_first_out(each.orders, problem.n_stages) if problem.is_equal else each.orders)
-        for each in found
+        (longer, first_in_first_out(order, problem.n_stages) if problem.is_equal else order)
+        for order in orders
     ]

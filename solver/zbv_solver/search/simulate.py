@@ -11,7 +11,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.simulation import SimulatedBaseline, Simulation, Spans
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.baselines import compare, stated
+from zbv_solver.search.assemble import compare, stated
 from zbv_solver.timing.step_times import iteration_times
 
 SCENARIOS = 256

@@ -20,7 +20,7 @@ from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import Progress
+from zbv_solver.search.incumbent import Progress
 
 pytestmark = pytest.mark.anyio
 

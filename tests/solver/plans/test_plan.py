@@ -13,7 +13,8 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 
 @pytest.fixture(scope="module")

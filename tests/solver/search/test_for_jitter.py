@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +13,6 @@ from zbv_solver.jitter.noise import Jitter
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.for_jitter import for_jitter
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
 from zbv_solver.timing.step_times import iteration_times
 
 JITTER = Jitter.of(action=0.1, transfer=0.3)
@@ -75,16 +71,14 @@ def test_layers_keep_their_cut_and_its_bound() -> None:
 
 
 def test_a_cancelled_search_returns_the_plan_at_once(planned: Plan) -> None:
-    options = SearchOptions("quick", jitter=JITTER)
-    found = for_jitter(planned, options, began=time.monotonic(), cancelled=lambda: True)
+    found = zbv.plan(PROBLEM, "quick", jitter=JITTER, start_from=planned, cancelled=lambda: True)
     assert found.plan_id == planned.plan_id
     assert found.simulation is None
     assert found.provenance.extra["cut"] == "cancelled"
 
 
-def test_a_time_limit_ends_the_choice(planned: Plan) -> None:
-    options = SearchOptions("thorough", time_limit=0.3, jitter=JITTER)
-    found = for_jitter(planned, options, began=time.monotonic())
+def test_a_time_limit_ends_the_choice() -> None:
+    found = zbv.plan(PROBLEM, "thorough", time_limit=0.3, jitter=JITTER)
     assert found.provenance.extra["cut"] == "time limit"
     zbv.check(plan_json(found), PROBLEM)
 
@@ -100,7 +94,7 @@ def test_a_time_limit_ends_the_choice(planned: Plan) -> None:
 )
 def test_wrong_options_are_refused(jitter: Jitter | None, quantile: float, pointer: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        SearchOptions(jitter=jitter, quantile=quantile)
+        zbv.plan(PROBLEM, "quick", jitter=jitter, quantile=quantile)
     assert caught.value.issues[0].pointer == pointer
 
 
@@ -108,5 +102,5 @@ def test_wrong_options_are_refused(jitter: Jitter | None, quantile: float, point
 def test_jitter_of_other_ranks_is_refused(problem: Problem | LayeredProblem) -> None:
     jitter = replace(JITTER, rank=JITTER.rank * 5)
     with pytest.raises(InvalidInput, match="one per rank") as caught:
-        search(problem, SearchOptions("quick", jitter=jitter))
+        zbv.plan(problem, "quick", jitter=jitter)
     assert caught.value.issues[0].pointer == "/jitter/rank"

@@ -25,7 +25,7 @@ from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.step_times import rehearsed_times
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun

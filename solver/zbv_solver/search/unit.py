@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.problem.cut import Link
+from zbv_solver.problem.layer import Layer, LayerCosts, Model
+from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MIN_NUMBER, integer_scale, rounded_to_bits
 from zbv_solver.problem.problem import B, I, Problem, W
 
@@ -64,3 +67,53 @@ def in_search_unit(problem: Problem) -> tuple[Problem, float]:
         return problem.with_arrays(converted), unit.length
     own = costs.mapped(unit.converted, unit.converted(arrays.latency[:, 0].tolist()))
     return replace(problem, costs=own, model=None), unit.length
+
+
+@dataclass(frozen=True, eq=False)
+class OwnUnit:
+    """A layered problem in the caller's unit and in the unit of its search."""
+
+    given: LayeredProblem
+    problem: LayeredProblem
+    """In the caller's unit, and in the unit of the search."""
+    length: float
+    """Length of the search's unit in the caller's unit."""
+
+    @classmethod
+    def of(cls, given: LayeredProblem) -> OwnUnit:
+        """Convert all costs; memory is unchanged."""
+        link, layers = given.link, given.model.layers
+        transfers = [given.p2p]
+        for each in given.links or (() if link is None else (link,)):
+            transfers += [each.latency, *(each.transfer(layer.output_bytes) for layer in layers)]
+        times = [time for layer in layers for costs in layer.every_costs for time in _times(costs)]
+        unit = SearchUnit.of([*times, *transfers])
+        latency = 0.0 if link is None else unit.converted([link.latency])[0]
+
+        def converted(layer: Layer) -> Layer:
+            found = layer.with_costs(lambda costs: _converted(costs, unit))
+            if link is None:
+                return found
+            # Transfers take latency + bytes / bandwidth: with bandwidth 1, bytes are a time.
+            transfer = unit.converted([link.transfer(layer.output_bytes)])[0]
+            return replace(found, output_bytes=max(0.0, transfer - latency))
+
+        problem = replace(
+            given,
+            model=Model(tuple(map(converted, layers)), given.model.recompute_modules),
+            p2p=unit.converted([given.p2p])[0] if link is None else 0.0,
+            link=None if link is None else Link(latency, 1.0),
+            links=tuple(
+                Link(unit.converted([each.latency])[0], each.bandwidth * unit.length) for each in given.links
+            ),
+        )
+        return cls(given, problem, unit.length)
+
+
+def _times(costs: LayerCosts) -> list[float]:
+    return [costs.forward, costs.backward_input, costs.backward_weight, costs.fused]
+
+
+def _converted(costs: LayerCosts, unit: SearchUnit) -> LayerCosts:
+    forward, inputs, weights, fused = unit.converted(_times(costs))
+    return LayerCosts(forward, inputs, weights, None if costs.backward is None else fused, costs.memory)

@@ -15,10 +15,9 @@ from pathlib import Path
 from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.jitter.noise import Jitter
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.for_jitter import search_for_jitter
+from zbv_solver.search.jitter import P95, search_for_jitter, simulate
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
-from zbv_solver.search.simulate import P95, simulate
 from zbv_solver.timing.start_times import evaluate
 
 from benchmarks.errors import WrongInput

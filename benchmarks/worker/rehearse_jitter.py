@@ -87,7 +87,7 @@ def findings(name: str, plan: Plan, outcomes: Sequence[dict[str, Any]]) -> Itera
     """
     import numpy as np
     from zbv_solver.jitter.noise import parse_jitter
-    from zbv_solver.search.simulate import P95, simulate
+    from zbv_solver.search.jitter import P95, simulate
 
     simulated, scale = outcomes[0]["simulated"], outcomes[0]["planned"] / plan.objective
     measured = np.median([outcome["steps"] for outcome in outcomes], axis=0)

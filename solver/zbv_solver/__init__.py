@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from zbv_solver.packing.batch import Batch, load_batch, parse_batch
     from zbv_solver.packing.packing import Packing
     from zbv_solver.plans.orders import Orders
-    from zbv_solver.plans.plan import Baseline, Metrics, Plan
-    from zbv_solver.plans.simulation import Simulation
+    from zbv_solver.plans.plan import Baseline, Metrics, Plan, Simulation
     from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
     from zbv_solver.problem.problem import Problem
     from zbv_solver.problem.reading import load_problem
@@ -98,7 +97,7 @@ _HOMES = {
     "Plan": "plans.plan.Plan",
     "Problem": "problem.problem.Problem",
     "Progress": "search.incumbent.Progress",
-    "Simulation": "plans.simulation.Simulation",
+    "Simulation": "plans.plan.Simulation",
     "StepPlanner": "search.step_planner.StepPlanner",
     "compare": "search.assemble.compare",
     "load_batch": "packing.batch.load_batch",
@@ -132,7 +131,7 @@ def load_plan(path: str | Path) -> Plan:
     OSError
         When the file cannot be read.
     """
-    from zbv_solver.search.assemble import load_plan
+    from zbv_solver.search.claims import load_plan
 
     return load_plan(path)
 
@@ -195,7 +194,7 @@ def plan(
     if jitter is None and quantile is None:
         return search(problem, options, on_progress, cancelled, start_from)
     from zbv_solver.jitter.noise import parse_jitter
-    from zbv_solver.search.for_jitter import search_for_jitter
+    from zbv_solver.search.jitter import search_for_jitter
 
     varies = parse_jitter(jitter) if isinstance(jitter, str) else jitter
     return search_for_jitter(
@@ -307,7 +306,7 @@ def simulate(plan: Plan, jitter: Jitter | str, *, scenarios: int = 256, seed: in
         When the jitter is not one of this plan's ranks, or a number is out of range.
     """
     from zbv_solver.jitter.noise import parse_jitter
-    from zbv_solver.search.simulate import simulate
+    from zbv_solver.search.jitter import simulate
 
     return simulate(
         plan, parse_jitter(jitter) if isinstance(jitter, str) else jitter, scenarios=scenarios, seed=seed

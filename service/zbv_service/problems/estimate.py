@@ -11,8 +11,7 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.cut_space import CutTables
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.documents import LayeredProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_problem, to_layered

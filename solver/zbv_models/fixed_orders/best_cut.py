@@ -16,9 +16,8 @@ from typing import Literal
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
-from zbv_solver.plans.certificate import certify
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import CutCertificate, Plan
+from zbv_solver.plans.plan import CutCertificate, Plan, certify
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem

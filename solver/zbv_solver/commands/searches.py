@@ -21,7 +21,7 @@ from zbv_solver.jitter.noise import Jitter, check_quantile
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.reading import load_problem
-from zbv_solver.search.for_jitter import search_for_jitter
+from zbv_solver.search.jitter import search_for_jitter
 from zbv_solver.search.run import search
 
 

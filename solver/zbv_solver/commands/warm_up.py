@@ -21,7 +21,7 @@ def main() -> int:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         progress.add_task("compiling kernels (once)", total=None)
         from zbv_solver.bounds import lower_bound
-        from zbv_solver.search.for_jitter import search_for_jitter
+        from zbv_solver.search.jitter import search_for_jitter
         from zbv_solver.search.options import SearchOptions
         from zbv_solver.search.run import search
 

@@ -64,7 +64,7 @@ class ExactResult:
     """The best order, or None when none better than the incumbent was found."""
     lower_bound: float
     """A proven bound on the objective in the problem's unit. If it is above the value of an order, one of the
-    two is wrong, and :func:`zbv_solver.plans.certificate.certify` reports it."""
+    two is wrong, and :func:`zbv_solver.plans.plan.certify` reports it."""
     proved: bool
     """Whether the search space was exhausted: no order is better than the incumbent or ``orders``."""
 

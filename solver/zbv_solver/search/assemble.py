@@ -1,4 +1,4 @@
-"""Verified plans of known orders: of a caller, of a plan file, and of the classical schedules.
+"""Verified plans of known orders, and the classical schedules as baselines.
 
 A problem by stages keeps its stages in a classical schedule. For a problem by layers, every schedule gets the
 best cut that a search finds for its own order, with the plan's memory limit and its freedom to recompute
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from zbv_solver import bounds
@@ -21,19 +20,16 @@ from zbv_solver.construct.baselines import (
     require_baseline,
     without_limit,
 )
-from zbv_solver.documents.files import file_label
-from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.plans.certificate import certify
+from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline, Metrics, Plan, Provenance
-from zbv_solver.plans.reading import load_plan_document, parse_orders, to_plan
+from zbv_solver.plans.plan import Baseline, Metrics, Plan, Provenance, certify
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
 from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.search.unit import OwnUnit
 from zbv_solver.timing.start_times import evaluate
-from zbv_solver.verify.verifier import verify, verify_metrics, verify_orders
+from zbv_solver.verify.verifier import verify_metrics, verify_orders
 
 CACHED = 64
 """Cuts that are kept: a plan's page shows the schedules several times."""
@@ -80,31 +76,6 @@ def make_plan(
     )
     plan = Plan(problem, orders, metrics, (), Provenance(method, seed, seconds, extra=extra or {}))
     verify_metrics(plan, verified)
-    return plan
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read and verify a plan file; metrics that it does not state are computed.
-
-    Raises
-    ------
-    InvalidInput
-        When the file is not JSON or not a plan.
-    InvalidPlan
-        When the orders cannot be executed, or a stated metric is wrong.
-    OSError
-        When the file cannot be read.
-    """
-    parsed = load_plan_document(path)
-    try:
-        if parsed.metrics is None:
-            return make_plan(*parse_orders(parsed), method=parsed.provenance.method)
-        plan = to_plan(parsed)
-        verify(plan)
-    except InvalidInput as error:
-        raise error.found_in(file_label(path)) from None
-    except InvalidPlan as error:
-        raise InvalidPlan(f"{file_label(path)}: {error}") from None
     return plan
 
 

@@ -1,4 +1,4 @@
-"""Which claims of a plan file are verified.
+"""Plan files: read and verified, and which of their claims are verified.
 
 :mod:`zbv_solver.verify` recomputes the metrics of the orders, and the planner recomputes the baselines. A
 lower bound does not follow from the orders: it needs a proof that no other order is better. By default a
@@ -12,16 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zbv_solver.construct.baselines import baseline_names
+from zbv_solver.documents.files import file_label
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
-from zbv_solver.plans.certificate import verdict
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline, Metrics, Plan
-from zbv_solver.plans.reading import PlanDocument, parse_orders, parse_plan_document, to_baseline, to_plan
-from zbv_solver.plans.simulation import Spans
+from zbv_solver.plans.plan import Baseline, Metrics, Plan, Spans, verdict
+from zbv_solver.plans.reading import (
+    PlanDocument,
+    load_plan_document,
+    parse_orders,
+    parse_plan_document,
+    to_baseline,
+    to_plan,
+)
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP, SAME_METRIC
 from zbv_solver.problem.problem import Problem
@@ -66,6 +73,33 @@ class CheckedPlan:
     def unverified(self) -> tuple[Claim, ...]:
         """The claims that were not checked."""
         return tuple(claim for claim in self.claims if not claim.is_verified)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read and verify a plan file; metrics that it does not state are computed.
+
+    Raises
+    ------
+    InvalidInput
+        When the file is not JSON or not a plan.
+    InvalidPlan
+        When the orders cannot be executed, or a stated metric is wrong.
+    OSError
+        When the file cannot be read.
+    """
+    parsed = load_plan_document(path)
+    try:
+        if parsed.metrics is None:
+            from zbv_solver.search.assemble import make_plan
+
+            return make_plan(*parse_orders(parsed), method=parsed.provenance.method)
+        plan = to_plan(parsed)
+        verify(plan)
+    except InvalidInput as error:
+        raise error.found_in(file_label(path)) from None
+    except InvalidPlan as error:
+        raise InvalidPlan(f"{file_label(path)}: {error}") from None
+    return plan
 
 
 def check_plan(
@@ -197,7 +231,7 @@ def _simulation_claims(plan: Plan) -> Iterator[Claim]:
         needs = "would take too long" if is_too_long else "needs numba; install zbv[solver]"
         yield Claim("/simulation", text, False, f"simulating again {needs}")
         return
-    from zbv_solver.search.simulate import simulate
+    from zbv_solver.search.jitter import simulate
 
     try:
         found = simulate(plan, stated.jitter, scenarios=stated.scenarios, seed=stated.seed)

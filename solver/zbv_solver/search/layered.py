@@ -32,9 +32,8 @@ from zbv_solver.partition.first_cuts import (
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.joint_search import Candidate, Judge, improve_cut
 from zbv_solver.partition.least_memory import least_memory_cut
-from zbv_solver.plans.certificate import certify, verdict
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
+from zbv_solver.plans.plan import Baseline, CutCertificate, Plan, certify, verdict
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement

@@ -14,8 +14,6 @@ from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, ser
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.rules import first_rule, in_flight_caps
 from zbv_solver.improve.annealing import COOLER, LEVELS, anneal_in_rounds
-from zbv_solver.improve.injection_search import injection_search
-from zbv_solver.improve.overtaking_search import large_ones, overtaking_search
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.improve.useless_splits import without_useless_splits
@@ -245,6 +243,8 @@ class Search:
         self, placements: int, injected: list[list[Solution]], number: int, halt: Halt
     ) -> Iterator[Solution | None]:
         """Also lists all orders of every chain in ``injected``."""
+        from zbv_solver.improve.injection_search import injection_search  # few searches need it
+
         seed = self.options.seed * CHAINS + number
         for attempt in injection_search(self.problem, placements, seed, halt.flag):
             if attempt is None:
@@ -260,12 +260,19 @@ class Search:
             self.starts += self._race(partial(self._overtaken, placements), INJECT_SHARE)
 
     def _overtaken(self, placements: int, number: int, halt: Halt) -> Iterator[Solution | None]:
+        from zbv_solver.improve.overtaking_search import overtaking_search
+
         seed = self.options.seed * CHAINS + number
         for found in overtaking_search(self.problem, placements, seed, halt.flag):
             yield None if found is None else Solution(*found, "overtaking")
 
     def _has_large_ones(self) -> bool:
-        return not self.problem.is_equal and len(large_ones(self.problem)) > 0
+        """Whether the path of a large microbatch decides."""
+        if self.problem.is_equal:
+            return False
+        from zbv_solver.improve.overtaking_search import large_ones
+
+        return len(large_ones(self.problem)) > 0
 
     def anneal(self) -> None:
         """Move single actions: of the best order, or, where memory is tight, of all starts."""

@@ -19,7 +19,7 @@ from zbv_solver.plans.plan import plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import baseline_plan, compare, make_plan
-from zbv_solver.search.simulate import simulate
+from zbv_solver.search.jitter import simulate
 from zbv_solver.verify.verifier import verify
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,7 @@ from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.assemble import load_plan
+from zbv_solver.search.claims import load_plan
 from zbv_solver.search.run import search
 
 Capture = pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ from zbv_solver.plans.orders import in_entry_order
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.claims import prove_bound
-from zbv_solver.search.for_jitter import search_for_jitter
+from zbv_solver.search.jitter import search_for_jitter
 from zbv_solver.search.options import Budget, Effort, SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import objective_of

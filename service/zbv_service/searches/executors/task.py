@@ -63,7 +63,7 @@ def solver_search(
 ) -> Plan:
     """The solver's own search."""
     from zbv_solver.jitter.noise import parse_jitter  # here for the same reason as Progress
-    from zbv_solver.search.for_jitter import search_for_jitter
+    from zbv_solver.search.jitter import search_for_jitter
     from zbv_solver.search.options import SearchOptions
 
     plain = {name: value for name, value in options.items() if name not in ("jitter", "quantile")}

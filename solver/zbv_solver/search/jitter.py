@@ -1,4 +1,4 @@
-"""A search for durations that vary: it chooses among the orders of several searches by simulation.
+"""Plans for durations that vary: how they behave in simulations, and a search that chooses by these.
 
 A plan that is optimal for planned durations may lose to others when durations vary, because an order fixes
 which tensor a rank waits for. So the problem is also searched with longer latencies between ranks: in these
@@ -17,24 +17,27 @@ from itertools import chain
 
 import numpy as np
 
+from zbv_solver.construct.baselines import baseline_names, without_limit
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.useless_splits import without_useless_splits
-from zbv_solver.jitter.noise import Jitter, check_quantile, jitter_json
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.jitter.noise import MAX_SEED, Jitter, check_quantile, jitter_json
 from zbv_solver.plans.orders import Orders, first_in_first_out
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, SimulatedBaseline, Simulation, Spans, gap_of
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.assemble import compare, make_plan, stated
 from zbv_solver.search.incumbent import Cancelled, OnProgress
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.phases import Search
 from zbv_solver.search.race import CHAINS, Halt
 from zbv_solver.search.run import search
-from zbv_solver.search.simulate import SCENARIOS, simulate
 from zbv_solver.search.unit import in_search_unit
 from zbv_solver.timing.step_times import iteration_times
 
+SCENARIOS = 256
+P95 = 0.95
+DEFAULT_JITTER = Jitter.of(action=0.05, transfer=0.2)
+"""What a plan's page shows: compute that varies by a few percent, and transfers that share their links."""
 PLANNED_SHARE, SEARCH_SHARE = 0.4, 0.12
 """Shares of a time limit for the search with planned durations, and for each search with longer latencies."""
 LONGER = (0.02, 0.05, 0.1, 0.15)
@@ -50,6 +53,38 @@ MOST_SIMULATED, FEWEST_SCENARIOS = 1 << 26, 32
 COMPARING, CHOOSING = (2 << 40, 3 << 40)
 """Added to the seed of the search, so that each comparison has its own random numbers. No simulation that a
 user asks for has them, because its seed is smaller."""
+
+
+def simulate(plan: Plan, jitter: Jitter, *, scenarios: int = SCENARIOS, seed: int = 0) -> Simulation:
+    """Simulate a plan and the classical schedules of its problem.
+
+    Raises
+    ------
+    InvalidInput
+        When ``scenarios`` or ``seed`` is out of range, or the jitter is for another number of ranks.
+    """
+    if not 0 <= seed <= MAX_SEED:
+        raise InvalidInput.at("/seed", f"found {seed}; must be from 0 to {MAX_SEED}.")
+    problem = plan.problem
+    own = _spans(problem, plan.orders, jitter, scenarios, seed)
+    names = baseline_names(problem)
+    rows = [each for each in plan.baselines if each.name in names] or compare(problem)
+    others = [
+        SimulatedBaseline(row.name, _spans(without_limit(of), orders, jitter, scenarios, seed), row.fits)
+        for row in rows
+        for of, orders in [stated(row, problem)]
+    ]
+    return Simulation(jitter, scenarios, seed, own, tuple(others))
+
+
+def _spans(problem: Problem, orders: Orders, jitter: Jitter, scenarios: int, seed: int) -> Spans:
+    times = iteration_times(problem, orders, jitter, scenarios=scenarios, seed=seed)
+    return Spans(
+        float(times.span.mean()),
+        float(np.quantile(times.span, P95)),
+        float(times.makespan.mean()),
+        float(np.quantile(times.makespan, P95)),
+    )
 
 
 def search_for_jitter(

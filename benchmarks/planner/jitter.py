@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zbv_solver.construct.baselines import baseline, without_limit
-from zbv_solver.jitter.noise import Jitter
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.jitter import P95, search_for_jitter, simulate
 from zbv_solver.search.options import SearchOptions

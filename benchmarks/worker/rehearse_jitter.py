@@ -86,7 +86,7 @@ def findings(name: str, plan: Plan, outcomes: Sequence[dict[str, Any]]) -> Itera
         Documents of ``zbv-worker rehearse --jitter … --json`` with the same draws.
     """
     import numpy as np
-    from zbv_solver.jitter.noise import parse_jitter
+    from zbv_solver.problem.jitter import parse_jitter
     from zbv_solver.search.jitter import P95, simulate
 
     simulated, scale = outcomes[0]["simulated"], outcomes[0]["planned"] / plan.objective

@@ -33,11 +33,11 @@ from zbv_solver.errors import (
 
 if TYPE_CHECKING:
     from zbv_solver.frontiers.frontier import FrontierPoint
-    from zbv_solver.jitter.noise import Jitter
     from zbv_solver.packing.batch import Batch, load_batch, parse_batch
     from zbv_solver.packing.packing import Packing
     from zbv_solver.plans.orders import Orders
     from zbv_solver.plans.plan import Baseline, Metrics, Plan, Simulation
+    from zbv_solver.problem.jitter import Jitter
     from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
     from zbv_solver.problem.problem import Problem
     from zbv_solver.problem.reading import load_problem
@@ -89,7 +89,7 @@ _HOMES = {
     "Batch": "packing.batch.Batch",
     "CheckedPlan": "search.claims.CheckedPlan",
     "FrontierPoint": "frontiers.frontier.FrontierPoint",
-    "Jitter": "jitter.noise.Jitter",
+    "Jitter": "problem.jitter.Jitter",
     "LayeredProblem": "problem.layered_problem.LayeredProblem",
     "Metrics": "plans.plan.Metrics",
     "Orders": "plans.orders.Orders",
@@ -193,7 +193,7 @@ def plan(
     options = SearchOptions(effort, time_limit, seed, workers)
     if jitter is None and quantile is None:
         return search(problem, options, on_progress, cancelled, start_from)
-    from zbv_solver.jitter.noise import parse_jitter
+    from zbv_solver.problem.jitter import parse_jitter
     from zbv_solver.search.jitter import search_for_jitter
 
     varies = parse_jitter(jitter) if isinstance(jitter, str) else jitter
@@ -305,7 +305,7 @@ def simulate(plan: Plan, jitter: Jitter | str, *, scenarios: int = 256, seed: in
     InvalidInput
         When the jitter is not one of this plan's ranks, or a number is out of range.
     """
-    from zbv_solver.jitter.noise import parse_jitter
+    from zbv_solver.problem.jitter import parse_jitter
     from zbv_solver.search.jitter import simulate
 
     return simulate(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
-from zbv_solver.jitter.noise import (
+from zbv_solver.problem.jitter import (
     LARGEST_QUANTILE,
     LEAST_QUANTILE,
     ActionsDocument,

@@ -17,8 +17,8 @@ from zbv_solver.documents.files import output, write
 from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers.frontier import frontier_points, point_json
-from zbv_solver.jitter.noise import Jitter, check_quantile
 from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.problem.jitter import Jitter, check_quantile
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.reading import load_problem
 from zbv_solver.search.jitter import search_for_jitter

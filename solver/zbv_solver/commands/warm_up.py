@@ -11,7 +11,7 @@ import sys
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from zbv_solver.jitter.noise import Jitter
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 
 

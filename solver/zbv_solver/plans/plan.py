@@ -28,7 +28,7 @@ from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.problem.writing import any_problem_json, problem_json
 
 if TYPE_CHECKING:  # only plans for durations that vary have one
-    from zbv_solver.jitter.noise import Jitter
+    from zbv_solver.problem.jitter import Jitter
 
 UNNAMED = "this plan"
 """The name of a plan that does not say how it was made."""
@@ -228,7 +228,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 def simulation_json(simulation: Simulation) -> dict[str, Any]:
     """A simulation as a JSON document."""
-    from zbv_solver.jitter.noise import jitter_json
+    from zbv_solver.problem.jitter import jitter_json
 
     return {
         "jitter": jitter_json(simulation.jitter),

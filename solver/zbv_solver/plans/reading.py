@@ -15,7 +15,6 @@ from zbv_solver.documents.files import load
 from zbv_solver.documents.text import plain
 from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import JitterDocument, parse_jitter
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import (
     Baseline,
@@ -30,6 +29,7 @@ from zbv_solver.plans.plan import (
     gap_of,
     identity,
 )
+from zbv_solver.problem.jitter import JitterDocument, parse_jitter
 from zbv_solver.problem.limits import MAX_ACTIONS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
 from zbv_solver.problem.problem import Objective, Problem, objective_value
 from zbv_solver.problem.reading import parse_problem

@@ -18,8 +18,8 @@ from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.construct.rules import changed, mountain
 from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.jitter.noise import parse_jitter
 from zbv_solver.plans.orders import in_entry_order
+from zbv_solver.problem.jitter import parse_jitter
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.claims import prove_bound

@@ -10,9 +10,9 @@ import pytest
 import zbv_solver as zbv
 from support.problems import uniform
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.jitter.noise import Jitter
 from zbv_solver.plans.plan import Plan, plan_json, simulation_json
 from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, Times
 from zbv_solver.timing.step_times import iteration_times

@@ -62,7 +62,7 @@ def solver_search(
     incumbent: Orders | Plan | None,
 ) -> Plan:
     """The solver's own search."""
-    from zbv_solver.jitter.noise import parse_jitter  # here for the same reason as Progress
+    from zbv_solver.problem.jitter import parse_jitter  # here for the same reason as Progress
     from zbv_solver.search.jitter import search_for_jitter
     from zbv_solver.search.options import SearchOptions
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbv_solver.export import quantities
-from zbv_solver.jitter.noise import Jitter, Spread
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.plan import Plan, Simulation, Spans
+from zbv_solver.problem.jitter import Jitter, Spread
 
 MOST_SIMULATED = 1 << 24
 """Scenarios times actions that are simulated for a page: about two seconds."""

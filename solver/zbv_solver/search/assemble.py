@@ -11,6 +11,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from zbv_solver import bounds
 from zbv_solver.construct.baselines import (
     baseline,
@@ -26,8 +28,7 @@ from zbv_solver.plans.plan import Baseline, Metrics, Plan, Provenance, certify
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
-from zbv_solver.problem.problem import Problem, objective_value
-from zbv_solver.search.unit import OwnUnit
+from zbv_solver.problem.problem import B, I, Problem, W, objective_value
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_metrics, verify_orders
 
@@ -79,6 +80,23 @@ def make_plan(
     return plan
 
 
+def without_useless_splits(problem: Problem, orders: Orders) -> Orders:
+    """The orders with B for I and W in all stages where the split gains nothing: W takes no time, and B no
+    longer than I.
+
+    Neither objective grows: nothing on the rank waits for W, and a B ends no later than its I. Nor does
+    memory: B frees at its end everything that I and W free. A rank then has one action less to launch.
+    """
+    duration = problem.arrays.duration
+    is_useless = (duration[W] == 0) & (duration[B] <= duration[I])
+    useless = is_useless[orders.stage, problem.arrays.kind_of[orders.microbatch]]
+    kept = ~(useless & (orders.letter == W))
+    letter = np.where(useless & (orders.letter == I), B, orders.letter)
+    ranks = (orders.slice_of(rank) for rank in range(orders.pp_degree))
+    rows = np.stack([orders.stage, letter, orders.microbatch], axis=1).astype(np.int32)
+    return Orders.of_rows([rows[part][kept[part]] for part in ranks])
+
+
 def classical(name: str, problem: Problem) -> tuple[Problem, Orders]:
     """The problem of a baseline, cut for its order if it has layers, and the order.
 
@@ -96,6 +114,7 @@ def classical(name: str, problem: Problem) -> tuple[Problem, Orders]:
 @lru_cache(maxsize=CACHED)
 def _recut(name: str, problem: Problem) -> tuple[Problem, Orders]:
     from zbv_solver.partition.descent import cut_for_order  # loads kernels that only layers need
+    from zbv_solver.search.unit import OwnUnit
 
     found = []
     for placement in placements_of(name, problem):

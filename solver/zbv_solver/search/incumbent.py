@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import certify, verdict
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
+from zbv_solver.search.assemble import without_useless_splits
 from zbv_solver.verify.verifier import verify_orders
 
 

@@ -19,13 +19,12 @@ import numpy as np
 
 from zbv_solver.construct.baselines import baseline_names, without_limit
 from zbv_solver.errors import InvalidInput
-from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan, SimulatedBaseline, Simulation, Spans, gap_of
 from zbv_solver.problem.jitter import MAX_SEED, Jitter, check_quantile, jitter_json
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import compare, make_plan, stated
+from zbv_solver.search.assemble import compare, make_plan, stated, without_useless_splits
 from zbv_solver.search.incumbent import Cancelled, OnProgress
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.phases import Search

@@ -17,7 +17,7 @@ import numpy as np
 
 from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.first_cuts import (
     EVEN,
@@ -37,9 +37,9 @@ from zbv_solver.plans.plan import Baseline, CutCertificate, Plan, certify, verdi
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
-from zbv_solver.problem.problem import Problem, require_same_problem
+from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import layered_json
-from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.assemble import compare
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
 from zbv_solver.search.options import PHASES, SearchOptions
 from zbv_solver.search.phases import Search
@@ -94,11 +94,11 @@ def plan_layers(
     if isinstance(incumbent, Orders):
         raise TypeError("for layers the incumbent must be a Plan: orders alone do not define the cut.")
     own = OwnUnit.of(problem)
-    start = None if incumbent is None else _incumbent(own, incumbent)
-    report = None if on_progress is None else lambda progress: on_progress(_progress(own, progress))
+    start = None if incumbent is None else own.incumbent(incumbent)
+    report = None if on_progress is None else lambda progress: on_progress(own.progress(progress))
     try:
         plan = _LayersSearch(own.problem, options or SearchOptions(), report, cancelled).run(start)
-        plan = _in_given_unit(own, plan)
+        plan = own.plan(plan)
     except ContradictedBound as error:
         objective, bound = error.objective * own.length, error.bound * own.length
         raise ContradictedBound(layered_json(problem), objective, bound, error.source) from None
@@ -114,7 +114,7 @@ def first_plan(problem: LayeredProblem, cancelled: Cancelled | None = None, work
     """
     own = OwnUnit.of(problem)
     options = SearchOptions("quick", without=PHASES, workers=workers)
-    return _in_given_unit(own, _LayersSearch(own.problem, options, None, cancelled, is_first=True).run(None))
+    return own.plan(_LayersSearch(own.problem, options, None, cancelled, is_first=True).run(None))
 
 
 def bound_over_all_cuts(problem: LayeredProblem) -> float:
@@ -385,49 +385,3 @@ class _LayersSearch:
     def _is_over(self, share: float) -> bool:
         """Whether a share of the time limit has elapsed, or the search was cancelled."""
         return self._spent() >= share or (self.cancelled is not None and self.cancelled())
-
-
-def _incumbent(own: OwnUnit, plan: Plan) -> Plan:
-    """A caller's plan as a verified plan in the unit of the search; raises :class:`InvalidPlan`."""
-    try:
-        cut = own.given.as_cut_in(plan.problem)
-    except InvalidInput as error:
-        raise InvalidPlan(f"the incumbent is not a plan of these layers: {error}") from None
-    require_same_problem(cut, plan.problem)
-    converted = make_plan(_same_cut(own.problem, cut), plan.orders, method=plan.provenance.method)
-    return replace(converted, provenance=plan.provenance)
-
-
-def _progress(own: OwnUnit, progress: Progress) -> Progress:
-    """Progress of the search in the caller's unit."""
-    return replace(
-        progress,
-        objective=progress.objective * own.length,
-        lower_bound=progress.lower_bound * own.length,
-        problem=_same_cut(own.given, progress.problem),
-    )
-
-
-def _in_given_unit(own: OwnUnit, found: Plan) -> Plan:
-    """A plan of the search in the caller's unit; raises :class:`ContradictedBound`."""
-    plan = make_plan(
-        _same_cut(own.given, found.problem),
-        found.orders,
-        method=found.provenance.method,
-        lower_bound=found.metrics.lower_bound * own.length,
-    )
-    cut = found.cut
-    if cut is not None:
-        proven = certify(own.given, plan.objective, cut.lower_bound * own.length, "cuts")
-        cut = CutCertificate(cut.method, proven.lower_bound, proven.gap)
-    baselines = tuple(
-        replace(row, span=row.span * own.length, makespan=row.makespan * own.length)
-        for row in found.baselines
-    )
-    return replace(plan, baselines=baselines, provenance=found.provenance, cut=cut)
-
-
-def _same_cut(problem: LayeredProblem, other: Problem) -> Problem:
-    if other.model is None:
-        raise TypeError("the problem was not given by layers.")
-    return problem.cut_into(other.placement, other.model.cut)

@@ -16,11 +16,10 @@ from zbv_solver.construct.rules import first_rule, in_flight_caps
 from zbv_solver.improve.annealing import COOLER, LEVELS, anneal_in_rounds
 from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
 from zbv_solver.improve.rest_search import rest_search
-from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.plans.orders import Orders, first_in_first_out, in_entry_order
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.assemble import make_plan, without_useless_splits
 from zbv_solver.search.incumbent import Cancelled, Incumbent, OnProgress, Solution
 from zbv_solver.search.options import SearchOptions, budgets_of
 from zbv_solver.search.race import CHAINS, Chain, Halt, is_over, race

@@ -13,12 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.plans.plan import CutCertificate, Plan, certify
 from zbv_solver.problem.cut import Link
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MIN_NUMBER, integer_scale, rounded_to_bits
-from zbv_solver.problem.problem import B, I, Problem, W
+from zbv_solver.problem.problem import B, I, Problem, W, require_same_problem
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.incumbent import Progress
 
 LARGEST_COST = 1 << 32
 """Sums of a million integer costs up to this are exact."""
@@ -108,6 +112,49 @@ class OwnUnit:
             ),
         )
         return cls(given, problem, unit.length)
+
+    def incumbent(self, plan: Plan) -> Plan:
+        """A caller's plan as a verified plan in the unit of the search; raises :class:`InvalidPlan`."""
+        try:
+            cut = self.given.as_cut_in(plan.problem)
+        except InvalidInput as error:
+            raise InvalidPlan(f"the incumbent is not a plan of these layers: {error}") from None
+        require_same_problem(cut, plan.problem)
+        converted = make_plan(_same_cut(self.problem, cut), plan.orders, method=plan.provenance.method)
+        return replace(converted, provenance=plan.provenance)
+
+    def progress(self, progress: Progress) -> Progress:
+        """Progress of the search in the caller's unit."""
+        return replace(
+            progress,
+            objective=progress.objective * self.length,
+            lower_bound=progress.lower_bound * self.length,
+            problem=_same_cut(self.given, progress.problem),
+        )
+
+    def plan(self, found: Plan) -> Plan:
+        """A plan of the search in the caller's unit; raises :class:`ContradictedBound`."""
+        plan = make_plan(
+            _same_cut(self.given, found.problem),
+            found.orders,
+            method=found.provenance.method,
+            lower_bound=found.metrics.lower_bound * self.length,
+        )
+        cut = found.cut
+        if cut is not None:
+            proven = certify(self.given, plan.objective, cut.lower_bound * self.length, "cuts")
+            cut = CutCertificate(cut.method, proven.lower_bound, proven.gap)
+        baselines = tuple(
+            replace(row, span=row.span * self.length, makespan=row.makespan * self.length)
+            for row in found.baselines
+        )
+        return replace(plan, baselines=baselines, provenance=found.provenance, cut=cut)
+
+
+def _same_cut(problem: LayeredProblem, other: Problem) -> Problem:
+    if other.model is None:
+        raise TypeError("the problem was not given by layers.")
+    return problem.cut_into(other.placement, other.model.cut)
 
 
 def _times(costs: LayerCosts) -> list[float]:

@@ -24,7 +24,7 @@ from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.claims import prove_bound
 from zbv_solver.search.jitter import search_for_jitter
-from zbv_solver.search.options import Budget, Effort, SearchOptions
+from zbv_solver.search.options import Budget, Effort, SearchOptions, budgets_of
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
@@ -123,6 +123,11 @@ def test_any_verified_order_may_be_resumed(effort: Any, seed: int) -> None:
 
 HEURISTIC = Budget(2_000, 0.75, 4_000_000, 1_000, 5_600, 84, 400_000, 2_600, 0, 0.0, 0, 0.0)
 WITH_CP_SAT = replace(HEURISTIC, window_actions=120, window_time=0.01, exact_actions=60, exact_time=0.01)
+
+
+def test_thorough_begins_with_all_that_standard_does() -> None:
+    problem = heavy(2, 4, 30.0)
+    assert budgets_of("thorough", problem)[:1] == budgets_of("standard", problem)
 
 
 def longer_does_no_harm(problem: Problem, budget: Budget) -> None:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -297,3 +297,14 @@ def test_orders_of_a_caller_are_verified() -> None:
     assert make_plan(problem, good, method="mine").metrics.span == 6
     with pytest.raises(InvalidPlan):
         make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")
+
+
+@pytest.mark.parametrize("name", ["span", "makespan", "bubble_rate", "peak_memory"])
+def test_metrics_of_a_plan_are_checked_by_other_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = uniform(2, 2)
+    orders = serial(problem).orders
+    right = evaluate(problem, orders)
+    wrong: dict[str, Any] = {name: (9.0, 9.0) if name == "peak_memory" else 1.5 * getattr(right, name)}
+    monkeypatch.setattr("zbv_solver.search.assemble.evaluate", lambda *_: replace(right, **wrong))
+    with pytest.raises(InvalidPlan, match=name):
+        make_plan(problem, orders, method="mine", lower_bound=1.0)

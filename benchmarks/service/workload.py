@@ -38,7 +38,7 @@ MANY_LAYOUTS: dict[str, Any] = {
 
 def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]:
     """A plan of many ranks, as a large run fetches it at its start."""
-    from zbv_solver.search.search import baseline_plan
+    from zbv_solver.search.assemble import baseline_plan
 
     costs = {"forward": 1000, "backward_input": 1000, "backward_weight": 1000}
     problem = parse_problem({"pp_degree": pp_degree, "microbatches": microbatches, "costs": costs})
@@ -48,7 +48,8 @@ def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]
 
 def plan_to_see(pp_degree: int, microbatches: int) -> dict[str, Any]:
     """A plan of uneven stages, as a search finds it."""
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.run import search
 
     stages = range(2 * pp_degree)
     problem = parse_problem(

@@ -18,7 +18,7 @@ from zbv_solver.measure.refit import refit as refitted
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import load_plan_document, parse_orders
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.assemble import load_plan
+from zbv_solver.search.claims import load_plan
 
 
 def export(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from zbv_models.fixed_orders.score import Score
 
 from zbv_solver.documents.text import plain
 from zbv_solver.export import quantities
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import gap_of
 
 NAMES = {"megatron": "Megatron-LM", "torchtitan": "torchtitan", "torch": "PyTorch"}
 MOST_NAMED = 3

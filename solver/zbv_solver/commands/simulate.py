@@ -10,10 +10,10 @@ from zbv_solver.commands import tables
 from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.commands.messages import named_flags
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.simulation import simulation_json
-from zbv_solver.search.assemble import load_plan
-from zbv_solver.search.simulate import DEFAULT_JITTER
-from zbv_solver.search.simulate import simulate as simulated
+from zbv_solver.plans.plan import simulation_json
+from zbv_solver.search.claims import load_plan
+from zbv_solver.search.jitter import DEFAULT_JITTER
+from zbv_solver.search.jitter import simulate as simulated
 
 
 def simulate(arguments: argparse.Namespace) -> None:

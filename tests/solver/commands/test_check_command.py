@@ -23,7 +23,7 @@ from zbv_solver.export.torch_csv import parse, relabelled
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.start_times import evaluate
 
 Capture = pytest.CaptureFixture[str]

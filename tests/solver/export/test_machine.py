@@ -23,7 +23,9 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, make_plan, search
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, memory_profile
 
 

@@ -15,7 +15,7 @@ from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.communicators import kernels_at_once
 

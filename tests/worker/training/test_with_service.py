@@ -18,7 +18,7 @@ from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan

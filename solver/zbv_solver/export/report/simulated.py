@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zbv_solver.export import quantities
-from zbv_solver.jitter.noise import Jitter, Spread
 from zbv_solver.kernels.jit import can_compile
-from zbv_solver.plans.plan import Plan
-from zbv_solver.plans.simulation import Simulation, Spans
+from zbv_solver.plans.plan import Plan, Simulation, Spans
+from zbv_solver.problem.jitter import Jitter, Spread
 
 MOST_SIMULATED = 1 << 24
 """Scenarios times actions that are simulated for a page: about two seconds."""
@@ -72,7 +71,7 @@ def _simulated(plan: Plan) -> Simulation | None:
     if not can_compile() or len(plan.orders) == 0:
         return None
     # Imported here because pages are also written where kernels cannot be compiled.
-    from zbv_solver.search.simulate import DEFAULT_JITTER, SCENARIOS, simulate
+    from zbv_solver.search.jitter import DEFAULT_JITTER, SCENARIOS, simulate
 
     scenarios = min(SCENARIOS, MOST_SIMULATED // len(plan.orders))
     return simulate(plan, DEFAULT_JITTER, scenarios=scenarios) if scenarios >= FEWEST_SCENARIOS else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -263,11 +262,6 @@ def executor_settings(
         return " \\\n".join(flags) + "\n", ""
     except InvalidInput as error:
         return None, str(error.issues[0].detail)
-
-
-def split_flags(settings: str) -> list[str]:
-    """The words of Megatron-LM's flags, as a shell splits them."""
-    return shlex.split(settings)
 
 
 def schedule_of_stages(

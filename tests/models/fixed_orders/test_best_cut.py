@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations_with_replacement, pairwise, product
@@ -21,7 +22,6 @@ from zbv_models.fixed_orders.executor_cut import (
     ExecutorCut,
     cut_for_executor,
     executor_cut_json,
-    split_flags,
 )
 from zbv_models.fixed_orders.megatron_layout import parse_layout
 from zbv_models.fixed_orders.regular_cut import TOLERANCE
@@ -367,7 +367,7 @@ def test_megatrons_flags_are_of_the_cut() -> None:
     problem = model_of([3, 6], True, 2)
     found = cut_for_executor(problem, "megatron", virtual_stages=[2], effort="quick")
     assert found.settings is not None
-    words = split_flags(found.settings.replace("\\\n", " "))
+    words = shlex.split(found.settings.replace("\\\n", " "))
     flags = dict(zip(words[::2], words[1::2], strict=True))
     stages = parse_layout(flags["--pipeline-model-parallel-layout"])
     model = found.best.problem.model

@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from math import isclose
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor_layers import PUBLISHED, layer, layered
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.score import Score, score_layout
@@ -19,38 +19,17 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem
-
-PUBLISHED: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "published_layouts.json").read_text(encoding="utf-8")
-)
 
 
 def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: Any) -> LayeredProblem:
     """Equal blocks, and a head that is as long as two of them; nothing is recomputed unless given."""
-
-    def layer(name: str, time: float, held: float, **own: Any) -> dict[str, Any]:
-        memory = {"forward": held, "backward_input": -held, "backward_weight": 0}
-        times = {"forward": time, "backward_input": time, "backward_weight": time}
-        return {"name": name, **times, "memory": memory, **own}
-
-    problem = parse_any_problem(
-        {
-            "pp_degree": ranks,
-            "microbatches": microbatches,
-            "placement": "single",
-            "layers": [
-                layer("embedding", 0.25, 1),
-                layer("block", 1, 4, repeat=blocks),
-                *([layer("mtp", 1.25, 4, repeat=mtp)] if mtp else []),
-                layer("head", 2, 2),
-            ],
-            "costs": {"p2p": 0.125},
-            **more,
-        }
-    )
-    assert isinstance(problem, LayeredProblem)
-    return problem
+    layers = [
+        layer("embedding", 0.25, held=1),
+        layer("block", 1, held=4, repeat=blocks),
+        *([layer("mtp", 1.25, held=4, repeat=mtp)] if mtp else []),
+        layer("head", 2, held=2),
+    ]
+    return layered(ranks, microbatches, layers, 0.125, placement="single", **more)
 
 
 def span_by_paths(problem: Problem, rows: list[list[tuple[str, int, int]]]) -> float:
@@ -187,19 +166,10 @@ def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
 
 def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise() -> None:
     again = {"backward_input": 2, "memory": {"forward": 1, "backward_input": 0, "backward_weight": -1}}
-    layers = [
-        {"name": "embedding", "forward": 1, "backward_input": 0, "backward_weight": 1},
-        {
-            "name": "block",
-            "repeat": 8,
-            **{"forward": 1, "backward_input": 1, "backward_weight": 1, "recompute": again},
-            "memory": {"forward": 4, "backward_input": 0, "backward_weight": -4},
-        },
-    ]
-    document = {"pp_degree": 2, "microbatches": 4, "placement": "single", "layers": layers}
+    held = {"forward": 4, "backward_input": 0, "backward_weight": -4}
+    block = layer("block", 1, repeat=8, recompute=again) | {"memory": held}
     for limit, expected, fits in ((100, "none", True), (10, "all", True), (1, "none", False)):
-        problem = parse_any_problem({**document, "memory": {"limit": limit}})
-        assert isinstance(problem, LayeredProblem)
+        problem = layered(2, 4, [layer("embedding", 1, 0, 1), block], memory={"limit": limit})
         score = score_layout(problem, "megatron", "4,4", effort="quick")
         assert (score.recompute, not score.too_full) == (expected, fits)
 
@@ -241,27 +211,15 @@ def test_the_broken_rule_is_named(
 
 def recomputable(limit: float) -> LayeredProblem:
     """Eight blocks that need a quarter of their memory if they are recomputed."""
-    again = {
-        "backward_input": 20,
-        "memory": {"forward": 1, "backward_input": 3, "backward_weight": -4, "static": 3},
-    }
-    block = {"name": "block", "repeat": 8, "forward": 10, "backward_input": 10, "backward_weight": 10}
     held = {"forward": 4, "backward_input": 0, "backward_weight": -4, "static": 3}
-    problem = parse_any_problem(
-        {
-            "pp_degree": 2,
-            "microbatches": 8,
-            "placement": "auto",
-            "layers": [
-                {"name": "embedding", "forward": 1, "backward_input": 0, "backward_weight": 1},
-                {**block, "memory": held, "recompute": again},
-                {"name": "head", "forward": 12, "backward_input": 12, "backward_weight": 12},
-            ],
-            "memory": {"limit": limit},
-        }
-    )
-    assert isinstance(problem, LayeredProblem)
-    return problem
+    memory = {"forward": 1, "backward_input": 3, "backward_weight": -4, "static": 3}
+    again = {"backward_input": 20, "memory": memory}
+    layers = [
+        layer("embedding", 1, 0, 1),
+        layer("block", 10, repeat=8, recompute=again) | {"memory": held},
+        layer("head", 12),
+    ]
+    return layered(2, 8, layers, memory={"limit": limit})
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(36, "block"), (60, "none")])
@@ -310,9 +268,10 @@ def test_flags_say_what_a_given_cut_recomputes() -> None:
         assert f"--recompute-method {method}" in score.settings
         assert f"--recompute-num-layers {count}" in score.settings
         assert score.lower_bound <= score.objective * (1 + 1e-9)
-        # The printed flags are a layout themselves.
-        again = score_layout(recomputable(36), "megatron", score.settings, effort="quick")
-        assert (again.objective, again.settings) == (score.objective, score.settings)
+    # The printed flags are a layout themselves.
+    printed = of["uniform", 3]
+    again = score_layout(recomputable(36), "megatron", printed.settings or "", effort="quick")
+    assert (again.objective, again.settings) == (printed.objective, printed.settings)
 
 
 def with_mtp() -> LayeredProblem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
@@ -104,28 +104,6 @@ def test_what_a_rank_does_once_per_step_counts_too(times: list[float], end: floa
             good[bounds] = irregularity(best, bounds)
     assert chosen in good
     assert good[chosen] == min(good.values())
-
-
-def test_no_stage_is_empty_where_that_gains_less_than_a_percent() -> None:
-    """Two blocks are slightly longer, so that the best cut leaves a stage empty."""
-    problem = model_of([1.0] * 8, 2.0, 2)
-    schedule = megatron_schedule(2, 8, 2)
-    best = best_cut(problem, [schedule], allow_empty=True, effort="quick")
-    cuts = every_cut(problem, schedule, best)
-    good = [bounds for bounds, span in cuts.items() if span <= min(cuts.values()) * (1 + TOLERANCE)]
-    assert best.problem.model is not None
-    chosen = irregularity(best, best.problem.model.cut.bounds)
-    assert chosen == min(irregularity(best, bounds) for bounds in good)
-    assert chosen[0] == 0
-
-
-def test_an_empty_stage_stays_where_it_gains_more() -> None:
-    problem = model_of([1.0] * 2, 4.0, 2)
-    best = best_cut(problem, [megatron_schedule(2, 8, 2)], allow_empty=True, effort="quick")
-    cuts = every_cut(problem, best.schedule, best)
-    full = min(span for bounds, span in cuts.items() if all(b > a for a, b in pairwise(bounds)))
-    assert best.problem.model is not None
-    assert (best.least * (1 + TOLERANCE) < full) == (irregularity(best, best.problem.model.cut.bounds)[0] > 0)
 
 
 def test_regular_means_few_empty_stages_then_few_lengths_then_few_changes_then_a_small_range() -> None:

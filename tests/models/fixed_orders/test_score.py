@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from math import isclose
 from typing import Any
 
@@ -14,11 +13,10 @@ from hypothesis import strategies as st
 from support.executor_layers import PUBLISHED, layer, layered
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import write_layout
-from zbv_models.fixed_orders.score import Score, score_layout
+from zbv_models.fixed_orders.score import score_layout
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem
 
 
 def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: Any) -> LayeredProblem:
@@ -30,77 +28,6 @@ def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: A
         layer("head", 2, held=2),
     ]
     return layered(ranks, microbatches, layers, 0.125, placement="single", **more)
-
-
-def span_by_paths(problem: Problem, rows: list[list[tuple[str, int, int]]]) -> float:
-    """The span as the smallest period without a positive cycle of difference constraints, by bisection.
-
-    Nodes are actions; a rank's first action may start as late as its last one of the step before ended.
-    """
-    costs, rank_of = problem.costs, problem.placement.rank_of
-    backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight, strict=True)]
-    length = {"F": costs.forward, "B": backward}
-    numbers = {action: number for number, action in enumerate(a for row in rows for a in row)}
-    arcs: list[tuple[int, int, float]] = []
-    for (letter, stage, j), number in numbers.items():
-        last = stage == problem.n_stages - 1
-        if letter == "F" and stage:
-            before, boundary = ("F", stage - 1, j), stage - 1
-        elif letter == "B" and not last:
-            before, boundary = ("B", stage + 1, j), stage
-        elif letter == "B":
-            before, boundary = ("F", stage, j), -1
-        else:
-            continue
-        wait = 0.0
-        if boundary >= 0 and rank_of[boundary] != rank_of[boundary + 1]:
-            wait = costs.p2p[boundary]
-        arcs.append((numbers[before], number, length[before[0]][before[1]] + wait))
-        if letter == "B" and not last:
-            arcs.append((numbers["F", stage, j], number, length["F"][stage]))
-    ends = []
-    for row in rows:
-        for one, other in pairwise(row):
-            arcs.append((numbers[one], numbers[other], length[one[0]][one[1]]))
-        ends.append((numbers[row[-1]], numbers[row[0]], length[row[-1][0]][row[-1][1]]))
-
-    def is_possible(period: float) -> bool:
-        start = [0.0] * len(numbers)
-        for _ in range(len(numbers) + 1):
-            is_changed = False
-            for one, other, wait in (*arcs, *((a, b, wait - period) for a, b, wait in ends)):
-                if start[one] + wait > start[other] + 1e-9:
-                    start[other], is_changed = start[one] + wait, True
-            if not is_changed:
-                return True
-        return False
-
-    low, high = 0.0, sum(wait for _, _, wait in (*arcs, *ends))
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_possible(middle) else (middle, high)
-    return high
-
-
-def actions(score: Score) -> list[list[tuple[str, int, int]]]:
-    """The action lists of a score as letter, stage and microbatch."""
-    found: list[list[tuple[str, int, int]]] = []
-    for row in score.orders.all_text():
-        found.append([])
-        for text in row:
-            letter = next(each for each in "FB" if each in text)
-            stage, microbatch = map(int, text.split(letter))
-            found[-1].append((letter, stage, microbatch))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("blocks", "ranks", "text"),
-    [(8, 2, "Et*4|t*4L"), (8, 2, "Et|ttt|tt|ttL"), (6, 3, "1,3,2"), (7, 2, "E|t*4|ttt|L")],
-)
-def test_the_span_is_that_of_longest_paths(blocks: int, ranks: int, text: str) -> None:
-    score = score_layout(model_of(blocks, ranks, 2 * ranks), "megatron", text, effort="quick")
-    assert score.objective == pytest.approx(span_by_paths(score.problem, actions(score)), rel=1e-5)
 
 
 SMALL = [each for each in PUBLISHED if each["pp"] in (2, 4) and len(each["decoder_layers_per_stage"]) <= 8]

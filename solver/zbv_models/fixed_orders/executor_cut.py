@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any
 
 from zbv_solver.documents.text import plain
 from zbv_solver.errors import InvalidInput
@@ -29,8 +29,8 @@ from zbv_models.fixed_orders.schedules import (
     torch_schedule_name,
 )
 
-Executor = Literal["megatron", "torch", "torchtitan"]
-EXECUTORS: tuple[str, ...] = get_args(Executor)
+EXECUTORS = {"megatron": "Megatron-LM", "torch": "PyTorch", "torchtitan": "torchtitan"}
+"""Names in documents and flags, and in texts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,10 +353,9 @@ def even_cut(executor: str, letters: Sequence[str], schedule: Schedule) -> EvenC
     counts = dealt(blocks, stages)
     if blocks % stages and executor != "torch":
         fewer = "one less at both ends" if counts[0] < counts[1] else "fewer on the last stages"
-        name = {"megatron": "Megatron-LM", "torchtitan": "torchtitan"}[executor]
         remark = (
-            f"{name} by itself does not divide {blocks} transformer layers into {stages} stages; the even "
-            f"cut here has {max(counts)} per stage and {fewer}."
+            f"{EXECUTORS[executor]} by itself does not divide {blocks} transformer layers into {stages} "
+            f"stages; the even cut here has {max(counts)} per stage and {fewer}."
         )
         return EvenCut(_bounds(letters, counts), remark)
     return EvenCut(_bounds(letters, counts))

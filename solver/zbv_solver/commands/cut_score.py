@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 from zbv_models.fixed_orders.best_cut import BestCut
-from zbv_models.fixed_orders.executor_cut import stage_letters
+from zbv_models.fixed_orders.executor_cut import EXECUTORS, stage_letters
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.score import Score
 
@@ -14,7 +14,6 @@ from zbv_solver.documents.text import plain
 from zbv_solver.export import quantities
 from zbv_solver.plans.certificate import gap_of
 
-NAMES = {"megatron": "Megatron-LM", "torchtitan": "torchtitan", "torch": "PyTorch"}
 MOST_NAMED = 3
 """Stages whose share of the objective a summary names."""
 NAMED_SHARE = 0.05
@@ -131,7 +130,8 @@ def score_summary(score: Score) -> str:
     problem, units = score.problem, score.problem.units
     objective = quantities.time(score.objective, units)
     lines = [
-        f"{write_layout(score.stages)}: {problem.objective} {objective}. {NAMES[score.executor]} takes it."
+        f"{write_layout(score.stages)}: {problem.objective} {objective}. "
+        f"{EXECUTORS[score.executor]} takes it."
     ]
     if score.too_full:
         ranks = ", ".join(map(str, score.too_full))

@@ -7,6 +7,7 @@ from typing import Any
 
 from zbv_solver.documents.text import plain
 from zbv_solver.jitter.noise import Jitter, jitter_json
+from zbv_solver.problem.problem import Objective
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,12 @@ class Spans:
     expected_makespan: float
     p95_makespan: float
     """The same of iterations that all ranks begin together."""
+
+    def of(self, objective: Objective) -> tuple[float, float]:
+        """The mean and the 0.95 quantile of an objective."""
+        if objective == "span":
+            return self.expected_span, self.p95_span
+        return self.expected_makespan, self.p95_makespan
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The score of a given cut: equal to longest paths, never below the bound, and no gain for the best cut."""
+"""The score of a given cut: never below the bound, and no gain for the best cut."""
 
 from __future__ import annotations
 

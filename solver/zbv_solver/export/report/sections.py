@@ -12,9 +12,9 @@ from zbv_solver.export.timeline import accounts_for_memory
 from zbv_solver.jitter.noise import Jitter, Spread
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.plan import CutCertificate, Plan
-from zbv_solver.plans.simulation import Simulation, Spans
+from zbv_solver.plans.simulation import Simulation
 from zbv_solver.problem.cut import CutModel
-from zbv_solver.problem.problem import LETTERS, F, Problem, Units
+from zbv_solver.problem.problem import LETTERS, F, Problem, Units, objective_value
 
 FOLDED_RANKS = 16
 """Tables with more ranks are folded."""
@@ -249,30 +249,27 @@ def simulation_view(plan: Plan) -> SimulationView | None:
     found = plan.simulation or _simulated(plan)
     if found is None:
         return None
-    is_span = plan.problem.objective == "span"
-
-    def shown(spans: Spans) -> tuple[float, float]:
-        if is_span:
-            return spans.expected_span, spans.p95_span
-        return spans.expected_makespan, spans.p95_makespan
-
-    planned = {each.name: each.span if is_span else each.makespan for each in plan.baselines}
-    own = shown(found.spans)[1]
-    rows = [
-        SimulatedRow(
-            name,
-            quantities.figure(value) if value is not None else "–",
-            quantities.figure(shown(spans)[0]),
-            quantities.figure(shown(spans)[1]),
-            fits,
-            "" if spans is found.spans else quantities.relative(shown(spans)[1], own),
-            spans is found.spans,
+    objective = plan.problem.objective
+    planned = {each.name: objective_value(objective, each) for each in plan.baselines}
+    own = found.spans.of(objective)[1]
+    rows = []
+    for name, value, spans, fits in (
+        ("this plan", plan.objective, found.spans, True),
+        *((each.name, planned.get(each.name), each.spans, each.fits) for each in found.baselines),
+    ):
+        expected, p95 = spans.of(objective)
+        is_plan = spans is found.spans
+        rows.append(
+            SimulatedRow(
+                name,
+                "–" if value is None else quantities.figure(value),
+                quantities.figure(expected),
+                quantities.figure(p95),
+                fits,
+                "" if is_plan else quantities.relative(p95, own),
+                is_plan,
+            )
         )
-        for name, value, spans, fits in (
-            ("this plan", plan.objective, found.spans, True),
-            *((each.name, planned.get(each.name), each.spans, each.fits) for each in found.baselines),
-        )
-    ]
     about = (
         f"{found.scenarios} simulated iterations in which durations vary, the same for every schedule; "
         f"standard deviations: {deviations(found.jitter)}. 95 % of the iterations take at most p95."

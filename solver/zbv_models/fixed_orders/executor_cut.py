@@ -286,11 +286,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
     model = best.problem.model
     return {
         "executor": cut.executor,
-        "schedule": best.schedule.name,
-        "virtual_stages": best.schedule.placement.chunks,
-        "group_size": best.schedule.group,
-        "recompute": best.results[0].recompute,
-        "recompute_layers": best.results[0].recompute_layers,
+        **best.results[0].document(),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
@@ -307,11 +303,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "settings": cut.settings,
         "schedules": [
             {
-                "schedule": each.schedule.name,
-                "virtual_stages": each.schedule.placement.chunks,
-                "group_size": each.schedule.group,
-                "recompute": each.recompute,
-                "recompute_layers": each.recompute_layers,
+                **each.document(),
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
                 "searched": each.is_searched,
@@ -319,12 +311,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
             for each in best.results
         ],
         "refused": [
-            {
-                "schedule": schedule.name,
-                "virtual_stages": schedule.placement.chunks,
-                "group_size": schedule.group,
-                "reason": f"{issue.pointer}: {issue.detail}",
-            }
+            {**schedule.document(), "reason": f"{issue.pointer}: {issue.detail}"}
             for schedule, issue in best.refused.items()
         ],
     }

@@ -50,6 +50,10 @@ class Schedule:
         """
         return self.executor == "megatron" and self.placement.chunks == 1
 
+    def document(self) -> dict[str, str | int | None]:
+        """What identifies it in a JSON document."""
+        return {"schedule": self.name, "virtual_stages": self.placement.chunks, "group_size": self.group}
+
     def orders(self) -> Orders:
         """The action list of every rank."""
         if self.read is not None:

@@ -18,7 +18,7 @@ from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, 
 from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
-from zbv_solver.commands.messages import flag_of, named_flags
+from zbv_solver.commands.messages import flag_of, named_flags, print_json
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
@@ -75,7 +75,7 @@ def cut(arguments: argparse.Namespace) -> None:
         _write(arguments.output, best.problem, best.orders, f"{found.executor} {best.schedule.name}")
     if arguments.json:
         document = executor_cut_json(found) | {"free_order": None if free is None else _free_json(free)}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        print_json(document)
         return
     print_whole(_table(found, free))
     sys.stdout.write(_summary(found, free))
@@ -111,7 +111,7 @@ def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
         given = {**_asked(arguments), "virtual_stages": stages[0]}
         score = score_layout(problem, arguments.executor, arguments.layout, **given)
     if arguments.json:
-        sys.stdout.write(json.dumps(score_json(score), indent=2) + "\n")
+        print_json(score_json(score))
     else:
         print_whole(score_table(score))
         sys.stdout.write(score_summary(score))

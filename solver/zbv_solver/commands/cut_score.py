@@ -22,15 +22,13 @@ NAMED_SHARE = 0.05
 
 def score_json(score: Score) -> dict[str, Any]:
     """A score as a JSON document; docs/formats.md describes it."""
-    problem, timing, schedule = score.problem, score.timing, score.schedule
+    problem, timing = score.problem, score.timing
     placement, limits = problem.placement, problem.memory.limit
     busy = [float(sum(score.busy[stage] for stage in stages)) for stages in placement.stages_of]
     return {
         "executor": score.executor,
         "layout": write_layout(score.stages),
-        "schedule": schedule.name,
-        "virtual_stages": placement.chunks,
-        "group_size": schedule.group,
+        **score.schedule.document(),
         "recompute": score.recompute,
         "recompute_layers": score.recompute_layers,
         "recompute_group": score.recompute_group,
@@ -76,11 +74,7 @@ def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
     if best is None:
         return None
     return {
-        "schedule": best.schedule.name,
-        "virtual_stages": best.schedule.placement.chunks,
-        "group_size": best.schedule.group,
-        "recompute": best.results[0].recompute,
-        "recompute_layers": best.results[0].recompute_layers,
+        **best.results[0].document(),
         "layout": write_layout(stage_letters(best.problem, score.modules)),
         "objective": best.objective,
         "lower_bound": best.lower_bound,

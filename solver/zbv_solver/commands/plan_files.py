@@ -8,7 +8,7 @@ import sys
 
 from zbv_solver.commands import tables
 from zbv_solver.commands.jitter_flag import read_jitter
-from zbv_solver.commands.messages import named_flags
+from zbv_solver.commands.messages import named_flags, print_json
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import RENUMBERED
@@ -81,7 +81,6 @@ def simulate(arguments: argparse.Namespace) -> None:
         is_flag = error.issues[0].pointer in ("/scenarios", "/seed")
         raise (named_flags(error) if is_flag else error.found_in("--jitter")) from None
     if arguments.json:
-        document = {"plan_id": plan.plan_id, **simulation_json(found)}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        print_json({"plan_id": plan.plan_id, **simulation_json(found)})
     else:
         tables.print_simulation(plan, found)

@@ -23,7 +23,7 @@ from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import megatron
-from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.layout import Layout, Recompute
 from zbv_models.layouts.setting import SECONDS, Setting
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.errors import InvalidInput
@@ -117,7 +117,7 @@ def _estimated(
 ) -> EstimatedLayout:
     """The layers of a run."""
     modules = () if isinstance(recompute, str) else recompute
-    kind = "none" if recompute in ("none", ()) else "full" if recompute == "full" else "selective"
+    kind: Recompute = "none" if recompute in ("none", ()) else "full" if recompute == "full" else "selective"
     layout = Layout(
         run.tensor_parallel,
         run.context_parallel,
@@ -127,7 +127,7 @@ def _estimated(
         run.microbatch_size,
         run.microbatches,
         1 if run.zero_stage is None else run.zero_stage,
-        "none" if kind == "none" else "full",
+        kind,
         "tp-cp-dp-pp",
     )
     dtype = model_of(run).dtype
@@ -135,7 +135,6 @@ def _estimated(
     training = Training(
         state=StateBytes(gradients=gradients, dtype=dtype),
         account=megatron,
-        recompute=kind,
         modules=frozenset(modules),
         fused_gradients=run.fused_gradients,
     )

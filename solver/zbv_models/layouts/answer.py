@@ -16,7 +16,7 @@ from zbv_solver.timing.start_times import evaluate
 from zbv_models.estimate.layers import LayerEstimate
 from zbv_models.estimate.model_layers import model_flops
 from zbv_models.estimate.times import TimeShares
-from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, recomputed
+from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import PARTS, Layout
@@ -259,7 +259,7 @@ def composition(planned: PlannedLayout) -> Composition:
         compute -= (waits.forward, waits.backward_input, waits.backward_weight)
         exchanges += layer.shares
         if name in planned.recomputed:
-            again += (recomputed(layer, planned.layout.recompute) or layer.plain).times.total - plain.total
+            again += (layer.recomputed(planned.layout.recompute) or layer.plain).times.total - plain.total
     scale = at_once.microbatches * SECONDS
     shares = {name: getattr(exchanges, name) * scale for name in EXCHANGES}
     forward, inputs, weights = (compute * scale).tolist()

@@ -54,7 +54,7 @@ class EstimatedLayout:
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        of_setting = _with_both(setting, setting.is_v(layout.pipeline_parallel), layout.recompute_modules)
+        of_setting = _of_layout(setting, setting.is_v(layout.pipeline_parallel), layout.recompute_modules)
         # A search has layouts that differ only in their recomputation in succession.
         shared = replace(layout, recompute="per-stage", recompute_layers=None, recompute_modules=())
         if not layout.groups:
@@ -150,9 +150,7 @@ class EstimatedLayout:
         """
         recompute = self.layout.recompute
         plain = self._rows(lambda layer: layer.plain)
-        again = self._rows(lambda layer: recomputed(layer, recompute) or layer.plain)
-        if recompute == "none":
-            again = plain
+        again = self._rows(lambda layer: layer.recomputed(recompute) or layer.plain)
         if recompute in EVERYWHERE:
             plain = again
         works = plain[..., :3].sum(axis=2), again[..., :3].sum(axis=2)
@@ -240,7 +238,7 @@ class PlannedLayout:
         able = {
             name
             for layer in self.estimated.estimate.layers
-            if recomputed(layer, layout.recompute) is not None
+            if layer.recomputed(layout.recompute) is not None
             for name in layer.names
         }
         # Modules of multi-token prediction are not counted among the layers of a stage.
@@ -277,9 +275,9 @@ def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
 
 
 @lru_cache(maxsize=64)
-def _with_both(setting: Setting, is_v: bool, modules: Modules) -> Setting:
-    """The setting of estimates with and without recomputation, of ``modules`` if there are any."""
-    training = replace(setting.training, recompute="both", ends_share_rank=is_v)
+def _of_layout(setting: Setting, is_v: bool, modules: Modules) -> Setting:
+    """The setting of a layout's estimates; selective recomputation repeats ``modules`` if there are any."""
+    training = replace(setting.training, ends_share_rank=is_v)
     if modules:
         training = replace(training, modules=frozenset(modules))
     return replace(setting, training=training)
@@ -321,11 +319,6 @@ def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) 
     return max(load, wanted)
 
 
-def recomputed(layer: LayerEstimate, recompute: str) -> Running | None:
-    """A layer's costs where its stage is recomputed; None if it then has no other costs."""
-    return layer.selective if recompute == "selective" else layer.recomputed
-
-
 def problem_layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompute: str) -> Layer:
     """A layer, from its estimates on several devices."""
     layer, costs = layers[0], [_both_costs(each, recompute) for each in layers]
@@ -340,10 +333,10 @@ def problem_layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompu
 
 
 def _both_costs(layer: LayerEstimate, recompute: str) -> tuple[LayerCosts, LayerCosts | None]:
-    plain, again = layer.plain, recomputed(layer, recompute)
+    plain, again = layer.plain, layer.recomputed(recompute)
     if recompute in EVERYWHERE and again is not None:
         plain, again = again, None
-    return _costs(plain, layer), None if again is None or recompute == "none" else _costs(again, layer)
+    return _costs(plain, layer), None if again is None else _costs(again, layer)
 
 
 def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
@@ -384,7 +377,7 @@ def least_memory(estimated: EstimatedLayout) -> float:
 
 def _held(layer: LayerEstimate, recompute: str) -> float:
     """Bytes of a layer's states, and what F of a microbatch keeps at least."""
-    kept, again = layer.plain.after_forward, recomputed(layer, recompute)
-    if again is not None and recompute != "none":
+    kept, again = layer.plain.after_forward, layer.recomputed(recompute)
+    if again is not None:
         kept = min(kept, again.after_forward)
     return layer.static.total + kept

@@ -202,13 +202,12 @@ class _Replacement:
         measured, there = self.measured, self.there
         origin: Origin = "measured" if self.is_exact else "scaled"
         plain = self._running(measured.plain, there.plain, whole.plain, base.plain, computed.plain)
-        recomputed, of_recomputed = whole.recomputed, origin
-        if whole.recomputed and base.recomputed and computed.recomputed and there.recomputed:
-            estimated = (there.recomputed, whole.recomputed, base.recomputed, computed.recomputed)
+        full, of_full = whole.full, origin
+        if there.full and whole.full and base.full and computed.full:
             if measured.recomputed is not None:
-                recomputed = self._running(measured.recomputed, *estimated)
+                full = self._running(measured.recomputed, there.full, whole.full, base.full, computed.full)
             else:
-                recomputed, of_recomputed = _recomputed(plain, whole, whole.recomputed), "scaled"
+                full, of_full = _recomputed(plain, whole, whole.full), "scaled"
         static = measured.static / there.static.total if there.static.total else 1.0
         step = whole.step
         if measured.update is not None:
@@ -223,7 +222,7 @@ class _Replacement:
         layer = replace(
             whole,
             plain=plain,
-            recomputed=recomputed,
+            full=full,
             selective=whole.selective and _recomputed(plain, whole, whole.selective),
             shares=whole.shares.scaled(of_exchanges),
             exchanged=whole.exchanged.scaled(of_exchanges),
@@ -232,7 +231,7 @@ class _Replacement:
             output_bytes=round(output) or whole.output_bytes,
             step=step,
         )
-        return layer, Origins(origin, of_recomputed)
+        return layer, Origins(origin, of_full)
 
     def _running(
         self, measured: Running, there: Running, whole: Running, base: Running, computed: Running

@@ -204,5 +204,5 @@ def _least_works(
 
 def least_work_of(layer: LayerEstimate) -> float:
     """Least time of a microbatch on one copy of a layer, recomputed or not."""
-    variants = [layer.plain] if layer.recomputed is None else [layer.plain, layer.recomputed]
+    variants = filter(None, (layer.plain, layer.full, layer.selective))
     return min(running.shortest.total for running in variants)

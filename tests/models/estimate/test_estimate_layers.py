@@ -101,10 +101,10 @@ def test_replicas_share_only_static_memory_and_more_in_higher_stages_of_zero(con
 @given(estimate_configs(recompute="full"))
 def test_full_recomputation_keeps_only_the_input_and_adds_a_forward(config: EstimateConfig) -> None:
     for layer in estimate_layers(config):
-        if layer.recomputed is None:
+        if layer.full is None:
             assert layer.name in ("embedding", "head")
             continue
-        plain, again = layer.plain, layer.recomputed
+        plain, again = layer.plain, layer.full
         assert again.times.forward == plain.times.forward
         assert again.times.backward_input == pytest.approx(plain.times.backward_input + plain.times.forward)
         assert again.times.backward_weight == plain.times.backward_weight
@@ -117,17 +117,17 @@ def test_selective_recomputation_drops_scores_and_computes_them_again() -> None:
     """Korthikanti et al. 2022, §5: 34 s b h remain."""
     config = estimate_config(gpt(), recompute="selective", granularity="half")
     attention, mlp = estimate_layers(config)[1:3]
-    assert mlp.recomputed is None
-    assert attention.recomputed is not None
+    assert mlp.selective is None
+    assert attention.selective is not None
     model = config.model
     scores = 5 * model.heads * model.sequence * model.tokens
-    assert attention.plain.after_forward - attention.recomputed.after_forward == scores
-    assert attention.recomputed.workspace - attention.plain.workspace == scores
+    assert attention.plain.after_forward - attention.selective.after_forward == scores
+    assert attention.selective.workspace - attention.plain.workspace == scores
     block = block_of(changed(config, granularity="block"))
-    assert block.recomputed is not None
+    assert block.selective is not None
     statistics = 2 * 8 * model.tokens
-    assert block.recomputed.after_forward == 34 * model.tokens * model.hidden + statistics
-    added = block.recomputed.times.backward_input - block.plain.times.backward_input
+    assert block.selective.after_forward == 34 * model.tokens * model.hidden + statistics
+    added = block.selective.times.backward_input - block.plain.times.backward_input
     score_flops = 4 * model.tokens * model.sequence * model.hidden
     moved = 4.5 * 2 * model.heads * model.sequence * model.tokens
     assert added == pytest.approx(1e6 * (score_flops / 100e12 + moved / 1000e9))

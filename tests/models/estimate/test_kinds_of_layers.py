@@ -261,8 +261,8 @@ def recomputed(modules: list[str], **model: Any) -> tuple[Running, Running]:
     sizes = {"hidden": 256, "heads": 4, "layers": 2, "ffn": 512, **model}
     config = estimate_config(llama(**sizes), recompute="selective", recompute_modules=modules)
     block = estimate_layers(config)[1]
-    assert block.recomputed is not None
-    return block.plain, block.recomputed
+    assert block.selective is not None
+    return block.plain, block.selective
 
 
 def saved(modules: list[str], **model: Any) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from zbv_models.estimate.model_layers import model_flops
 from zbv_models.estimate.states import StateBytes
 from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_models.layouts.cluster import Cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, layers_on_ranks
 from zbv_models.layouts.executor_memory import megatron
 from zbv_models.layouts.layout import Layout, Recompute
 from zbv_models.layouts.setting import SECONDS, Setting
@@ -94,13 +94,10 @@ def _predicted(
     layered = estimated.problem
     problem, orders = _ordered(run, layered, _bounds(run, layered))
     timing = evaluate(problem, orders)
-    names = [
-        tuple(name for stage in own for name in (problem.model.partition[stage] if problem.model else ()))
-        for own in problem.placement.stages_of
-    ]
     peak = timing.peak_memory[-1] if run.memory_rank == -1 else max(timing.peak_memory)
     return Prediction(
-        step_time=objective_value(problem.objective, timing) * SECONDS + estimated.once(names),
+        step_time=objective_value(problem.objective, timing) * SECONDS
+        + estimated.once(layers_on_ranks(problem)),
         memory=_taken(peak) if run.memory_kind == "device" else peak,
         is_too_large=_taken(max(timing.peak_memory)) > cluster.size,
         recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),

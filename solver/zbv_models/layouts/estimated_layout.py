@@ -15,7 +15,7 @@ from zbv_solver.partition.least_memory import surely_lacking
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Units
+from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.search_state import Cancelled
@@ -204,11 +204,19 @@ class EstimatedLayout:
         buffers = stages * STATES[executor].buffers(layout.microbatches, largest)
         return replace(problem, static=tuple(each + buffers for each in problem.static))
 
+    @cached_property
+    def _by_name(self) -> dict[str, tuple[LayerEstimate, ...]]:
+        """Every copy of every layer on each of the groups in use."""
+        return {name: each for each in self.layers for name in each[0].names}
+
+    def layer_on(self, name: str, rank: int) -> LayerEstimate:
+        """A layer on the devices of a rank."""
+        return self._by_name[name][self.kind_of[rank]]
+
     def once(self, layers: list[tuple[str, ...]]) -> float:
         """Seconds that the busiest rank needs once per step, for the names of every rank's layers."""
-        of = {name: [each.step.total for each in layer] for layer in self.layers for name in layer[0].names}
         busiest = max(
-            sum(of[name][kind] for name in own) for own, kind in zip(layers, self.kind_of, strict=True)
+            sum(self.layer_on(name, rank).step.total for name in own) for rank, own in enumerate(layers)
         )
         return (busiest + self.estimate.table_reduction + self.latency) * SECONDS
 
@@ -266,12 +274,17 @@ def plan_layout(
 
 def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
     """A layout with a plan of its pipeline: adds what happens once per step."""
-    model, placement = plan.problem.model, plan.problem.placement
-    if model is None or plan.cut is None:  # for type checkers: layers have both
+    if plan.cut is None:  # for type checkers: layers have a cut
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
-    of_ranks = [tuple(name for s in stages for name in model.partition[s]) for stages in placement.stages_of]
+    of_ranks = layers_on_ranks(plan.problem)
     bound = max(plan.cut.lower_bound * SECONDS + estimated.least_once, estimated.memory_bound)
     return PlannedLayout(estimated, plan, plan.objective * SECONDS + estimated.once(of_ranks), bound)
+
+
+def layers_on_ranks(problem: Problem) -> list[tuple[str, ...]]:
+    """The names of every rank's layers, in a problem that was cut from layers."""
+    partition = () if problem.model is None else problem.model.partition
+    return [tuple(name for s in stages for name in partition[s]) for stages in problem.placement.stages_of]
 
 
 @lru_cache(maxsize=64)

@@ -378,7 +378,7 @@ def _composition_table(planned: PlannedLayout) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
     table.add_column(justify="right")
-    for name, seconds in composition(planned).parts().items():
+    for name, seconds in composition(planned).items():
         share = seconds / planned.step_time
         if share >= LEAST_SHARE:
             table.add_row(name.replace("_", " "), f"{seconds:.4g} s", f"{share:.1%}")

@@ -279,11 +279,8 @@ def _recomputed(plain: Running, whole: LayerEstimate, estimated: Running) -> Run
 
 
 def _each(here: PerAction, measured: PerAction, there: PerAction, size: float) -> PerAction:
-    return PerAction(
-        _scaled(here.forward, measured.forward, there.forward, size),
-        _scaled(here.backward_input, measured.backward_input, there.backward_input, size),
-        _scaled(here.backward_weight, measured.backward_weight, there.backward_weight, size),
-    )
+    of_actions = zip(*(vars(times).values() for times in (here, measured, there)), strict=True)
+    return PerAction(*(_scaled(*each, size=size) for each in of_actions))
 
 
 def _scaled(here: float, measured: float, there: float, size: float) -> float:

@@ -21,9 +21,12 @@ LATENT = llama(
 INDEXER = {"index_heads": 4, "index_dim": 32}
 
 
-def sizes_of(model: Transformer, name: str) -> dict[str, float]:
-    part = parts(model)[name]
+def sizes_of(model: Transformer, name: str, **degrees: Any) -> dict[str, float]:
+    part = parts(model, **degrees)[name]
     per_token = {
+        "workspace": part.workspace,
+        "sent": sum(each.sent.forward for each in part.exchanges),
+        "sent_back": sum(each.sent.backward_input for each in part.exchanges),
         "flops": part.flops.forward,
         "weight_flops": part.flops.backward_weight,
         "moved": part.moved.forward + part.streamed.forward,
@@ -73,6 +76,9 @@ def sizes_of(model: Transformer, name: str) -> dict[str, float]:
             "weight_flops": 2 * (512 * 128 + 2048 * 36),
             # Scores are as wide as the latent vector and the rotated part; 248 pairs of a token.
             "flops": 2 * (512 * 128 + 2048 * 36) + 4 * 32 * 4096 + 2 * 248 * 16 * (160 + 128 - 96 - 48)}),
+        (LATENT, {"q_lora_rank": None}, "attention", {
+            "parameters": 16 * 96 * (2048 - 512) - 2048 * 512 - 512, "moved": -4 * 512,
+            "moved_back": -6 * 512}),
         (SPARSE, {"shared_expert_ffn": 2 * F, "shared_expert_gate": True}, "experts", {
             "parameters": 3 * H * 2 * F + H, "flops": 2 * 3 * H * 2 * F, "after_forward": 2 * 3 * 2 * F,
             "after_input": 2 * (3 * 2 * F + H), "moved": 2 * 3 * 2 * F}),
@@ -94,3 +100,30 @@ def test_a_choice_adds_what_it_needs(
 ) -> None:
     before, after = sizes_of(base, name), sizes_of(but(base, **change), name)
     assert {key: after[key] - before[key] for key in added} == pytest.approx(added)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "before", "more", "added"),
+    [
+        # The stream stays whole.
+        (LLAMA, "attention", {}, {"tensor": 4}, {"after_forward": -3 / 4 * (4 * (4096 + 1024) + 4 * 32)}),
+        # Latent keys are those of all heads, so every device of a group sends them.
+        (but(LATENT, **INDEXER), "attention", {"context": 2}, {"tensor": 4}, {
+            "sent": 2 * 3 / 4 * 4096 / 2}),
+        # A ring holds two pieces of keys and values with their gradients, and an all-gather all four.
+        (LLAMA, "attention", {"context": 4}, {"gathers_context": True}, {"workspace": 2 * 2 * 1024}),
+        # Tokens are copied once more after they arrive, and before they return.
+        (SPARSE, "experts", {"data": 4}, {"expert": 4}, {"moved": 2 * 2 * 2 * 4 * H}),
+        # torchtitan's gate and first matrix are apart, so each computes a gradient of the stream.
+        (llama(ffn=2048), "mlp", {"tensor": 2, "sequence_parallel": True}, {"keeps_gathered": True}, {
+            "workspace": 2 * (8192 + 2048) - (8192 + 3 * 2048), "after_forward": 8192 / 2}),
+        # Columns of the output are joined, and rows of tokens are summed.
+        (llama(prediction_layers=1), "joining", {}, {"tensor": 2}, {
+            "sent": 3 / 2 * 8192, "sent_back": 4 / 2 * 8192}),
+    ],
+)  # fmt: skip
+def test_devices_divide_what_they_share(
+    model: Transformer, name: str, before: dict[str, Any], more: dict[str, Any], added: dict[str, float]
+) -> None:
+    first, then = sizes_of(model, name, **before), sizes_of(model, name, **before, **more)
+    assert {key: then[key] - first[key] for key in added} == pytest.approx(added)

@@ -127,6 +127,8 @@ GIVEN = {"parameters": 1, "flops": 1.0}
         ),
         ({"product_dtype": "fp8"}, {}, "/device/fp8_tflops", "product_dtype fp8 needs it"),
         ({}, {"context_parallel": 3}, "/parallel/context_parallel", "so 6 must divide sequence (128)"),
+        ({}, {"context_parallel": 16, "tensor_parallel": 8, "sequence_parallel": True},
+         "/parallel/context_parallel", "so 256 must divide sequence (128)"),
         ({"attention": "plain"}, {"context_parallel": 2}, "/parallel/context_parallel", "Use flash"),
         ({}, {"context_parallel": 2}, "/device/context_parallel_bandwidth", "needs it, or link_bandwidth"),
         ({}, {"expert_parallel": 2}, "/parallel/expert_parallel", "the model has no experts"),

@@ -128,3 +128,7 @@ def test_exchanges_take_the_time_of_their_links() -> None:
     assert forward() - free == pytest.approx(volume / 50e9 * 1e6 + 2 * 7)
     slower = forward(expert_parallel_bandwidth=10.0, expert_parallel_latency=1.0)
     assert slower - free == pytest.approx(volume / 10e9 * 1e6 + 2)
+    apart = estimate_config(sparse(), data_parallel=8, expert_parallel=8, expert_parallel_in_node=2)
+    between = 2 * (2 * sparse().tokens * H) * 4 * (1 - 0.75**4) * 3 / 4
+    # Exchanges inside a node, half as long here, take place at the same time.
+    assert estimate_layers(apart)[1].exchanged.forward == pytest.approx(between / 50e9 * 1e6 + 2 * 7)

@@ -135,6 +135,8 @@ def test_the_last_wave_of_tiles_counts_as_a_full_one() -> None:
     assert one_more == pytest.approx(0.75 * 101 / 125)  # 404 tiles of 64 x 128 in five waves of 400 / 4
     assert filled_share(256 * 10, 128, 10, device) == 1  # products of experts run at once
     assert filled_share(256 * 101, 128, 1, Device(achieved_tflops=100.0)) == 1
+    one = Device(achieved_tflops=100.0, processors=1)
+    assert filled_share(65, 65, 1, one) == pytest.approx(0.9 * 65**2 / 128**2)  # no part of a tile
 
 
 def test_launches_that_wait_lengthen_every_action_of_a_part() -> None:

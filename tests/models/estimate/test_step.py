@@ -110,5 +110,7 @@ def test_devices_of_a_sequence_are_replicas_too() -> None:
 def test_two_copies_of_a_table_are_summed_over_the_pipeline() -> None:
     tied = estimate_config(llama(tied_embeddings=True), placement="loop", chunks=2)
     assert estimate(tied).table_reduction == pytest.approx(4 * 32000 * 4096 / 50e9 * 1e6 + 7)
+    predicting = estimate_config(llama(prediction_layers=1), placement="loop", chunks=2)
+    assert estimate(predicting).table_reduction == estimate(tied).table_reduction
     assert estimate(estimate_config(llama(tied_embeddings=True))).table_reduction == 0
     assert estimate(estimate_config(llama())).table_reduction == 0

@@ -82,6 +82,7 @@ def _name(value: object) -> str:
 def test_properties_that_do_not_change_the_number_of_parameters() -> None:
     deepseek = from_transformers({**DEEPSEEK, "num_nextn_predict_layers": 1})
     assert (deepseek["prediction_layers"], deepseek["expert_nodes"], deepseek["dense_layers"]) == (1, 4, 3)
+    assert "expert_nodes" not in from_transformers({**DEEPSEEK, "n_group": 1})
     assert "window" not in from_transformers({**LLAMA, "sliding_window": None})
     mistral = {**LLAMA, "model_type": "mistral", "sliding_window": 4096}
     assert from_transformers(mistral)["window"] == 4096

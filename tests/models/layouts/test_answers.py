@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor_layouts import cluster_of
+from support.executor_layouts import request_of as asked
 from zbv_models.layouts.answer import composition, points_json, ranking_json
-from zbv_models.layouts.cluster import Cluster, equal_cluster
+from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory, plan_layout
-from zbv_models.layouts.layout import Fixed
-from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import best_layouts
 from zbv_models.layouts.sensitivity import AMONG, TOO_LARGE, changes, nearest, outcomes, sensitivity_json
 from zbv_solver.errors import InfeasibleMemory
@@ -28,19 +29,8 @@ FEW = {"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "recom
 TIED = {**MODEL, "tied_embeddings": True}
 
 
-def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0) -> Cluster:
-    link = {"latency": 10, "bandwidth": 100}
-    return equal_cluster(
-        {
-            **{"nodes": nodes, "gpus_per_node": gpus, "memory": gigabytes * 1e9, "allocator_share": 1},
-            "device": {"achieved_tflops": 300, "memory_bandwidth": 1500},
-            "links": {"in_node": link, "between_nodes": {**link, "bandwidth": 12}},
-        }
-    )
-
-
 def request_of(model: dict[str, Any], cluster: Cluster, **fixed: Any) -> Request:
-    return parse_request({"model": model, "global_batch": 8}, cluster, Fixed(**fixed))
+    return asked(model, cluster, 8, **fixed)
 
 
 @settings(max_examples=5)

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, repeat
-from math import inf, isclose
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -360,19 +360,6 @@ def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
     detail = refusal("megatron", model, [wrong_stage, wrong_order, both]).issues[0].detail
     assert "ZeRO stage" in detail
     assert "--use-tp-pp-dp-mapping" in detail
-
-
-def test_without_room_no_layout_fits() -> None:
-    request = request_of(MODEL, cluster_of(1, 2, 0.3), 4)
-    with pytest.raises(NoLayoutFits):
-        executor_layouts(request.layouts, request.setting, "megatron")
-
-
-def test_a_cancelled_search_bounds_all_layouts() -> None:
-    request = request_of(MODEL, cluster_of(1, 2), 4)
-    ranking = executor_layouts(request.layouts, request.setting, "megatron", cancelled=lambda: True)
-    assert ranking.best == ()
-    assert 0 < ranking.no_layout_below < inf
 
 
 def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,13 +225,6 @@ def test_bounds_hold_for_measured_layers(factor: float) -> None:
     assert sum(sum(kinds.values()) for kinds in costs.values()) == 6
 
 
-def test_an_answer_without_profiles_is_estimated() -> None:
-    request = request_of(tensor_parallel=1, pipeline_parallel=4, microbatch_size=1)
-    ranking = best_layouts(request.layouts, request.setting)
-    kinds = costs_of(ranking.best[0])
-    assert kinds == {"measured": {}, "scaled": {}, "estimated": {"embedding": 1, "block": 4, "head": 1}}
-
-
 # --- what is refused
 
 
@@ -253,15 +246,17 @@ def test_wrong_profiles_are_refused(change: Document, pointer: str) -> None:
     assert pointer in [issue.pointer for issue in error.value.issues]
 
 
-@pytest.mark.parametrize("document", [[], "profile", {"layouts": []}, {"ranks": [], "problem": {}}])
-def test_other_documents_are_refused(document: Any) -> None:
-    with pytest.raises(InvalidInput):
-        parse_profile(document)
-
-
-def test_stages_cannot_replace_layers() -> None:
-    document = {key: value for key, value in as_estimated().items() if key != "layers"}
-    with pytest.raises(InvalidInput, match="whole stages"):
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ([], "JSON object"),
+        ("profile", "JSON object"),
+        ({"layouts": []}, "this is no profile"),
+        ({"pp_degree": 2}, "whole stages"),
+    ],
+)
+def test_other_documents_are_refused(document: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
         parse_profile(document)
 
 

@@ -164,7 +164,7 @@ class EstimatedLayout:
         held = plain[..., 3].min(axis=0) * lasts
         saved = np.maximum(held - again[..., 3].min(axis=0) * lasts, 0.0)
         extra = np.maximum(of_again - work, 0.0)
-        least = _balanced(work.sum() / speed, held.sum() / room, extra / speed, saved / room)
+        least = balanced(work.sum() / speed, held.sum() / room, extra / speed, saved / room)
         return max(least * self.layout.microbatches, float(lasts[0])) * SECONDS + self.least_once
 
     @cached_property
@@ -318,7 +318,7 @@ def _link_between(layout: Layout, cluster: AnyCluster, rank: int, other: int) ->
     return cluster.groups[group].link(own.stride("pp"), own.pipeline_parallel)
 
 
-def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
+def balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
     """The least T with T >= load + sum(x * extra) and T >= wanted - sum(x * saved), for 0 <= x <= 1.
 
     The items that save most for what they take come first, and the last one as a fraction.

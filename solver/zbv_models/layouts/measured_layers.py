@@ -280,7 +280,7 @@ def _recomputed(plain: Running, whole: LayerEstimate, estimated: Running) -> Run
 
 def _each(here: PerAction, measured: PerAction, there: PerAction, size: float) -> PerAction:
     of_actions = zip(*(vars(times).values() for times in (here, measured, there)), strict=True)
-    return PerAction(*(_scaled(*each, size=size) for each in of_actions))
+    return PerAction(*(_scaled(one, other, third, size) for one, other, third in of_actions))
 
 
 def _scaled(here: float, measured: float, there: float, size: float) -> float:

@@ -85,6 +85,8 @@ def test_every_layout_is_a_point() -> None:
     assert counts["planned"] == ranking.planned
     assert counts["too_large"] > 0
     assert sum(columns) == 10 * ranking.considered
+    for each in ranking.every:
+        assert least_memory(each.estimated) <= max(each.plan.metrics.peak_memory)
     assert min(points["planned"]["step_time"]) == pytest.approx(ranking.best[0].step_time, rel=1e-3)
     assert min(points["bounded"]["step_time"]) >= ranking.best[1].step_time * (1 - 1e-3)
     assert max(points["bounded"]["peak_memory"]) <= request.cluster.memory

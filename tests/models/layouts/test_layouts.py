@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, product
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from support.rankings import check_ranking
 from zbv_models.layouts import progress
 from zbv_models.layouts.answer import points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster, parse_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, balanced, plan_layout
 from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.layout import Fixed, Layout, Order, Recompute
 from zbv_models.layouts.progress import Ends, LayoutProgress
@@ -115,6 +116,14 @@ def test_a_ring_is_not_faster_than_the_link_inside_its_nodes() -> None:
     layout = Layout(1, 1, 1, 8, 1, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
     assert layout.links(slow).data.bandwidth == 60
     assert replace(layout, tensor_parallel=4, data_parallel=2).links(slow).data.bandwidth == 25
+    odd = Layout(1, 1, 4, 20, 1, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
+    assert odd.links(cluster_of(2, 10)).expert_data.bandwidth == 25  # five devices, two on each node or less
+
+
+@pytest.mark.parametrize(("placement", "near"), [("tp-cp-dp-pp", 4), ("tp-cp-pp-dp", 2)])
+def test_the_nearest_devices_share_experts(placement: Order, near: int) -> None:
+    layout = Layout(2, 1, 8, 4, 2, 1, 8, 1, "per-stage", placement)
+    assert layout.degrees(cluster_of(4, 4)).expert_in_node == near
 
 
 def test_rings_on_a_node_have_the_latency_of_a_step_unless_the_link_is_given() -> None:
@@ -128,6 +137,20 @@ def test_rings_on_a_node_have_the_latency_of_a_step_unless_the_link_is_given() -
     found = across.links(equal_cluster(document)).tensor
     # One of 15 steps leaves a node.
     assert found.step_latency == pytest.approx((14 * 3.4 + 20) / 15)
+
+
+LOADS = st.lists(st.tuples(st.floats(0.01, 1e3), st.floats(0.01, 1e3)), max_size=5)
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4), LOADS)
+def test_the_balance_of_load_and_memory_is_least(
+    load: float, wanted: float, items: list[tuple[float, float]]
+) -> None:
+    extra, saved = np.array(items).reshape(-1, 2).T
+    found = balanced(load, wanted, extra, saved)
+    shares = np.array(list(product(np.linspace(0, 1, 5), repeat=len(items))))
+    some = np.maximum(load + shares @ extra, wanted - shares @ saved).min()
+    assert load * (1 - 1e-9) <= found <= some * (1 + 1e-9) + 1e-12
 
 
 CASES = st.tuples(

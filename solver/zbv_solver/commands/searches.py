@@ -10,8 +10,7 @@ from pathlib import Path
 from zbv_solver.commands import tables
 from zbv_solver.commands.interrupt import terminated_like_interrupted
 from zbv_solver.commands.searching import search_options, watched_search
-from zbv_solver.documents.files import output, write
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import output, plain, write
 from zbv_solver.frontiers.frontier import frontier_points, point_json
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.reading import load_problem

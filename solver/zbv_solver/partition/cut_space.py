@@ -14,7 +14,7 @@ from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import CUT_MEMORY, MEMORY_TOLERANCE
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 
 Boundaries = tuple[int, ...]
 """(S+1,) boundaries of stages: stage s has the parts ``[bounds[s], bounds[s + 1])``."""
@@ -44,7 +44,7 @@ class CutSpace:
     @cached_property
     def ranges(self) -> tuple[IntArray, IntArray]:
         """Smallest and largest value of every boundary, (S+1,) each."""
-        fixed = self.problem.fixed_bounds(self.n_stages) or {}
+        fixed = self.problem.rules.fixed_bounds(self.problem.model, self.n_stages) or {}
         number = np.arange(self.n_stages + 1)
         lower = np.zeros(self.n_stages + 1, np.int64)
         upper = np.full(self.n_stages + 1, self.tables.n)

@@ -11,7 +11,7 @@ from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.balance import Balanced, balanced_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.settle import settled_cut
-from zbv_solver.problem.layer_letters import DECODER, letter_of
+from zbv_solver.problem.layer import DECODER, letter_of
 
 
 def even_cut(space: CutSpace) -> Boundaries:

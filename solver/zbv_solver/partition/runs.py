@@ -18,8 +18,7 @@ from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.problem.layer import Layer, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.limits import MAX_LAYERS
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.numeric import MAX_LAYERS, MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I
 
 WHOLE = MAX_LAYERS

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_solver._version import __version__
-from zbv_solver.documents.files import write
-from zbv_solver.documents.text import canonical_json, plain
+from zbv_solver.documents.files import canonical_json, plain, write
 from zbv_solver.plans.certificate import Status
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.simulation import Simulation, simulation_json

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import plain
 from zbv_solver.jitter.noise import Jitter, jitter_json
 
 

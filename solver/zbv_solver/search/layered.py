@@ -36,8 +36,8 @@ from zbv_solver.plans.certificate import certify, verdict
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
 from zbv_solver.problem.problem import Problem, require_same_problem
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Placement
 from zbv_solver.problem.writing import layered_json
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.baselines import compare

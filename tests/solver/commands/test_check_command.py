@@ -21,8 +21,8 @@ from zbv_solver.commands.cli import main
 from zbv_solver.export import export
 from zbv_solver.export.torch_csv import parse, relabelled
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Placement
 from zbv_solver.search.search import make_plan
 from zbv_solver.timing.start_times import evaluate
 

@@ -20,9 +20,9 @@ from zbv_solver.export import FORMATS, export
 from zbv_solver.export.torch_csv import microbatch_labels
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import PlacementKind
 from zbv_solver.search.search import SearchOptions, make_plan, search
 from zbv_solver.timing.start_times import evaluate, memory_profile
 

@@ -207,7 +207,7 @@ def floor(problem: LayeredProblem) -> float:
         space = CutSpace(problem, placement, tables)
         balanced = even_bound(space, level_cut(space))
         if balanced is not None:
-            worst.append(max(least, balanced.worst))
+            worst.append(max(least, balanced.value))
     return problem.microbatches * min(worst, default=least)
 
 

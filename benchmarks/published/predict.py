@@ -30,8 +30,8 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.problem.stages import Placement
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate

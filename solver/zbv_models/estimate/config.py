@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
-from zbv_solver.documents.text import number
+from zbv_solver.documents.files import number
 from zbv_solver.documents.validation import quoted, validated
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.layer_letters import Recomputed
-from zbv_solver.problem.limits import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
+from zbv_solver.problem.layer import Recomputed
+from zbv_solver.problem.numeric import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
 
 from zbv_models.estimate.device import Device
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model

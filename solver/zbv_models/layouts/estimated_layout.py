@@ -134,7 +134,7 @@ class EstimatedLayout:
         """
         problem = self.problem
         tables = CutTables.of(problem)
-        if surely_lacking(replace(tables, room=tables.most_room)) > 0:
+        if surely_lacking(tables._replace(room=tables.most_room)) > 0:
             return math.inf
         least = least_worst_load(problem, tables) * problem.microbatches
         return least * SECONDS + self.least_once

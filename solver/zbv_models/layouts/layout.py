@@ -9,7 +9,7 @@ from itertools import chain, combinations, permutations, product
 from math import factorial, gcd, isqrt, prod
 from typing import Literal, get_args
 
-from zbv_solver.problem.limits import MAX_PP_DEGREE
+from zbv_solver.problem.numeric import MAX_PP_DEGREE
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.model import Transformer, fits

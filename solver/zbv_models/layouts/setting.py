@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 from zbv_solver.partition.cut_space import speeds_of
-from zbv_solver.problem.layer_letters import Recomputed
+from zbv_solver.problem.layer import Recomputed
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model

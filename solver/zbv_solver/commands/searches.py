@@ -13,8 +13,7 @@ from zbv_solver.commands.interrupt import terminated_like_interrupted
 from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.commands.messages import named_flags, print_json
 from zbv_solver.commands.searching import search_options, watched_search
-from zbv_solver.documents.files import output, write
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import output, plain, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers.frontier import frontier_points, point_json
 from zbv_solver.plans.plan import Plan, plan_json

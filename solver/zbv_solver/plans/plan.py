@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zbv_solver._version import __version__
-from zbv_solver.documents.files import write
-from zbv_solver.documents.text import canonical_json, plain
+from zbv_solver.documents.files import canonical_json, plain, write
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.orders import Orders

@@ -27,8 +27,8 @@ T = TypeVar("T")
 NICENESS = 10
 """Niceness: computations use the CPU time that the service leaves, so requests stay fast."""
 KEPT_BYTES = 96 * 1024**2
-"""An idle process with a memory limit that holds more private bytes than this is ended, to release them; so is
-one whose memory ran out."""
+"""An idle process with a memory limit that holds more private bytes than this is ended, to release them; so
+is one whose memory ran out."""
 ORPHANED = 70
 """Exit status of a process that lost its service."""
 

@@ -65,15 +65,15 @@ def simulate(plan: Plan, jitter: Jitter, *, scenarios: int = SCENARIOS, seed: in
     if not 0 <= seed <= MAX_SEED:
         raise InvalidInput.at("/seed", f"found {seed}; must be from 0 to {MAX_SEED}.")
     problem = plan.problem
-    own = _spans(problem, plan.orders, jitter, scenarios, seed)
+    spans = _spans(problem, plan.orders, jitter, scenarios, seed)
     names = baseline_names(problem)
-    rows = [each for each in plan.baselines if each.name in names] or compare(problem)
+    rows = [row for row in plan.baselines if row.name in names] or compare(problem)
     others = [
         SimulatedBaseline(row.name, _spans(without_limit(of), orders, jitter, scenarios, seed), row.fits)
         for row in rows
         for of, orders in [stated(row, problem)]
     ]
-    return Simulation(jitter, scenarios, seed, own, tuple(others))
+    return Simulation(jitter, scenarios, seed, spans, tuple(others))
 
 
 def _spans(problem: Problem, orders: Orders, jitter: Jitter, scenarios: int, seed: int) -> Spans:
@@ -172,8 +172,8 @@ def _chosen(
 
     with ThreadPoolExecutor(min(options.workers, CHAINS)) as threads:
         searched = threads.map(lambda longer: _searched(problem, options, longer, halt), LONGER)
-        found = list(chain.from_iterable(searched))
-        last = [planned, *(found[place] for place in best(found, COMPARING, TRIES)[:LAST])]
+        candidates = list(chain.from_iterable(searched))
+        last = [planned, *(candidates[place] for place in best(candidates, COMPARING, TRIES)[:LAST])]
         return last[best(last, CHOOSING, LAST_TRIES)[0]]
 
 

@@ -149,9 +149,10 @@ def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: Sea
     def on(layered: LayeredProblem, rule: Callable[[CutSpace], Boundaries]) -> Plan:
         space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
         bounds = rule(space)
-        recompute = space.fitting(bounds)
-        problem = layered.cut_into(space.placement, space.cut(bounds, recompute or (False,) * space.n_stages))
-        return search(problem if recompute else without_limit(problem), options)
+        fitting = space.fitting(bounds)
+        cut = fitting or space.cut(bounds, (False,) * space.n_stages)
+        problem = layered.cut_into(space.placement, cut)
+        return search(problem if fitting else without_limit(problem), options)
 
     head = layered.model.layers[-1].costs.forward
     return CutRow(

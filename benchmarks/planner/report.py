@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zbv_solver import __version__
-from zbv_solver.documents.text import number
+from zbv_solver.documents.files import number
 from zbv_solver.search.options import SearchOptions
 
 from benchmarks.planner.ablation import Contribution

@@ -27,6 +27,14 @@ LONG: dict[str, Any] = {
 }
 """A problem with an endless search."""
 
+MANY_LAYOUTS: dict[str, Any] = {
+    "model": {"presets": ["deepseek-v3"]},
+    "cluster": {"nodes": 5040, "gpus_per_node": 8, "device": "h100"},
+    "global_batch": 55_440,
+    "sequence_length": 4096,
+}
+"""A request of 300 bytes with 1,468,832 layouts."""
+
 
 def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]:
     """A plan of many ranks, as a large run fetches it at its start."""

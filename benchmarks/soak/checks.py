@@ -274,9 +274,9 @@ class _Layers(_Examination):
             space = CutSpace(problem, problem.placements[0], tables)
             found = balanced_cut(space, level_cut(space))
             self.require(
-                found is not None and abs(Fraction(found.worst) - least) <= room,
+                found is not None and abs(Fraction(found.value) - least) <= room,
                 "balanced cut",
-                lambda: f"has {found and found.worst!r}; a cut has {float(least)!r}",
+                lambda: f"has {found and found.value!r}; a cut has {float(least)!r}",
             )
 
     def _best(self, cuts: list[Pipeline]) -> Optimum | None:

@@ -55,9 +55,8 @@ class RehearseWorkload:
 
     def problem(self, pp_degree: int, microbatches: int) -> Problem:
         """Return the problem for any number of ranks."""
-        from zbv_solver.problem.costs import Costs, Memory
-        from zbv_solver.problem.placement import Placement
         from zbv_solver.problem.problem import Problem, Units
+        from zbv_solver.problem.stages import Costs, Memory, Placement
 
         p, stages = pp_degree, 2 * pp_degree
 

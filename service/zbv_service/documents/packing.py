@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from zbv_solver.documents.text import canonical_json
+from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.plans.plan import Plan, gap_of, plan_json, verdict
 

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from zbv_solver.documents.text import canonical_json
+from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.channels import Channel, channels
 from zbv_solver.plans.plan import Plan, simulation_json

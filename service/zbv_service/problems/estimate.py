@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import plain
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.cut_space import CutTables

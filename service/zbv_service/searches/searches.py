@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from zbv_solver import __version__
-from zbv_solver.documents.text import canonical_json
+from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.jitter import check_quantile, parse_jitter
 from zbv_solver.problem.reading import parse_any_problem

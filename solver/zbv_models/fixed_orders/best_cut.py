@@ -60,6 +60,11 @@ class OrderResult:
     recompute_layers: int | None = None
     """With ``block``, how many first layers of every stage are recomputed; None if no cut is known."""
 
+    def document(self) -> dict[str, str | int | None]:
+        """What identifies it in a JSON document."""
+        again = {"recompute": self.recompute, "recompute_layers": self.recompute_layers}
+        return self.schedule.document() | again
+
 
 @dataclass(frozen=True, eq=False)
 class BestCut:

@@ -11,10 +11,9 @@ from pathlib import Path
 from zbv_solver.commands import tables
 from zbv_solver.commands.interrupt import terminated_like_interrupted
 from zbv_solver.commands.jitter_flag import read_jitter
-from zbv_solver.commands.messages import named_flags
+from zbv_solver.commands.messages import named_flags, print_json
 from zbv_solver.commands.searching import search_options, watched_search
-from zbv_solver.documents.files import output, write
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import output, plain, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers.frontier import frontier_points, point_json
 from zbv_solver.plans.plan import Plan, plan_json
@@ -58,7 +57,7 @@ def compare(arguments: argparse.Namespace) -> None:
     problem = load_problem(arguments.problem)
     found = watched_search(problem, search_options(arguments))
     if arguments.json:
-        _print_json(
+        print_json(
             {
                 "plan_id": found.plan_id,
                 "metrics": plan_json(found)["metrics"],
@@ -83,7 +82,7 @@ def frontier(arguments: argparse.Namespace) -> None:
             write(folder / f"{found.plan_id[:12]}.json", json.dumps(plan_json(found)) + "\n")
         write(folder / "frontier.json", json.dumps(document, indent=2) + "\n")
     if arguments.json:
-        _print_json(document)
+        print_json(document)
     else:
         tables.print_frontier(problem, points)
 
@@ -101,10 +100,6 @@ def _jitter(arguments: argparse.Namespace, problem: AnyProblem) -> Jitter | None
         except InvalidInput as error:
             raise error.found_in("--jitter") from None
     return jitter
-
-
-def _print_json(document: object) -> None:
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
 def _verdict(plan: Plan) -> str:

@@ -36,11 +36,10 @@ from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Deltas, Memory
 from zbv_solver.problem.layered_problem import AUTO_CHUNKS, uncut
 from zbv_solver.problem.numeric import SEARCH_MEMORY
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import B, F, Problem
+from zbv_solver.problem.stages import Costs, Deltas, Memory, Placement
 from zbv_solver.timing.start_times import objective_of
 
 _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {

@@ -17,7 +17,7 @@ from math import isfinite
 from typing import Any
 
 from zbv_solver._version import __version__
-from zbv_solver.documents.text import number
+from zbv_solver.documents.files import number
 from zbv_solver.packing.arrange import Arrangement, Microbatch, Packer, arrangements, equal_tokens, improved
 from zbv_solver.packing.batch import Batch
 from zbv_solver.packing.step_costs import StepCosts, packing_bound

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zbv_solver._version import __version__
-from zbv_solver.documents.files import write
-from zbv_solver.documents.text import canonical_json, plain
+from zbv_solver.documents.files import canonical_json, plain, write
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.problem.problem import Objective, Problem, objective_value
 from zbv_solver.problem.writing import any_problem_json, problem_json
 
 if TYPE_CHECKING:  # only plans for durations that vary have one
@@ -91,6 +90,12 @@ class Spans:
     expected_makespan: float
     p95_makespan: float
     """The same of iterations that all ranks begin together."""
+
+    def of(self, objective: Objective) -> tuple[float, float]:
+        """The mean and the 0.95 quantile of an objective."""
+        if objective == "span":
+            return self.expected_span, self.p95_span
+        return self.expected_makespan, self.p95_makespan
 
 
 @dataclass(frozen=True)

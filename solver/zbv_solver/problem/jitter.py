@@ -23,11 +23,11 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from zbv_solver.documents.fields import AtMost, Document, Number
-from zbv_solver.documents.text import number
+from zbv_solver.documents.files import number
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.problem.limits import MAX_PP_DEGREE
+from zbv_solver.problem.numeric import MAX_PP_DEGREE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 
 MAX_DEVIATION = 10.0

@@ -18,11 +18,10 @@ import numpy as np
 from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory
-from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.first_cuts import (
     EVEN,
     HISTOGRAM,
-    Start,
     even_cut,
     fitting_starts,
     histogram_cut,
@@ -30,14 +29,15 @@ from zbv_solver.partition.first_cuts import (
     roomy_cuts,
 )
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.joint_search import Candidate, Judge, improve_cut
+from zbv_solver.partition.joint_search import Judge, improve_cut
 from zbv_solver.partition.least_memory import least_memory_cut
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan, certify, verdict
+from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Placement
 from zbv_solver.problem.writing import layered_json
 from zbv_solver.search.assemble import compare
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
@@ -52,7 +52,7 @@ FINALISTS = {"quick": 3, "standard": 4, "thorough": 6}
 JUDGE_SHARE, SEARCH_SHARE = 0.25, 0.85
 """Shares of a time limit at which estimating cuts and searching finalists end; the rest is for baselines."""
 LEAST_SECONDS = 0.01
-Starts = dict[str, Start]
+Starts = dict[str, Cut]
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -195,11 +195,13 @@ class _LayersSearch:
             )
             found.append((space, least))
         fits = [
-            (space, self._starts(space, space.bounds_of(least.cut))) for space, least in found if least.fits
+            (space, self._starts(space, space.bounds_of(least.cut)))
+            for space, least in found
+            if least.value <= 0
         ]
         if fits:
             return fits
-        space, best = min(found, key=lambda each: each[1].excess)
+        space, best = min(found, key=lambda each: each[1].value)
         problem = self.problem.cut_into(space.placement, best.cut)
         raise InfeasibleMemory(
             problem.smallest_limit,
@@ -210,8 +212,8 @@ class _LayersSearch:
 
     def _begin(self, space: CutSpace, starts: Starts) -> None:
         """Find a first plan quickly, because estimating cuts takes a while."""
-        name, (bounds, recompute) = next(iter(starts.items()))
-        problem = self.problem.cut_into(space.placement, space.cut(bounds, recompute))
+        name, cut = next(iter(starts.items()))
+        problem = self.problem.cut_into(space.placement, cut)
         options = replace(self._limited(JUDGE_SHARE), effort="quick", without=PHASES)
         search = Search(problem, options, self._report, self.cancelled)
         search.run()
@@ -221,11 +223,9 @@ class _LayersSearch:
         """The candidates for the full search, the most promising first."""
         judges = [Judge(space) for space, _ in feasible]
 
-        def estimates(number: int) -> list[Candidate]:
-            return [
-                Candidate(name, bounds, recompute, judges[number].value(bounds, recompute))
-                for name, bounds, recompute in self._judged(*feasible[number])
-            ]
+        def estimates(number: int) -> list[ScoredCut]:
+            cuts = self._judged(*feasible[number])
+            return [ScoredCut(cut, judges[number].value(cut), name=name) for name, cut in cuts]
 
         judged = self._in_threads(range(len(judges)), estimates)
         lowest = min(candidate.value for candidates in judged for candidate in candidates)
@@ -240,25 +240,24 @@ class _LayersSearch:
             )
             if moved is not start:
                 judged[number].append(moved)
-        entrants: dict[tuple[Placement, Boundaries, tuple[bool, ...]], _Entrant] = {}
+        entrants: dict[tuple[Placement, Cut], _Entrant] = {}
         for (space, _), candidates in zip(feasible, judged, strict=True):
             for each in sorted(candidates, key=lambda candidate: candidate.value):
-                key = space.placement, each.bounds, each.recompute
+                key = space.placement, each.cut
                 if key not in entrants or each.name == HISTOGRAM:
-                    problem = self.problem.cut_into(space.placement, space.cut(each.bounds, each.recompute))
+                    problem = self.problem.cut_into(*key)
                     entrants[key] = _Entrant(each.name, each.value, problem)
         return sorted(entrants.values(), key=lambda entrant: entrant.judged)
 
-    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Boundaries, tuple[bool, ...]]]:
+    def _judged(self, space: CutSpace, found: Starts) -> Iterator[tuple[str, Cut]]:
         """The cuts to estimate on a placement: some that just fit, and some that have spare memory."""
-        for name, (bounds, recompute) in found.items():
-            yield name, bounds, recompute
-        start, _ = next(iter(found.values()))
+        yield from found.items()
+        start = space.bounds_of(next(iter(found.values())))
         least = self.floors[space.placement] / self.problem.microbatches
-        for bounds, recompute in roomy_cuts(space, start, least):
+        for cut in roomy_cuts(space, start, least):
             if self._is_over(JUDGE_SHARE):
                 return
-            yield "roomy", bounds, recompute
+            yield "roomy", cut
 
     def _search(self, entrants: list[_Entrant]) -> None:
         """Run the full search on the finalists, except those that cannot be better."""
@@ -341,9 +340,8 @@ class _LayersSearch:
         others.pop(chosen, None)
         share = (1 - SEARCH_SHARE) / (2 + len(others))
         for name, bounds in ((EVEN, even_cut(space)), (HISTOGRAM, histogram_cut(space))):
-            recompute = space.fitting(bounds) or (False,) * space.n_stages
-            problem = self.problem.cut_into(chosen, space.cut(bounds, recompute))
-            yield self._baseline(name, problem, share)
+            cut = space.fitting(bounds) or space.cut(bounds, (False,) * space.n_stages)
+            yield self._baseline(name, self.problem.cut_into(chosen, cut), share)
         for placement in sorted(others, key=lambda each: (PLACEMENT_KINDS.index(each.kind), each.chunks)):
             name = placement.name
             yield self._baseline(name, others[placement].problem, share)

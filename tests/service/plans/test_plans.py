@@ -11,7 +11,7 @@ from support.serving import PROBLEM, Service, Serving
 from zbv_service import app
 from zbv_service.pages import shell
 from zbv_service.plans import plans
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import plain
 from zbv_solver.plans.channels import Channel, Transfer, channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json

@@ -10,7 +10,7 @@ import pytest
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import FORMATS, export
 from zbv_solver.export.report.figures import cost_facts, cost_values
-from zbv_solver.export.report.microbatches import MOST, microbatches_view
+from zbv_solver.export.report.sections import MOST_MICROBATCHES, microbatches_view
 from zbv_solver.export.timeline import timeline, timeline_facts
 from zbv_solver.export.torch_csv import batch_order, renumbered
 from zbv_solver.plans.orders import Orders
@@ -116,12 +116,12 @@ def test_microbatches_are_listed_in_the_order_of_entry(plan: Plan) -> None:
 
 
 def test_many_microbatches_are_shown_in_part() -> None:
-    count = MOST + 10
+    count = MOST_MICROBATCHES + 10
     problem = problem_of(microbatches=count, features={"tokens": list(range(count))}, pp_degree=1)
     view = microbatches_view(plan_of(problem, list(range(count))))
     assert view is not None
-    assert len(view.rows) == MOST
-    assert f"The first {MOST} of {count} microbatches" in view.summary
+    assert len(view.rows) == MOST_MICROBATCHES
+    assert f"The first {MOST_MICROBATCHES} of {count} microbatches" in view.summary
 
 
 @pytest.mark.parametrize("key", ["features", "sequences"])

@@ -25,9 +25,9 @@ from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver
 from zbv_solver.improve.cp_search import CpSearch, Listener, refine
 from zbv_solver.improve.cp_window import FreeWindow, Paths
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import LETTERS, F, Problem, W
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Costs
 from zbv_solver.search.unit import in_search_unit
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders

@@ -105,6 +105,7 @@ def lowered_by_torch(problem: Problem, orders: Orders, folder: Path, **options: 
     path.write_text("".join(",".join(texts) + "\n" for texts in orders.all_text()))
     runtime = torch_runtime(problem, 0, **options)
     runtime._load_csv(str(path), format="compute_only")
+    assert runtime.stage_index_to_group_rank == dict(enumerate(problem.placement.rank_of))
     return loaded_lists(runtime)
 
 

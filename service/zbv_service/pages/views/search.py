@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import cost_facts, cost_values
-from zbv_solver.export.report.simulated import deviations
+from zbv_solver.export.report.sections import deviations
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.problem.jitter import parse_jitter
 from zbv_solver.problem.layer import Model

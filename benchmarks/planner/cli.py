@@ -47,7 +47,7 @@ def add_planner(commands: Any) -> None:
         action="append",
         default=[],
         metavar="STAGE",
-        help="skip this stage of the search; may be repeated",
+        help="skip this phase of the search; may be repeated",
     )
     command.add_argument(
         "--ablate", action="store_true", help="run again without each mechanism, to show what it adds"

@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """The runs of one command; they only differ in the stages that an ablation leaves out."""
+    """The runs of one command; they only differ in the mechanisms that an ablation leaves out."""
 
     options: SearchOptions
     runs: tuple[Run, ...]

@@ -116,20 +116,20 @@ def _recut(name: str, problem: Problem) -> tuple[Problem, Orders]:
     from zbv_solver.partition.descent import cut_for_order  # loads kernels that only layers need
     from zbv_solver.search.unit import OwnUnit
 
-    found = []
+    cuts = []
     for placement in placements_of(name, problem):
         orders = order_of(name, placement, problem.microbatches)
-        own = OwnUnit.of(uncut(problem, placement))
-        cut = cut_for_order(own.problem, orders, _own_cut(problem, placement.n_stages))
-        found.append((own.given.cut_into(placement, cut), orders))
-    if len(found) == 1:
-        return found[0]
+        layers = OwnUnit.of(uncut(problem, placement))
+        cut = cut_for_order(layers.problem, orders, _own_cut(problem, placement.n_stages))
+        cuts.append((layers.given.cut_into(placement, cut), orders))
+    if len(cuts) == 1:
+        return cuts[0]
 
     def rank(made: tuple[Problem, Orders]) -> tuple[bool, float]:
         timing = evaluate(without_limit(made[0]), made[1])
         return not fits(made[0], timing.peak_memory), objective_value(problem.objective, timing)
 
-    return min(found, key=rank)
+    return min(cuts, key=rank)
 
 
 def stated(row: Baseline, problem: Problem) -> tuple[Problem, Orders]:

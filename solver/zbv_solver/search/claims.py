@@ -202,8 +202,8 @@ def _baseline_claims(baselines: tuple[Baseline, ...], problem: Problem) -> Itera
         if reason is None:
             from zbv_solver.search import assemble
 
-            found = assemble.baseline_row(stated.name, *assemble.stated(stated, problem))
-            _compare_records(f"baseline {stated.name}", stated, found)
+            recomputed = assemble.baseline_row(stated.name, *assemble.stated(stated, problem))
+            _compare_records(f"baseline {stated.name}", stated, recomputed)
         better = "; that no cut is better for its order was not verified" if problem.model is not None else ""
         yield Claim(
             f"/baselines/{index}", f"baseline {stated.name}", reason is None, reason or f"recomputed{better}"
@@ -234,11 +234,11 @@ def _simulation_claims(plan: Plan) -> Iterator[Claim]:
     from zbv_solver.search.jitter import simulate
 
     try:
-        found = simulate(plan, stated.jitter, scenarios=stated.scenarios, seed=stated.seed)
+        recomputed = simulate(plan, stated.jitter, scenarios=stated.scenarios, seed=stated.seed)
     except InvalidInput as error:
         raise error.below("/simulation") from None
-    _compare_records("the plan in the simulation", stated.spans, found.spans)
-    known = {row.name: row.spans for row in found.baselines}
+    _compare_records("the plan in the simulation", stated.spans, recomputed.spans)
+    known = {row.name: row.spans for row in recomputed.baselines}
     for row in stated.baselines:
         if row.name not in known:
             raise InvalidPlan(
@@ -313,18 +313,18 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
         from zbv_solver.improve.cp_search import refine
         from zbv_solver.timing.start_times import objective_of
 
-        found = refine(
+        refined = refine(
             problem,
             plan.orders,
             lower_bound=bound / unit,
             effort=PROOF_EFFORT,
             cancelled=cancelled,
         )
-        if found.orders is not None and (better := objective_of(plan.problem, found.orders)) < enough:
+        if refined.orders is not None and (better := objective_of(plan.problem, refined.orders)) < enough:
             raise InvalidPlan(
                 f"the stated lower_bound {stated:.15g} is false: an order reaches {better:.15g}."
             )
-        bound = max(bound, found.lower_bound * unit)
+        bound = max(bound, refined.lower_bound * unit)
         if bound >= enough:
             return f"proved again: {bound:.9g}, by CP-SAT"
     raise InvalidPlan(

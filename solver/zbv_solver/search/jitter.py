@@ -92,15 +92,14 @@ def simulate(
             float(np.quantile(times.makespan, P95)),
         )
 
-    own = spans(problem, plan.orders)
     names = baseline_names(problem)
-    rows = [each for each in plan.baselines if each.name in names] or compare(problem)
+    rows = [row for row in plan.baselines if row.name in names] or compare(problem)
     others = [
         SimulatedBaseline(row.name, spans(without_limit(of), orders), row.fits)
         for row in rows
         for of, orders in [stated(row, problem)]
     ]
-    return Simulation(jitter, scenarios, seed, own, tuple(others))
+    return Simulation(jitter, scenarios, seed, spans(problem, plan.orders), tuple(others))
 
 
 def search_for_jitter(
@@ -209,8 +208,8 @@ def _chosen(
 
     with ThreadPoolExecutor(min(options.workers, CHAINS)) as threads:
         searched = threads.map(lambda longer: _searched(problem, options, longer, halt), LONGER)
-        found = list(chain.from_iterable(searched))
-        last = [planned, *(found[place] for place in best(found, COMPARING, TRIES)[:LAST])]
+        candidates = list(chain.from_iterable(searched))
+        last = [planned, *(candidates[place] for place in best(candidates, COMPARING, TRIES)[:LAST])]
         return last[best(last, CHOOSING, LAST_TRIES)[0]]
 
 

@@ -123,8 +123,8 @@ def budgets_of(effort: Effort, problem: Problem) -> list[Budget]:
     worse plan than a shorter one. So the effort ``thorough`` begins with all that ``standard`` does.
     """
     if not problem.is_equal:
-        efforts = ["standard", effort] if effort == "thorough" else [effort]
-        return [DIFFERING[each] for each in efforts]
+        shorter = [DIFFERING["standard"]] if effort == "thorough" else []
+        return [*shorter, DIFFERING[effort]]
     budget = BUDGETS[effort]
     return [before_exact(budget) if problem.max_actions <= budget.exact_actions else budget]
 

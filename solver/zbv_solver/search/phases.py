@@ -262,8 +262,8 @@ class Search:
         from zbv_solver.improve.overtaking_search import overtaking_search
 
         seed = self.options.seed * CHAINS + number
-        for found in overtaking_search(self.problem, placements, seed, halt.flag):
-            yield None if found is None else Solution(*found, "overtaking")
+        for result in overtaking_search(self.problem, placements, seed, halt.flag):
+            yield None if result is None else Solution(*result, "overtaking")
 
     def _has_large_ones(self) -> bool:
         """Whether the path of a large microbatch decides."""

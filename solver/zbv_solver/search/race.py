@@ -113,15 +113,15 @@ def race(
         best = None
         running = 1 if workers > 1 else CHAINS - number
         left = None if deadline is None else (deadline - time.monotonic()) / running
-        with halt.within(left) as own:
-            for step, solution in enumerate(chain(number, own)):
+        with halt.within(left) as stop:
+            for step, solution in enumerate(chain(number, stop)):
                 if solution is not None and (best is None or solution.value < best.value):
                     best = solution
                     incumbent.announce(best)
                     if incumbent.meets_bound(best):
                         met[number] = step
                 is_last = any(step >= other for other in met.copy().values())
-                if is_last or is_over(incumbent, halt) or own.spent() >= 1:
+                if is_last or is_over(incumbent, halt) or stop.spent() >= 1:
                     break
         return best
 

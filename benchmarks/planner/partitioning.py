@@ -16,11 +16,11 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 VOCABULARY, SEQUENCE = 128_000, 4096
 MODELS = (
@@ -149,9 +149,10 @@ def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: Sea
     def on(layered: LayeredProblem, rule: Callable[[CutSpace], Boundaries]) -> Plan:
         space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
         bounds = rule(space)
-        recompute = space.fitting(bounds)
-        problem = layered.cut_into(space.placement, space.cut(bounds, recompute or (False,) * space.n_stages))
-        return search(problem if recompute else without_limit(problem), options)
+        fitting = space.fitting(bounds)
+        cut = fitting or space.cut(bounds, (False,) * space.n_stages)
+        problem = layered.cut_into(space.placement, cut)
+        return search(problem if fitting else without_limit(problem), options)
 
     head = layered.model.layers[-1].costs.forward
     return CutRow(

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zbv_solver.documents.validation import refusal
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.documents import ProblemDocument
-from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Objective, Problem
 from zbv_solver.problem.reading import parse_problem, to_problem
-from zbv_solver.search.search import Effort, SearchOptions
+from zbv_solver.problem.stages import PlacementKind
+from zbv_solver.search.options import Effort, SearchOptions
 
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^\S+$")]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]

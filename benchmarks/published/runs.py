@@ -14,7 +14,7 @@ from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_solver.documents.files import load
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.layer_letters import Recomputed
+from zbv_solver.problem.layer import Recomputed
 
 HERE = Path(__file__).parent
 RUNS, MODELS = HERE / "runs.json", HERE / "models.json"

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from zbv_solver.export.torch_comms_csv import lowered
 from zbv_solver.export.torch_csv import relabelled
-from zbv_solver.problem.placement import Placement, PlacementKind
+from zbv_solver.problem.stages import Placement, PlacementKind
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.protocol import PipelineModel

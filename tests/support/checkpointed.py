@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.stage.precision import Precision

@@ -12,9 +12,9 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layer import LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.stages import Placement
 
 BLOCK = {
     "name": "block",

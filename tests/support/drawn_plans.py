@@ -9,7 +9,7 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 MEMORY = {"forward": 2, "backward_input": -1, "backward_weight": -1, "static": 1, "limit": 14}
 COSTS = {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50}

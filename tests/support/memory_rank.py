@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory
 from zbv_solver.timing.start_times import memory_profile
 from zbv_worker.execution.binding import Bound, WalkState
 from zbv_worker.execution.build_stages import build_stages

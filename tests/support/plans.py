@@ -8,9 +8,8 @@ from typing import cast
 
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
 from zbv_solver.problem.writing import problem_json
 
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from hypothesis import strategies as st
-from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
-from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Objective, Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory, Placement, PlacementKind
 
 
 def uniform(

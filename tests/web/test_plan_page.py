@@ -15,8 +15,9 @@ from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.export.timeline import idle_shares, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
-from zbv_solver.search.simulate import DEFAULT_JITTER, simulate
+from zbv_solver.search.jitter import DEFAULT_JITTER, simulate
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import earliest_times, evaluate, memory_profile
 
 from web.browsing import Look, Service

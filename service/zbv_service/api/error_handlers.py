@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from zbv_solver.documents.text import canonical_json
+from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import ContradictedBound, InvalidInput, InvalidPlan, MissingDependency
 
 from zbv_service.database import DatabaseAway

@@ -15,9 +15,9 @@ from urllib.parse import urlencode
 from fastapi import Request, Response
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
 from zbv_solver.problem.layered_problem import PlacementChoice
-from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
-from zbv_solver.problem.placement import PlacementKind
+from zbv_solver.problem.numeric import MAX_CELLS, MAX_PP_DEGREE
 from zbv_solver.problem.problem import Objective
+from zbv_solver.problem.stages import PlacementKind
 
 from zbv_service.api.negotiation import VARY, root_of, to_page, wants_page
 from zbv_service.api.state import state_of

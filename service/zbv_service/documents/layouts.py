@@ -16,8 +16,8 @@ from zbv_models.layouts.profile import Profile, parse_profile
 from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.documents.fields import MAX_NAME, Number
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.layer_letters import Recomputed
-from zbv_solver.problem.limits import MAX_LAYERS
+from zbv_solver.problem.layer import Recomputed
+from zbv_solver.problem.numeric import MAX_LAYERS
 
 from zbv_service.documents.shared import RequestDocument
 

@@ -10,7 +10,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.documents import LayeredProblemDocument, ProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
-from zbv_solver.problem.limits import MAX_CELLS
+from zbv_solver.problem.numeric import MAX_CELLS
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import to_cut_problem, to_layered, to_problem
 from zbv_solver.problem.writing import layered_json, problem_json

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.documents.text import numbers
+from zbv_solver.documents.files import numbers
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import limits as frontier
 from zbv_solver.frontiers import memory_fraction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import plain
 from zbv_solver.problem.reading import parse_problem
 
 from zbv_service.compute.cache import Cache
@@ -69,7 +69,7 @@ def baselines_of(packed: bytes) -> dict[str, Any]:
     """The baselines of a packed problem document and a bound; runs in another process."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.bounds import lower_bound
-    from zbv_solver.search.search import compare
+    from zbv_solver.search.assemble import compare
 
     problem = parse_problem(unpack(packed))
     return {

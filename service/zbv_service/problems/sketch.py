@@ -14,7 +14,6 @@ from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.first_cuts import (
     EVEN,
     HISTOGRAM,
-    Start,
     even_cut,
     fitting_starts,
     histogram_cut,
@@ -23,9 +22,10 @@ from zbv_solver.partition.first_cuts import (
 )
 from zbv_solver.partition.joint_search import Judge
 from zbv_solver.plans.plan import Baseline, Plan
+from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 SIMPLE_SHARE = 0.5
 """The time for planning each simple cut, as a share of the time for the best cut."""
@@ -55,7 +55,7 @@ def sketch(problem: LayeredProblem, seconds: float) -> Plan:
     return search(problem, SearchOptions("quick", time_limit=seconds))
 
 
-def _planned(space: CutSpace, starts: dict[str, Start], seconds: float) -> Plan:
+def _planned(space: CutSpace, starts: dict[str, Cut], seconds: float) -> Plan:
     best = _best(space, starts, seconds)
     plan = _plan(space, best, seconds)
     simple = []
@@ -65,12 +65,12 @@ def _planned(space: CutSpace, starts: dict[str, Start], seconds: float) -> Plan:
     return replace(plan, baselines=(*plan.baselines, *simple))
 
 
-def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
+def _best(space: CutSpace, starts: dict[str, Cut], seconds: float) -> Cut:
     """The most promising start. While there is time, cuts with some memory to spare are considered too."""
     judge, until = Judge(space), time.monotonic() + seconds
-    known = {start: judge.value(*start) for start in starts.values()}
-    for start in roomy_cuts(space, next(iter(known))[0]):
-        known.setdefault(start, judge.value(*start))
+    known = {start: judge.value(start) for start in starts.values()}
+    for start in roomy_cuts(space, space.bounds_of(next(iter(known)))):
+        known.setdefault(start, judge.value(start))
         if time.monotonic() > until:
             break
     return min(known, key=known.__getitem__)
@@ -78,17 +78,16 @@ def _best(space: CutSpace, starts: dict[str, Start], seconds: float) -> Start:
 
 def _baseline(space: CutSpace, name: str, plan: Plan | None, bounds: Boundaries, seconds: float) -> Baseline:
     """The plan of a simple cut, without the memory limit if the cut does not fit."""
-    recompute = space.fitting(bounds)
+    cut = space.fitting(bounds)
     if plan is None:
-        plan = _plan(space, (bounds, recompute or (False,) * space.n_stages), seconds, recompute is not None)
+        plain = space.cut(bounds, (False,) * space.n_stages)
+        plan = _plan(space, cut or plain, seconds, is_limited=cut is not None)
     found = plan.metrics
-    return Baseline(
-        name, found.span, found.makespan, found.bubble_rate, found.peak_memory, recompute is not None
-    )
+    return Baseline(name, found.span, found.makespan, found.bubble_rate, found.peak_memory, cut is not None)
 
 
-def _plan(space: CutSpace, start: Start, seconds: float, is_limited: bool = True) -> Plan:
-    problem = space.problem.cut_into(space.placement, space.cut(*start))
+def _plan(space: CutSpace, cut: Cut, seconds: float, is_limited: bool = True) -> Plan:
+    problem = space.problem.cut_into(space.placement, cut)
     return search(
         problem if is_limited else without_limit(problem), SearchOptions("quick", time_limit=seconds)
     )

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from zbv_solver import __version__
-from zbv_solver.documents.text import canonical_json
+from zbv_solver.documents.files import canonical_json
 
 from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
 from zbv_service.documents.packing import pack

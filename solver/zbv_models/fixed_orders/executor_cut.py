@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import plain
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export.torchtitan import REPEATED, TitanSettings, module_names
 from zbv_solver.partition.modules import Modules
 from zbv_solver.partition.runs import First
-from zbv_solver.problem.layer_letters import DECODER, LOSS, MTP, letter_of
+from zbv_solver.problem.layer import DECODER, LOSS, MTP, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.limits import MAX_CHUNKS
+from zbv_solver.problem.numeric import MAX_CHUNKS
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import Effort
 

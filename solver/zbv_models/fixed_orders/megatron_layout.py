@@ -13,7 +13,7 @@ from itertools import groupby
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.partition.modules import without_vision
-from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP
+from zbv_solver.problem.layer import DECODER, EMBEDDING, LOSS, MTP
 
 LONGEST = 100_000
 """Most characters of an expanded layout."""

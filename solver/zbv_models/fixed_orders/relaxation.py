@@ -18,7 +18,7 @@ from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import Choice, First, Recomputed, Row, Runs
-from zbv_solver.search.search_state import Cancelled
+from zbv_solver.search.incumbent import Cancelled
 
 QUICK_PATHS = 3
 """Paths of a bound without rounds."""

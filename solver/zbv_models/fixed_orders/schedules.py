@@ -17,8 +17,8 @@ from zbv_solver.construct import classical
 from zbv_solver.construct.classical import Actions, Rows
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.layered_problem import LayeredProblem, contradiction
-from zbv_solver.problem.placement import Placement, PlacementKind
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.stages import Placement, PlacementKind
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def placed_on(problem: LayeredProblem, schedule: Schedule, allow_empty: bool) ->
         )
     rules = replace(rules, allow_empty=allow_empty and rules.allow_empty is not False)
     if placement.kind != "v":
-        if lost := contradiction(problem, p, "ranks"):
+        if lost := problem.rules.contradiction(problem.model, p, "ranks"):
             raise InvalidInput.at("/cut", lost)
         rules = replace(
             rules, first=_share("first", rules.first, chunks), last=_share("last", rules.last, chunks)

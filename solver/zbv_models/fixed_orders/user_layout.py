@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from zbv_solver.errors import InvalidInput
 from zbv_solver.partition.modules import Modules
 from zbv_solver.problem.cut import cut_of_partition
-from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION
+from zbv_solver.problem.layer import DECODER, EMBEDDING, LOSS, MTP, PART, VISION
 
 from zbv_models.fixed_orders.megatron_layout import Stages, parse_layout
 

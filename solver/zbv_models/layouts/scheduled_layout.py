@@ -15,9 +15,9 @@ from zbv_solver.partition.runs import First
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import Effort
-from zbv_solver.search.search_state import Cancelled
+from zbv_solver.search.unit import OwnUnit
 
 from zbv_models.fixed_orders.best_cut import BestCut, answer_of
 from zbv_models.fixed_orders.executor_cut import stage_letters
@@ -230,7 +230,7 @@ class ScheduledLayouts:
             for modules in self.setting.modules_of(executor):
                 yield EstimatedLayout.of(replace(layout, recompute_modules=modules), setting)
             return
-        can_recompute = any(layer.recomputed is not None for layer in estimated.estimate.layers)
+        can_recompute = any(layer.full is not None for layer in estimated.estimate.layers)
         for recompute in self._recomputed(executor, layout):
             if recompute == "none" or can_recompute or layout.recompute == "full":
                 yield replace(estimated, layout=replace(layout, recompute=recompute))

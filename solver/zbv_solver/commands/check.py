@@ -9,8 +9,7 @@ from dataclasses import asdict, replace
 
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.commands.messages import print_json
-from zbv_solver.documents.files import file_label, parse_json, read_text, write
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import file_label, parse_json, plain, read_text, write
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export import quantities
 from zbv_solver.export.torch_csv import TorchSchedule, is_torch_csv, parse

@@ -24,15 +24,13 @@ from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.plan import Plan, gap_of, plan_json
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.baselines import compare
+from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 
 OTHER_FLAGS = ("layout", "recompute", "recompute_layers")

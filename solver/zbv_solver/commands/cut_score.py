@@ -10,9 +10,9 @@ from zbv_models.fixed_orders.executor_cut import EXECUTORS, stage_letters
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.score import Score
 
-from zbv_solver.documents.text import plain
+from zbv_solver.documents.files import plain
 from zbv_solver.export import quantities
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import gap_of
 
 MOST_NAMED = 3
 """Stages whose share of the objective a summary names."""

@@ -19,7 +19,7 @@ from zbv_solver.packing.packing import pack as packed
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 
 def pack(arguments: argparse.Namespace) -> None:

@@ -17,13 +17,12 @@ from zbv_solver.export.torch_csv import batch_order
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import largest_change, relative_residual
 from zbv_solver.measure.refit import refit as refitted
-from zbv_solver.plans.plan import identity
+from zbv_solver.plans.plan import identity, simulation_json
 from zbv_solver.plans.reading import load_plan_document, parse_orders
-from zbv_solver.plans.simulation import simulation_json
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.assemble import load_plan
-from zbv_solver.search.simulate import DEFAULT_JITTER
-from zbv_solver.search.simulate import simulate as simulated
+from zbv_solver.search.claims import load_plan
+from zbv_solver.search.jitter import DEFAULT_JITTER
+from zbv_solver.search.jitter import simulate as simulated
 
 
 def export(arguments: argparse.Namespace) -> None:

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from zbv_solver.export import quantities
 from zbv_solver.frontiers.frontier import FrontierPoint, baseline_points, recomputed_stages
-from zbv_solver.plans.plan import Baseline, Plan
-from zbv_solver.plans.simulation import Simulation
+from zbv_solver.plans.plan import Baseline, Plan, Simulation
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem, objective_value
 

@@ -2,7 +2,7 @@
 
 They run the same model: their stages are the problem's stages merged in model order (one chunk per rank),
 distributed in turn (interleaved), or in a V. B is the full backward, as everywhere. For layers,
-:mod:`zbv_solver.search.baselines` gives each schedule the best cut for its own order.
+:mod:`zbv_solver.search.assemble` gives each schedule the best cut for its own order.
 
 If microbatches differ, the schedules run them in the given order and, with ``-practice`` behind their names,
 in the order used in practice: by size, the small ones at both ends. DynaPipe's schedule is made for such
@@ -36,11 +36,10 @@ from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Deltas, Memory
 from zbv_solver.problem.layered_problem import AUTO_CHUNKS, uncut
 from zbv_solver.problem.numeric import SEARCH_MEMORY
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import B, F, Problem
+from zbv_solver.problem.stages import Costs, Deltas, Memory, Placement
 from zbv_solver.timing.start_times import objective_of
 
 _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {

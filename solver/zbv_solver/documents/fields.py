@@ -37,7 +37,7 @@ TOO_MANY = "too_many"
 
 @dataclass(frozen=True)
 class AtMost:
-    """Annotates a list with its maximum length.
+    """Annotates a list, or a tuple that is read from one, with its maximum length.
 
     Pydantic validates every entry before it checks the length, and keeps every mistake. This validator checks
     the length first and validates in batches, so that a wrong document stays cheap.
@@ -62,8 +62,8 @@ class AtMost:
                 "found {found} entries; must be at most {most}",
                 {"found": len(values), "most": self.length},
             )
-        checked: list[Any] = []
-        for first in range(0, max(1, len(values)), BATCH):
+        checked = check(values[:BATCH])
+        for first in range(BATCH, len(values), BATCH):
             try:
                 checked += check(values[first : first + BATCH])
             except ValidationError:
@@ -73,6 +73,8 @@ class AtMost:
 
 Number = Annotated[float, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, le=10**15)]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 class Document(BaseModel):
@@ -83,11 +85,31 @@ class Document(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _has_few_unknown_keys(cls, value: Any) -> Any:
-        # Pydantic would report every unknown key separately.
-        if isinstance(value, dict) and len(value) > len(cls.model_fields) + MOST_UNKNOWN_KEYS:
-            raise PydanticCustomError(
-                TOO_MANY,
-                "found {found} keys; this object has at most {most}, and no others are allowed",
-                {"found": len(value), "most": len(cls.model_fields)},
-            )
-        return value
+        return _few_keys(value, len(cls.model_fields))
+
+
+class Record:
+    """A dataclass that is its own document: pydantic reads it from a JSON object without unknown keys.
+
+    Pydantic checks the types of what it reads. It checks nothing when code builds the dataclass.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def check(value: Any) -> Any:
+            return _few_keys(value, len(cls.__dataclass_fields__))  # type: ignore[attr-defined]
+
+        return core_schema.no_info_before_validator_function(check, handler(source))
+
+
+def _few_keys(value: Any, known: int) -> Any:
+    """The value, unless it is an object with so many keys that to report every unknown one is expensive."""
+    if isinstance(value, dict) and len(value) > known + MOST_UNKNOWN_KEYS:
+        raise PydanticCustomError(
+            TOO_MANY,
+            "found {found} keys; this object has at most {most}, and no others are allowed",
+            {"found": len(value), "most": known},
+        )
+    return value

@@ -12,6 +12,9 @@ from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+_NO_OBJECT = ("model_type", "dataclass_type")
+"""Types of pydantic's errors, of models and of dataclasses."""
 _SHOWN = 60
 """Most characters of a value that a message quotes."""
 
@@ -84,12 +87,12 @@ def refusal(error: ValidationError, document: Any) -> InvalidInput:
     issues = []
     for entry, (path, _) in zip(entries[:MOST_ISSUES], located, strict=False):
         pointer = "".join(f"/{_key(key).replace('~', '~0').replace('/', '~1')}" for key in path)
-        says_all = entry["type"] in ("missing", "extra_forbidden", TOO_MANY)
+        says_all = entry["type"] in ("missing", *_UNKNOWN_KEY, TOO_MANY)
         found = "" if says_all else f"found {quoted(entry['input'])}; "
         rule = {
             "missing": "this key is required and absent.",
-            "extra_forbidden": "unknown key; remove it or correct its spelling.",
-            "model_type": "must be a JSON object.",
+            **dict.fromkeys(_UNKNOWN_KEY, "unknown key; remove it or correct its spelling."),
+            **dict.fromkeys(_NO_OBJECT, "must be a JSON object."),
         }.get(
             entry["type"], entry["msg"][0].lower() + entry["msg"][1:].partition(" after validation")[0] + "."
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from zbv_solver.documents.text import number
+from zbv_solver.documents.files import number
 from zbv_solver.export.palette import NAMES
 from zbv_solver.export.timeline import Timeline, holds_memory, timeline
 from zbv_solver.plans.plan import Plan

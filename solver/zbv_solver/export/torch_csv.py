@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import LETTERS, F, Problem
+from zbv_solver.problem.stages import Placement, PlacementKind
 
 
 def render(plan: Plan) -> str:

@@ -27,7 +27,7 @@ from zbv_solver.export import torch_csv
 from zbv_solver.partition.modules import Modules
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import CutModel
-from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION
+from zbv_solver.problem.layer import DECODER, EMBEDDING, LOSS, MTP, PART, VISION
 from zbv_solver.problem.problem import W
 
 _SCHEDULES = {"v": "ZBVZeroBubble", "loop": "Interleaved1F1B", "single": "1F1B"}

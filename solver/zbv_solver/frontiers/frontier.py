@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zbv_solver.documents.text import number
+from zbv_solver.documents.files import number
 from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, grid, tightened
@@ -25,12 +25,11 @@ from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.partition.first_cuts import even_bound, level_cut
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut
-from zbv_solver.plans.certificate import certify, gap_of
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, certify, gap_of
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.problem.stages import Placement
 
 Search = Callable[[AnyProblem], Plan]
 LAYER_STEPS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
@@ -207,7 +206,7 @@ def floor(problem: LayeredProblem) -> float:
         space = CutSpace(problem, placement, tables)
         balanced = even_bound(space, level_cut(space))
         if balanced is not None:
-            worst.append(max(least, balanced.worst))
+            worst.append(max(least, balanced.value))
     return problem.microbatches * min(worst, default=least)
 
 

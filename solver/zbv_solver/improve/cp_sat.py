@@ -23,9 +23,9 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from zbv_solver.problem.arrays import ProblemArrays
-from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, OPTIMAL_GAP, STEP_ROUNDING, integer_scale
 from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.stages import Costs
 
 Action = tuple[int, int, int]
 """(letter, stage, microbatch)"""

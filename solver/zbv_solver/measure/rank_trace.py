@@ -20,7 +20,7 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.limits import MAX_ACTIONS
+from zbv_solver.problem.numeric import MAX_ACTIONS
 from zbv_solver.problem.problem import F, Problem, W
 
 Nanoseconds = Annotated[int, Field(strict=True, ge=-(2**62), le=2**62)]

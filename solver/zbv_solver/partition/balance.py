@@ -10,14 +10,14 @@ bounds/PROOFS.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from zbv_solver.kernels.arrays import ZERO, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.partition.cut_space import EXCESS, LOAD, Boundaries, CutSpace, KernelTables
+from zbv_solver.partition.cut_space import EXCESS, LOAD, Boundaries, CutSpace, CutTables, ScoredCut
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import ROUNDING
 
@@ -41,15 +41,7 @@ class _Question(NamedTuple):
     reference: IntArray
 
 
-@dataclass(frozen=True)
-class Balanced:
-    """A cut, and the load or excess of its worst rank, which is the least of all cuts."""
-
-    cut: Cut
-    worst: float
-
-
-def balanced_cut(space: CutSpace, reference: Boundaries, least: float = 0.0) -> Balanced | None:
+def balanced_cut(space: CutSpace, reference: Boundaries, least: float = 0.0) -> ScoredCut | None:
     """The cut that fits the memory limit and whose most loaded rank has the least load; None if none fits.
 
     The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
@@ -67,12 +59,12 @@ def balanced_cut(space: CutSpace, reference: Boundaries, least: float = 0.0) -> 
     return _least_worst(space, reference, LOAD, least)
 
 
-def smallest_cut(space: CutSpace, reference: Boundaries) -> Balanced | None:
-    """The cut with the least memory excess; ``worst`` is the excess, negative if the cut fits. Lemma 34."""
+def smallest_cut(space: CutSpace, reference: Boundaries) -> ScoredCut | None:
+    """The cut with the least memory excess, which is its value, negative if the cut fits. Lemma 34."""
     return _least_worst(space, reference, EXCESS)
 
 
-def _least_worst(space: CutSpace, reference: Boundaries, mode: int, least: float = 0.0) -> Balanced | None:
+def _least_worst(space: CutSpace, reference: Boundaries, mode: int, least: float = 0.0) -> ScoredCut | None:
     """Bisect for the smallest ``most`` that some cut keeps."""
     tables, p = space.tables, space.placement.pp_degree
     question = _Question(
@@ -85,29 +77,29 @@ def _least_worst(space: CutSpace, reference: Boundaries, mode: int, least: float
         scale = float(tables.cheapest[-1]) / float(tables.speeds.sum())
         low = max(scale, least)
         # The reference is often near the best cut, so it saves sweeps as a first one.
-        recompute = space.fitting(reference)
-        if recompute is not None:
-            best = Balanced(space.cut(reference, recompute), space.worst_load(reference, recompute))
+        cut = space.fitting(reference)
+        if cut is not None:
+            best = ScoredCut(cut, space.worst_load(cut))
     else:
         # A need is at least 0, so no excess is below -room.
         scale, low = float(tables.sums[..., 3, -1].max()), -float(tables.room.max())
     most, step = low, FIRST_STEP
-    while best is None or best.worst - low > ROUNDING * abs(best.worst):
+    while best is None or best.value - low > ROUNDING * abs(best.value):
         found, beyond = _try(space, question._replace(most=most), reached)
         if found is not None:
             best = found
         elif not np.isfinite(beyond):
-            return best
+            break
         else:
             low = max(low, beyond)
         # Until a cut is known, raise the threshold in doubling steps. Then bisect.
         if best is None:
             most, step = low + step * scale, 2 * step
         else:
-            middle = (low + best.worst) / 2
+            middle = (low + best.value) / 2
             # If no float lies between the two, try `low`: then too, `best` falls to it or `low` grows.
-            most = middle if middle < best.worst else low
-    return best
+            most = middle if middle < best.value else low
+    return None if best is None else replace(best, bound=best.value)
 
 
 def _fixed_pieces(space: CutSpace) -> IntArray:
@@ -118,9 +110,9 @@ def _fixed_pieces(space: CutSpace) -> IntArray:
     return np.array([fixed[1 : p + 1], fixed[stages - 1 : stages - 1 - p : -1] if is_v else np.full(p, -1)])
 
 
-def _try(space: CutSpace, question: _Question, reached: IntArray) -> tuple[Balanced | None, float]:
+def _try(space: CutSpace, question: _Question, reached: IntArray) -> tuple[ScoredCut | None, float]:
     """A cut whose worst rank has at most ``most``, or a lower bound on the worst rank of any cut."""
-    tables, p, is_v = space.tables.for_kernels(), space.placement.pp_degree, question.two_sided
+    tables, p, is_v = space.tables, space.placement.pp_degree, question.two_sided
     reached[:] = 0
     end, beyond = _sweep(tables, question, reached)
     if end[0] < 0:
@@ -131,12 +123,12 @@ def _try(space: CutSpace, question: _Question, reached: IntArray) -> tuple[Balan
         a, b = bounds[rank], bounds[rank + 1]
         c, d = (bounds[2 * p - 1 - rank], bounds[2 * p - rank]) if is_v else (b, b)
         worst = max(worst, _measure(tables, question.mode, rank, a, b, c, d)[0])
-    return Balanced(Cut.at(space.problem.places[bounds], variants), float(worst)), np.inf
+    return ScoredCut(Cut.at(space.problem.places[bounds], variants), float(worst)), np.inf
 
 
 @compiled_leaf
 def _measure(
-    tables: KernelTables, mode: int, rank: int, a: int, b: int, c: int, d: int
+    tables: CutTables, mode: int, rank: int, a: int, b: int, c: int, d: int
 ) -> tuple[float, int]:  # pragma: no cover - compiled
     """Least load of a rank that fits (inf if none does), or least excess; and which of its stages recompute.
 
@@ -173,7 +165,7 @@ def _measure(
 
 @compiled
 def _sweep(
-    tables: KernelTables, question: _Question, reached: IntArray
+    tables: CutTables, question: _Question, reached: IntArray
 ) -> tuple[tuple[int, int, int], float]:  # pragma: no cover - compiled
     """Mark the reachable states; return where the last rank can end (i, k, j), or a lower bound."""
     cheapest, speeds = tables.cheapest, tables.speeds
@@ -287,7 +279,7 @@ def _sweep(
 
 @compiled
 def _trace(
-    tables: KernelTables, question: _Question, reached: IntArray, end: tuple[int, int, int]
+    tables: CutTables, question: _Question, reached: IntArray, end: tuple[int, int, int]
 ) -> tuple[IntArray, IntArray]:  # pragma: no cover - compiled
     """Boundaries and recomputed stages of a path to the end state, near the reference."""
     mode, most, two_sided, least, _, reference = question

@@ -14,10 +14,27 @@ from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import CUT_MEMORY, MEMORY_TOLERANCE
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 
 Boundaries = tuple[int, ...]
 """(S+1,) boundaries of stages: stage s has the parts ``[bounds[s], bounds[s + 1])``."""
+
+
+@dataclass(frozen=True)
+class ScoredCut:
+    """A cut and its value, of which less is better.
+
+    The value is the load of the most loaded rank, the most that a rank needs beyond its room, or an estimate
+    of the objective: the function that made it says which.
+    """
+
+    cut: Cut
+    value: float
+    bound: float = -np.inf
+    """A lower bound on the value of all cuts."""
+    name: str = ""
+    """The method that made the cut."""
+
 
 MOST_TRIED = 8
 """Most stages per rank for which all choices of recomputed stages are tried."""
@@ -44,7 +61,7 @@ class CutSpace:
     @cached_property
     def ranges(self) -> tuple[IntArray, IntArray]:
         """Smallest and largest value of every boundary, (S+1,) each."""
-        fixed = self.problem.fixed_bounds(self.n_stages) or {}
+        fixed = self.problem.rules.fixed_bounds(self.problem.model, self.n_stages) or {}
         number = np.arange(self.n_stages + 1)
         lower = np.zeros(self.n_stages + 1, np.int64)
         upper = np.full(self.n_stages + 1, self.tables.n)
@@ -98,8 +115,8 @@ class CutSpace:
             workspace = max(workspace, float(largest[at, begin, end]))
         return held + workspace
 
-    def fitting(self, bounds: Boundaries, with_these: tuple[bool, ...] = ()) -> tuple[bool, ...] | None:
-        """The stages to recompute (S,) so that every rank fits with the least work; None if one cannot fit.
+    def fitting(self, bounds: Boundaries, with_these: tuple[bool, ...] = ()) -> Cut | None:
+        """The cut that recomputes so that every rank fits with the least work; None if one cannot fit.
 
         The stages of ``with_these`` (S,) are always recomputed.
         """
@@ -114,35 +131,34 @@ class CutSpace:
             if not fitting:
                 return None
             chosen.append(min(fitting, key=lambda variant: self.load(bounds, rank, variant)))
-        return self._by_stage(chosen)
+        return self.cut(bounds, self._by_stage(chosen))
 
-    def leanest(self, bounds: Boundaries) -> tuple[bool, ...]:
-        """The stages to recompute (S,) so that every rank needs the least memory."""
+    def leanest(self, bounds: Boundaries) -> Cut:
+        """The cut that recomputes so that every rank needs the least memory."""
         chosen = []
         for rank, stages in enumerate(self.placement.stages_of):
             variants = self._variants(len(stages))
             chosen.append(min(variants, key=lambda variant: self.needs(bounds, rank, variant)))
-        return self._by_stage(chosen)
+        return self.cut(bounds, self._by_stage(chosen))
 
-    def excess(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
+    def excess(self, cut: Cut) -> float:
         """Largest excess of any rank's need over its room; at most 0 if every rank fits."""
-        room = self.tables.room
+        bounds, by_rank = self.bounds_of(cut), enumerate(self._by_rank(cut))
         return max(
-            self.needs(bounds, rank, variant) - float(room[rank])
-            for rank, variant in enumerate(self._by_rank(recompute))
+            self.needs(bounds, rank, variant) - float(self.tables.room[rank]) for rank, variant in by_rank
         )
 
-    def worst_load(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
+    def worst_load(self, cut: Cut) -> float:
         """Work of the most loaded rank for one microbatch."""
-        by_rank = enumerate(self._by_rank(recompute))
+        bounds, by_rank = self.bounds_of(cut), enumerate(self._by_rank(cut))
         return max(self.load(bounds, rank, variant) for rank, variant in by_rank)
 
-    def _by_rank(self, recompute: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-        """Values per stage (S,), as one tuple for each rank."""
-        return [tuple(recompute[stage] for stage in stages) for stages in self.placement.stages_of]
+    def _by_rank(self, cut: Cut) -> list[tuple[bool, ...]]:
+        """Which of its stages every rank recomputes."""
+        return [tuple(cut.recompute[stage] for stage in stages) for stages in self.placement.stages_of]
 
     def _by_stage(self, by_rank: list[tuple[bool, ...]]) -> tuple[bool, ...]:
-        """The inverse of :meth:`_by_rank`."""
+        """The inverse of :meth:`_by_rank`, (S,)."""
         variant_of = dict(zip(chain(*self.placement.stages_of), chain(*by_rank), strict=True))
         return tuple(variant_of[stage] for stage in range(self.n_stages))
 
@@ -160,23 +176,10 @@ LOAD, EXCESS = 0, 1
 """What kernels minimise: the load of the most loaded rank of cuts that fit, or the largest memory excess."""
 
 
-class KernelTables(NamedTuple):
-    """The fields of :class:`CutTables` that compiled kernels take."""
-
-    sums: FloatArray
-    workspace: FloatArray
-    cheapest: FloatArray
-    room: FloatArray
-    variants: int
-    kind_of: IntArray
-    speeds: FloatArray
-
-
-@dataclass(frozen=True, eq=False)
-class CutTables:
+class CutTables(NamedTuple):
     """Costs and memory of a stage with the parts [i, j), plain (variant 0) or recomputed (variant 1).
 
-    The first axis of the tables is the kind of device, one of K.
+    The first axis of the tables is the kind of device, one of K. Compiled kernels take the whole tuple.
     """
 
     sums: FloatArray
@@ -205,18 +208,6 @@ class CutTables:
         """Number of parts."""
         return int(self.sums.shape[-1]) - 1
 
-    def for_kernels(self) -> KernelTables:
-        """The tables as kernels take them."""
-        return KernelTables(
-            self.sums,
-            self.workspace,
-            self.cheapest,
-            self.room,
-            self.variants,
-            self.kind_of,
-            self.speeds,
-        )
-
     @classmethod
     def of(cls, problem: LayeredProblem) -> CutTables:
         """The tables of a problem."""
@@ -233,8 +224,8 @@ class CutTables:
         room = most_room = np.full(p, np.inf)
         if problem.limit is not None:
             limit = np.array(problem.limit)
-            room = limit - np.array(problem.static) + CUT_MEMORY * limit
-            most_room = limit - np.array(problem.static) + 2 * MEMORY_TOLERANCE * limit
+            free = limit - np.array(problem.static)
+            room, most_room = free + CUT_MEMORY * limit, free + 2 * MEMORY_TOLERANCE * limit
         backward = np.minimum(per_layer[:, :, 1], per_layer[:, :, 2])
         # The minimum is taken per layer. A sum of minima is at most the minimum of sums, so differences of
         # `cheapest` are lower bounds on the cost of any stage.

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
-from zbv_solver.partition.first_cuts import Start, fitting_starts, level_cut
+from zbv_solver.partition.first_cuts import fitting_starts, level_cut
 from zbv_solver.partition.fixed_order import FixedOrder
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Runs
 from zbv_solver.plans.orders import Orders
@@ -199,12 +199,12 @@ def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], acti
     runs = Runs.of(space)
     if runs.allow_none:
         return _best_of(space, orders, starts)
-    order = FixedOrder.of(problem.cut_into(placement, space.cut(*starts[0])), orders)
+    order = FixedOrder.of(problem.cut_into(placement, starts[0]), orders)
     can_choose = problem.limit is not None and problem.model.can_recompute
     local = CutDescent(runs, order, actions, 0, None if can_choose else (0,) * space.n_stages)
-    for bounds, recompute in starts:
-        if (allowed := runs.repaired(bounds)) is not None:
-            local.consider((allowed, tuple(WHOLE * again for again in recompute)))
+    for cut in starts:
+        if (allowed := runs.repaired(space.bounds_of(cut))) is not None:
+            local.consider((allowed, tuple(WHOLE * again for again in cut.recompute)))
     first = local.best or local.closest
     if first is not None:
         local.run(first)
@@ -214,25 +214,23 @@ def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], acti
     return space.cut(bounds, tuple(map(bool, chosen)))
 
 
-def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Start]:
+def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Cut]:
     """The given cuts and the usual ones, with those stages recomputed that need to be."""
-    plain = (False,) * space.n_stages
     level = level_cut(space)
-    yield level, plain
+    yield space.cut(level, (False,) * space.n_stages)
     if space.problem.limit is not None and space.tables.variants > 1:
-        yield level, (True,) * space.n_stages
+        yield space.cut(level, (True,) * space.n_stages)
     for cut in also:
         bounds = space.bounds_of(cut)
         if space.allows(bounds) and space.cut(bounds, cut.recompute) == cut:
-            yield bounds, cut.recompute
+            yield cut
     yield from fitting_starts(space, level)[0].values()
 
 
-def _best_of(space: CutSpace, orders: Orders, choices: Iterable[Start]) -> Cut | None:
+def _best_of(space: CutSpace, orders: Orders, cuts: Iterable[Cut]) -> Cut | None:
     """The best of some cuts that fit, for ranks that differ."""
     limits, best, least = space.problem.limit, None, float("inf")
-    for choice in choices:
-        cut = space.cut(*choice)
+    for cut in cuts:
         timing = evaluate(replace(space.problem, limit=None).cut_into(space.placement, cut), orders)
         peaks = zip(timing.peak_memory, limits or (), strict=False)
         value = objective_value(space.problem.objective, timing)

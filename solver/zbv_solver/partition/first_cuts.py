@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from zbv_solver.kernels.arrays import FloatArray
-from zbv_solver.partition.balance import Balanced, balanced_cut
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.balance import balanced_cut
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, ScoredCut
 from zbv_solver.partition.settle import settled_cut
-from zbv_solver.problem.layer_letters import DECODER, letter_of
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layer import DECODER, letter_of
 
 
 def even_cut(space: CutSpace) -> Boundaries:
@@ -62,24 +63,19 @@ def level_cut(space: CutSpace) -> Boundaries:
 
 EVEN, HISTOGRAM = "even-cut", "histogram-cut"
 
-Start = tuple[Boundaries, tuple[bool, ...]]
-"""Boundaries and recomputed stages."""
 
-
-def even_bound(space: CutSpace, level: Boundaries) -> Balanced | None:
+def even_bound(space: CutSpace, level: Boundaries) -> ScoredCut | None:
     """The most even cut within the verifier's tolerance; its load bounds that of every cut with a plan."""
-    tables = replace(space.tables, room=space.tables.most_room)
+    tables = space.tables._replace(room=space.tables.most_room)
     return balanced_cut(replace(space, tables=tables), level)
 
 
-def fitting_starts(
-    space: CutSpace, level: Boundaries, seed: int = 0
-) -> tuple[dict[str, Start], float | None]:
+def fitting_starts(space: CutSpace, level: Boundaries, seed: int = 0) -> tuple[dict[str, Cut], float | None]:
     """Cuts that fit, by name, the most even first; and a lower bound on the worst load of cuts that fit.
 
     The bound is 0 for the loop placement, where none is known, and None if it is proved that no cut fits.
     """
-    found: dict[str, Start] = {}
+    found: dict[str, Cut] = {}
     simple, worst = {"level": level, HISTOGRAM: histogram_cut(space), EVEN: even_cut(space)}, 0.0
     if space.placement.kind == "loop":
         simple = {"balanced": settled_cut(space, level, seed), **simple}
@@ -87,15 +83,15 @@ def fitting_starts(
         balanced = even_bound(space, level)
         if balanced is None:
             return {}, None
-        worst = balanced.worst
-        if space.excess(space.bounds_of(balanced.cut), balanced.cut.recompute) > 0:
+        worst = balanced.value
+        if space.excess(balanced.cut) > 0:
             balanced = balanced_cut(space, level)  # the other one fits only within the verifier's tolerance
         if balanced is not None:
-            found["balanced"] = space.bounds_of(balanced.cut), balanced.cut.recompute
+            found["balanced"] = balanced.cut
     for name, bounds in simple.items():
-        recompute = space.fitting(bounds)
-        if recompute is not None:
-            found[name] = bounds, recompute
+        cut = space.fitting(bounds)
+        if cut is not None:
+            found[name] = cut
     return found, worst
 
 
@@ -108,8 +104,8 @@ NEVER = 1e12
 """A multiple of a part's activations for which no rank has room."""
 
 
-def roomy_cuts(space: CutSpace, start: Boundaries, least: float = 0.0) -> Iterator[Start]:
-    """Boundaries and recomputed stages of the most even cuts with room for several microbatches.
+def roomy_cuts(space: CutSpace, start: Boundaries, least: float = 0.0) -> Iterator[Cut]:
+    """The most even cuts with room for several microbatches.
 
     In some of them, all stages have room for the same number of microbatches. In others, early stages have
     room for more than late ones, because they hold an activation longer (Qi et al. 2024, "Pipeline
@@ -127,9 +123,9 @@ def roomy_cuts(space: CutSpace, start: Boundaries, least: float = 0.0) -> Iterat
         if least_with_room == np.inf:
             continue
         found = _most_even(with_room(space, times), start, least_with_room)
-        known.append((times, np.inf if found is None else found.worst))
+        known.append((times, np.inf if found is None else found.value))
         if found is not None:
-            yield space.bounds_of(found.cut), found.cut.recompute
+            yield found.cut
 
 
 def rooms(space: CutSpace) -> Iterator[FloatArray]:
@@ -151,12 +147,12 @@ def with_room(space: CutSpace, times: FloatArray) -> CutSpace:
     sums = tables.sums.copy()
     # Row 3 holds activations and static memory. Only activations are multiplied.
     sums[:, :, 3, 1:] += np.cumsum(np.diff(tables.held) * (times - 1), axis=2)
-    return replace(space, tables=replace(tables, sums=sums))
+    return replace(space, tables=tables._replace(sums=sums))
 
 
-def _most_even(space: CutSpace, start: Boundaries, least: float) -> Balanced | None:
+def _most_even(space: CutSpace, start: Boundaries, least: float) -> ScoredCut | None:
     """Under loop the bounds stay as they are: they were settled, and will be moved."""
     if space.placement.kind != "loop":
         return balanced_cut(space, start, least)
-    recompute = space.fitting(start)
-    return None if recompute is None else Balanced(space.cut(start, recompute), least)
+    cut = space.fitting(start)
+    return None if cut is None else ScoredCut(cut, least)

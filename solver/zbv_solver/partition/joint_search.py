@@ -8,7 +8,7 @@ already rules it out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -16,8 +16,9 @@ import numpy as np
 from zbv_solver.construct.dispatch import ListScheduler
 from zbv_solver.construct.greedy_v import GREEDY_COST, get_v_schedule
 from zbv_solver.construct.rules import in_flight_caps, simple_rule
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.cut_space import CutSpace, ScoredCut
 from zbv_solver.partition.first_cuts import with_room
+from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 
@@ -27,20 +28,10 @@ RECOMPUTING = 0.4
 """Share of moves that change which stages are recomputed, if any layer can be recomputed."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A cut, the name of the method that made it, and the estimate of its objective."""
-
-    name: str
-    bounds: Boundaries
-    recompute: tuple[bool, ...]
-    value: float
-
-
 def improve_cut(
-    judge: Judge, start: Candidate, placements: int, seed: int, is_over: Callable[[], bool]
-) -> Candidate:
-    """The best cut found by moves from a first one.
+    judge: Judge, start: ScoredCut, placements: int, seed: int, is_over: Callable[[], bool]
+) -> ScoredCut:
+    """The best cut found by moves from a first one; values are estimates of the objective.
 
     Parameters
     ----------
@@ -54,37 +45,33 @@ def improve_cut(
     until, in_vain = judge.placed + placements, 0
     while judge.placed < until and in_vain < MOST_IN_VAIN * space.n_stages and not is_over():
         in_vain += 1
-        moved = neighbour(space, best, random)
-        if moved is None or judge.floor(*moved) >= best.value:
+        moved = neighbour(space, best.cut, random)
+        if moved is None or judge.floor(moved) >= best.value:
             continue
-        value = judge.value(*moved)
+        value = judge.value(moved)
         if value <= best.value:
             if value < best.value * (1 - OPTIMAL_GAP):
                 in_vain = 0
-            best = Candidate("moved", *moved, value)
+            best = ScoredCut(moved, value, name="moved")
     return best
 
 
-def neighbour(
-    space: CutSpace, start: Candidate, random: np.random.Generator
-) -> tuple[Boundaries, tuple[bool, ...]] | None:
+def neighbour(space: CutSpace, cut: Cut, random: np.random.Generator) -> Cut | None:
     """A random neighbour of a cut; None if the rules or the memory limit forbid it."""
     if space.tables.variants > 1 and random.random() < RECOMPUTING:
-        recompute = _recomputed_elsewhere(start.recompute, random)
-        return (start.bounds, recompute) if space.excess(start.bounds, recompute) <= 0 else None
+        changed = replace(cut, recompute=_recomputed_elsewhere(cut.recompute, random))
+        return changed if space.excess(changed) <= 0 else None
     if space.n_stages == 1:
         return None
     low, high = sorted(map(int, random.choice(space.n_stages, 2, replace=False)))
     step = int(random.choice((-1, 1)))
     bounds = tuple(
-        bound + step if low < number <= high else bound for number, bound in enumerate(start.bounds)
+        bound + step if low < number <= high else bound for number, bound in enumerate(space.bounds_of(cut))
     )
     if not space.allows(bounds):
         return None
-    if space.excess(bounds, start.recompute) <= 0:
-        return bounds, start.recompute
-    fitting = space.fitting(bounds, start.recompute)
-    return None if fitting is None else (bounds, fitting)
+    moved = space.cut(bounds, cut.recompute)
+    return moved if space.excess(moved) <= 0 else space.fitting(bounds, cut.recompute)
 
 
 def _recomputed_elsewhere(recompute: tuple[bool, ...], random: np.random.Generator) -> tuple[bool, ...]:
@@ -132,25 +119,24 @@ class Judge:
         p, microbatches = space.problem.pp_degree, space.problem.microbatches
         self.few = replace(space.problem, microbatches=min(max(FEW * p, 8), microbatches))
         self.fewer = min(max(FEWER * p, 4), microbatches)
-        self.known: dict[tuple[Boundaries, tuple[bool, ...]], float] = {}
+        self.known: dict[Cut, float] = {}
         self.roomy = with_room(space, np.full((2, space.tables.n), max(1.0, ENOUGH * p)))
 
-    def floor(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
+    def floor(self, cut: Cut) -> float:
         """A lower bound on the objective of the cut: the work of the most loaded rank."""
-        return self.space.problem.microbatches * self.space.worst_load(bounds, recompute)
+        return self.space.problem.microbatches * self.space.worst_load(cut)
 
-    def value(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
+    def value(self, cut: Cut) -> float:
         """An estimate of the objective that the search will reach; inf if no order was constructed."""
-        key = (bounds, recompute)
-        if key not in self.known:
-            self.known[key] = self._construct(bounds, recompute)
-        return self.known[key]
+        if cut not in self.known:
+            self.known[cut] = self._construct(cut)
+        return self.known[cut]
 
-    def _construct(self, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
-        problem = self.few.cut_into(self.space.placement, self.space.cut(bounds, recompute))
-        value, each = self._best(problem), self.space.worst_load(bounds, recompute)
+    def _construct(self, cut: Cut) -> float:
+        problem = self.few.cut_into(self.space.placement, cut)
+        value, each = self._best(problem), self.space.worst_load(cut)
         more = self.space.problem.microbatches - problem.microbatches
-        if more > 0 and self.roomy.excess(bounds, recompute) > 0 and np.isfinite(value):
+        if more > 0 and self.roomy.excess(cut) > 0 and np.isfinite(value):
             between = problem.microbatches - self.fewer
             each = max(each, (value - self._best(replace(problem, microbatches=self.fewer))) / between)
         return float(value + more * each)

@@ -7,16 +7,16 @@ search is followed by CP-SAT with the literals "part i is before boundary s", in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zbv_solver.partition.balance import smallest_cut
-from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.settle import settled_cut
-from zbv_solver.plans.certificate import certify
+from zbv_solver.plans.plan import certify
 from zbv_solver.problem.cut import Cut
 
 if TYPE_CHECKING:
@@ -28,21 +28,6 @@ GRID = 1 << 36
 """Steps of the integer grid in the largest amount."""
 
 
-@dataclass(frozen=True)
-class LeastMemory:
-    """A cut and its memory excess: the most that any rank needs beyond its room, negative if the cut fits."""
-
-    cut: Cut
-    excess: float
-    bound: float
-    """A lower bound on the excess of all cuts; -inf if the search only looked for a cut that fits."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank has enough room."""
-        return self.excess <= 0
-
-
 def least_memory_cut(
     space: CutSpace,
     start: Boundaries,
@@ -51,8 +36,10 @@ def least_memory_cut(
     seed: int = 0,
     seconds: float | None = None,
     cancelled: Callable[[], bool] | None = None,
-) -> LeastMemory:
-    """The cut with the least memory excess; every rank must have a limit. Lemma 36.
+) -> ScoredCut:
+    """The cut whose value, the most that a rank needs beyond its room, is least. Lemma 36.
+
+    Every rank must have a limit. The bound is -inf if the search only looked for a cut that fits.
 
     Parameters
     ----------
@@ -65,13 +52,11 @@ def least_memory_cut(
         found = smallest_cut(space, start)
         if found is None:
             raise RuntimeError("no cut was found; this is a bug in zbv, please report it.")
-        return LeastMemory(found.cut, found.worst, found.worst)
-    settled = settled_cut(space, start, seed)
-    cut = space.cut(settled, space.leanest(settled))
-    excess = space.excess(settled, cut.recompute)
-    if excess <= enough:
-        return LeastMemory(cut, excess, -np.inf)
-    known = LeastMemory(cut, excess, -np.inf)
+        return found
+    cut = space.leanest(settled_cut(space, start, seed))
+    known = ScoredCut(cut, space.excess(cut))
+    if known.value <= enough:
+        return known
     return _Model(space).solve(known, enough, seed, seconds, cancelled)
 
 
@@ -158,12 +143,12 @@ class _Model:
 
     def solve(
         self,
-        known: LeastMemory,
+        known: ScoredCut,
         enough: float,
         seed: int,
         seconds: float | None,
         cancelled: Callable[[], bool] | None,
-    ) -> LeastMemory:
+    ) -> ScoredCut:
         """The better one of a found cut and the known cut, and the proved bound."""
         from ortools.sat.python import cp_model
 
@@ -176,18 +161,16 @@ class _Model:
             self.model.add(self.excess >= self._steps(enough))
         with stopped_when(cancelled, solver):
             status = solver.solve(self.model)
-        cut, excess = known.cut, known.excess
+        best = known
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             found = self._cut(solver)
-            reached = self.space.excess(self.space.bounds_of(found), found.recompute)
-            if reached < excess:
-                cut, excess = found, reached
+            best = min(known, ScoredCut(found, self.space.excess(found)), key=lambda each: each.value)
         bound = max(solver.best_objective_bound * self.step, surely_lacking(self.tables))
         if bound <= enough:
-            return LeastMemory(cut, excess, -np.inf)
+            return best
         # Excess and bound are differences of amounts, so rounding is relative to the amounts.
-        proven = certify(self.space.problem, self.largest + excess, self.largest + bound, "cp-sat, cuts")
-        return LeastMemory(cut, excess, proven.lower_bound - self.largest)
+        proven = certify(self.space.problem, self.largest + best.value, self.largest + bound, "cp-sat, cuts")
+        return replace(best, bound=proven.lower_bound - self.largest)
 
     def _hint(self, cut: Cut) -> None:
         for bound, place in enumerate(self.space.bounds_of(cut)):
@@ -198,7 +181,7 @@ class _Model:
 
     def _cut(self, solver: cp_model.CpSolver) -> Cut:
         bounds = tuple(sum(solver.boolean_value(literal) for literal in each) for each in self.before)
-        return self.space.cut(bounds, self.space.leanest(bounds))
+        return self.space.leanest(bounds)
 
     def _steps(self, amount: float, *, up: bool = False) -> int:
         steps = amount / self.step

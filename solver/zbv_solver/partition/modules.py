@@ -13,8 +13,7 @@ from itertools import pairwise
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.partition.runs import First
-from zbv_solver.problem.layer import Model
-from zbv_solver.problem.layer_letters import DECODER, EMBEDDING, LOSS, MTP, PART, VISION, letter_of
+from zbv_solver.problem.layer import DECODER, EMBEDDING, LOSS, MTP, PART, VISION, Model, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 
 

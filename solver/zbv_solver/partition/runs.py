@@ -18,8 +18,7 @@ from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.problem.layer import Layer, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.limits import MAX_LAYERS
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.numeric import MAX_LAYERS
 from zbv_solver.problem.problem import B, F, I
 
 WHOLE = MAX_LAYERS
@@ -300,12 +299,8 @@ class Runs:
 
         The rank of the first stage has the first part, and that of the last stage the last one.
         """
-        problem = self.space.problem
-        if problem.limit is None:
-            return np.full(len(order.hosted), np.inf)
-        static = np.array(problem.static)
-        whole: FloatArray = np.array(problem.limit) * (1 + 2 * MEMORY_TOLERANCE) - static
-        room = whole.copy()
+        whole = self.space.tables.most_room
+        room: FloatArray = whole.copy()
         for stage, run in ((0, 0), (len(self.lower) - 2, -1)):
             spaces = self.workspace[:, run]
             least = float(spaces.min() if recompute is None else spaces[int(bool(recompute[stage]))])

@@ -12,7 +12,7 @@ import numpy as np
 
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled, compiled_leaf
-from zbv_solver.partition.cut_space import EXCESS, LOAD, MOST_TRIED, Boundaries, CutSpace, KernelTables
+from zbv_solver.partition.cut_space import EXCESS, LOAD, MOST_TRIED, Boundaries, CutSpace, CutTables
 from zbv_solver.problem.numeric import ROUNDING
 
 MOVES_PER_STAGE, MOST_SHIFTS = 2_000, 200_000_000
@@ -72,13 +72,13 @@ def _annealed(space: CutSpace, start: Boundaries, mode: int, seed: int) -> Bound
         np.empty((tables.variants, space.placement.chunks, 4)),
     )
     moves = min(MOVES_PER_STAGE * space.n_stages, MOST_SHIFTS // space.n_stages)
-    bounds = _settle(tables.for_kernels(), settling, np.array(start), moves, seed)
+    bounds = _settle(tables, settling, np.array(start), moves, seed)
     return tuple(map(int, bounds))
 
 
 @compiled_leaf
 def _energy(
-    tables: KernelTables, settling: _Settling, bounds: IntArray, rank: int
+    tables: CutTables, settling: _Settling, bounds: IntArray, rank: int
 ) -> float:  # pragma: no cover - compiled
     """A rank's share of the energy, with the best choice of recomputed stages.
 
@@ -120,7 +120,7 @@ def _energy(
 
 @compiled
 def _settle(
-    tables: KernelTables, settling: _Settling, start: IntArray, moves: int, seed: int
+    tables: CutTables, settling: _Settling, start: IntArray, moves: int, seed: int
 ) -> IntArray:  # pragma: no cover - compiled
     """The best boundaries that annealing found."""
     rank_of, lower, upper, least = settling.rank_of, settling.lower, settling.upper, settling.least

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.arrays import BoolArray, IntArray
-from zbv_solver.problem.limits import MAX_CELLS
+from zbv_solver.problem.numeric import MAX_CELLS
 from zbv_solver.problem.problem import LETTERS, B, F, I, W
 
 _ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory, PerStage
 from zbv_solver.problem.numeric import ROUNDING, clean_deltas
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory, PerStage, Placement
 
 
 @dataclass(frozen=True, eq=False)

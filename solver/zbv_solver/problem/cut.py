@@ -6,18 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Annotated
 
+from pydantic import Field
+
+from zbv_solver.documents.fields import AtMost, Flag, Name, Number, Record
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.layer import Model
-from zbv_solver.problem.numeric import MIN_NUMBER
+from zbv_solver.problem.numeric import MAX_LAYERS, MIN_NUMBER
 
 
 @dataclass(frozen=True)
-class Link:
-    """A link between ranks: a transfer takes ``latency + bytes / bandwidth``, in the problem's time unit."""
+class Link(Record):
+    """A transfer takes `latency + bytes / bandwidth`, in the unit of time."""
 
-    latency: float
-    bandwidth: float
+    latency: Annotated[Number, Field(default=0.0)]
+    bandwidth: Annotated[Number, Field(description="Bytes per unit of time.")]
 
     def transfer(self, output_bytes: float) -> float:
         """Duration of a transfer; 0 if it is shorter than any duration that zbv accepts."""
@@ -25,21 +29,72 @@ class Link:
         return duration if duration >= MIN_NUMBER else 0.0
 
 
+_Group = Annotated[tuple[Name, ...], AtMost(MAX_LAYERS)]
+_Blocks = Annotated[int, Field(strict=True, ge=0)] | None
+
+
 @dataclass(frozen=True)
-class CutRules:
+class CutRules(Record):
     """Which cuts are allowed."""
 
-    together: tuple[tuple[str, ...], ...] = ()
-    """Groups of names; the layers from the first to the last of a group stay in one stage."""
-    first: int | None = None
-    last: int | None = None
-    """Number of transformer layers of the first and the last stage, without the embedding before them and
-    the head behind them; None lets the planner choose. For an executor whose ranks have several stages in
-    a loop, it is that of the first and the last rank, divided evenly over their stages, as in Megatron-LM
-    (``get_num_layers_to_build`` in ``megatron/core/transformer/transformer_block.py``)."""
-    allow_empty: bool | None = None
-    """Whether a stage may have no layers; it then forwards its input. None leaves it to the executor;
-    plans of zbv have no empty stages then."""
+    together: Annotated[
+        tuple[_Group, ...],
+        AtMost(MAX_LAYERS),
+        Field(description="Groups of names; the model is not cut between a group's first and last layer."),
+    ] = ()
+    first: Annotated[
+        _Blocks,
+        Field(description="Transformer layers of the first stage; for an executor, of the first rank."),
+    ] = None
+    last: Annotated[
+        _Blocks, Field(description="Transformer layers of the last stage; for an executor, of the last rank.")
+    ] = None
+    """The embedding before them and the head behind them do not count; None lets the planner choose. An
+    executor whose ranks have several stages in a loop divides those of a rank evenly over its stages, as
+    Megatron-LM does (``get_num_layers_to_build`` in ``megatron/core/transformer/transformer_block.py``)."""
+    allow_empty: Annotated[
+        Flag | None,
+        Field(description="Whether stages may have no layers; absent: only if the executor allows it."),
+    ] = None
+    """A stage without layers forwards its input. Plans of zbv have none unless this is true."""
+
+    def fixed_bounds(self, model: Model, n_stages: int) -> dict[int, int] | None:
+        """The prescribed boundaries: their layer index by number; None if they contradict each other."""
+        fixed = {0: 0, n_stages: model.n_layers}
+        blocks = model.blocks_before[-1]
+        if n_stages == 1:
+            return fixed if all(count in (None, blocks) for count in (self.first, self.last)) else None
+        ends = ((1, self.first), (n_stages - 1, None if self.last is None else blocks - self.last))
+        for bound, before in ends:
+            place = None if before is None else model.place_behind(before)
+            if place is not None and fixed.setdefault(bound, place) != place:
+                return None
+        return fixed
+
+    def contradiction(self, model: Model, ends: int, what: str) -> str:
+        """Why ``first`` and ``last`` cannot both hold on as many stages or ranks; empty if they can."""
+        first, last, blocks = self.first, self.last, model.blocks_before[-1]
+        if ends == 1 and any(count not in (None, blocks) for count in (first, last)):
+            counts = (("first", first), ("last", last))
+            named = " and ".join(f"cut.{name} {count}" for name, count in counts if count is not None)
+            return (
+                f"found {named}; a single one of the {what} has all {blocks} transformer layers. Leave it "
+                f"out."
+            )
+        if ends == 1 or first is None or last is None:
+            return ""
+        left = blocks - first - last
+        if left < 0:
+            wrong = f"{-left} more than the model has"
+        elif left > 0 and ends == 2:
+            wrong = f"so {left} of the model's layers would be in none of the {what}"
+        else:
+            return ""
+        total = f"{blocks}" if ends == 2 else f"at most {blocks}"
+        return (
+            f"found first {first} and last {last} on {ends} {what}: together {first + last} of {blocks} "
+            f"transformer layers, {wrong}. Give numbers that add up to {total}, or leave one out."
+        )
 
 
 @dataclass(frozen=True)

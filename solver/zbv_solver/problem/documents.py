@@ -1,8 +1,8 @@
-"""The shape of problem documents, by stages and by layers (docs/formats.md).
+"""The shape of problem documents, by stages and by layers (docs/formats.md), and of request bodies.
 
-Pydantic checks types and unknown keys. Rules between numbers are checked by the constructors of
-:class:`~zbv_solver.problem.problem.Problem` and :class:`~zbv_solver.problem.layered_problem.LayeredProblem`.
-The service uses these models as request bodies.
+A document may be short: one number stands for all stages or ranks, and absent keys for the values of a
+layer. :mod:`.reading` makes the records in full that the planner knows, which check all rules between
+numbers. What documents cannot shorten, such as a :class:`.Link`, is the same class in both.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
-from zbv_solver.documents.fields import MAX_NAME, TOO_MANY, AtMost, Count, Document, Number
+from zbv_solver.documents.fields import MAX_NAME, TOO_MANY, AtMost, Count, Document, Flag, Name, Number
+from zbv_solver.problem.cut import CutRules, Link
 from zbv_solver.problem.features import MAX_FEATURE_NAME, MAX_FEATURES
-from zbv_solver.problem.layer_letters import Recomputed
-from zbv_solver.problem.limits import (
+from zbv_solver.problem.layer import Recomputed
+from zbv_solver.problem.numeric import (
     MAX_CELLS,
     MAX_CHUNKS,
     MAX_DEVICES,
@@ -24,8 +25,8 @@ from zbv_solver.problem.limits import (
     MAX_PP_DEGREE,
     MAX_STAGES,
 )
-from zbv_solver.problem.placement import PlacementKind
-from zbv_solver.problem.problem import Objective
+from zbv_solver.problem.problem import Objective, Units
+from zbv_solver.problem.stages import PlacementKind
 
 
 def _list_or_one(value: Any) -> str:
@@ -83,13 +84,6 @@ class MemoryDocument(Document):
     limit: NumberOrList | None = Field(None, description="null means unlimited.")
 
 
-class UnitsDocument(Document):
-    """Names of units, for display only."""
-
-    time: str | None = Field(None, max_length=32)
-    memory: str | None = Field(None, max_length=32)
-
-
 Measured = Annotated[
     dict[Annotated[str, Field(max_length=32)], Annotated[str, Field(max_length=MAX_NAME)]],
     Field(max_length=32, description="The program whose costs were measured: names and values."),
@@ -114,11 +108,15 @@ Sequences = Annotated[
 ]
 
 
+_PpDegree = Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
+_Microbatches = Annotated[int, Field(strict=True, ge=1, le=MAX_CELLS)]
+
+
 class ProblemDocument(Document):
     """A planning problem."""
 
-    pp_degree: Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
-    microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_CELLS)]
+    pp_degree: _PpDegree
+    microbatches: _Microbatches
     placement: PlacementKind = "v"
     chunks: Count | None = Field(None, le=MAX_CHUNKS, description="Stages per rank; only for placement loop.")
     objective: Objective = "span"
@@ -126,12 +124,10 @@ class ProblemDocument(Document):
     memory: MemoryDocument | None = None
     features: Features | None = None
     sequences: Sequences | None = None
-    units: UnitsDocument | None = None
+    units: Units | None = None
     measured: Measured | None = None
 
 
-Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
-Flag = Annotated[bool, Field(strict=True)]
 # The name of a copy is a little longer than the layer's name.
 _CopyName = Annotated[str, Field(max_length=MAX_NAME + 10)]
 Partition = Annotated[list[Annotated[list[_CopyName], AtMost(MAX_LAYERS)]], AtMost(MAX_STAGES)]
@@ -186,21 +182,13 @@ class LayerDocument(Document):
     )
 
 
-class LinkDocument(Document):
-    """A transfer takes `latency + bytes / bandwidth`, in the unit of time."""
-
-    latency: Number = 0.0
-    bandwidth: Number = Field(description="Bytes per unit of time.")
-
-
 class LayeredCostsDocument(Document):
     """Costs of transfers; with a partition, also the costs of its stages."""
 
     p2p: NumberOrList | None = None
     link: (
         Annotated[
-            Annotated[LinkDocument, Tag("one")]
-            | Annotated[list[LinkDocument], AtMost(MAX_PP_DEGREE), Tag("list")],
+            Annotated[Link, Tag("one")] | Annotated[list[Link], AtMost(MAX_PP_DEGREE), Tag("list")],
             Discriminator(_list_or_one),
         ]
         | None
@@ -227,24 +215,6 @@ class LayeredMemoryDocument(Document):
     forward: NumberOrList | None = None
     backward_input: NumberOrList | None = None
     backward_weight: NumberOrList | None = None
-
-
-class CutRulesDocument(Document):
-    """Which cuts are allowed."""
-
-    together: Annotated[list[Annotated[list[Name], AtMost(MAX_LAYERS)]], AtMost(MAX_LAYERS)] = Field(
-        [],
-        description="Groups of names; the model is not cut between a group's first and last layer.",
-    )
-    first: Annotated[int, Field(strict=True, ge=0)] | None = Field(
-        None, description="Transformer layers of the first stage; for an executor, of the first rank."
-    )
-    last: Annotated[int, Field(strict=True, ge=0)] | None = Field(
-        None, description="Transformer layers of the last stage; for an executor, of the last rank."
-    )
-    allow_empty: Flag | None = Field(
-        None, description="Whether stages may have no layers; absent: only if the executor allows it."
-    )
 
 
 def _refuse_features(value: Any) -> None:
@@ -299,8 +269,8 @@ class ProfileDocument(Document):
 class LayeredProblemDocument(Document):
     """A planning problem given by layers."""
 
-    pp_degree: Annotated[int, Field(strict=True, ge=1, le=MAX_PP_DEGREE)]
-    microbatches: Annotated[int, Field(strict=True, ge=1, le=MAX_CELLS)]
+    pp_degree: _PpDegree
+    microbatches: _Microbatches
     placement: Literal["auto", "v", "loop", "single"] = "v"
     chunks: Count | None = Field(None, le=MAX_CHUNKS, description="Stages per rank; only for placement loop.")
     objective: Objective = "span"
@@ -310,8 +280,8 @@ class LayeredProblemDocument(Document):
     )
     costs: LayeredCostsDocument | None = None
     memory: LayeredMemoryDocument | None = None
-    cut: CutRulesDocument | None = None
-    units: UnitsDocument | None = None
+    cut: CutRules | None = None
+    units: Units | None = None
     measured: Measured | None = None
     profile: ProfileDocument | None = Field(None, description="Of measured layers; planning ignores it.")
     partition: Partition | None = Field(None, description="Layer names of every stage, if the cut is given.")

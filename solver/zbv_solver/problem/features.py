@@ -10,8 +10,8 @@ import numpy as np
 from zbv_solver.errors import Issue
 from zbv_solver.kernels.arrays import BoolArray, FloatArray
 from zbv_solver.problem.arrays import Kinds
-from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
 from zbv_solver.problem.numeric import MAX_NUMBER, MEMORY_TOLERANCE, broken_rule
+from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory
 
 FIXED = "fixed"
 """The name, in a document, of the part that does not depend on the microbatch."""

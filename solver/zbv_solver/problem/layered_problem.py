@@ -15,13 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.costs import Costs, Memory
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.problem.layer import Model
-from zbv_solver.problem.limits import MAX_DEVICES
-from zbv_solver.problem.numeric import MAX_NUMBER, broken_rule
-from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
+from zbv_solver.problem.numeric import MAX_DEVICES, MAX_NUMBER, broken_rule
 from zbv_solver.problem.problem import Objective, Problem, Units, basic_rules
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Costs, Memory, Placement
 
 PlacementChoice = Literal["auto", "v", "loop", "single"]
 
@@ -123,23 +121,9 @@ class LayeredProblem:
         """Number of parts that are never cut: layers, or groups of layers that stay together."""
         return len(self.places) - 1
 
-    def fixed_bounds(self, n_stages: int) -> dict[int, int] | None:
-        """The prescribed boundaries: their layer index by number; None if they contradict each other."""
-        model, rules = self.model, self.rules
-        fixed = {0: 0, n_stages: model.n_layers}
-        blocks = model.blocks_before[-1]
-        if n_stages == 1:
-            return fixed if all(count in (None, blocks) for count in (rules.first, rules.last)) else None
-        ends = ((1, rules.first), (n_stages - 1, None if rules.last is None else blocks - rules.last))
-        for bound, before in ends:
-            place = None if before is None else model.place_behind(before)
-            if place is not None and fixed.setdefault(bound, place) != place:
-                return None
-        return fixed
-
     def has_room(self, n_stages: int) -> bool:
         """Whether the rules allow any cut into that many stages."""
-        fixed = self.fixed_bounds(n_stages)
+        fixed = self.rules.fixed_bounds(self.model, n_stages)
         if fixed is None:
             return False
         least = 0 if self.rules.allow_empty else 1
@@ -216,7 +200,7 @@ class LayeredProblem:
                 f"found {other.placement.kind} with {other.placement.n_stages} stages on {other.pp_degree} "
                 f"ranks; the problem asks for {self.placement} on {self.pp_degree}.",
             )
-        fixed = self.fixed_bounds(other.n_stages) or {}
+        fixed = self.rules.fixed_bounds(self.model, other.n_stages) or {}
         if any(model.cut.bounds[bound] != place for bound, place in fixed.items()) or not set(
             model.cut.bounds
         ) <= set(map(int, self.places)):
@@ -368,7 +352,7 @@ def _room_issues(problem: LayeredProblem) -> Iterator[Issue]:
     if placements and all(problem.has_room(each.n_stages) for each in placements):
         return
     fewest = min((each.n_stages for each in placements), default=problem.pp_degree)
-    if lost := contradiction(problem, fewest, "stages"):
+    if lost := rules.contradiction(problem.model, fewest, "stages"):
         yield Issue("/cut", lost)
         return
     has_ends = rules.first is not None or rules.last is not None
@@ -378,30 +362,6 @@ def _room_issues(problem: LayeredProblem) -> Iterator[Issue]:
         f"found {problem.n_atoms} separable layers for {fewest} stages; every stage needs at least "
         f"one{ends}. Give finer layers, fewer ranks or another placement, or set cut.allow_empty, except for "
         f"PyTorch and torchtitan, which cannot run empty stages.",
-    )
-
-
-def contradiction(problem: LayeredProblem, ends: int, what: str) -> str:
-    """Why ``cut.first`` and ``cut.last`` cannot both hold on as many stages or ranks; empty if they can."""
-    first, last, blocks = problem.rules.first, problem.rules.last, problem.model.blocks_before[-1]
-    if ends == 1 and any(count not in (None, blocks) for count in (first, last)):
-        given = " and ".join(
-            f"cut.{name} {count}" for name, count in (("first", first), ("last", last)) if count is not None
-        )
-        return f"found {given}; a single one of the {what} has all {blocks} transformer layers. Leave it out."
-    if ends == 1 or first is None or last is None:
-        return ""
-    left = blocks - first - last
-    if left < 0:
-        wrong = f"{-left} more than the model has"
-    elif left > 0 and ends == 2:
-        wrong = f"so {left} of the model's layers would be in none of the {what}"
-    else:
-        return ""
-    total = f"{blocks}" if ends == 2 else f"at most {blocks}"
-    return (
-        f"found first {first} and last {last} on {ends} {what}: together {first + last} of {blocks} "
-        f"transformer layers, {wrong}. Give numbers that add up to {total}, or leave one out."
     )
 
 

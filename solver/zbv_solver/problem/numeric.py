@@ -1,4 +1,4 @@
-"""Which numbers zbv accepts, and every numeric tolerance.
+"""Which numbers and sizes zbv accepts, and every numeric tolerance.
 
 Every tolerance is relative to the quantity that its comment names, so that a plan does not depend on the
 units of time and memory.
@@ -12,6 +12,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from zbv_solver.kernels.arrays import FloatArray
+
+MAX_PP_DEGREE = 1024
+MAX_CHUNKS = 64
+"""Most stages per rank."""
+MAX_STAGES = MAX_PP_DEGREE * MAX_CHUNKS
+MAX_CELLS = 1 << 21
+"""Largest ``pp_degree * microbatches``, such as 256 ranks and 8192 microbatches. With two stages per rank
+this is 12.6 million actions: the command plans them in 2 GB of memory, and reads the plan in 2.5 GB."""
+MAX_ACTIONS = 6 * MAX_CELLS
+"""Most actions of a plan: F, I and W of at most ``2 * MAX_CELLS`` pairs of stage and microbatch."""
+MAX_DEVICES = 8
+"""Most kinds of devices of a problem by layers."""
+MAX_LAYERS = 512
+"""Most layers of a model, counting copies."""
 
 MAX_NUMBER = 1e15
 """Largest cost or memory figure, so that sums stay far from overflow and large rounding errors."""

@@ -10,26 +10,28 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
 import numpy as np
+from pydantic import Field
 
+from zbv_solver.documents.fields import Record
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
 from zbv_solver.problem.arrays import ProblemArrays
-from zbv_solver.problem.costs import Costs, Feature, Memory
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.features import feature_rules
-from zbv_solver.problem.limits import MAX_CELLS, MAX_PP_DEGREE
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
+    MAX_CELLS,
     MAX_NUMBER,
+    MAX_PP_DEGREE,
     MEMORY_TOLERANCE,
     are_numbers,
     broken_rule,
     delta_rule,
     exceeds,
 )
-from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Costs, Feature, Memory, Placement
 
 Objective = Literal["span", "makespan"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -56,12 +58,15 @@ def objective_value(objective: Objective, times: Times) -> float:
     return times.span if objective == "span" else times.makespan
 
 
-@dataclass(frozen=True)
-class Units:
-    """Names of the caller's units, for display only."""
+_Unit = Annotated[str, Field(max_length=32)]
 
-    time: str | None = None
-    memory: str | None = None
+
+@dataclass(frozen=True)
+class Units(Record):
+    """Names of units, for display only."""
+
+    time: _Unit | None = None
+    memory: _Unit | None = None
 
 
 @dataclass(frozen=True)

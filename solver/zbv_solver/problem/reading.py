@@ -10,26 +10,25 @@ from typing import Any
 from zbv_solver.documents.files import load
 from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.costs import Costs, Deltas, Feature, Memory
-from zbv_solver.problem.cut import Cut, CutRules, cut_of_partition
+from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
 from zbv_solver.problem.documents import (
     CostsDocument,
-    CutRulesDocument,
+    LayerDocument,
     LayeredCostsDocument,
     LayeredMemoryDocument,
     LayeredProblemDocument,
-    LinkDocument,
+    LayerMemoryDocument,
     MemoryDocument,
+    OnDeviceDocument,
     ProblemDocument,
-    UnitsDocument,
+    RecomputeDocument,
 )
 from zbv_solver.problem.features import FIXED
-from zbv_solver.problem.layer import Model
-from zbv_solver.problem.layer_reading import layer_of, link_of
+from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import broken_rule, exceeds
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem, Units, size_rule
+from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory, Placement
 
 TOKENS, TOKENS_SQUARED = "tokens", "tokens_squared"
 """The features that ``sequences`` stands for."""
@@ -86,33 +85,23 @@ def to_problem(document: ProblemDocument) -> Problem:
     if issues:  # checked before values expand: a short document must not fill the memory
         raise InvalidInput(issues)
     values = _feature_values(document)
-    costs = _Expanded("/costs", document.costs, placement, values, issues)
-    memory = (
-        None if document.memory is None else _Expanded("/memory", document.memory, placement, values, issues)
-    )
+    none = MemoryDocument(forward=0.0, backward_input=0.0, backward_weight=0.0)
+    costs = _expanded("/costs", document.costs, placement, values, issues)
+    memory = _expanded("/memory", document.memory or none, placement, values, issues)
     if issues:
         raise InvalidInput(issues)
-    none = Memory.unlimited(placement)
-    features = tuple(
-        Feature(
-            name,
-            value,
-            Costs(**costs.of(name)),
-            Deltas(none.forward, none.backward_input, none.backward_weight)
-            if memory is None
-            else Deltas(**memory.of(name)),
-        )
-        for name, value in values.items()
-    )
     return Problem(
         placement,
         document.microbatches,
-        Costs(**costs.of(FIXED)),
-        none if memory is None else Memory(**memory.of(FIXED) | memory.per_rank),
+        Costs(**_part(costs, FIXED)),
+        Memory(**_part(memory, FIXED)),
         document.objective,
-        _units(document.units),
+        document.units or Units(),
         measured=tuple(sorted((document.measured or {}).items())),
-        features=features,
+        features=tuple(
+            Feature(name, value, Costs(**_part(costs, name)), Deltas(**_part(memory, name)))
+            for name, value in values.items()
+        ),
     )
 
 
@@ -144,47 +133,39 @@ def _feature_values(document: ProblemDocument) -> dict[str, tuple[float, ...]]:
     return values
 
 
-class _Expanded:
-    """The numbers of a section with one value per stage, boundary or rank: the fixed part and coefficients.
+_Expanded = dict[str, dict[str, tuple[float, ...]]]
+"""One value per stage, boundary or rank, by key of a section, and then by feature or ``fixed``."""
 
-    Attributes
-    ----------
-    amounts
-        By key and then by feature, or ``fixed``.
-    per_rank
-        The keys that do not depend on the microbatch.
-    """
 
-    def __init__(
-        self,
-        at: str,
-        document: CostsDocument | MemoryDocument,
-        placement: Placement,
-        features: Iterable[str],
-        issues: list[Issue],
-    ):
-        self.amounts: dict[str, dict[str, tuple[float, ...]]] = {}
-        self.per_rank: dict[str, tuple[float, ...]] = {}
-        lengths = {"p2p": (placement.n_stages - 1, "stage boundary")}
-        per_rank = (placement.pp_degree, "rank")
-        for key, values in document:
-            if values is None:
-                continue
-            if key in ("static", "limit"):
-                self.per_rank[key] = _lengthened(f"{at}/{key}", values, per_rank, placement, issues)
-                continue
-            item = lengths.get(key, (placement.n_stages, "stage"))
-            self.amounts[key] = dict.fromkeys((FIXED, *features), (0.0,) * item[0])
-            for name, own in values.items() if isinstance(values, dict) else ((FIXED, values),):
-                pointer = f"{at}/{key}/{name}" if isinstance(values, dict) else f"{at}/{key}"
-                if name not in self.amounts[key]:
-                    issues.append(Issue(pointer, _unknown(name, [*features])))
-                else:
-                    self.amounts[key][name] = _lengthened(pointer, own, item, placement, issues)
+def _expanded(
+    at: str,
+    section: CostsDocument | MemoryDocument,
+    placement: Placement,
+    features: Iterable[str],
+    issues: list[Issue],
+) -> _Expanded:
+    """The numbers of a section in full; ``issues`` gets what is wrong."""
+    boundary, rank = (placement.n_stages - 1, "stage boundary"), (placement.pp_degree, "rank")
+    needed = {"p2p": boundary, "static": rank, "limit": rank}
+    expanded: _Expanded = {}
+    for key, values in section:
+        if values is None:
+            continue
+        item = needed.get(key, (placement.n_stages, "stage"))
+        parts = (FIXED,) if item is rank else (FIXED, *features)
+        amounts = expanded[key] = dict.fromkeys(parts, (0.0,) * item[0])
+        for name, amount in values.items() if isinstance(values, dict) else ((FIXED, values),):
+            pointer = f"{at}/{key}/{name}" if isinstance(values, dict) else f"{at}/{key}"
+            if name in amounts:
+                amounts[name] = _lengthened(pointer, amount, item, placement, issues)
+            else:
+                issues.append(Issue(pointer, _unknown(name, [*features])))
+    return expanded
 
-    def of(self, name: str) -> dict[str, tuple[float, ...]]:
-        """The coefficients of a feature, or the fixed part, by key."""
-        return {key: each[name] for key, each in self.amounts.items()}
+
+def _part(section: _Expanded, name: str) -> dict[str, tuple[float, ...]]:
+    """The coefficients of a feature, or the fixed part, by key."""
+    return {key: amounts[name] for key, amounts in section.items() if name in amounts}
 
 
 def _lengthened(
@@ -220,8 +201,9 @@ def _unknown(name: str, features: list[str]) -> str:
 def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
     """A validated document as a layered problem; raises :class:`InvalidInput`."""
     memory, costs = document.memory or LayeredMemoryDocument(), document.costs or LayeredCostsDocument()
-    rules = document.cut or CutRulesDocument()
+    rules = document.cut or CutRules()
     static = memory.static if memory.static_beside_layers is None else memory.static_beside_layers
+    has_empty_stage = any(not stage for stage in document.partition or ())
     p = document.pp_degree
     _require_possible_chunks(document.placement, document.chunks)
     if document.chunks is not None and document.placement == "auto":
@@ -235,7 +217,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
     if document.partition is None and (issues := [*_stage_issues(document)]):
         raise InvalidInput(issues)
     return LayeredProblem(
-        model=Model(tuple(map(layer_of, document.layers)), tuple(document.recompute_modules or ())),
+        model=Model(tuple(map(_layer, document.layers)), tuple(document.recompute_modules or ())),
         pp_degree=p,
         microbatches=document.microbatches,
         static=_per_rank(static, p),
@@ -244,19 +226,56 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         chunks=document.chunks,
         objective=document.objective,
         p2p=0.0 if costs.p2p is None or isinstance(costs.p2p, list) else costs.p2p,
-        link=link_of(costs.link) if isinstance(costs.link, LinkDocument) else None,
-        links=tuple(map(link_of, costs.link)) if isinstance(costs.link, list) else (),
+        link=costs.link if isinstance(costs.link, Link) else None,
+        links=tuple(costs.link) if isinstance(costs.link, list) else (),
         devices=tuple(document.devices or ()),
-        rules=CutRules(
-            tuple(map(tuple, rules.together)),
-            rules.first,
-            rules.last,
-            True if any(not stage for stage in document.partition or ()) else rules.allow_empty,
-        ),
-        units=_units(document.units),
+        rules=replace(rules, allow_empty=True) if has_empty_stage else rules,
+        units=document.units or Units(),
         measured=tuple(sorted((document.measured or {}).items())),
         blocking=costs.blocking,
     )
+
+
+def _layer(document: LayerDocument) -> Layer:
+    """A layer; absent keys of its recomputed costs, and of those on a device, have its own values."""
+    costs = LayerCosts(
+        document.forward,
+        document.backward_input,
+        document.backward_weight,
+        document.backward,
+        _layer_memory(document.memory, document.parameters_bytes),
+    )
+    return Layer(
+        document.name,
+        costs,
+        None if document.recompute is None else _changed(costs, document.recompute),
+        document.parameters_bytes,
+        document.output_bytes,
+        document.repeat,
+        tuple(_on_device(name, costs, change) for name, change in (document.on or {}).items()),
+    )
+
+
+def _on_device(name: str, plain: LayerCosts, change: OnDeviceDocument) -> OnDevice:
+    costs = _changed(plain, change)
+    return OnDevice(name, costs, None if change.recompute is None else _changed(costs, change.recompute))
+
+
+def _layer_memory(document: LayerMemoryDocument | None, static: float) -> LayerMemory:
+    """Memory of a layer; ``static`` is used where the document has none."""
+    given = {} if document is None else document.model_dump(exclude_none=True)
+    return LayerMemory(**{"static": static, **given})
+
+
+def _changed(plain: LayerCosts, change: RecomputeDocument) -> LayerCosts:
+    """Costs of a recomputed layer, or of one on another device."""
+    given = change.model_dump(exclude_none=True, exclude={"memory", "recompute"})
+    costs = replace(plain, **given)
+    if change.backward is None and plain.backward is not None:
+        costs = replace(costs, backward=max(0.0, plain.backward + (costs.split - plain.split)))
+    if change.memory is not None:
+        costs = replace(costs, memory=_layer_memory(change.memory, plain.memory.static))
+    return costs
 
 
 def to_cut_problem(document: LayeredProblemDocument) -> Problem:
@@ -305,22 +324,11 @@ def _require_possible_chunks(placement: str, chunks: int | None) -> None:
         )
 
 
-def _units(document: UnitsDocument | None) -> Units:
-    return Units() if document is None else Units(document.time, document.memory)
-
-
 def _stage_issues(document: LayeredProblemDocument) -> Iterator[Issue]:
     """Costs of stages that are given although no partition defines the stages."""
-    for at, given, names in (
-        ("/costs", document.costs, ("forward", "backward_input", "backward_weight", "backward")),
-        (
-            "/memory",
-            document.memory,
-            ("forward", "backward_input", "backward_weight", "static_beside_layers"),
-        ),
-    ):
-        for name in names:
-            if getattr(given, name, None) is not None:
+    for at, section in (("/costs", document.costs), ("/memory", document.memory)):
+        for name in (*_BY_STAGE, "backward", "static_beside_layers"):
+            if getattr(section, name, None) is not None:
                 yield Issue(
                     f"{at}/{name}", "found together with layers, which determine it. Remove this key."
                 )

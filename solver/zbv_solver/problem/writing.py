@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbv_solver.documents.text import number, plain
+from zbv_solver.documents.files import number, plain
 from zbv_solver.problem.features import FIXED
 from zbv_solver.problem.layer import Layer, Model, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from zbv_models.fixed_orders.executor_cut import dealt, even_cut
 from zbv_models.fixed_orders.schedules import Schedule, torch_schedule
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 
 
 def megatron(p: int, chunks: int = 1) -> Schedule:

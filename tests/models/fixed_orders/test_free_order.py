@@ -12,9 +12,9 @@ from support.executor_layers import layer, layered
 from zbv_models.fixed_orders.best_cut import best_cut, free_plan, improved_plan
 from zbv_models.fixed_orders.schedules import megatron_schedule
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.search.options import STAGES, SearchOptions
+from zbv_solver.search.options import PHASES, SearchOptions
 
-NO_SEARCH = SearchOptions("quick", without=STAGES)
+NO_SEARCH = SearchOptions("quick", without=PHASES)
 
 
 def model_of(times: list[int], **changes: Any) -> LayeredProblem:

@@ -9,9 +9,9 @@ from support.cut_models import cut_problem
 from support.problems import problems, uniform
 from zbv_service.pages.views.difference import Difference, differences
 from zbv_solver.construct.baselines import merge_stages
-from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Costs
 
 
 @given(problems(), problems())

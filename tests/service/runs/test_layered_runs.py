@@ -17,11 +17,11 @@ from zbv_service.searches.searches import new_search
 from zbv_service.settings import Settings
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import with_stage_costs
-from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Costs
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 pytestmark = pytest.mark.anyio
 

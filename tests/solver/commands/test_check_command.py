@@ -15,8 +15,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.commands.cli import main
 from zbv_solver.export.torch_csv import parse
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Placement
 from zbv_solver.timing.start_times import evaluate
 
 Capture = pytest.CaptureFixture[str]

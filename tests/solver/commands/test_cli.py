@@ -19,8 +19,8 @@ from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.assemble import load_plan
-from zbv_solver.search.search import search
+from zbv_solver.search.claims import load_plan
+from zbv_solver.search.run import search
 
 Capture = pytest.CaptureFixture[str]
 
@@ -141,7 +141,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(
     problem: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "zbv_solver.commands.searching.search", lambda *_, **__: pytest.fail("the search began")
+        "zbv_solver.commands.searches.search", lambda *_, **__: pytest.fail("the search began")
     )
     assert main(["plan", str(problem), "-o", "/no/such/folder/plan.json"]) == 2
     assert "/no/such/folder/plan.json: No such file or directory" in capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_ctrl_c_writes_the_best_plan_so_far(
             time.sleep(0.01)
         return searched(problem, options, on_progress, cancelled)
 
-    monkeypatch.setattr("zbv_solver.commands.searching.search", interrupted)
+    monkeypatch.setattr("zbv_solver.commands.searches.search", interrupted)
     assert main(["plan", str(problem), "-o", str(path)]) == 130
     err = capsys.readouterr().err
     assert f"{path}: span" in err

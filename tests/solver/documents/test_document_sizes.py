@@ -13,7 +13,7 @@ from zbv_solver.documents.fields import BATCH
 from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.reading import parse_plan
-from zbv_solver.problem.limits import MAX_LAYERS, MAX_STAGES
+from zbv_solver.problem.numeric import MAX_LAYERS, MAX_STAGES
 from zbv_solver.problem.reading import parse_any_problem
 
 COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}

@@ -17,7 +17,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.start_times import evaluate
 
 LENGTHS = [4, 1, 3, 2]

@@ -17,12 +17,11 @@ from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.measure.refit import largest_change, refit
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.costs import Costs
-from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Costs, PlacementKind
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 PLANNED: dict[str, Any] = {
     "pp_degree": 3,

@@ -23,9 +23,9 @@ from zbv_solver.measure.refit import (
     relative_residual,
 )
 from zbv_solver.plans.plan import identity
-from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import B, Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Costs
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.timing.start_times import evaluate
 

@@ -11,9 +11,9 @@ from support.layered import RECOMPUTED
 from support.rank_traces import mixed_orders, trace_documents
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import refit, with_stage_costs
-from zbv_solver.problem.costs import Costs
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.stages import Costs
 from zbv_solver.problem.writing import problem_json
 
 PARTITION = [["embedding", "block.0"], ["block.1", "block.2"], ["block.3", "block.4"], ["block.5", "head"]]

@@ -25,7 +25,7 @@ from zbv_solver.problem.writing import layered_json, problem_json
 from zbv_solver.search.claims import check_plan
 from zbv_solver.search.layered import bound_over_all_cuts
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 SLOW = {"slow": {"forward": 6, "backward_input": 5, "memory": {"forward": 3, "backward_weight": -3}}}
 LINKS = [{"latency": 1, "bandwidth": 100}, {"latency": 2, "bandwidth": 50}, {"latency": 5, "bandwidth": 25}]
@@ -93,7 +93,7 @@ def test_the_balanced_cut_is_the_best_of_all(problem: LayeredProblem) -> None:
         assert found is None
         return
     assert found is not None
-    assert found.worst == pytest.approx(best)
+    assert found.value == pytest.approx(best)
     assert worst_load(problem.cut_into(space.placement, found.cut)) == pytest.approx(best)
 
 
@@ -116,10 +116,10 @@ def test_no_cut_is_below_the_floor(problem: LayeredProblem) -> None:
     for cut in every_cut(problem, space.placement):
         assert worst_load(cut) >= floor * (1 - 1e-9)
     settled = settled_cut(space, level_cut(space))
-    recompute = space.fitting(settled)
-    if recompute is not None:
-        made = problem.cut_into(space.placement, space.cut(settled, recompute))
-        assert space.worst_load(settled, recompute) == pytest.approx(worst_load(made))
+    fitting = space.fitting(settled)
+    if fitting is not None:
+        made = problem.cut_into(space.placement, fitting)
+        assert space.worst_load(fitting) == pytest.approx(worst_load(made))
 
 
 @settings(max_examples=6)
@@ -132,7 +132,7 @@ def test_the_least_memory_is_that_of_all_cuts(problem: LayeredProblem) -> None:
         for cut in every_cut(unlimited, space.placement)
     )
     found = least_memory_cut(space, level_cut(space))
-    assert found.excess == pytest.approx(least, abs=1e-4)
+    assert found.value == pytest.approx(least, abs=1e-4)
     assert surely_lacking(space.tables) <= least + 1e-4
 
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition import first_cuts, least_memory
-from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.first_cuts import level_cut
-from zbv_solver.partition.least_memory import LeastMemory, least_memory_cut, surely_lacking
+from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 QUICK = SearchOptions(effort="quick", seed=1)
 
@@ -26,7 +26,7 @@ def space_of(problem: LayeredProblem) -> CutSpace:
     return CutSpace(problem, problem.placements[0], CutTables.of(problem))
 
 
-def lacking(space: CutSpace, found: LeastMemory) -> float:
+def lacking(space: CutSpace, found: ScoredCut) -> float:
     """What the worst rank of a cut lacks, by the problem of its stages."""
     problem = space.problem.cut_into(space.placement, found.cut)
     return excess(problem.smallest_limit, space.problem.limit)
@@ -45,7 +45,7 @@ def test_it_is_the_least_of_all_cuts(problem: LayeredProblem) -> None:
     least = min(excess(cut.smallest_limit, problem.limit) for cut in every_cut(unlimited, space.placement))
     found = least_memory_cut(space, level_cut(space))
     assert lacking(space, found) == pytest.approx(least, abs=1e-4)
-    assert found.excess == pytest.approx(least, abs=1e-4)
+    assert found.value == pytest.approx(least, abs=1e-4)
     assert found.bound == pytest.approx(least, abs=1e-4)
     assert surely_lacking(space.tables) <= least + 1e-4
 
@@ -78,7 +78,7 @@ def test_a_false_optimum_of_the_presolve_is_not_believed() -> None:
     )
     space = space_of(problem)
     found = least_memory_cut(space, level_cut(space))
-    assert found.excess == pytest.approx(3, abs=1e-6)
+    assert found.value == pytest.approx(3, abs=1e-6)
     assert found.bound == pytest.approx(3, abs=1e-6)
 
 
@@ -86,19 +86,19 @@ def test_a_stage_is_a_run_of_layers_in_the_proof_too() -> None:
     layers = [layer(number, held, 0, 0) for number, held in enumerate((9, 2, 1, 9, 2, 5, 2))]
     space = space_of(layered(placement="loop", layers=layers, memory={"limit": 6}))
     found = least_memory_cut(space, level_cut(space))
-    assert found.excess == pytest.approx(10, abs=1e-4)  # with layers picked at will it would be 9
+    assert found.value == pytest.approx(10, abs=1e-4)  # with layers picked at will it would be 9
     assert found.bound == pytest.approx(10, abs=1e-4)
 
 
 def test_asked_for_any_cut_that_fits_it_proves_no_more_than_that() -> None:
     roomy = space_of(layered(placement="loop", memory={"limit": 40}))
     found = least_memory_cut(roomy, level_cut(roomy), enough=0)
-    assert found.fits
+    assert found.value <= 0
     assert found.bound == -np.inf
     tight = space_of(layered(placement="loop", memory={"limit": 10}))
     none = least_memory_cut(tight, level_cut(tight), enough=0)
-    assert not none.fits
-    assert 0 < none.bound <= none.excess
+    assert none.value > 0
+    assert 0 < none.bound <= none.value
 
 
 def test_settling_goes_where_it_fits_from_where_it_does_not() -> None:
@@ -116,7 +116,7 @@ def test_a_cut_that_settling_misses_is_searched_in_earnest(monkeypatch: pytest.M
     layers = [layer(number, 6 if number < 4 else 1, 0, 0) for number in range(12)]
     space = space_of(layered(placement="loop", layers=layers, memory={"limit": 17}))
     found = least_memory_cut(space, level_cut(space), enough=0)
-    assert found.fits
+    assert found.value <= 0
     assert found.bound == -np.inf  # it stopped at the first that fits
     plan = search(layered(placement="loop", layers=layers, memory={"limit": 17}), QUICK)
     assert max(plan.metrics.peak_memory) <= 17

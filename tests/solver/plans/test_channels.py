@@ -13,10 +13,11 @@ from zbv_solver.construct.baselines import BASELINES, baseline
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.problem.placement import PlacementKind
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.problem.stages import PlacementKind
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
 
 

@@ -12,9 +12,9 @@ from support.paths import ROOT
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.stages import Placement
 from zbv_solver.problem.writing import layered_json, problem_json
 
 V = Placement.of("v", 2)

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.problems import decades, rough_problems, uniform
-from zbv_solver.documents.text import decode_json
+from zbv_solver.documents.files import decode_json
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Memory
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
     MEMORY_TOLERANCE,
@@ -25,9 +24,11 @@ from zbv_solver.problem.numeric import (
 )
 from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.stages import Memory
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import SearchOptions, search
-from zbv_solver.search.search_unit import in_search_unit
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
+from zbv_solver.search.unit import in_search_unit
 from zbv_solver.verify.verifier import verify, verify_orders
 
 MANY = 1 << 40

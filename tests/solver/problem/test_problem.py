@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from support.problems import problems, uniform, uniform_document
 from support.reference import all_orders_of_one_microbatch, peak_memory
-from zbv_solver.documents.text import canonical_json
+from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.problem.problem import Problem, require_same_problem
 from zbv_solver.problem.reading import parse_problem

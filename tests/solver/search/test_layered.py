@@ -11,15 +11,17 @@ from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut,
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.partition.joint_search import Candidate, Judge, improve_cut
+from zbv_solver.partition.joint_search import Judge, improve_cut
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import Progress, SearchOptions, search
+from zbv_solver.search.incumbent import Progress
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
 QUICK = SearchOptions("quick")
@@ -146,14 +148,14 @@ def test_the_certificate_states_the_bound_over_all_cuts() -> None:
     assert balanced is not None
     found = search(problem, QUICK)
     assert found.cut is not None
-    assert found.cut.lower_bound == pytest.approx(8 * balanced.worst)
+    assert found.cut.lower_bound == pytest.approx(8 * balanced.value)
     assert found.objective > found.cut.lower_bound
     assert found.cut.gap == pytest.approx(found.objective / found.cut.lower_bound - 1)
 
 
 def test_a_wrong_estimate_of_cuts_does_not_change_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worst_first(judge: Judge, bounds: Boundaries, recompute: tuple[bool, ...]) -> float:
-        return -judge.floor(bounds, recompute)
+    def worst_first(judge: Judge, cut: Cut) -> float:
+        return -judge.floor(cut)
 
     problem = layered(microbatches=8)
     right = search(problem, QUICK).objective
@@ -262,7 +264,7 @@ def test_one_rank_has_all_layers(placement: str) -> None:
 def test_a_single_stage_has_no_neighbours() -> None:
     problem = layered(pp_degree=1, placement="single")
     judge = Judge(CutSpace(problem, problem.placements[0], CutTables.of(problem)))
-    start = Candidate("start", (0, 10), (False,), 1e9)
+    start = ScoredCut(Cut.at((0, 10)), 1e9)
     assert improve_cut(judge, start, 10_000, 0, lambda: False) == start
 
 

@@ -12,13 +12,13 @@ from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered, layered_pro
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.cut_space import CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.first_cuts import NEVER, level_cut, rooms, roomy_cuts, with_room
-from zbv_solver.partition.joint_search import Candidate, Judge, improve_cut, neighbour
+from zbv_solver.partition.joint_search import Judge, improve_cut, neighbour
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.layered import first_plan
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 QUICK = SearchOptions(effort="quick", seed=1)
 BLOCKS = 16
@@ -70,18 +70,18 @@ def test_it_recomputes_more_than_what_is_needed_to_be_possible() -> None:
 @given(layered_problems(placements=("v", "single", "loop"), memory={"limit": 12}))
 def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem) -> None:
     space = space_of(problem)
-    for bounds, recompute in roomy_cuts(space, level_cut(space)):
-        assert space.allows(bounds)
-        assert space.excess(bounds, recompute) <= 0
+    for cut in roomy_cuts(space, level_cut(space)):
+        assert space.allows(space.bounds_of(cut))
+        assert space.excess(cut) <= 0
 
 
 @settings(max_examples=30)
 @given(layered_problems(placements=("v", "single"), memory={"limit": 12}))
 def test_what_is_known_of_less_room_saves_work_and_changes_no_load(problem: LayeredProblem) -> None:
     space = space_of(problem)
-    found = [space.worst_load(bounds, recompute) for bounds, recompute in roomy_cuts(space, level_cut(space))]
+    found = [space.worst_load(cut) for cut in roomy_cuts(space, level_cut(space))]
     alone = [balanced_cut(with_room(space, times), level_cut(space)) for times in rooms(space)]
-    assert found == pytest.approx([each.worst for each in alone if each is not None])
+    assert found == pytest.approx([each.value for each in alone if each is not None])
 
 
 @pytest.mark.parametrize("limit", [4, 5, 6])
@@ -101,7 +101,7 @@ def test_without_a_limit_there_is_room_everywhere() -> None:
 
 def test_they_reach_from_what_is_needed_to_everything() -> None:
     space = space_of(short_of_memory(32))
-    counts = {sum(recompute) for _, recompute in roomy_cuts(space, level_cut(space))}
+    counts = {sum(cut.recompute) for cut in roomy_cuts(space, level_cut(space))}
     assert min(counts) <= 2
     assert max(counts) == 7  # the last stage is the head alone, which has no alternative
     assert len(counts) >= 5
@@ -109,7 +109,7 @@ def test_they_reach_from_what_is_needed_to_everything() -> None:
 
 def test_early_stages_are_recomputed_before_late_ones() -> None:
     space = space_of(short_of_memory(40))
-    chosen = {recompute for _, recompute in roomy_cuts(space, level_cut(space))}
+    chosen = {cut.recompute for cut in roomy_cuts(space, level_cut(space))}
     first = [recompute for recompute in chosen if recompute == tuple(sorted(recompute, reverse=True))]
     assert any(0 < sum(recompute) < 7 for recompute in first)
 
@@ -150,19 +150,19 @@ def test_what_is_recomputed_in_any_case_stays_so(kept: list[bool]) -> None:
     bounds = level_cut(space)
     fitting = space.fitting(bounds, tuple(kept))
     assert fitting is not None
-    assert all(again or not keep for again, keep in zip(fitting, kept, strict=True))
+    assert all(again or not keep for again, keep in zip(fitting.recompute, kept, strict=True))
 
 
 def test_the_climb_finds_what_to_recompute_from_either_end() -> None:
     space = space_of(short_of_memory(40))
     bounds = level_cut(space)
-    for recompute in (space.fitting(bounds), (True,) * 8):
-        assert recompute is not None
+    for cut in (space.fitting(bounds), space.cut(bounds, (True,) * 8)):
+        assert cut is not None
         judge = Judge(space)
-        start = Candidate("start", bounds, recompute, judge.value(bounds, recompute))
+        start = ScoredCut(cut, judge.value(cut))
         climbed = improve_cut(judge, start, 300_000, 1, lambda: False)
         assert climbed.value < start.value
-        assert space.excess(climbed.bounds, climbed.recompute) <= 0
+        assert space.excess(climbed.cut) <= 0
 
 
 def test_stages_change_alone_in_runs_and_in_place_of_each_other() -> None:
@@ -170,9 +170,9 @@ def test_stages_change_alone_in_runs_and_in_place_of_each_other() -> None:
     bounds, random = level_cut(space), np.random.default_rng(1)
 
     def drawn(recompute: tuple[bool, ...]) -> set[tuple[bool, ...]]:
-        start = Candidate("start", bounds, recompute, 0.0)
+        start = space.cut(bounds, recompute)
         moves = (neighbour(space, start, random) for _ in range(1000))
-        return {move[1] for move in moves if move is not None and move[0] == bounds}
+        return {move.recompute for move in moves if move is not None and move.bounds == start.bounds}
 
     from_none = {sum(recompute) for recompute in drawn((False,) * 8)}
     assert from_none == set(range(9))
@@ -182,13 +182,13 @@ def test_stages_change_alone_in_runs_and_in_place_of_each_other() -> None:
 def test_a_bound_that_moves_leaves_what_is_recomputed() -> None:
     space = space_of(short_of_memory(18))
     bounds, random = level_cut(space), np.random.default_rng(1)
-    start = Candidate("start", bounds, (True, False) * 4, 0.0)
+    start = space.cut(bounds, (True, False) * 4)
     moves = (neighbour(space, start, random) for _ in range(1000))
-    moved = [move for move in moves if move is not None and move[0] != bounds]
+    moved = [move for move in moves if move is not None and move.bounds != start.bounds]
     assert moved
-    assert any(recompute != start.recompute for _, recompute in moved)
-    for _, recompute in moved:
-        assert all(again for again, before in zip(recompute, start.recompute, strict=True) if before)
+    assert any(move.recompute != start.recompute for move in moved)
+    for move in moved:
+        assert all(again for again, before in zip(move.recompute, start.recompute, strict=True) if before)
 
 
 def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:
@@ -197,19 +197,18 @@ def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:
     space = space_of(problem)
     balanced = balanced_cut(space, level_cut(space))
     assert balanced is not None
-    bounds, recompute = space.bounds_of(balanced.cut), balanced.cut.recompute
     real = search(problem.cut_into(space.placement, balanced.cut), QUICK).objective
     judge = Judge(space)
-    assert judge.value(bounds, recompute) == pytest.approx(real, rel=0.15)
-    assert judge.floor(bounds, recompute) < 0.7 * real
+    assert judge.value(balanced.cut) == pytest.approx(real, rel=0.15)
+    assert judge.floor(balanced.cut) < 0.7 * real
 
 
 def test_where_there_is_room_a_microbatch_takes_the_most_loaded_ranks_work() -> None:
     space = space_of(short_of_memory(200))
-    bounds, nothing = level_cut(space), (False,) * 8
+    plain = space.cut(level_cut(space), (False,) * 8)
     judge, first = Judge(space), Judge(replace_microbatches(space, 8))
-    more = 8 * space.worst_load(bounds, nothing)
-    assert judge.value(bounds, nothing) == pytest.approx(first.value(bounds, nothing) + more)
+    more = 8 * space.worst_load(plain)
+    assert judge.value(plain) == pytest.approx(first.value(plain) + more)
 
 
 def replace_microbatches(space: CutSpace, microbatches: int) -> CutSpace:

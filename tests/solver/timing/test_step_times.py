@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems, uniform
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Jitter, draw
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.jitter import Jitter, draw
 from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.timing.step_times import WARM_UP, iteration_times, rehearsed_times

@@ -21,7 +21,7 @@ from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.verify.communication import verify_comms
 
 Lists = list[list[str]]

@@ -25,7 +25,9 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, plan_json
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.search import SearchOptions, make_plan, search
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.graph import PrecedenceGraph, earliest, refuting_cycle, respects_inputs
 from zbv_solver.verify.verifier import verify, verify_orders
 

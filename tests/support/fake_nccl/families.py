@@ -11,11 +11,10 @@ from zbv_solver.construct.baselines import baseline
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement, PlacementKind
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.communicators import kernels_at_once
 

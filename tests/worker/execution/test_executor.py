@@ -14,7 +14,7 @@ from support.selfcheck import hard_model
 from support.thread_transport import ThreadHub, ThreadTransport
 from zbv_solver.plans.channels import Channel
 from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions

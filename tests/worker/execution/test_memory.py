@@ -12,9 +12,8 @@ import torch
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from torch import Tensor
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.timing.start_times import memory_profile
 from zbv_worker.execution.binding import Bound, WalkState
 from zbv_worker.execution.build_stages import build_stages

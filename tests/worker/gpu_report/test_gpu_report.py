@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.paths import ROOT
 from zbv_solver.plans.orders import Action
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.commands.cli import main
 from zbv_worker.execution.step import StepResult

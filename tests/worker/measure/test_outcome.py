@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, RankTimes, compare
 from zbv_worker.measure.rehearse.outcome_text import outcome_json, sentences, table

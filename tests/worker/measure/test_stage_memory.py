@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.measure.stage_memory import received_bytes, stage_memory
 from zbv_worker.stage.stage import Stage

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from zbv_solver.plans.orders import first_in_first_out
-from zbv_solver.problem.placement import PlacementKind
+from zbv_solver.problem.stages import PlacementKind
 from zbv_worker.errors import ModelError
 from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes

@@ -17,10 +17,9 @@ from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Action
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.problem.stages import Costs, Memory, Placement
+from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.whole_plan import WholePlan

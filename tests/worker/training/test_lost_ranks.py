@@ -17,9 +17,8 @@ from random import Random
 import pytest
 from support.selfcheck import random_orders
 from zbv_solver.plans.plan import identity
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.training.ending import LEAVE_SECONDS

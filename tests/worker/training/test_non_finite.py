@@ -14,9 +14,8 @@ from support.selfcheck import random_orders
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.errors import NotFinite, WorkerError
 from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.training.loss_scale import LossScale

@@ -20,9 +20,8 @@ from support.trained import Remembering, Trained, train_alone, train_in_threads
 from torch import nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.gpu_report.rank import relative_error

@@ -19,9 +19,8 @@ from support.selfcheck import random_orders
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun

@@ -14,9 +14,8 @@ from support.trained import CPU, Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.errors import InvalidRun
 from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.model.model import Model

@@ -9,7 +9,7 @@ from typing import cast
 
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import parse_orders, parse_plan_document
-from zbv_solver.problem.placement import PLACEMENT_KINDS, Placement, PlacementKind
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Placement, PlacementKind
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 

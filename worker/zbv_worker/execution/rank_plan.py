@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Placement
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.planned_cut import PlannedCut

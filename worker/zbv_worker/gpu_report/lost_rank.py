@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from zbv_solver.plans.plan import identity
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 from zbv_solver.problem.writing import problem_json
 
 from zbv_worker.gpu_report.check import Line, ReportOptions, at_most, failed, that

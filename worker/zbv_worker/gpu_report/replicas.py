@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Placement
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.build_stages import build_stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zbv_solver.problem.costs import Memory
+from zbv_solver.problem.stages import Memory
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from zbv_solver.problem.costs import Costs, Memory
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
 
 from zbv_worker.errors import WorkerError, print_error
 from zbv_worker.host.cores import keep_freed_memory, pin_to_core

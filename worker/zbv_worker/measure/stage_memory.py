@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.measure.live_bytes import AllocatedBytes, LiveBytes, watching

@@ -13,7 +13,7 @@ from zbv_models.estimate.config import Optimizer, PrecisionName
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.layer_letters import Recomputed
+from zbv_solver.problem.layer import Recomputed
 
 NUMBERS = ("global_batch", "sequence_length", "prediction_layers", "top")
 FIXED_NUMBERS = (

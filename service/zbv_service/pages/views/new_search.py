@@ -10,11 +10,11 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from zbv_solver.documents.text import numbers
+from zbv_solver.documents.files import numbers
 from zbv_solver.export.report import script_json
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
-from zbv_solver.problem.limits import MAX_PP_DEGREE
+from zbv_solver.problem.numeric import MAX_PP_DEGREE
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import layered_json, problem_json
 from zbv_solver.search.options import EFFORTS, Effort

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from zbv_solver.export import quantities
 from zbv_solver.export.timeline import accounts_for_memory, idle_shares
 from zbv_solver.plans.plan import Baseline, Metrics, Plan
-from zbv_solver.problem.costs import Costs, Deltas
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC, exceeds
 from zbv_solver.problem.problem import B, F, I, Problem, Units, W, objective_value
+from zbv_solver.problem.stages import Costs, Deltas
 
 SMALLEST_GAP = 1e-4
 """Smaller gaps show as "less than" this one."""

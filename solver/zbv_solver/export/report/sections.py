@@ -9,11 +9,10 @@ from zbv_solver.construct.tables import sizes
 from zbv_solver.export import quantities
 from zbv_solver.export.palette import PALETTE_SHADES
 from zbv_solver.export.timeline import accounts_for_memory
-from zbv_solver.jitter.noise import Jitter, Spread
 from zbv_solver.kernels.jit import can_compile
-from zbv_solver.plans.plan import CutCertificate, Plan
-from zbv_solver.plans.simulation import Simulation
+from zbv_solver.plans.plan import CutCertificate, Plan, Simulation
 from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.jitter import Jitter, Spread
 from zbv_solver.problem.problem import LETTERS, F, Problem, Units, objective_value
 
 FOLDED_RANKS = 16
@@ -281,7 +280,7 @@ def _simulated(plan: Plan) -> Simulation | None:
     if not can_compile() or len(plan.orders) == 0:
         return None
     # Imported here because pages are also written where kernels cannot be compiled.
-    from zbv_solver.search.simulate import DEFAULT_JITTER, SCENARIOS, simulate
+    from zbv_solver.search.jitter import DEFAULT_JITTER, SCENARIOS, simulate
 
     scenarios = min(SCENARIOS, MOST_SIMULATED // len(plan.orders))
     return simulate(plan, DEFAULT_JITTER, scenarios=scenarios) if scenarios >= FEWEST_SCENARIOS else None

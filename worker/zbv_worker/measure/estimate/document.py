@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zbv_solver.problem.costs import Costs
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.stages import Costs, Placement
 
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.measure.estimate.estimate import Estimate, Walked

@@ -12,9 +12,8 @@ from statistics import median
 from typing import Any
 
 from pydantic import TypeAdapter
-from zbv_solver.problem.costs import Costs
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.stages import Costs, Placement
 
 from zbv_worker.measure.problems import plan_memory
 from zbv_worker.measure.ranks import measure_on_ranks

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.problem.placement import Placement
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Placement
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.build_stages import build_stages

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from zbv_solver.problem.placement import Placement
+from zbv_solver.problem.stages import Placement
 
 from zbv_worker.measure.profile.captured import Captured
 from zbv_worker.transport.channels import ChannelKey, Pending, Transport

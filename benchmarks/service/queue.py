@@ -18,7 +18,7 @@ START_SECONDS = 5.0
 
 
 def measure(count: int) -> list[Finding]:
-    """Submit this number of searches of one token, beside a long one and two searches of layouts.
+    """Submit this number of searches of one token, in addition to a long one and two searches of layouts.
 
     Measure how long searches of another token wait. Then kill the service, restart it, and count.
     """

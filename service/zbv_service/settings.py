@@ -20,7 +20,7 @@ MEBIBYTE = 1024 * 1024
 LEAST_SEARCH_MEMORY, MOST_SEARCH_MEMORY = 512, 768
 """MiB. The largest problems that the service takes need 500."""
 OTHER_MEMORY = 768
-"""MiB for the service's own process and computations of requests, beside what the largest searches need."""
+"""MiB for the service's own process and computations of requests, in addition to the largest searches."""
 DAY = 86_400.0
 MOST_DAYS = 36_500
 """The longest retention: a century counts as forever."""

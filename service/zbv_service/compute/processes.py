@@ -27,8 +27,8 @@ T = TypeVar("T")
 NICENESS = 10
 """Niceness: computations use the CPU time that the service leaves, so requests stay fast."""
 KEPT_BYTES = 96 * 1024**2
-"""An idle process with a memory limit that holds more bytes of its own than this is ended, to release them;
-so is one whose memory ran out."""
+"""An idle process with a memory limit that holds more private bytes than this is ended, to release them; so
+is one whose memory ran out."""
 ORPHANED = 70
 """Exit status of a process that lost its service."""
 
@@ -123,11 +123,11 @@ class IsolatedProcesses(Executor):
             _kill(process_id)
 
     def kill_largest(self, least: int) -> Future[Any] | None:
-        """Kill the largest process if it holds more than ``least`` bytes of its own; returns its call."""
+        """Kill the largest process if it holds more than ``least`` private bytes; returns its call."""
         with self._lock:
             started = [(call, self._all[pool]) for call, pool in self._working.items() if pool in self._all]
         begun = [(call, process_id.result()) for call, process_id in started if _has_begun(process_id)]
-        held = {call: _own_bytes(process_id) for call, process_id in begun}
+        held = {call: _private_bytes(process_id) for call, process_id in begun}
         largest = max(held, key=held.__getitem__, default=None)
         if largest is None or held[largest] <= least:
             return None
@@ -160,7 +160,7 @@ class IsolatedProcesses(Executor):
         if isinstance(error, BrokenExecutor):
             self._discard(pool)
             return
-        is_large = self._memory is not None and _own_bytes(self._all[pool].result()) > KEPT_BYTES
+        is_large = self._memory is not None and _private_bytes(self._all[pool].result()) > KEPT_BYTES
         if is_large or isinstance(error, MemoryError):
             with self._lock:
                 self._all.pop(pool, None)
@@ -184,7 +184,7 @@ def memory_exceeds(most: float) -> bool:
     children = [process_id for executor in list(_executors) for process_id in executor.process_ids]
     everyone = [os.getpid(), *children]
     # The first sum takes microseconds and counts what processes share several times.
-    return sum(map(_resident, everyone)) > most and sum(map(_own_bytes, everyone)) > most
+    return sum(map(_resident, everyone)) > most and sum(map(_private_bytes, everyone)) > most
 
 
 def _has_begun(process_id: Future[int]) -> bool:
@@ -231,7 +231,7 @@ def _resident(process_id: int) -> int:
     return (int(resident) - int(of_files)) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _own_bytes(process_id: int) -> int:
+def _private_bytes(process_id: int) -> int:
     """The memory of a process that no other one shares, in bytes; 0 if the system does not report it.
 
     For a gigabyte the system takes some milliseconds.

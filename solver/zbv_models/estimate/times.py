@@ -36,7 +36,7 @@ from math import ceil
 from zbv_models.estimate.device import GIGA, MICROSECONDS, TERA, Device, GroupLink, GroupLinks
 from zbv_models.estimate.part import Exchange, Linear, Part, Product
 from zbv_models.estimate.shapes import NONE, PRODUCT_BYTES, PerAction, Stream, Summed
-from zbv_models.estimate.states import HeldBytes, Share
+from zbv_models.estimate.states import FLOAT32_BYTES, HeldBytes, Share
 
 KERNEL_LATENCY = 6.0
 """Microseconds of a product in addition to its operations; see above."""
@@ -71,7 +71,6 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64
 The sizes are those of NVIDIA, Matrix Multiplication Background, §4, which also says that smaller tiles reuse
 less and are slower, but not by how much: that is assumed.
 """
-FLOAT32_BYTES = 4
 KERNELS = PerAction(10.0, 10.0, 5.0)
 """Kernels of a part: a block has about 20 in the forward and 30 in the backward (Ivanov et al. 2021, §3)."""
 
@@ -97,7 +96,9 @@ def compute_times(
     products, core = NONE, core_times(part, device)
     for product in part.products:
         products += product_times(product, stream, device, accumulated)
-    moved, launches = traffic_times(part, device), KERNELS.scaled(device.launch_time)
+    # Traffic takes no time if no bandwidth is given.
+    moved = part.moved.scaled(device.moving(1.0)) + part.streamed.scaled(device.streaming(1.0))
+    launches = KERNELS.scaled(device.launch_time)
     shares = TimeShares(products.total, core.total, moved.total, launches.total)
     return core + moved + products + launches, shares
 
@@ -183,11 +184,6 @@ def filled_share(rows: float, columns: float, groups: int, device: Device) -> fl
         computed = waves * device.processors * height * width
         best = max(best, rate * groups * rows * columns / computed)
     return best
-
-
-def traffic_times(part: Part, device: Device) -> PerAction:
-    """Memory traffic of everything but matrix products; 0 if no bandwidth is given."""
-    return part.moved.scaled(device.moving(1.0)) + part.streamed.scaled(device.streaming(1.0))
 
 
 def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[PerAction, TimeShares]:

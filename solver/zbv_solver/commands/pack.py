@@ -25,7 +25,7 @@ from zbv_solver.search.run import search
 def pack(arguments: argparse.Namespace) -> None:
     """Pack a batch and write the packing, or print a summary of it to a terminal."""
     batch = load_batch(arguments.batch)
-    options = search_options(arguments, batch.problem)
+    options = search_options(arguments)
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
     with output(path) as write_text, terminated_like_interrupted():

@@ -10,8 +10,11 @@ Lower bound, gap and status of the plan remain those of planned durations.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -49,13 +52,27 @@ LAST = 5
 """Orders that are compared in the end, in addition to the plan for planned durations."""
 MOST_SIMULATED, FEWEST_SCENARIOS = 1 << 26, 32
 """The plan's own simulation has at most this many scenarios times actions, and at least so many scenarios."""
+SIMULATING_SECONDS = 5.0
+"""Simulations may take so long after the time limit. Then the planned order is kept, or has no simulation."""
 COMPARING, CHOOSING = (2 << 40, 3 << 40)
 """Added to the seed of the search, so that each comparison has its own random numbers. No simulation that a
 user asks for has them, because its seed is smaller."""
 
 
-def simulate(plan: Plan, jitter: Jitter, *, scenarios: int = SCENARIOS, seed: int = 0) -> Simulation:
+def simulate(
+    plan: Plan,
+    jitter: Jitter,
+    *,
+    scenarios: int = SCENARIOS,
+    seed: int = 0,
+    check: Callable[[], None] = lambda: None,
+) -> Simulation:
     """Simulate a plan and the classical schedules of its problem.
+
+    Parameters
+    ----------
+    check
+        Called often; the simulation ends with what it raises.
 
     Raises
     ------
@@ -65,25 +82,25 @@ def simulate(plan: Plan, jitter: Jitter, *, scenarios: int = SCENARIOS, seed: in
     if not 0 <= seed <= MAX_SEED:
         raise InvalidInput.at("/seed", f"found {seed}; must be from 0 to {MAX_SEED}.")
     problem = plan.problem
-    own = _spans(problem, plan.orders, jitter, scenarios, seed)
+
+    def spans(problem: Problem, orders: Orders) -> Spans:
+        times = iteration_times(problem, orders, jitter, scenarios=scenarios, seed=seed, check=check)
+        return Spans(
+            float(times.span.mean()),
+            float(np.quantile(times.span, P95)),
+            float(times.makespan.mean()),
+            float(np.quantile(times.makespan, P95)),
+        )
+
+    own = spans(problem, plan.orders)
     names = baseline_names(problem)
     rows = [each for each in plan.baselines if each.name in names] or compare(problem)
     others = [
-        SimulatedBaseline(row.name, _spans(without_limit(of), orders, jitter, scenarios, seed), row.fits)
+        SimulatedBaseline(row.name, spans(without_limit(of), orders), row.fits)
         for row in rows
         for of, orders in [stated(row, problem)]
     ]
     return Simulation(jitter, scenarios, seed, own, tuple(others))
-
-
-def _spans(problem: Problem, orders: Orders, jitter: Jitter, scenarios: int, seed: int) -> Spans:
-    times = iteration_times(problem, orders, jitter, scenarios=scenarios, seed=seed)
-    return Spans(
-        float(times.span.mean()),
-        float(np.quantile(times.span, P95)),
-        float(times.makespan.mean()),
-        float(np.quantile(times.makespan, P95)),
-    )
 
 
 def search_for_jitter(
@@ -122,8 +139,18 @@ def search_for_jitter(
     limit = options.time_limit
     planned = options if limit is None else replace(options, time_limit=PLANNED_SHARE * limit)
     plan = search(problem, planned, on_progress, cancelled, incumbent)
-    with Halt(cancelled, None if limit is None else began + limit) as halt:
-        longer, orders = _chosen(plan, options, jitter, quantile, halt)
+    deadline = math.inf if limit is None else began + limit
+
+    halt = Halt(cancelled, None if limit is None else deadline)
+
+    def check() -> None:
+        halt.check()
+        if halt.reason == "cancelled" or time.monotonic() > deadline + SIMULATING_SECONDS:
+            raise _Ended
+
+    longer, orders = 0.0, plan.orders
+    with halt, suppress(_Ended):
+        longer, orders = _chosen(plan, options, jitter, quantile, halt, check)
     extra = {**plan.provenance.extra, "jitter": jitter_json(jitter)}
     if quantile is not None:
         extra["quantile"] = quantile
@@ -144,14 +171,24 @@ def search_for_jitter(
     simulation = None
     if halt.reason != "cancelled":
         scenarios = min(SCENARIOS, max(FEWEST_SCENARIOS, MOST_SIMULATED // plan.problem.max_actions))
-        simulation = simulate(chosen, jitter, scenarios=scenarios)
+        with suppress(_Ended):
+            simulation = simulate(chosen, jitter, scenarios=scenarios, check=check)
     seconds = time.monotonic() - began
     provenance = replace(plan.provenance, method=chosen.provenance.method, seconds=seconds, extra=extra)
     return replace(chosen, provenance=provenance, simulation=simulation)
 
 
+class _Ended(Exception):
+    """A simulation was cancelled or took too long."""
+
+
 def _chosen(
-    plan: Plan, options: SearchOptions, jitter: Jitter, quantile: float | None, halt: Halt
+    plan: Plan,
+    options: SearchOptions,
+    jitter: Jitter,
+    quantile: float | None,
+    halt: Halt,
+    check: Callable[[], None],
 ) -> tuple[float, Orders]:
     """The best order in simulations, and by how much latencies were longer when it was found."""
     planned = (0.0, plan.orders)
@@ -161,7 +198,7 @@ def _chosen(
 
     def simulated(orders: Orders, purpose: int, scenarios: int) -> float:
         seed = purpose + options.seed
-        times = iteration_times(problem, orders, jitter, scenarios=scenarios, seed=seed)
+        times = iteration_times(problem, orders, jitter, scenarios=scenarios, seed=seed, check=check)
         sample = times.makespan if problem.objective == "makespan" else times.span
         return float(sample.mean() if quantile is None else np.quantile(sample, quantile))
 

@@ -12,6 +12,7 @@ rank. Without jitter, these times converge to the exact span. ``zbv-worker rehea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,9 +45,20 @@ class IterationTimes:
 
 
 def iteration_times(
-    problem: Problem, orders: Orders, jitter: Jitter, *, scenarios: int, seed: int
+    problem: Problem,
+    orders: Orders,
+    jitter: Jitter,
+    *,
+    scenarios: int,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
 ) -> IterationTimes:
     """Simulate the iterations of an order.
+
+    Parameters
+    ----------
+    check
+        Called before every iteration of some chains; the simulation ends with what it raises.
 
     Raises
     ------
@@ -70,6 +82,7 @@ def iteration_times(
         end = np.empty((len(orders), len(chains)))
         ready = np.repeat(first[:, None], len(chains), axis=1)
         for iteration in range(WARM_UP + length):
+            check()
             draws = draw(jitter, problem, seed, chains, iteration)
             before = ready.max(axis=0)
             _run(graph, rows, inputs, draws, ready, end)

@@ -17,6 +17,7 @@ from zbv_models.layouts.cluster import ALLOCATOR_SHARE, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import in_order
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
+from zbv_models.layouts.given_cut import score_given_cut
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import parse_request
 from zbv_solver.commands.cli import main
@@ -152,6 +153,20 @@ def test_one_round_of_an_interleaved_schedule_holds_the_gradients_of_one_stage()
         ]
         freed = passing * (sum(blocks) - max(blocks))
         assert whole[rank] - held[rank] >= freed * 0.99
+
+
+def test_a_given_cut_holds_only_the_gradients_of_its_order_at_once() -> None:
+    """One round of two stages per rank: first the backwards of one stage, then those of the other."""
+    cluster = equal_cluster({"nodes": 1, "gpus_per_node": 4, "device": "h100"})
+    fixed = Fixed(1, 1, 1, 2, 2, 2, 1, "none", None, "tp-cp-dp-pp")
+    request = parse_request(SMALL, cluster, fixed, executor="torchtitan")
+    found = score_given_cut(request, "2,2,2,2", time_limit=0.1)
+    layers, passing = found.estimated.estimate.layers, found.estimated.passing
+    states = sum(each.static.total * each.copies for each in layers)
+    buffers = sum(found.estimated.with_buffers("torchtitan", 2).static)
+    workspace = 2 * max(each.plain.workspace for each in layers)
+    held = sum(found.score.problem.memory.static)
+    assert held == pytest.approx(states + buffers + workspace - 2 * 2 * passing["block"])
 
 
 def test_memory_is_compared_with_what_the_allocator_leaves_to_tensors(tmp_path: Path) -> None:

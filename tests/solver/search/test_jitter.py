@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, Times
+from zbv_solver.search import jitter as jitter_search
 from zbv_solver.timing.step_times import iteration_times
 
 JITTER = Jitter.of(action=0.1, transfer=0.3)
@@ -77,6 +79,28 @@ def test_a_cancelled_search_returns_the_plan_at_once(planned: Plan) -> None:
     assert found.plan_id == planned.plan_id
     assert found.simulation is None
     assert found.provenance.extra["cut"] == "cancelled"
+
+
+def test_a_simulation_ends_while_it_runs(planned: Plan) -> None:
+    """A large one would take minutes."""
+    asked = []
+
+    def check() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        jitter_search.simulate(planned, JITTER, check=check)
+    assert len(asked) == 3
+
+
+def test_simulations_that_take_long_after_the_time_limit_are_left_out(
+    planned: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jitter_search, "SIMULATING_SECONDS", -math.inf)
+    found = zbv.plan(PROBLEM, "quick", time_limit=600, jitter=JITTER)
+    assert (found.plan_id, found.simulation) == (planned.plan_id, None)
 
 
 def test_a_time_limit_ends_the_choice() -> None:

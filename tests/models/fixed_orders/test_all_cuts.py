@@ -98,6 +98,7 @@ def test_no_cut_is_shorter_than_what_is_proved_of_it(
     assert [bound for bound, _ in listed] == sorted(bound for bound, _ in listed)
     values = [search.runs.value(search.order, choice) for _, choice in listed]
     assert all(bound <= value * (1 + 1e-9) for (bound, _), value in zip(listed, values, strict=True))
+    assert search.bound <= min(values) * (1 + 1e-9)
     # The terms are exact for the cut that they were found at.
     assert search.best is not None
     counts = search.runs.counts(search.best[0])
@@ -119,5 +120,8 @@ def test_stages_of_whole_cuts_are_recomputed_in_every_way() -> None:
 @pytest.mark.parametrize("recompute", [None, (0, 0, 0), First()])
 def test_it_is_proved_that_nothing_fits(recompute: Recomputed | First | None) -> None:
     search = searched([1, 2, 3, 4, 5], None, SCHEDULES[1], recompute, False, limit=2.5)
+    search.bound_loads()
+    assert search.is_infeasible, "by loads and memory, without a list of cuts"
+    search.bound = 0.0
     search.finish(np.inf, 1.0)
     assert search.is_infeasible

@@ -1,7 +1,7 @@
 """What each mechanism of the planner adds: suites planned in full, and again without the mechanism.
 
-A mechanism is a stage of the search, a part of a stage, or a family of bounds. The search has options for its
-stages; the others are replaced here, so that the planner needs no option for them. Efforts are numbers of
+A mechanism is a phase of the search, a part of a phase, or a family of bounds. The search has options for its
+phases; the others are replaced here, so that the planner needs no option for them. Efforts are numbers of
 actions and moves, so the values do not depend on the machine; only seconds do.
 """
 
@@ -17,7 +17,7 @@ from inspect import getsource
 from typing import Any
 from unittest.mock import patch
 
-from zbv_solver.search.search import STAGES, SearchOptions
+from zbv_solver.search.options import PHASES, SearchOptions
 
 from benchmarks.planner.measure import Outcome
 from benchmarks.planner.suite import Instance
@@ -32,7 +32,7 @@ class Mechanism:
     modules: tuple[str, ...]
     """Modules that nothing else needs. Without the mechanism, their lines are saved."""
     replaced: dict[str, Any] = field(default_factory=dict)
-    """What stands in for a function or a constant of the planner, by ``module:name``; empty for a stage of
+    """What stands in for a function or a constant of the planner, by ``module:name``; empty for a phase of
     the search, which the options leave out."""
     of_differing: bool = False
     """Whether it works only where microbatches differ."""
@@ -67,7 +67,7 @@ def _zero(*_: object) -> float:
     return 0.0
 
 
-_MODULES_OF_STAGES = {
+_MODULES_OF_PHASES = {
     "tune": ("improve.parameter_search",),
     "inject": ("improve.injection_search",),
     "overtake": ("improve.overtaking_search", "construct.overtaking"),
@@ -81,8 +81,8 @@ _MODULES_OF_STAGES = {
     "exact": ("improve.cp_states",),
 }
 MECHANISMS = (
-    *(Mechanism(stage, _MODULES_OF_STAGES[stage], of_differing=stage == "overtake") for stage in STAGES),
-    Mechanism("rest search", ("improve.rest_search",), {"search.pipeline:REST_SHARE": 0.0}),
+    *(Mechanism(phase, _MODULES_OF_PHASES[phase], of_differing=phase == "overtake") for phase in PHASES),
+    Mechanism("rest search", ("improve.rest_search",), {"search.phases:REST_SHARE": 0.0}),
     Mechanism(
         "bound: few ranks", ("bounds.few_ranks", "bounds.states"), {"bounds:few_ranks_bounds": _nothing}
     ),
@@ -110,7 +110,7 @@ MECHANISMS = (
         of_differing=True,
     ),
 )
-"""Stages first, then parts of stages, then bounds; the last three are of microbatches that differ."""
+"""Phases first, then parts of phases, then bounds; the last three are of microbatches that differ."""
 
 
 @dataclass(frozen=True)

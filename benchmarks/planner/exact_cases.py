@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from zbv_solver.bounds import lower_bound
 from zbv_solver.improve.cp_search import refine
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import objective_of
 
 from benchmarks.findings import Finding

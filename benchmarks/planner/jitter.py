@@ -13,10 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zbv_solver.construct.baselines import baseline, without_limit
-from zbv_solver.jitter.noise import Jitter
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.search import SearchOptions, search
-from zbv_solver.search.simulate import P95, simulate
+from zbv_solver.search.jitter import P95, search_for_jitter, simulate
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
 from benchmarks.errors import WrongInput
@@ -106,7 +107,7 @@ def measure_jitter(name: str, problem: Problem, options: SearchOptions, scenario
     began = time.perf_counter()
     planned = search(problem, options)
     between = time.perf_counter()
-    chosen = search(problem, replace(options, jitter=JITTER, quantile=P95))
+    chosen = search_for_jitter(problem, options, jitter=JITTER, quantile=P95)
     ended = time.perf_counter()
     found = simulate(planned, JITTER, scenarios=scenarios, seed=SCENARIOS_SEED)
     other = simulate(chosen, JITTER, scenarios=scenarios, seed=SCENARIOS_SEED)

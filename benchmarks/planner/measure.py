@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from zbv_solver.errors import InfeasibleMemory, InvalidPlan
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.search import Cancelled, Progress, SearchOptions, search
+from zbv_solver.search.incumbent import Cancelled, Progress
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 from benchmarks.planner.suite import Instance
 

@@ -18,7 +18,8 @@ from zbv_solver.packing.packing import Packing, pack, packer_of, plans_of, step_
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem, objective_value
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
 from benchmarks.errors import WrongInput

@@ -16,11 +16,11 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 VOCABULARY, SEQUENCE = 128_000, 4096
 MODELS = (

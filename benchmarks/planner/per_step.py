@@ -18,7 +18,8 @@ from typing import Any
 
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.search.step_planner import StepPlanner
 
 from benchmarks.errors import WrongInput

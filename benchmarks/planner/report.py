@@ -10,7 +10,7 @@ from typing import Any
 
 from zbv_solver import __version__
 from zbv_solver.documents.files import number
-from zbv_solver.search.search import SearchOptions
+from zbv_solver.search.options import SearchOptions
 
 from benchmarks.planner.ablation import Contribution
 from benchmarks.planner.measure import Outcome, Point

@@ -11,7 +11,9 @@ from typing import TextIO
 
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import Cancelled, Progress, SearchOptions, search
+from zbv_solver.search.incumbent import Cancelled, Progress
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 from benchmarks.planner.ablation import MECHANISMS, Contribution, contributions
 from benchmarks.planner.measure import Outcome, measure

@@ -14,7 +14,7 @@ from zbv_solver.problem.documents import ProblemDocument
 from zbv_solver.problem.problem import Objective, Problem
 from zbv_solver.problem.reading import parse_problem, to_problem
 from zbv_solver.problem.stages import PlacementKind
-from zbv_solver.search.search import Effort, SearchOptions
+from zbv_solver.search.options import Effort, SearchOptions
 
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^\S+$")]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]

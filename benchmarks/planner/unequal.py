@@ -23,8 +23,9 @@ from zbv_solver.plans.plan import Baseline
 from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
 from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.baselines import compare
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.assemble import compare
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import Timing, evaluate
 
 from benchmarks.errors import WrongInput

@@ -33,7 +33,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.problem.stages import Placement
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
 from benchmarks.published.runs import HIDDEN, MeasuredRun, cluster_of, model_of

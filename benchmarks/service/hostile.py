@@ -33,7 +33,7 @@ from benchmarks.service.largest import LARGEST, Stored, reads, store
 from benchmarks.service.load import Load, get, offer
 from benchmarks.service.malformed import AGENT, ID, RUN
 from benchmarks.service.served import Served, serving
-from benchmarks.service.workload import SMALL, plan_to_serve
+from benchmarks.service.workload import MANY_LAYOUTS, SMALL, plan_to_serve
 from benchmarks.service.worst_bodies import COUNTER, WEIGHTS, Worst, worst
 
 CLIENTS = 16
@@ -78,7 +78,7 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
             plan_id, large_id = client.import_plan(small), client.import_plan(large)
             trace_path = _begin_run(served, plan_id)
             for number in range(LISTED):
-                client.submit({**SMALL, "memory": {**WEIGHTS, "limit": 0.001 + number}})
+                client.submit({**SMALL, "memory": {**WEIGHTS, "limit": 0.001 + number}}, {"effort": "quick"})
         ranks = [f"/v1/plans/{plan_id}/ranks/{rank}" for rank in range(small["problem"]["pp_degree"])]
         asking = [get(served.address, path, served.token) for path in ("/healthz", *ranks)]
         asyncio.run(_quiet(served, control, asking, 1.0))  # caches
@@ -124,10 +124,9 @@ def _attacks(plan_id: str) -> Iterator[Worst]:
 
 
 def _layouts() -> bytes:
-    """1,468,832 layouts; no two requests have the same ``reserve``, so the service knows no answer."""
-    cluster = {"nodes": 5040, "gpus_per_node": 8, "device": "h100", "reserve": int(COUNTER)}
-    body = {"model": {"presets": ["deepseek-v3"]}, "cluster": cluster, "options": {"time_limit": 1}}
-    return json.dumps({**body, "global_batch": 55_440, "sequence_length": 4096}).encode()
+    """No two requests have the same ``reserve``, so the service knows no answer."""
+    cluster = {**MANY_LAYOUTS["cluster"], "reserve": int(COUNTER)}
+    return json.dumps({**MANY_LAYOUTS, "cluster": cluster, "options": {"time_limit": 1}}).encode()
 
 
 def _largest(served: Served, only: Sequence[str]) -> list[Worst]:

@@ -1,4 +1,4 @@
-"""A long queue: every accepted search survives if the service is killed."""
+"""A long queue of one token: another token hardly waits, and a killed service loses nothing."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ from zbv_service.client import AsyncClient, Client
 
 from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.service.served import serving
-from benchmarks.service.workload import LONG, SMALL
+from benchmarks.service.workload import LONG, MANY_LAYOUTS, SMALL
 
 AT_ONCE = 16
+START_SECONDS = 5.0
+"""Target for the start of another token's search."""
 
 
 def measure(count: int) -> list[Finding]:
-    """Submit this number of searches, kill the service with SIGKILL, restart it, and count."""
+    """Submit this number of searches of one token, beside a long one and two searches of layouts.
+
+    Measure how long searches of another token wait. Then kill the service, restart it, and count.
+    """
     with serving("--searches", "1") as served:
         with Client(served.address) as client:
             running = client.submit(LONG, {"effort": "thorough", "time_limit": 3600}).id
+            for reserve in range(2):
+                client.submit_layouts(
+                    {**MANY_LAYOUTS, "cluster": {**MANY_LAYOUTS["cluster"], "reserve": reserve}}
+                )
         began = time.perf_counter()
         accepted = asyncio.run(_submit(served.address, count))
         seconds = time.perf_counter() - began
+        token = served.new_token("search", "read")
+        waits = [_wait(served.address, token, number) for number in range(3)]
         served.kill()
         served.start()
         with Client(served.address) as client:
@@ -33,10 +44,24 @@ def measure(count: int) -> list[Finding]:
     return [
         Finding("searches accepted", len(set(accepted)), "", at_least(count)),
         Finding("  per second", count / seconds, "/s"),
+        Finding("a small search of another token starts after", max(waits), "s", at_most(START_SECONDS)),
         Finding("lost over SIGKILL and restart", len(lost), "", at_most(0)),
         Finding("failed or cancelled", len(unfit), "", at_most(0)),
         Finding("the running search survived", float(running in kept), "", at_least(1)),
     ]
+
+
+def _wait(address: str, token: str, number: int) -> float:
+    """Seconds until a new search of a token starts; then its end is awaited."""
+    with Client(address, token=token) as client:
+        began = time.perf_counter()
+        problem: dict[str, Any] = {**SMALL, "costs": {**SMALL["costs"], "forward": 2000 + number}}
+        search_id = client.submit(problem, {"effort": "quick"}).id
+        while client.search(search_id).state == "queued":
+            time.sleep(0.02)
+        seconds = time.perf_counter() - began
+        client.wait(search_id)
+        return seconds
 
 
 async def _submit(address: str, count: int) -> list[str]:

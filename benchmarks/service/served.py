@@ -66,6 +66,13 @@ class Served:
         """The local token, as commands find it."""
         return tokens.find(self.address)
 
+    def new_token(self, *scopes: str) -> str:
+        """Another token of this service."""
+        flags = [part for scope in scopes for part in ("--scope", scope)]
+        command = [*COMMAND, "token", "create", "--name", "another", *flags]
+        made = subprocess.run(command, cwd=self.folder, stdout=subprocess.PIPE, text=True, check=True)
+        return made.stdout.strip()
+
     def kill(self) -> None:
         """Kill it with SIGKILL."""
         self.process.kill()

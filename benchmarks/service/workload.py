@@ -27,10 +27,18 @@ LONG: dict[str, Any] = {
 }
 """A problem with an endless search."""
 
+MANY_LAYOUTS: dict[str, Any] = {
+    "model": {"presets": ["deepseek-v3"]},
+    "cluster": {"nodes": 5040, "gpus_per_node": 8, "device": "h100"},
+    "global_batch": 55_440,
+    "sequence_length": 4096,
+}
+"""A request of 300 bytes with 1,468,832 layouts."""
+
 
 def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]:
     """A plan of many ranks, as a large run fetches it at its start."""
-    from zbv_solver.search.search import baseline_plan
+    from zbv_solver.search.assemble import baseline_plan
 
     costs = {"forward": 1000, "backward_input": 1000, "backward_weight": 1000}
     problem = parse_problem({"pp_degree": pp_degree, "microbatches": microbatches, "costs": costs})
@@ -40,7 +48,8 @@ def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]
 
 def plan_to_see(pp_degree: int, microbatches: int) -> dict[str, Any]:
     """A plan of uneven stages, as a search finds it."""
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.run import search
 
     stages = range(2 * pp_degree)
     problem = parse_problem(

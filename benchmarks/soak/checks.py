@@ -25,8 +25,8 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.options import STAGES, SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.options import PHASES, SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
 from benchmarks.soak.coverage import ROUNDED_SUMS, TOLERANCE, Contradiction, Coverage
@@ -123,7 +123,7 @@ class _Examination:
 
     def options(self) -> SearchOptions:
         """A short standard search that leaves out random stages, and seldom CP-SAT's proof."""
-        without = tuple(stage for stage in STAGES[:4] if self.chance.random() < 0.85)
+        without = tuple(phase for phase in PHASES[:4] if self.chance.random() < 0.85)
         return SearchOptions(effort="standard", without=without, seed=self.chance.randint(0, 99))
 
 

@@ -163,7 +163,7 @@ def measure(workload: GptWorkload) -> list[Finding]:
 
 def plan_of(measured: Problem, microbatches: int) -> Plan:
     """Plan single iterations of a measured model."""
-    from zbv_solver.search.search import search
+    from zbv_solver.search.run import search
 
     return search(replace(measured, microbatches=microbatches, objective="makespan"))
 

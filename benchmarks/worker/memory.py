@@ -65,7 +65,8 @@ def measure(workload: MemoryWorkload) -> list[Finding]:
 
 def plan_of(options: ProfileOptions, ranks: list[RankProfile], limit: float | None) -> Plan:
     """Plan within a fraction of the memory of 1F1B; raises :class:`InfeasibleMemory`."""
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.run import search
 
     problem = to_problem(replace(options, memory_limit_fraction=limit), ranks)
     return search(problem, SearchOptions(effort="quick"))

@@ -81,7 +81,8 @@ def plan_of(p: int, microbatches: int) -> Plan:
     """A V plan of equal stages."""
     from zbv_solver.problem.problem import Problem
     from zbv_solver.problem.stages import Costs, Memory, Placement
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.run import search
 
     placement = Placement.of("v", p)
     ones = (1.0,) * placement.n_stages

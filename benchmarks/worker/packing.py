@@ -117,7 +117,8 @@ def measured_costs(workload: PackingWorkload) -> Problem:
     """The problem of the profiled microbatches, with the costs that the ranks measured."""
     from zbv_solver.measure.refit import refit
     from zbv_solver.problem.reading import parse_problem
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.run import search
 
     microbatches = workload.profiled()
     document = {
@@ -182,9 +183,8 @@ def planned(batch: Batch, options: SearchOptions) -> Variants:
     """By variant, what every replica runs."""
     from zbv_solver.construct.baselines import without_limit
     from zbv_solver.packing.packing import pack
-    from zbv_solver.search.assemble import make_plan
-    from zbv_solver.search.baselines import baseline_plan
-    from zbv_solver.search.search import search
+    from zbv_solver.search.assemble import baseline_plan, make_plan
+    from zbv_solver.search.run import search
 
     from benchmarks.planner.packing import given_order
 

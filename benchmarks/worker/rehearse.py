@@ -81,7 +81,8 @@ class RehearseWorkload:
 
 def measure(workload: RehearseWorkload) -> list[Finding]:
     """Plan, rehearse, compare."""
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.search.options import SearchOptions
+    from zbv_solver.search.run import search
 
     plan = search(workload.problem(workload.pp_degree, workload.microbatches), SearchOptions(effort="quick"))
     return findings(workload, rehearsed(plan, workload))
@@ -131,7 +132,8 @@ def measure_schedules(workload: RehearseWorkload, pp_degree: int, microbatches: 
 
 def schedules(problem: Problem) -> dict[str, Plan]:
     """Our plan of a problem, and the other schedules of the same model."""
-    from zbv_solver.search.search import baseline_plan, make_plan, search
+    from zbv_solver.search.assemble import baseline_plan, make_plan
+    from zbv_solver.search.run import search
 
     return {
         "zbv": search(problem),

@@ -50,7 +50,9 @@ class RehearseJitterWorkload:
         """Titles and plans: the classical schedules, and zbv's for every limit."""
         from dataclasses import replace
 
-        from zbv_solver.search.search import SearchOptions, baseline_plan, search
+        from zbv_solver.search.assemble import baseline_plan
+        from zbv_solver.search.options import SearchOptions
+        from zbv_solver.search.run import search
 
         def problem(share: float) -> Any:
             return replace(self.costs, memory=share).problem(pp_degree, microbatches)
@@ -84,8 +86,8 @@ def findings(name: str, plan: Plan, outcomes: Sequence[dict[str, Any]]) -> Itera
         Documents of ``zbv-worker rehearse --jitter … --json`` with the same draws.
     """
     import numpy as np
-    from zbv_solver.jitter.noise import parse_jitter
-    from zbv_solver.search.simulate import P95, simulate
+    from zbv_solver.problem.jitter import parse_jitter
+    from zbv_solver.search.jitter import P95, simulate
 
     simulated, scale = outcomes[0]["simulated"], outcomes[0]["planned"] / plan.objective
     measured = np.median([outcome["steps"] for outcome in outcomes], axis=0)

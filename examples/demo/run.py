@@ -106,7 +106,7 @@ class Demo:
 
     def results(self) -> list[ScheduleResult]:
         """Profile, plan and run; the planner's schedule comes first, then the baselines."""
-        from zbv_solver.search.search import baseline_plan  # needs zbv[solver]
+        from zbv_solver.search.assemble import baseline_plan  # needs zbv[solver]
 
         problem = self._profile()
         (self._folder / "problem.json").write_text(json.dumps(problem_json(problem), indent=2) + "\n")

@@ -19,6 +19,8 @@ from zbv_service.database.url import async_url
 MEBIBYTE = 1024 * 1024
 LEAST_SEARCH_MEMORY, MOST_SEARCH_MEMORY = 512, 768
 """MiB. The largest problems that the service takes need 500."""
+OTHER_MEMORY = 768
+"""MiB for the service's own process and computations of requests, beside what the largest searches need."""
 DAY = 86_400.0
 MOST_DAYS = 36_500
 """The longest retention: a century counts as forever."""
@@ -224,6 +226,11 @@ class Settings(BaseSettings):
     def is_local(self) -> bool:
         """Whether the service listens on the loopback interface, which only this machine can reach."""
         return is_loopback(self.host)
+
+    @property
+    def memory(self) -> int:
+        """Bytes for the service with all its processes, beyond which computations of requests are ended."""
+        return (self.searches * LEAST_SEARCH_MEMORY + OTHER_MEMORY) * MEBIBYTE
 
     @field_validator("allowed_hosts", mode="before")
     @classmethod

@@ -33,20 +33,19 @@ from zbv_solver.errors import (
 
 if TYPE_CHECKING:
     from zbv_solver.frontiers.frontier import FrontierPoint
-    from zbv_solver.jitter.noise import Jitter
     from zbv_solver.packing.batch import Batch, load_batch, parse_batch
     from zbv_solver.packing.packing import Packing
     from zbv_solver.plans.orders import Orders
-    from zbv_solver.plans.plan import Baseline, Metrics, Plan
-    from zbv_solver.plans.simulation import Simulation
+    from zbv_solver.plans.plan import Baseline, Metrics, Plan, Simulation
+    from zbv_solver.problem.jitter import Jitter
     from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
     from zbv_solver.problem.problem import Problem
     from zbv_solver.problem.reading import load_problem
     from zbv_solver.problem.reading import parse_any_problem as parse
-    from zbv_solver.search.baselines import compare
+    from zbv_solver.search.assemble import compare
     from zbv_solver.search.claims import CheckedPlan
+    from zbv_solver.search.incumbent import Progress
     from zbv_solver.search.options import Effort
-    from zbv_solver.search.search_state import Progress
     from zbv_solver.search.step_planner import StepPlanner
 
 __all__ = [
@@ -90,17 +89,17 @@ _HOMES = {
     "Batch": "packing.batch.Batch",
     "CheckedPlan": "search.claims.CheckedPlan",
     "FrontierPoint": "frontiers.frontier.FrontierPoint",
-    "Jitter": "jitter.noise.Jitter",
+    "Jitter": "problem.jitter.Jitter",
     "LayeredProblem": "problem.layered_problem.LayeredProblem",
     "Metrics": "plans.plan.Metrics",
     "Orders": "plans.orders.Orders",
     "Packing": "packing.packing.Packing",
     "Plan": "plans.plan.Plan",
     "Problem": "problem.problem.Problem",
-    "Progress": "search.search_state.Progress",
-    "Simulation": "plans.simulation.Simulation",
+    "Progress": "search.incumbent.Progress",
+    "Simulation": "plans.plan.Simulation",
     "StepPlanner": "search.step_planner.StepPlanner",
-    "compare": "search.baselines.compare",
+    "compare": "search.assemble.compare",
     "load_batch": "packing.batch.load_batch",
     "load_problem": "problem.reading.load_problem",
     "parse_batch": "packing.batch.parse_batch",
@@ -132,9 +131,8 @@ def load_plan(path: str | Path) -> Plan:
     OSError
         When the file cannot be read.
     """
-    from zbv_solver.search.assemble import load_plan
+    from zbv_solver.search.claims import load_plan
 
-    _show_plans_in_notebooks()
     return load_plan(path)
 
 
@@ -189,14 +187,19 @@ def plan(
     ContradictedBound
         When the plan undercuts the lower bound, which is a bug in zbv.
     """
-    from zbv_solver.jitter.noise import parse_jitter
     from zbv_solver.search.options import SearchOptions
-    from zbv_solver.search.search import search
+    from zbv_solver.search.run import search
 
-    _show_plans_in_notebooks()
+    options = SearchOptions(effort, time_limit, seed, workers)
+    if jitter is None and quantile is None:
+        return search(problem, options, on_progress, cancelled, start_from)
+    from zbv_solver.problem.jitter import parse_jitter
+    from zbv_solver.search.jitter import search_for_jitter
+
     varies = parse_jitter(jitter) if isinstance(jitter, str) else jitter
-    options = SearchOptions(effort, time_limit, seed, workers, jitter=varies, quantile=quantile)
-    return search(problem, options, on_progress, cancelled, start_from)
+    return search_for_jitter(
+        problem, options, on_progress, cancelled, start_from, jitter=varies, quantile=quantile
+    )
 
 
 def check(document: Any, problem: AnyProblem | None = None, *, prove: bool = False) -> CheckedPlan:
@@ -246,9 +249,8 @@ def frontier(
     """
     from zbv_solver.frontiers.frontier import frontier_points
     from zbv_solver.search.options import SearchOptions
-    from zbv_solver.search.search import search
+    from zbv_solver.search.run import search
 
-    _show_plans_in_notebooks()
     options = SearchOptions(effort, time_limit, seed, workers)
     return frontier_points(problem, lambda limited: search(limited, options))
 
@@ -281,7 +283,6 @@ def pack(
     from zbv_solver.packing.packing import pack
     from zbv_solver.search.options import SearchOptions
 
-    _show_plans_in_notebooks()
     return pack(batch, SearchOptions(effort, time_limit, seed, workers), compare=compare)
 
 
@@ -304,23 +305,9 @@ def simulate(plan: Plan, jitter: Jitter | str, *, scenarios: int = 256, seed: in
     InvalidInput
         When the jitter is not one of this plan's ranks, or a number is out of range.
     """
-    from zbv_solver.jitter.noise import parse_jitter
-    from zbv_solver.search.simulate import simulate
+    from zbv_solver.problem.jitter import parse_jitter
+    from zbv_solver.search.jitter import simulate
 
     return simulate(
         plan, parse_jitter(jitter) if isinstance(jitter, str) else jitter, scenarios=scenarios, seed=seed
     )
-
-
-def _show_plans_in_notebooks() -> None:
-    """Let plans draw themselves. A plan cannot import what draws it: `export` is built on `plans`."""
-    from zbv_solver.plans import plan as plans
-
-    plans.notebook_html = _plan_html
-
-
-def _plan_html(plan: Plan) -> str:
-    """Imports what draws only when a notebook shows a plan."""
-    from zbv_solver.export.html import plan_html
-
-    return plan_html(plan)

@@ -19,7 +19,7 @@ from zbv_service.client import Client, Run
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 from examples.demo.local_service import LocalService
 from support.forked_ranks import ForkedProcess, fork_module

@@ -23,7 +23,8 @@ from zbv_solver.plans.plan import Metrics, Plan, Provenance
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import Progress, make_plan
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.incumbent import Progress
 
 DEADLINE = 120.0
 

@@ -18,7 +18,7 @@ from zbv_service.documents.problems import Question
 from zbv_service.searches.executors.task import solver_search
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.search import Progress
+from zbv_solver.search.incumbent import Progress
 
 WAIT_SECONDS = 600.0
 

@@ -30,7 +30,7 @@ from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 MODELS = {
     "llama3": "debugmodel",

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, StorageState, sync_playwright
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
 

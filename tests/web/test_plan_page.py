@@ -12,12 +12,12 @@ from PIL import Image
 from playwright.sync_api import Route
 from zbv_solver.export import export, quantities
 from zbv_solver.export.palette import KIND_FILLS, rgb
-from zbv_solver.export.per_rank import idle_shares
-from zbv_solver.export.timeline import timeline
+from zbv_solver.export.timeline import idle_shares, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
-from zbv_solver.search.simulate import DEFAULT_JITTER, simulate
+from zbv_solver.search.jitter import DEFAULT_JITTER, simulate
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import earliest_times, evaluate, memory_profile
 
 from web.browsing import Look, Service

@@ -16,7 +16,8 @@ from zbv_solver.export.timeline import image, timeline, timeline_facts, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Units
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import baseline_plan, search
+from zbv_solver.search.assemble import baseline_plan
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import memory_profile
 
 from web.oracle import Oracle

@@ -8,7 +8,8 @@ from __future__ import annotations
 from zbv_models.layouts import search as layout_search
 from zbv_solver.packing import packing as pack
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 from zbv_service.frontier import frontier
 from zbv_service.plans import renderings

@@ -77,7 +77,7 @@ class ApplicationState:
     ):
         self.database, self.settings = database, settings
         self.metrics, self.assets = metrics, assets
-        self.computations = computations = Computations(settings.computation_seconds)
+        self.computations = computations = Computations(settings.computation_seconds, settings.memory)
 
         self.events = EventFeed(SearchEventTable(database))
         self.run_events = EventFeed(RunEventTable(database))

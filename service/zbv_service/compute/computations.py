@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import shutil
 import stat
@@ -21,9 +22,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
-from zbv_service.compute.processes import IsolatedProcesses
+from zbv_service.compute.processes import IsolatedProcesses, memory_exceeds
 from zbv_service.compute.waiting import happened, while_client_waits
 from zbv_service.documents.parsing import has_more_values, parse_json
 from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ProblemError
@@ -39,9 +41,15 @@ WAITING_EACH = 24
 """Most waiting computations, of all callers and of one caller."""
 MEMORY = 1024**3
 """Most bytes that a computation may allocate."""
+SMALL = 128 * 1024**2
+"""A computation that holds no more bytes than this is not ended for the memory of all."""
+LOOK_SECONDS = 0.1
+"""Time between two looks at the memory of all."""
 RETRY_SECONDS = 5
 SHORT_LIST = 50
 """Lists of up to this many rows are read without queueing."""
+ROWS_OF_NODE = 16
+"""A run's node with its ranks takes about as long to read as so many rows of a list."""
 LIGHT_BYTES = 8192
 LIGHT_STAGES = 128
 LIGHT_VALUES = 1024
@@ -62,10 +70,15 @@ class Computations:
     ----------
     seconds
         The deadline of each computation, from the start of its turn.
+    memory
+        Bytes of this process and of all processes of its executors, searches included. Beyond them, the
+        computation that holds most is ended.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, memory: float = math.inf) -> None:
         self._seconds = seconds
+        self._memory = memory
+        self._ended_for_memory: WeakSet[Future[Any]] = WeakSet()
         self._processes = IsolatedProcesses(memory=MEMORY)
         self._turns = FairQueue(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
         self._writing = FairQueue(1, 1, WAITING, WAITING_EACH)
@@ -219,16 +232,29 @@ class Computations:
         """
         waited = asyncio.wrap_future(future)
         waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # reads it once
+        end = time.monotonic() + seconds
         try:
-            done, _ = await asyncio.wait([waited], timeout=seconds)
+            while not waited.done() and (left := end - time.monotonic()) > 0:
+                await asyncio.wait([waited], timeout=min(left, LOOK_SECONDS))
+                if not waited.done():
+                    await self._in_thread(self._relieve)
         except asyncio.CancelledError:
             await self._end(future)
             raise
-        if done:
+        if waited.done():
+            if future in self._ended_for_memory and isinstance(waited.exception(), BrokenExecutor):
+                raise _refused("Other computations and searches needed its memory.")
             return waited.result()
         await self._end(future)
         whose = "that --computation-seconds sets" if seconds == self._seconds else "of such requests"
         raise _refused(f"It takes longer than {seconds:g} seconds, the limit {whose}.")
+
+    def _relieve(self) -> None:
+        """End the largest computation if all processes together hold too much memory."""
+        if memory_exceeds(self._memory):
+            ended = self._processes.kill_largest(SMALL)
+            if ended is not None:
+                self._ended_for_memory.add(ended)
 
     async def _end(self, future: Future[Any]) -> None:
         ended = asyncio.Event()

@@ -19,17 +19,20 @@ from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 NICENESS = 10
 """Niceness: computations use the CPU time that the service leaves, so requests stay fast."""
-KEPT_BYTES = 384 * 1024**2
-"""An idle process with a memory limit that holds more bytes than this is ended, to release them; so is one
-whose memory ran out."""
+KEPT_BYTES = 96 * 1024**2
+"""An idle process with a memory limit that holds more bytes of its own than this is ended, to release them;
+so is one whose memory ran out."""
 ORPHANED = 70
 """Exit status of a process that lost its service."""
+
+_executors: WeakSet[IsolatedProcesses] = WeakSet()
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class IsolatedProcesses(Executor):
         self._all: dict[ProcessPoolExecutor, Future[int]] = {}
         self._working: dict[Future[Any], ProcessPoolExecutor] = {}
         self._is_shut_down = False
+        _executors.add(self)
         # Processes are forked from a fork server that has loaded the planner and has no threads, which takes
         # milliseconds. Forking this process would be unsafe, because it has threads.
         self._context = multiprocessing.get_context("forkserver")
@@ -118,6 +122,24 @@ class IsolatedProcesses(Executor):
         if process_id is not None and process_id.done():
             _kill(process_id)
 
+    def kill_largest(self, least: int) -> Future[Any] | None:
+        """Kill the largest process if it holds more than ``least`` bytes of its own; returns its call."""
+        with self._lock:
+            started = [(call, self._all[pool]) for call, pool in self._working.items() if pool in self._all]
+        begun = [(call, process_id.result()) for call, process_id in started if _has_begun(process_id)]
+        held = {call: _own_bytes(process_id) for call, process_id in begun}
+        largest = max(held, key=held.__getitem__, default=None)
+        if largest is None or held[largest] <= least:
+            return None
+        self.kill_process_of(largest)
+        return largest
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The ids of all processes, idle ones included."""
+        with self._lock:
+            return [process_id.result() for process_id in self._all.values() if _has_begun(process_id)]
+
     def _new(self) -> ProcessPoolExecutor:
         """Start a process, without the lock: it may take long, and the event loop needs the lock to kill."""
         pool = ProcessPoolExecutor(
@@ -138,7 +160,7 @@ class IsolatedProcesses(Executor):
         if isinstance(error, BrokenExecutor):
             self._discard(pool)
             return
-        is_large = self._memory is not None and _resident(self._all[pool].result()) > KEPT_BYTES
+        is_large = self._memory is not None and _own_bytes(self._all[pool].result()) > KEPT_BYTES
         if is_large or isinstance(error, MemoryError):
             with self._lock:
                 self._all.pop(pool, None)
@@ -155,6 +177,18 @@ class IsolatedProcesses(Executor):
         if is_surprise:
             logger.warning("a process ended before its task did; the next task gets a new one")
         pool.shutdown(wait=False)
+
+
+def memory_exceeds(most: float) -> bool:
+    """Whether this process and those of all its executors hold more than so many bytes."""
+    children = [process_id for executor in list(_executors) for process_id in executor.process_ids]
+    everyone = [os.getpid(), *children]
+    # The first sum takes microseconds and counts what processes share several times.
+    return sum(map(_resident, everyone)) > most and sum(map(_own_bytes, everyone)) > most
+
+
+def _has_begun(process_id: Future[int]) -> bool:
+    return process_id.done() and process_id.exception() is None
 
 
 def _kill(process_id: Future[int]) -> None:
@@ -186,12 +220,27 @@ def _limit_memory(most: int) -> None:
 
 
 def _resident(process_id: int) -> int:
-    """The resident memory of a process in bytes; 0 if the system does not report it."""
+    """The resident memory of a process without files, in bytes; 0 if the system does not report it.
+
+    Some of it may be memory of the fork server that the process has not changed.
+    """
     try:
-        pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
+        _, resident, of_files, *_ = Path(f"/proc/{process_id}/statm").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(of_files)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _own_bytes(process_id: int) -> int:
+    """The memory of a process that no other one shares, in bytes; 0 if the system does not report it.
+
+    For a gigabyte the system takes some milliseconds.
+    """
+    try:
+        lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 def _exit_with_parent() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import undefer
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import gap_of
 
 from zbv_service.database.engine import BaseTable, Database
 from zbv_service.database.models import SearchPlanRow, SearchRow, record_of

@@ -13,8 +13,7 @@ from typing import Any
 
 from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import ContradictedBound
-from zbv_solver.plans.certificate import gap_of, verdict
-from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.plan import Plan, gap_of, plan_json, verdict
 
 from zbv_service.documents.problems import Question, question_json, summary_of
 from zbv_service.records.searches import NewPlan, PlanSummary, Update

@@ -7,9 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
-from zbv_solver.jitter.noise import ActionsDocument, JitterDocument, SamplesDocument
+from zbv_solver.problem.jitter import (
+    LARGEST_QUANTILE,
+    LEAST_QUANTILE,
+    ActionsDocument,
+    JitterDocument,
+    SamplesDocument,
+)
 from zbv_solver.problem.problem import Objective
-from zbv_solver.search.options import LARGEST_QUANTILE, LEAST_QUANTILE
 
 MAX_SEED = 2**31 - 1
 MOST_SAMPLES = 20_000

@@ -8,7 +8,7 @@ from typing import Any
 
 from zbv_solver.frontiers import limits as frontier
 from zbv_solver.frontiers.limits import Known
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import gap_of
 from zbv_solver.problem.problem import Units
 
 from zbv_service.documents.packing import supported_bound

@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
-from zbv_solver.jitter.noise import Jitter, parse_jitter
 from zbv_solver.plans.reading import (
     BaselineDocument,
     CutDocument,
@@ -15,6 +14,7 @@ from zbv_solver.plans.reading import (
     ProvenanceDocument,
     SimulationDocument,
 )
+from zbv_solver.problem.jitter import Jitter, parse_jitter
 from zbv_solver.problem.problem import Objective
 from zbv_solver.search.claims import Claim
 

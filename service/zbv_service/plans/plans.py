@@ -224,8 +224,8 @@ def import_text(max_cells: int, text: bytes | bytearray) -> tuple[NewPlan, tuple
 
 def import_plan(body: Any, max_cells: int) -> tuple[NewPlan, tuple[Claim, ...]]:
     """Verify an imported plan document; returns the plan to store and its claims."""
+    from zbv_solver.search.assemble import compare, make_plan
     from zbv_solver.search.claims import check_plan
-    from zbv_solver.search.search import compare, make_plan
 
     document = parse_plan_document(body)
     require_size(parse_orders(document)[0], max_cells)

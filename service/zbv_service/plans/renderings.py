@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.channels import Channel, channels
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, simulation_json
 from zbv_solver.plans.reading import parse_plan
-from zbv_solver.plans.simulation import simulation_json
 from zbv_solver.problem.problem import Problem
 
 from zbv_service.documents.packing import unpack
@@ -46,7 +45,7 @@ def view_of(packed: bytes) -> PlanView:
 
 def simulation_of(asked: SimulationQuery, packed: bytes) -> bytes:
     """A simulation of a packed plan, as JSON text; raises :class:`InvalidInput`."""
-    from zbv_solver.search.simulate import simulate
+    from zbv_solver.search.jitter import simulate
 
     plan = plan_of(packed)
     most = MOST_SIMULATED // max(1, len(plan.orders))
@@ -135,7 +134,7 @@ def load() -> None:
     """Load the code of pages, and the machine code of the timing, by making a page."""
     from zbv_solver.export.report import plan_view
     from zbv_solver.problem.reading import parse_problem
-    from zbv_solver.search.search import baseline_plan
+    from zbv_solver.search.assemble import baseline_plan
 
     from zbv_service.plans.thumbnail import thumbnail
 

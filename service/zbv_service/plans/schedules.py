@@ -39,7 +39,7 @@ class Schedules:
 def baseline_of(name: str, packed: bytes) -> bytes:
     """A classical schedule of the problem of a packed plan; runs in another process."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
-    from zbv_solver.search.search import baseline_plan
+    from zbv_solver.search.assemble import baseline_plan
 
     problem = plan_of(packed).problem
     require_stages(problem)

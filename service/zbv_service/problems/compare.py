@@ -69,7 +69,7 @@ def baselines_of(packed: bytes) -> dict[str, Any]:
     """The baselines of a packed problem document and a bound; runs in another process."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.bounds import lower_bound
-    from zbv_solver.search.search import compare
+    from zbv_solver.search.assemble import compare
 
     problem = parse_problem(unpack(packed))
     return {

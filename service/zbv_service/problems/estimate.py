@@ -11,8 +11,7 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.cut_space import CutTables
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.plans.certificate import gap_of
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.documents import LayeredProblemDocument
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_problem, to_layered
@@ -95,7 +94,8 @@ def estimate_of(packed: bytes) -> dict[str, Any]:
     """The estimate of a packed problem document; runs in another process."""
     # Imported here because loading the solver's kernels takes a second, which the service should not spend.
     from zbv_solver.bounds import lower_bound
-    from zbv_solver.search.search import compare, search
+    from zbv_solver.search.assemble import compare
+    from zbv_solver.search.run import search
 
     problem = parse_problem(unpack(packed))
     if problem.n_stages * problem.microbatches > MAX_CELLS:

@@ -25,7 +25,7 @@ from zbv_solver.plans.plan import Baseline, Plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 SIMPLE_SHARE = 0.5
 """The time for planning each simple cut, as a share of the time for the best cut."""

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from zbv_solver import __version__
 from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import parse_jitter
+from zbv_solver.problem.jitter import check_quantile, parse_jitter
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.options import EFFORTS, Effort, SearchOptions
+from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
@@ -284,7 +284,7 @@ def require_allowed(effort: Effort | None, time_limit: float | None, settings: S
 def _require_jitter(options: OptionsDocument, pp_degree: int) -> None:
     """Raise :class:`InvalidInput` when the jitter or the quantile is wrong."""
     if options.jitter is None:
-        SearchOptions(quantile=options.quantile)
+        check_quantile(options.quantile, None)
         return
     try:
         parse_jitter(options.jitter).require_ranks(pp_degree)

@@ -16,17 +16,16 @@ from typing import Literal
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, Issue
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
-from zbv_solver.plans.certificate import certify
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import CutCertificate, Plan
+from zbv_solver.plans.plan import CutCertificate, Plan, certify
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.layered import bound_over_all_cuts
-from zbv_solver.search.layered_unit import OwnUnit
 from zbv_solver.search.options import Effort, SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
+from zbv_solver.search.unit import OwnUnit
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
@@ -60,6 +59,11 @@ class OrderResult:
     """Whether any cuts were tried. The time limit may end the search before."""
     recompute_layers: int | None = None
     """With ``block``, how many first layers of every stage are recomputed; None if no cut is known."""
+
+    def document(self) -> dict[str, str | int | None]:
+        """What identifies it in a JSON document."""
+        again = {"recompute": self.recompute, "recompute_layers": self.recompute_layers}
+        return self.schedule.document() | again
 
 
 @dataclass(frozen=True, eq=False)

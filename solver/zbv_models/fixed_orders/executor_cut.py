@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any
 
 from zbv_solver.documents.files import plain
 from zbv_solver.errors import InvalidInput
@@ -30,8 +29,8 @@ from zbv_models.fixed_orders.schedules import (
     torch_schedule_name,
 )
 
-Executor = Literal["megatron", "torch", "torchtitan"]
-EXECUTORS: tuple[str, ...] = get_args(Executor)
+EXECUTORS = {"megatron": "Megatron-LM", "torch": "PyTorch", "torchtitan": "torchtitan"}
+"""Names in documents and flags, and in texts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,11 +264,6 @@ def executor_settings(
         return None, str(error.issues[0].detail)
 
 
-def split_flags(settings: str) -> list[str]:
-    """The words of Megatron-LM's flags, as a shell splits them."""
-    return shlex.split(settings)
-
-
 def schedule_of_stages(
     problem: LayeredProblem, executor: str, chunks: int, group: int | None = None, names: Sequence[str] = ()
 ) -> Schedule:
@@ -292,11 +286,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
     model = best.problem.model
     return {
         "executor": cut.executor,
-        "schedule": best.schedule.name,
-        "virtual_stages": best.schedule.placement.chunks,
-        "group_size": best.schedule.group,
-        "recompute": best.results[0].recompute,
-        "recompute_layers": best.results[0].recompute_layers,
+        **best.results[0].document(),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
         "status": "optimal" if best.is_optimal else "feasible",
@@ -313,11 +303,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
         "settings": cut.settings,
         "schedules": [
             {
-                "schedule": each.schedule.name,
-                "virtual_stages": each.schedule.placement.chunks,
-                "group_size": each.schedule.group,
-                "recompute": each.recompute,
-                "recompute_layers": each.recompute_layers,
+                **each.document(),
                 "objective": _number(each.objective),
                 "lower_bound": _number(each.lower_bound),
                 "searched": each.is_searched,
@@ -325,12 +311,7 @@ def executor_cut_json(cut: ExecutorCut) -> dict[str, Any]:
             for each in best.results
         ],
         "refused": [
-            {
-                "schedule": schedule.name,
-                "virtual_stages": schedule.placement.chunks,
-                "group_size": schedule.group,
-                "reason": f"{issue.pointer}: {issue.detail}",
-            }
+            {**schedule.document(), "reason": f"{issue.pointer}: {issue.detail}"}
             for schedule, issue in best.refused.items()
         ],
     }
@@ -359,10 +340,9 @@ def even_cut(executor: str, letters: Sequence[str], schedule: Schedule) -> EvenC
     counts = dealt(blocks, stages)
     if blocks % stages and executor != "torch":
         fewer = "one less at both ends" if counts[0] < counts[1] else "fewer on the last stages"
-        name = {"megatron": "Megatron-LM", "torchtitan": "torchtitan"}[executor]
         remark = (
-            f"{name} by itself does not divide {blocks} transformer layers into {stages} stages; the even "
-            f"cut here has {max(counts)} per stage and {fewer}."
+            f"{EXECUTORS[executor]} by itself does not divide {blocks} transformer layers into {stages} "
+            f"stages; the even cut here has {max(counts)} per stage and {fewer}."
         )
         return EvenCut(_bounds(letters, counts), remark)
     return EvenCut(_bounds(letters, counts))

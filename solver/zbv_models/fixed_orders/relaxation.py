@@ -18,7 +18,7 @@ from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import Choice, First, Recomputed, Row, Runs
-from zbv_solver.search.search_state import Cancelled
+from zbv_solver.search.incumbent import Cancelled
 
 QUICK_PATHS = 3
 """Paths of a bound without rounds."""
@@ -325,16 +325,10 @@ class _Program:
 def _least(runs: Runs, row: Row, recompute: Recomputed | First | None, cancelled: Cancelled) -> float:
     """The least value of a row over all cuts, by dynamic programming over boundaries.
 
-    The first layers of stages: of a range of numbers, every stage may have its own, so few ranges suffice.
+    If first layers are recomputed, every stage may have its own number of them.
     """
-    if isinstance(recompute, First):
-        ranges = recompute.ranges(int(runs.can_recompute @ runs.size))
-        return min(_least_with(runs, row, row.slope, each, cancelled) for each in ranges)
-    slope = row.slope if recompute is None else row.with_stages(recompute)
-    return _least_with(runs, row, slope, First(0, 0) if recompute is not None else None, cancelled)
-
-
-def _least_with(runs: Runs, row: Row, slope: FloatArray, first: First | None, cancelled: Cancelled) -> float:
+    slope = row.with_stages(recompute) if isinstance(recompute, tuple) else row.slope
+    is_fixed = isinstance(recompute, tuple) or (isinstance(recompute, First) and recompute.most == 0)
     n = int(runs.begin[-1])
     counts = runs.counts(tuple(range(n + 1)))
     number = np.arange(n + 1)
@@ -342,17 +336,18 @@ def _least_with(runs: Runs, row: Row, slope: FloatArray, first: First | None, ca
     for bound in range(1, len(runs.lower)):
         if cancelled():
             return 0.0
-        if first is None or first.most > 0:
+        if is_fixed:
+            best = np.append(np.full(runs.least, np.inf), np.minimum.accumulate(best))[: n + 1]
+        else:
             again = counts @ row.again[bound - 1]
             # Rows are the places of the boundary before; as much is recomputed as makes the value least.
-            least = np.minimum(0.0, again[None, :] - again[:, None])
-            if first is not None:
-                least = _least_of_first(again, counts @ runs.can_recompute, first)
+            if isinstance(recompute, First):
+                least = _least_of_first(again, counts @ runs.can_recompute, recompute)
+            else:
+                least = np.minimum(0.0, again[None, :] - again[:, None])
             reached = best[:, None] + least
             reached[number[None, :] < number[:, None] + runs.least] = np.inf
             best = reached.min(axis=0)
-        else:
-            best = np.append(np.full(runs.least, np.inf), np.minimum.accumulate(best))[: n + 1]
         best = best + counts @ slope[bound]
         best[(number < runs.lower[bound]) | (number > runs.upper[bound])] = np.inf
     return row.fixed + float(best[n])

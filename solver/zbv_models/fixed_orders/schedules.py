@@ -50,6 +50,10 @@ class Schedule:
         """
         return self.executor == "megatron" and self.placement.chunks == 1
 
+    def document(self) -> dict[str, str | int | None]:
+        """What identifies it in a JSON document."""
+        return {"schedule": self.name, "virtual_stages": self.placement.chunks, "group_size": self.group}
+
     def orders(self) -> Orders:
         """The action list of every rank."""
         if self.read is not None:
@@ -59,7 +63,7 @@ class Schedule:
             rows = [classical.interleaved_1f1b(rank, p, m, chunks, self.group) for rank in range(p)]
         else:
             make = _MAKERS[self.name]
-            rows = [_rows(make(rank, p, m, chunks)) for rank in range(p)]
+            rows = [np.asarray(make(rank, p, m, chunks), dtype=np.int32) for rank in range(p)]
         return Orders.of_rows(rows)
 
 
@@ -83,10 +87,6 @@ TORCH_SCHEDULES = tuple(_MAKERS)
 TORCH_DEFAULTS = ("1F1B", "Interleaved1F1B")
 """The schedules of PyTorch that are tried unless others are named: those with fused backwards, which work
 with torch.compile and with activation checkpointing."""
-
-
-def _rows(actions: Rows | Actions) -> Rows:
-    return np.asarray(actions, dtype=np.int32)
 
 
 def megatron_schedule(p: int, m: int, chunks: int, group: int | None = None) -> Schedule:
@@ -267,8 +267,6 @@ def inner_sizes(placed: LayeredProblem, schedule: Schedule) -> dict[int, int]:
 
 MOST_CHUNKS = 4
 """Most virtual stages per rank that are tried unless numbers are given."""
-
-
 MOST_GROUPS = 4
 """Group sizes that are tried unless one is given: all if there are no more, else those that double from p."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -179,17 +179,44 @@ def score_layout(
     settings, remark = executor_settings(
         executor, stages, schedule, chosen, number, problem.model.recompute_modules
     )
-    search = _Comparison(problem, executor, modules, recompute, recompute_layers, effort, seed, time_limit)
-    overall = search.overall(tuple(schedules))
+    half = None if time_limit is None else time_limit / 2
+
+    def under(layers: LayeredProblem) -> BestCut:
+        is_megatron = executor == "megatron"
+        return best_cut(
+            modules.kept_whole(layers),
+            [schedule],
+            recompute=recomputation(layers, executor, modules, recompute, recompute_layers),
+            allow_empty=is_megatron,
+            late=modules.late if is_megatron else None,
+            effort=effort,
+            seed=seed,
+            time_limit=half,
+        )
+
+    def of_all() -> BestCut:
+        names = () if executor == "megatron" else dict.fromkeys((*TORCH_DEFAULTS, *schedules))
+        return cut_for_executor(
+            problem,
+            executor,
+            schedules=tuple(names),
+            recompute=recompute,
+            recompute_layers=recompute_layers,
+            effort=effort,
+            seed=seed,
+            time_limit=half,
+        ).best
+
+    overall = _best_or_none(of_all)
     is_same = overall is not None and overall.schedule == schedule
-    same = overall if is_same else search.under(schedule)
+    same = overall if is_same else _best_or_none(lambda: under(problem))
     if same is not None and (overall is None or same.objective < overall.objective):
         overall = same
     fits = not ranks_above(cut, evaluate(without_limit(cut), orders))
     # Groups of layers fit where the cuts that are searched do not: a bound over all cuts holds for them, too.
     bounded = same if fits and not isinstance(offered, Groups) else None
     if bounded is None:
-        bounded = replace(search, problem=replace(problem, limit=None)).under(schedule)
+        bounded = _best_or_none(lambda: under(replace(problem, limit=None)))
     bound = 0.0 if bounded is None else bounded.lower_bound
     return Score(
         executor,
@@ -209,58 +236,12 @@ def score_layout(
     )
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """The best cuts to compare with; their searches share the time."""
-
-    problem: LayeredProblem
-    executor: str
-    modules: Modules
-    recompute: Recompute | None
-    recompute_layers: int | None
-    effort: Effort
-    seed: int
-    time_limit: float | None
-
-    def overall(self, schedules: tuple[str, ...]) -> BestCut | None:
-        """The best cut of all schedules, also those named; None if none fits."""
-        names = () if self.executor == "megatron" else tuple(dict.fromkeys((*TORCH_DEFAULTS, *schedules)))
-        try:
-            return cut_for_executor(
-                self.problem,
-                self.executor,
-                schedules=names,
-                recompute=self.recompute,
-                recompute_layers=self.recompute_layers,
-                effort=self.effort,
-                seed=self.seed,
-                time_limit=self._half,
-            ).best
-        except InfeasibleMemory:
-            return None
-
-    def under(self, schedule: Schedule) -> BestCut | None:
-        """The best cut under a schedule; None if none fits."""
-        is_megatron = self.executor == "megatron"
-        try:
-            return best_cut(
-                self.modules.kept_whole(self.problem),
-                [schedule],
-                recompute=recomputation(
-                    self.problem, self.executor, self.modules, self.recompute, self.recompute_layers
-                ),
-                allow_empty=is_megatron,
-                late=self.modules.late if is_megatron else None,
-                effort=self.effort,
-                seed=self.seed,
-                time_limit=self._half,
-            )
-        except InfeasibleMemory:
-            return None
-
-    @property
-    def _half(self) -> float | None:
-        return None if self.time_limit is None else self.time_limit / 2
+def _best_or_none(search: Callable[[], BestCut]) -> BestCut | None:
+    """The result of a search; None if nothing fits."""
+    try:
+        return search()
+    except InfeasibleMemory:
+        return None
 
 
 def _chunks_of(stages: Stages, executor: str, ranks: int) -> int:

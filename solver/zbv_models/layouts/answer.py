@@ -10,7 +10,7 @@ import numpy as np
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.layered_problem import uncut
-from zbv_solver.search.search_state import Cancelled
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.timing.start_times import evaluate
 
 from zbv_models.estimate.layers import LayerEstimate

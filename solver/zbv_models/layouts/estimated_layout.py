@@ -16,9 +16,9 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Units
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.estimate.device import GroupLink
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running

@@ -16,8 +16,8 @@ from math import inf
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.fixed_orders.best_cut import BestCut, improved_plan
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, plan_layout, with_plan

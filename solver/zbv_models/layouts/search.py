@@ -19,9 +19,9 @@ from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search_state import Cancelled
 
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, with_plan
 from zbv_models.layouts.layout import Layout, LayoutFamily

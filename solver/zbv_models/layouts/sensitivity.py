@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from zbv_solver.errors import InfeasibleMemory, NoLayoutFits
-from zbv_solver.search.search_state import Cancelled
+from zbv_solver.search.incumbent import Cancelled
 
 from zbv_models.estimate.device import GroupLink
 from zbv_models.layouts.cluster import Cluster

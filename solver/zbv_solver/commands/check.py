@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict, replace
 
 from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.commands.messages import print_json
 from zbv_solver.documents.files import file_label, parse_json, plain, read_text, write
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export import quantities
@@ -53,7 +54,7 @@ def check(arguments: argparse.Namespace) -> None:
             "metrics": None if checked.metrics is None else plain(checked.metrics),
             "claims": [asdict(claim) for claim in checked.claims],
         }
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        print_json(result)
     else:
         sys.stdout.write("\n".join(_summary(checked)) + "\n")
 

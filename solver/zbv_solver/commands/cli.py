@@ -25,6 +25,7 @@ from zbv_solver.errors import (
     MissingDependency,
     NoLayoutFits,
 )
+from zbv_solver.export import FORMATS
 
 EXIT_WRONG_INPUT = 2
 EXIT_INFEASIBLE = 3
@@ -38,10 +39,10 @@ MODULES = {
     "frontier": "searches",
     "cut": "cut",
     "pack": "pack",
-    "simulate": "simulate",
     "check": "check",
-    "export": "convert",
-    "refit": "convert",
+    "simulate": "plan_files",
+    "export": "plan_files",
+    "refit": "plan_files",
     "estimate": "estimate",
     "layout": "layout",
 }
@@ -65,31 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = import_module(f"zbv_solver.commands.{MODULES[parsed.command]}")
         getattr(module, parsed.command)(parsed)
     except (InfeasibleMemory, NoLayoutFits) as error:
-        _complain(str(error))
-        return EXIT_INFEASIBLE
+        return _failed(EXIT_INFEASIBLE, str(error))
     except ContradictedBound as error:
-        _complain(contradiction(error))
-        return EXIT_CONTRADICTION
+        return _failed(EXIT_CONTRADICTION, contradiction(error))
     except InvalidInput as error:
-        for issue in error.issues:
-            _complain(str(issue))
-        if error.rest:
-            _complain(error.rest)
-        return EXIT_WRONG_INPUT
+        return _failed(EXIT_WRONG_INPUT, *map(str, error.issues), error.rest)
     except (InvalidPlan, MissingDependency) as error:
-        _complain(str(error))
-        return EXIT_WRONG_INPUT
+        return _failed(EXIT_WRONG_INPUT, str(error))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in OPTIONAL_PACKAGES:
             raise
-        _complain(f"this command needs {error.name}, which is not installed. Install zbv[solver].")
-        return EXIT_WRONG_INPUT
+        lost = f"this command needs {error.name}, which is not installed. Install zbv[solver]."
+        return _failed(EXIT_WRONG_INPUT, lost)
     except OSError as error:
-        _complain(f"{error.filename or 'file'}: {error.strerror}. Check the path and its permissions.")
-        return EXIT_WRONG_INPUT
+        lost = f"{error.filename or 'file'}: {error.strerror}. Check the path and its permissions."
+        return _failed(EXIT_WRONG_INPUT, lost)
     except KeyboardInterrupt as interrupt:
-        _complain(f"interrupted: {interrupt}." if interrupt.args else "interrupted.")
-        return EXIT_INTERRUPTED
+        return _failed(EXIT_INTERRUPTED, f"interrupted: {interrupt}." if interrupt.args else "interrupted.")
     return 0
 
 
@@ -123,13 +116,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         help="time the layout that the flags fix with this cut, as `zbv cut --layout` takes it, and say what "
         "the executor holds",
     )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=useful_workers(),
-        metavar="N",
-        help="threads; their number changes no result (default: %(default)s)",
-    )
+    _add_workers(parser)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,17 +131,26 @@ def _parser() -> argparse.ArgumentParser:
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Parser
     )
 
-    def add(name: str, summary: str, description: str | None = None, epilog: str | None = None) -> _Parser:
-        return commands.add_parser(
+    def add(
+        name: str,
+        summary: str,
+        description: str | None = None,
+        *,
+        reads: str | None = None,
+        epilog: str | None = None,
+    ) -> _Parser:
+        parser: _Parser = commands.add_parser(
             name,
             help=summary,
             description=description or f"{summary[0].upper()}{summary[1:]}.",
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
         )
+        if reads is not None:
+            parser.add_argument(reads, help=f"{reads} file (JSON), or -")
+        return parser
 
-    plan = add("plan", "search a plan for a problem", epilog=EFFORTS)
-    _add_problem(plan)
+    plan = add("plan", "search a plan for a problem", reads="problem", epilog=EFFORTS)
     plan.add_argument(
         "-o",
         "--output",
@@ -199,8 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_json(checked, "text")
 
-    compared = add("compare", "compare a plan with the classical schedules", epilog=EFFORTS)
-    _add_problem(compared)
+    compared = add("compare", "compare a plan with the classical schedules", reads="problem", epilog=EFFORTS)
     _add_search(compared)
     _add_json(compared, "a table")
 
@@ -209,11 +204,11 @@ def _parser() -> argparse.ArgumentParser:
         "search the best objective within every memory limit",
         "Search the problem at memory limits from the smallest feasible one to twice the memory of 1F1B,\n"
         "ignoring its own limit. Layers are cut again at every limit, and recomputed as needed to fit.",
+        reads="problem",
         epilog=EFFORTS,
     )
-    _add_problem(frontier)
     frontier.add_argument("-o", "--output", metavar="DIR", help="keep the plans and frontier.json here")
-    _add_search(frontier, "quick", "of every limit")
+    _add_search(frontier, "quick", " of every limit")
     _add_json(frontier, "a table")
 
     cut = add(
@@ -222,8 +217,8 @@ def _parser() -> argparse.ArgumentParser:
         "Find the best cut of a model's layers for an executor that keeps its own order, with a proven bound "
         "over all cuts; print the executor's settings, and what any order could gain. With --layout, time a "
         "cut of your own instead.",
+        reads="problem",
     )
-    _add_problem(cut)
     cut.add_argument(
         "--executor", required=True, choices=("megatron", "torch", "torchtitan"), help="whose order to use"
     )
@@ -268,17 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     cut.add_argument("-o", "--output", metavar="FILE", help="plan file with the executor's order")
     cut.add_argument("--no-free-order", action="store_true", help="do not search what any order would gain")
-    cut.add_argument(
-        "--effort", choices=("quick", "standard", "thorough"), default="standard", help="(default: standard)"
-    )
-    cut.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
-    cut.add_argument(
-        "--time-limit",
-        type=float,
-        metavar="SECONDS",
-        help="end the search after this time with the best cut so far and its proven bound (default: no "
-        "limit)",
-    )
+    _add_effort(cut, "standard", best="cut and its proven bound")
     _add_json(cut, "a table")
 
     packed = add(
@@ -287,9 +272,9 @@ def _parser() -> argparse.ArgumentParser:
         "Choose the microbatches of a global batch, how many there are, which replica runs each, their\n"
         "order and the plans, so that the slowest replica ends as early as possible.\n"
         "docs/formats.md describes the batch and the packing.",
+        reads="batch",
         epilog=EFFORTS,
     )
-    packed.add_argument("batch", help="batch file (JSON), or -")
     packed.add_argument(
         "-o",
         "--output",
@@ -299,15 +284,15 @@ def _parser() -> argparse.ArgumentParser:
     packed.add_argument(
         "--compare", action="store_true", help="also plan the usual packing, with the same effort"
     )
-    _add_search(packed, "quick", "of every replica")
+    _add_search(packed, "quick", " of every replica")
 
     simulated = add(
         "simulate",
         "simulate a plan whose durations vary",
         "Simulate iterations of a plan and of the classical schedules in which actions and transfers take "
         "longer or shorter than planned. All schedules meet the same random scenarios.",
+        reads="plan",
     )
-    _add_plan(simulated)
     simulated.add_argument(
         "--jitter",
         metavar="JITTER",
@@ -321,9 +306,9 @@ def _parser() -> argparse.ArgumentParser:
     simulated.add_argument("--seed", type=int, default=0, help="seed of the scenarios (default: 0)")
     _add_json(simulated, "a table")
 
-    exported = add("export", "convert a plan for another tool")
-    _add_plan(exported)
-    exported.add_argument("--format", required=True, metavar="FORMAT", help="; ".join(_formats()))
+    exported = add("export", "convert a plan for another tool", reads="plan")
+    formats = "; ".join(f"{name}: {form.description}" for name, form in FORMATS.items())
+    exported.add_argument("--format", required=True, metavar="FORMAT", help=formats.replace("%", "%%"))
     _add_output(exported, "output file")
 
     refit = add(
@@ -342,22 +327,13 @@ def _parser() -> argparse.ArgumentParser:
         "Estimate the layers of a transformer from its configuration: times, activations and static memory, "
         "as a problem for zbv plan. docs/estimates.md explains every key and formula.",
     ).fill = _add_estimate
-    layout = add(
+    add(
         "layout",
         "search the parallel layout that trains a model fastest on a cluster",
         "Enumerate every parallel layout of a model on a cluster, bound each from below, and plan the most "
         "promising until no other can be better. docs/layouts.md explains the model of costs.",
-    )
-    layout.fill = _add_layout
+    ).fill = _add_layout
     return parser
-
-
-def _add_problem(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("problem", help="problem file (JSON), or -")
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="plan file (JSON), or -")
 
 
 def _add_output(parser: argparse.ArgumentParser, what: str) -> None:
@@ -370,18 +346,22 @@ def _add_json(parser: argparse.ArgumentParser, instead_of: str) -> None:
 
 def _add_search(parser: argparse.ArgumentParser, effort: str = "standard", of: str = "") -> None:
     """The options of a search."""
-    of = f" {of}" if of else ""
+    _add_effort(parser, effort, of)
+    _add_workers(parser)
+
+
+def _add_effort(parser: argparse.ArgumentParser, effort: str, of: str = "", best: str = "plan") -> None:
     parser.add_argument(
         "--effort",
         choices=("quick", "standard", "thorough"),
         default=effort,
-        help=f"how hard to search, see below (default: {effort})",
+        help=f"how hard to search (default: {effort})",
     )
     parser.add_argument(
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help=f"end the search{of} after this time with the best plan so far (default: no limit)",
+        help=f"end the search{of} after this time with the best {best} so far (default: no limit)",
     )
     parser.add_argument(
         "--seed",
@@ -389,12 +369,15 @@ def _add_search(parser: argparse.ArgumentParser, effort: str = "standard", of: s
         default=0,
         help="seed of the search's random choices; another seed may find another plan (default: 0)",
     )
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=int,
         default=useful_workers(),
         metavar="N",
-        help="threads; their number does not change the plan (default: %(default)s)",
+        help="threads; their number changes no result (default: %(default)s)",
     )
 
 
@@ -403,14 +386,11 @@ def useful_workers() -> int:
     return min(2, os.cpu_count() or 1)
 
 
-def _formats() -> list[str]:
-    from zbv_solver.export import FORMATS
-
-    return [f"{name}: {form.description}".replace("%", "%%") for name, form in FORMATS.items()]
-
-
-def _complain(message: str) -> None:
-    sys.stderr.write(f"zbv: {message}\n")
+def _failed(status: int, *messages: str) -> int:
+    """Write messages, and return the exit status."""
+    for message in filter(None, messages):
+        sys.stderr.write(f"zbv: {message}\n")
+    return status
 
 
 if __name__ == "__main__":

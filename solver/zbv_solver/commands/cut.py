@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isinf
+from typing import Any
 
 from rich.table import Table
 from zbv_models.fixed_orders.best_cut import LEAST_SECONDS, BestCut, free_plan
@@ -17,21 +18,19 @@ from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, 
 from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
-from zbv_solver.commands.messages import flag_of, named_flags
+from zbv_solver.commands.messages import flag_of, named_flags, print_json
 from zbv_solver.commands.searching import spinner
 from zbv_solver.commands.tables import print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.plan import Plan, gap_of, plan_json
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.baselines import compare
+from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.options import SearchOptions
 
 OTHER_FLAGS = ("layout", "recompute", "recompute_layers")
@@ -62,7 +61,8 @@ def cut(arguments: argparse.Namespace) -> None:
         return
     began = time.monotonic()
     with spinner("searching the best cut") as say:
-        found = _best(problem, arguments)
+        with _named(arguments):
+            found = cut_for_executor(problem, arguments.executor, **_asked(arguments))
         if options.time_limit is not None:
             left = options.time_limit - (time.monotonic() - began)
             options = replace(options, time_limit=max(left, LEAST_SECONDS))
@@ -73,7 +73,7 @@ def cut(arguments: argparse.Namespace) -> None:
         _write(arguments.output, best.problem, best.orders, f"{found.executor} {best.schedule.name}")
     if arguments.json:
         document = executor_cut_json(found) | {"free_order": None if free is None else _free_json(free)}
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        print_json(document)
         return
     print_whole(_table(found, free))
     sys.stdout.write(_summary(found, free))
@@ -106,21 +106,10 @@ def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
             raise InvalidInput.at(
                 "/virtual_stages", f"found {len(stages)} numbers with a given cut; give one."
             )
-        score = score_layout(
-            problem,
-            arguments.executor,
-            arguments.layout,
-            virtual_stages=stages[0],
-            group=arguments.group_size,
-            schedules=arguments.schedule or (),
-            recompute=arguments.recompute,
-            recompute_layers=arguments.recompute_layers,
-            effort=arguments.effort,
-            seed=arguments.seed,
-            time_limit=arguments.time_limit,
-        )
+        given = {**_asked(arguments), "virtual_stages": stages[0]}
+        score = score_layout(problem, arguments.executor, arguments.layout, **given)
     if arguments.json:
-        sys.stdout.write(json.dumps(score_json(score), indent=2) + "\n")
+        print_json(score_json(score))
     else:
         print_whole(score_table(score))
         sys.stdout.write(score_summary(score))
@@ -131,21 +120,11 @@ def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
         _write(arguments.output, score.problem, score.orders, method)
 
 
-def _best(problem: LayeredProblem, arguments: argparse.Namespace) -> ExecutorCut:
-    """The best cut; raises :class:`InvalidInput` naming the file or the flags."""
-    with _named(arguments):
-        return cut_for_executor(
-            problem,
-            arguments.executor,
-            virtual_stages=arguments.virtual_stages,
-            group=arguments.group_size,
-            schedules=arguments.schedule or (),
-            recompute=arguments.recompute,
-            recompute_layers=arguments.recompute_layers,
-            effort=arguments.effort,
-            seed=arguments.seed,
-            time_limit=arguments.time_limit,
-        )
+def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the flags ask of a search, by the names of its parameters."""
+    same = ("virtual_stages", "recompute", "recompute_layers", "effort", "seed", "time_limit")
+    named = {name: getattr(arguments, name) for name in same}
+    return named | {"group": arguments.group_size, "schedules": arguments.schedule or ()}
 
 
 @contextmanager
@@ -174,11 +153,14 @@ def _write(path: str, problem: Problem, orders: Orders, method: str) -> None:
         write_text(json.dumps(plan_json(plan)) + "\n")
 
 
+def _bound_of_all_cuts(free: Plan) -> float:
+    return free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
+
+
 def _free_json(free: Plan) -> dict[str, object]:
-    bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
     return {
         "objective": free.objective,
-        "lower_bound": bound,
+        "lower_bound": _bound_of_all_cuts(free),
         "placement": free.problem.placement.name,
         "plan_id": free.plan_id,
     }
@@ -200,10 +182,9 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             UNSEARCHED if isinf(each.even) else f"{each.even:.6g}",
         )
     if free is not None:
-        bound = free.metrics.lower_bound if free.cut is None else free.cut.lower_bound
         table.add_section()
         name = f"any order, placement {free.problem.placement.name}"
-        table.add_row(name, "", "", "", f"{free.objective:.6g}", f"{bound:.6g}", "")
+        table.add_row(name, "", "", "", f"{free.objective:.6g}", f"{_bound_of_all_cuts(free):.6g}", "")
     return table
 
 

@@ -6,15 +6,14 @@ from typing import Any
 
 from rich.table import Table
 from zbv_models.fixed_orders.best_cut import BestCut
-from zbv_models.fixed_orders.executor_cut import stage_letters
+from zbv_models.fixed_orders.executor_cut import EXECUTORS, stage_letters
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.score import Score
 
 from zbv_solver.documents.files import plain
 from zbv_solver.export import quantities
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import gap_of
 
-NAMES = {"megatron": "Megatron-LM", "torchtitan": "torchtitan", "torch": "PyTorch"}
 MOST_NAMED = 3
 """Stages whose share of the objective a summary names."""
 NAMED_SHARE = 0.05
@@ -23,15 +22,13 @@ NAMED_SHARE = 0.05
 
 def score_json(score: Score) -> dict[str, Any]:
     """A score as a JSON document; docs/formats.md describes it."""
-    problem, timing, schedule = score.problem, score.timing, score.schedule
+    problem, timing = score.problem, score.timing
     placement, limits = problem.placement, problem.memory.limit
     busy = [float(sum(score.busy[stage] for stage in stages)) for stages in placement.stages_of]
     return {
         "executor": score.executor,
         "layout": write_layout(score.stages),
-        "schedule": schedule.name,
-        "virtual_stages": placement.chunks,
-        "group_size": schedule.group,
+        **score.schedule.document(),
         "recompute": score.recompute,
         "recompute_layers": score.recompute_layers,
         "recompute_group": score.recompute_group,
@@ -77,11 +74,7 @@ def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
     if best is None:
         return None
     return {
-        "schedule": best.schedule.name,
-        "virtual_stages": best.schedule.placement.chunks,
-        "group_size": best.schedule.group,
-        "recompute": best.results[0].recompute,
-        "recompute_layers": best.results[0].recompute_layers,
+        **best.results[0].document(),
         "layout": write_layout(stage_letters(best.problem, score.modules)),
         "objective": best.objective,
         "lower_bound": best.lower_bound,
@@ -131,7 +124,8 @@ def score_summary(score: Score) -> str:
     problem, units = score.problem, score.problem.units
     objective = quantities.time(score.objective, units)
     lines = [
-        f"{write_layout(score.stages)}: {problem.objective} {objective}. {NAMES[score.executor]} takes it."
+        f"{write_layout(score.stages)}: {problem.objective} {objective}. "
+        f"{EXECUTORS[score.executor]} takes it."
     ]
     if score.too_full:
         ranks = ", ".join(map(str, score.too_full))

@@ -7,10 +7,10 @@ from typing import Any
 
 from zbv_solver.documents.files import file_label, read_json
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import SHORT_FORM, Jitter, parse_jitter
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.measure.refit import jitter_of_traces
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.jitter import SHORT_FORM, Jitter, parse_jitter
 
 
 def read_jitter(text: str, plan: Plan | None = None) -> Jitter:

@@ -1,9 +1,10 @@
-"""Error messages: flags are named as the user wrote them, and a contradicted bound leaves a file behind."""
+"""What commands print: documents, and errors that name flags as the user wrote them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 
 from zbv_solver.documents.files import write
 from zbv_solver.errors import ContradictedBound, InvalidInput, Issue
@@ -33,3 +34,8 @@ def contradiction(error: ContradictedBound) -> str:
     except OSError as failure:
         return f"{error} The problem could not be written to {path}: {failure.strerror}."
     return f"{error} The problem is in {path}."
+
+
+def print_json(document: object) -> None:
+    """Print a document for people and programs."""
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")

@@ -11,26 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
-from zbv_solver.commands.messages import named_flags
-from zbv_solver.commands.searching import spinner
+from zbv_solver.commands.searching import search_options, spinner
 from zbv_solver.documents.files import output
-from zbv_solver.errors import InvalidInput
 from zbv_solver.packing.batch import Batch, load_batch
 from zbv_solver.packing.packing import Packing, packing_json
 from zbv_solver.packing.packing import pack as packed
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 
 def pack(arguments: argparse.Namespace) -> None:
     """Pack a batch and write the packing, or print a summary of it to a terminal."""
     batch = load_batch(arguments.batch)
-    try:
-        options = SearchOptions(arguments.effort, arguments.time_limit, arguments.seed, arguments.workers)
-    except InvalidInput as error:
-        raise named_flags(error) from None
+    options = search_options(arguments)
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
     with output(path) as write_text, terminated_like_interrupted():

@@ -5,21 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from zbv_solver.commands import tables
 from zbv_solver.commands.interrupt import terminated_like_interrupted
+from zbv_solver.commands.jitter_flag import read_jitter
+from zbv_solver.commands.messages import named_flags, print_json
 from zbv_solver.commands.searching import search_options, watched_search
 from zbv_solver.documents.files import output, plain, write
+from zbv_solver.errors import InvalidInput
 from zbv_solver.frontiers.frontier import frontier_points, point_json
 from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.problem.jitter import Jitter, check_quantile
+from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.reading import load_problem
+from zbv_solver.search.jitter import search_for_jitter
+from zbv_solver.search.run import search
 
 
 def plan(arguments: argparse.Namespace) -> None:
     """Search a plan and write it, or print a summary of it to a terminal."""
     problem = load_problem(arguments.problem)
-    options = search_options(arguments, problem)
+    options, jitter = search_options(arguments), _jitter(arguments, problem)
+    run = search if jitter is None else partial(search_for_jitter, jitter=jitter, quantile=arguments.quantile)
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
     with output(path) as write_text, terminated_like_interrupted():
@@ -28,7 +37,7 @@ def plan(arguments: argparse.Namespace) -> None:
             if not is_summary:
                 write_text(json.dumps(plan_json(found)) + "\n")
 
-        found = watched_search(problem, options, keep)
+        found = watched_search(problem, options, keep, run)
     if is_summary:
         sys.stdout.write(f"{_verdict(found)}\n")
         tables.print_comparison(found)
@@ -46,9 +55,9 @@ def plan(arguments: argparse.Namespace) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Search a plan and compare it with the classical schedules."""
     problem = load_problem(arguments.problem)
-    found = watched_search(problem, search_options(arguments, problem))
+    found = watched_search(problem, search_options(arguments))
     if arguments.json:
-        _print_json(
+        print_json(
             {
                 "plan_id": found.plan_id,
                 "metrics": plan_json(found)["metrics"],
@@ -62,7 +71,7 @@ def compare(arguments: argparse.Namespace) -> None:
 def frontier(arguments: argparse.Namespace) -> None:
     """Search a plan within every memory limit; print the frontier, and keep the plans with ``-o``."""
     problem = load_problem(arguments.problem)
-    options = search_options(arguments, problem)
+    options = search_options(arguments)
     folder = None if arguments.output is None else Path(arguments.output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,13 +82,24 @@ def frontier(arguments: argparse.Namespace) -> None:
             write(folder / f"{found.plan_id[:12]}.json", json.dumps(plan_json(found)) + "\n")
         write(folder / "frontier.json", json.dumps(document, indent=2) + "\n")
     if arguments.json:
-        _print_json(document)
+        print_json(document)
     else:
         tables.print_frontier(problem, points)
 
 
-def _print_json(document: object) -> None:
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+def _jitter(arguments: argparse.Namespace, problem: AnyProblem) -> Jitter | None:
+    """The jitter of ``zbv plan``; raises :class:`InvalidInput` naming the wrong flag."""
+    jitter = None if arguments.jitter is None else read_jitter(arguments.jitter)
+    try:
+        check_quantile(arguments.quantile, jitter)
+    except InvalidInput as error:
+        raise named_flags(error) from None
+    if jitter is not None:
+        try:
+            jitter.require_ranks(problem.pp_degree)
+        except InvalidInput as error:
+            raise error.found_in("--jitter") from None
+    return jitter
 
 
 def _verdict(plan: Plan) -> str:

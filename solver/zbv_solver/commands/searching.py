@@ -12,48 +12,40 @@ from rich.progress import Progress as ProgressBar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zbv_solver.commands.interrupt import interruptible
-from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.commands.messages import named_flags
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem
+from zbv_solver.search.incumbent import Progress
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
-from zbv_solver.search.search_state import Progress
+from zbv_solver.search.run import search
 
 
-def search_options(arguments: argparse.Namespace, problem: AnyProblem) -> SearchOptions:
-    """The options of a search; raises :class:`InvalidInput` naming the wrong flags.
-
-    Only ``zbv plan`` has ``jitter`` and ``quantile``.
-    """
-    given = getattr(arguments, "jitter", None)
-    jitter = None if given is None else read_jitter(given)
-    if jitter is not None:
-        try:
-            jitter.require_ranks(problem.pp_degree)
-        except InvalidInput as error:
-            raise error.found_in("--jitter") from None
+def search_options(arguments: argparse.Namespace) -> SearchOptions:
+    """The options of a search; raises :class:`InvalidInput` naming the wrong flags."""
     try:
         return SearchOptions(
             effort=arguments.effort,
             time_limit=arguments.time_limit,
             seed=arguments.seed,
             workers=arguments.workers,
-            jitter=jitter,
-            quantile=getattr(arguments, "quantile", None),
         )
     except InvalidInput as error:
         raise named_flags(error) from None
 
 
 def watched_search(
-    problem: AnyProblem, options: SearchOptions, keep: Callable[[Plan], None] | None = None
+    problem: AnyProblem,
+    options: SearchOptions,
+    keep: Callable[[Plan], None] | None = None,
+    search: Callable[..., Plan] = search,
 ) -> Plan:
     """Search with a progress display on standard error.
 
     Parameters
     ----------
+    search
+        :func:`zbv_solver.search.run.search`, or what takes the same arguments.
     keep
         Stores the plan. With it, the first Ctrl-C ends the search early, and the best plan so far is stored
         and returned; Ctrl-C while it is being stored has no effect. Without it, Ctrl-C raises

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from zbv_solver.export import quantities
 from zbv_solver.frontiers.frontier import FrontierPoint, baseline_points, recomputed_stages
-from zbv_solver.plans.plan import Baseline, Plan
-from zbv_solver.plans.simulation import Simulation, Spans
+from zbv_solver.plans.plan import Baseline, Plan, Simulation
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem, objective_value
 
@@ -102,24 +101,19 @@ def print_comparison(plan: Plan) -> None:
 
 def print_simulation(plan: Plan, found: Simulation) -> None:
     """Compare a plan with the classical schedules of its problem when durations vary."""
-    objective, is_span = plan.problem.objective, plan.problem.objective == "span"
+    objective = plan.problem.objective
     table = Table(title=f"{objective} in {found.scenarios} scenarios; planned: {plan.objective:.6g}")
     table.add_column("schedule", no_wrap=True)
     for name in ("expected", "p95", "fits", "p95 / plan"):
         table.add_column(name, justify="right")
 
-    def shown(spans: Spans) -> tuple[float, float]:
-        if is_span:
-            return spans.expected_span, spans.p95_span
-        return spans.expected_makespan, spans.p95_makespan
-
-    own = shown(found.spans)[1]
+    own = found.spans.of(objective)[1]
     rows = [
         (plan.origin, found.spans, True),
         *((each.name, each.spans, each.fits) for each in found.baselines),
     ]
     for name, spans, fits in rows:
-        expected, p95 = shown(spans)
+        expected, p95 = spans.of(objective)
         relative = f"{p95 / own:.3f}" if own else "–"
         table.add_row(name, f"{expected:.6g}", f"{p95:.6g}", "yes" if fits else "no", relative)
     print_whole(table)

@@ -11,7 +11,7 @@ import sys
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from zbv_solver.jitter.noise import Jitter
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 
 
@@ -21,7 +21,9 @@ def main() -> int:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         progress.add_task("compiling kernels (once)", total=None)
         from zbv_solver.bounds import lower_bound
-        from zbv_solver.search.search import SearchOptions, search
+        from zbv_solver.search.jitter import search_for_jitter
+        from zbv_solver.search.options import SearchOptions
+        from zbv_solver.search.run import search
 
         jitter = Jitter.of(action=0.1)
         costs = {"forward": [2, 3, 2, 4], "backward_input": 2, "backward_weight": 1, "p2p": 1}
@@ -35,7 +37,7 @@ def main() -> int:
                 "objective": objective,
             }
             search(parse_problem(problem), SearchOptions(without=("windows", "exact")))
-            search(parse_problem(problem), SearchOptions("quick", jitter=jitter))
+            search_for_jitter(parse_problem(problem), SearchOptions("quick"), jitter=jitter)
             # A search that meets a weaker bound does not compute the strongest.
             lower_bound(parse_problem(problem), "thorough")
         # Microbatches that differ have bounds that are compiled separately. Their search always includes one

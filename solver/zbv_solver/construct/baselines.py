@@ -2,7 +2,7 @@
 
 They run the same model: their stages are the problem's stages merged in model order (one chunk per rank),
 distributed in turn (interleaved), or in a V. B is the full backward, as everywhere. For layers,
-:mod:`zbv_solver.search.baselines` gives each schedule the best cut for its own order.
+:mod:`zbv_solver.search.assemble` gives each schedule the best cut for its own order.
 
 If microbatches differ, the schedules run them in the given order and, with ``-practice`` behind their names,
 in the order used in practice: by size, the small ones at both ends. DynaPipe's schedule is made for such

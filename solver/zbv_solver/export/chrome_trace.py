@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from zbv_solver.documents.files import number
 from zbv_solver.export.palette import NAMES
-from zbv_solver.export.per_rank import holds_memory
-from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.export.timeline import Timeline, holds_memory, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS
 

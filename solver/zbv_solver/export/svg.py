@@ -52,9 +52,6 @@ class _Frame:
     def y(self, rank: int) -> float:
         return _TOP + rank * self.row
 
-    def bottom(self, ranks: int) -> float:
-        return self.y(ranks)
-
 
 @dataclass(frozen=True)
 class _Bar:
@@ -74,7 +71,7 @@ def render(plan: Plan) -> str:
         row=min(34.0, max(4.0, 720 / line.pp_degree)),
     )
     bars = list(_bars(line, frame) if len(line) <= MAX_BARS else _merged_bars(line, frame))
-    height = frame.bottom(line.pp_degree) + 52
+    height = frame.y(line.pp_degree) + 52
     title = _title(plan)
     return "\n".join(
         [
@@ -127,7 +124,7 @@ def _heading(plan: Plan, line: Timeline, title: str) -> Iterator[str]:
 
 
 def _axis(plan: Plan, line: Timeline, frame: _Frame) -> Iterator[str]:
-    bottom = frame.bottom(line.pp_degree)
+    bottom = frame.y(line.pp_degree)
     for at in quantities.ticks(0.0, line.makespan, 10):
         x = frame.x(at)
         yield f'<path d="M{x:.1f} {_TOP - 4}V{bottom + 5:.1f}" stroke="{GRID}"/>'

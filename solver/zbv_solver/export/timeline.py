@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.palette import KIND_FILLS, PALETTE_SHADES, rgb
-from zbv_solver.export.per_rank import accounts_for_memory
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import LETTERS, Problem
+from zbv_solver.problem.problem import LETTERS, F, Problem
 
 MAX_GLYPHS = 8_000
 """With more visible actions the script draws an image of them, otherwise a bar for each."""
@@ -139,6 +138,27 @@ def image(line: Timeline, columns: int) -> NDArray[np.uint32]:
     pixels[..., :3] = np.clip(np.rint(colour), 0, 255)
     pixels[..., 3] = np.rint(255 * busy)
     return pixels.view(np.uint32)[..., 0]
+
+
+def accounts_for_memory(problem: Problem) -> bool:
+    """Whether the problem has memory costs."""
+    memory = problem.memory
+    return memory.limit is not None or holds_memory(problem)
+
+
+def holds_memory(problem: Problem) -> bool:
+    """Whether a rank ever holds memory."""
+    return bool(problem.arrays.delta[F].any()) or any(problem.memory.static)
+
+
+def idle_shares(plan: Plan) -> list[float]:
+    """The share of the span that each rank (p,) is idle: 1 - busy / span. Their mean is the bubble rate."""
+    orders, span = plan.orders, plan.metrics.span
+    if span <= 0:
+        return [0.0] * orders.pp_degree
+    duration = plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
+    busy = np.bincount(orders.rank_index(), weights=duration, minlength=orders.pp_degree)
+    return [float(share) for share in 1 - busy / span]
 
 
 def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = False) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.partition.first_cuts import even_bound, level_cut
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut
-from zbv_solver.plans.certificate import certify, gap_of
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, certify, gap_of
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import Problem, objective_value

@@ -64,7 +64,7 @@ class ExactResult:
     """The best order, or None when none better than the incumbent was found."""
     lower_bound: float
     """A proven bound on the objective in the problem's unit. If it is above the value of an order, one of the
-    two is wrong, and :func:`zbv_solver.plans.certificate.certify` reports it."""
+    two is wrong, and :func:`zbv_solver.plans.plan.certify` reports it."""
     proved: bool
     """Whether the search space was exhausted: no order is better than the incumbent or ``orders``."""
 
@@ -92,7 +92,7 @@ def sweep_windows(
     time_limit
         Seconds; a cap on top, which makes the result depend on the machine.
     """
-    search = Search(problem, orders, time_limit=time_limit, seed=seed, cancelled=cancelled)
+    search = CpSearch(problem, orders, time_limit=time_limit, seed=seed, cancelled=cancelled)
     for size in usual_sizes(problem):
         window_effort = size * EFFORT_PER_ACTION
         count = max(1, math.ceil(2 * len(orders) / size))
@@ -144,7 +144,7 @@ def refine(
     listener
         Called from CP-SAT's thread with better orders and bounds.
     """
-    search = Search(
+    search = CpSearch(
         problem, incumbent, time_limit=time_limit, seed=seed, cancelled=cancelled, listener=listener
     )
     search.solve_whole(lower_bound, effort)
@@ -155,7 +155,7 @@ class _Stopped(Exception):
     """The search was cancelled, or its time is over."""
 
 
-class Search:
+class CpSearch:
     """An order that CP-SAT makes better, and what is proved about it."""
 
     orders: Orders

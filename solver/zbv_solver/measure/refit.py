@@ -25,10 +25,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.jitter.noise import MAX_FACTOR, NO_SPREAD, Jitter, Spread
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.measure.rank_trace import RankTrace, Samples, collect, grouped_medians, latencies
 from zbv_solver.problem.cut import CutModel
+from zbv_solver.problem.jitter import MAX_FACTOR, NO_SPREAD, Jitter, Spread
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W

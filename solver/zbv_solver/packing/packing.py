@@ -21,11 +21,10 @@ from zbv_solver.documents.files import number
 from zbv_solver.packing.arrange import Arrangement, Microbatch, Packer, arrangements, equal_tokens, improved
 from zbv_solver.packing.batch import Batch
 from zbv_solver.packing.step_costs import StepCosts, packing_bound
-from zbv_solver.plans.certificate import certify
-from zbv_solver.plans.plan import Plan, plan_json
+from zbv_solver.plans.plan import Plan, certify, plan_json
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 Planner = Callable[[Problem, SearchOptions], Plan]
 FINALISTS = 3

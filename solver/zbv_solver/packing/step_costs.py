@@ -115,16 +115,11 @@ class StepCosts:
         forward, inputs = self.delta
         left = np.minimum(forward, forward + inputs)
         left = np.where((left >= 0).all(axis=-1, keepdims=True), left, 0.0)
-        rest = np.minimum(_product(left, self.duration[W]), _product(forward, self._longer_fused))
+        longer = np.maximum(0.0, self.duration[B] - self.duration[I])  # 0 where a coefficient is smaller
+        rest = np.minimum(_product(left, self.duration[W]), _product(forward, longer))
         return np.stack(
             [(_product(forward, self.path) + rest)[list(stages)].sum(axis=0) for stages in self.stages_of]
         )
-
-    @property
-    def _longer_fused(self) -> FloatArray:
-        """(S, 3): by how much B is longer than I at least; 0 where a coefficient is smaller."""
-        longer: FloatArray = np.maximum(0.0, self.duration[B] - self.duration[I])
-        return longer
 
     @cached_property
     def rates(self) -> FloatArray:

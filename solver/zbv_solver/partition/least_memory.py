@@ -16,7 +16,7 @@ import numpy as np
 from zbv_solver.partition.balance import smallest_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.settle import settled_cut
-from zbv_solver.plans.certificate import certify
+from zbv_solver.plans.plan import certify
 from zbv_solver.problem.cut import Cut
 
 if TYPE_CHECKING:

@@ -62,15 +62,6 @@ class First:
         """Whether a layer may be recomputed."""
         return layer.recompute is not None and name not in self.others
 
-    def ranges(self, most: int) -> list[First]:
-        """Short ranges that have all numbers up to ``most``, each twice as long as the one before."""
-        most, found, begin = max(self.least, min(self.most, most)), [], self.least
-        while begin <= most:
-            end = min(most, 2 * begin)
-            found.append(First(begin, end))
-            begin = end + 1
-        return found
-
 
 @dataclass(frozen=True)
 class Groups:

@@ -1,4 +1,6 @@
-"""Plans: orders for all ranks, their metrics, and their identity.
+"""Plans: orders for all ranks, their metrics, what a lower bound proves about them, and their identity.
+
+The gap and the status of a plan are computed here only (:func:`certify`).
 
 The identity of a plan is the SHA-256 of the canonical JSON of its problem and ranks. Metrics, baselines and
 provenance are not part of it.
@@ -8,22 +10,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zbv_solver._version import __version__
 from zbv_solver.documents.files import canonical_json, plain, write
-from zbv_solver.plans.certificate import Status
+from zbv_solver.errors import ContradictedBound
+from zbv_solver.kernels.jit import can_compile
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.simulation import Simulation, simulation_json
-from zbv_solver.problem.problem import Problem, objective_value
-from zbv_solver.problem.writing import problem_json
+from zbv_solver.problem.layered_problem import AnyProblem
+from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.problem.problem import Objective, Problem, objective_value
+from zbv_solver.problem.writing import any_problem_json, problem_json
+
+if TYPE_CHECKING:  # only plans for durations that vary have one
+    from zbv_solver.problem.jitter import Jitter
 
 UNNAMED = "this plan"
 """The name of a plan that does not say how it was made."""
+Status = Literal["optimal", "feasible"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,46 @@ class CutCertificate:
     has a smaller objective."""
     gap: float
     """objective / lower_bound - 1."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The time of an iteration over many scenarios, in the problem's time unit."""
+
+    expected_span: float
+    p95_span: float
+    """Mean and 0.95 quantile, of iterations that follow each other back to back."""
+    expected_makespan: float
+    p95_makespan: float
+    """The same of iterations that all ranks begin together."""
+
+    def of(self, objective: Objective) -> tuple[float, float]:
+        """The mean and the 0.95 quantile of an objective."""
+        if objective == "span":
+            return self.expected_span, self.p95_span
+        return self.expected_makespan, self.p95_makespan
+
+
+@dataclass(frozen=True)
+class SimulatedBaseline:
+    """A classical schedule in the same scenarios; ``fits`` says whether it keeps the memory limit."""
+
+    name: str
+    spans: Spans
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """How a plan and its baselines behave when durations vary."""
+
+    jitter: Jitter
+    scenarios: int
+    """Number of simulated iterations of every schedule."""
+    seed: int
+    """Of the random draws, which all schedules share."""
+    spans: Spans
+    baselines: tuple[SimulatedBaseline, ...]
 
 
 @dataclass(frozen=True)
@@ -136,12 +184,12 @@ class Plan:
         write(path, json.dumps(plan_json(self)) + "\n")
 
     def _repr_html_(self) -> str | None:
-        """The picture and the metrics, for notebooks."""
-        return None if notebook_html is None else notebook_html(self)
+        """The picture and the metrics, for notebooks; None without Numba."""
+        if not can_compile():
+            return None
+        from zbv_solver.export.html import plan_html  # upwards: only the plan itself is asked
 
-
-notebook_html: Callable[[Plan], str] | None = None
-"""Draws a plan for a notebook. The package's face sets it, because `export` is built on this folder."""
+        return plan_html(self)
 
 
 def identity(problem: dict[str, Any], ranks: list[list[str]]) -> str:
@@ -181,3 +229,65 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         if plan.cut is not None:
             document["cut"] = plain(plan.cut)
     return document
+
+
+def simulation_json(simulation: Simulation) -> dict[str, Any]:
+    """A simulation as a JSON document."""
+    from zbv_solver.problem.jitter import jitter_json
+
+    return {
+        "jitter": jitter_json(simulation.jitter),
+        "scenarios": simulation.scenarios,
+        "seed": simulation.seed,
+        **plain(simulation.spans),
+        "baselines": [
+            {"name": each.name, **plain(each.spans), "fits": each.fits} for each in simulation.baselines
+        ],
+    }
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A proved bound on an objective, and the resulting gap."""
+
+    lower_bound: float
+    """Never above the objective: a bound that exceeds it by rounding only is set to the objective."""
+    gap: float
+    """objective / lower_bound - 1."""
+    status: Status
+
+
+def verdict(objective: float, lower_bound: float) -> Literal["contradicted", "optimal", "feasible"]:
+    """Whether a lower bound proves a verified plan optimal, or contradicts it by more than rounding."""
+    if lower_bound > objective * (1 + OPTIMAL_GAP):
+        return "contradicted"
+    return "optimal" if gap_of(objective, lower_bound) == 0 else "feasible"
+
+
+def gap_of(objective: float, lower_bound: float) -> float:
+    """objective / lower_bound - 1, relative; 0 when both are 0 or the difference is rounding."""
+    if lower_bound > 0:
+        gap = objective / lower_bound - 1
+        return 0.0 if abs(gap) <= OPTIMAL_GAP else gap
+    return 0.0 if objective <= 0 else math.inf
+
+
+def certify(problem: AnyProblem, objective: float, lower_bound: float, source: str) -> Certificate:
+    """The certificate of a verified plan of a problem.
+
+    Parameters
+    ----------
+    source
+        Where the bound comes from, for error messages.
+
+    Raises
+    ------
+    ContradictedBound
+        When the objective is below the bound by more than rounding.
+    """
+    found = verdict(objective, lower_bound)
+    if found == "contradicted":
+        raise ContradictedBound(any_problem_json(problem), objective, lower_bound, source)
+    if found == "optimal":
+        return Certificate(objective, 0.0, "optimal")
+    return Certificate(lower_bound, gap_of(objective, lower_bound), "feasible")

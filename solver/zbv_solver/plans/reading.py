@@ -14,11 +14,21 @@ from zbv_solver.documents.fields import MAX_NAME, MAX_TEXT, AtMost, Count, Numbe
 from zbv_solver.documents.files import load, plain
 from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import JitterDocument, parse_jitter
-from zbv_solver.plans.certificate import Status, gap_of
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, identity
-from zbv_solver.plans.simulation import SimulatedBaseline, Simulation, Spans
+from zbv_solver.plans.plan import (
+    Baseline,
+    CutCertificate,
+    Metrics,
+    Plan,
+    Provenance,
+    SimulatedBaseline,
+    Simulation,
+    Spans,
+    Status,
+    gap_of,
+    identity,
+)
+from zbv_solver.problem.jitter import JitterDocument, parse_jitter
 from zbv_solver.problem.numeric import MAX_ACTIONS, MAX_LAYERS, MAX_PP_DEGREE, MAX_STAGES
 from zbv_solver.problem.problem import Objective, Problem, objective_value
 from zbv_solver.problem.reading import parse_problem

@@ -1,5 +1,6 @@
-"""The search: its stages, options and budgets, and the assembly of verified plans.
+"""The search: its phases, options and budgets, and the assembly of verified plans.
 
-`search.search` is its entry point, `assemble` makes plans of orders, and `claims` checks what a plan states.
-The methods themselves are in `bounds`, `construct`, `improve` and `partition`.
+`run.search` is its entry point, `phases` runs one method after the other, `assemble` makes plans of orders,
+and `claims` checks what a plan states. The methods themselves are in `bounds`, `construct`, `improve` and
+`partition`.
 """

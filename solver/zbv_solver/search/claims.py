@@ -1,4 +1,4 @@
-"""Which claims of a plan file are verified.
+"""Plan files: read and verified, and which of their claims are verified.
 
 :mod:`zbv_solver.verify` recomputes the metrics of the orders, and the planner recomputes the baselines. A
 lower bound does not follow from the orders: it needs a proof that no other order is better. By default a
@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zbv_solver.construct.baselines import baseline_names
+from zbv_solver.documents.files import file_label
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
-from zbv_solver.plans.certificate import verdict
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Baseline, Metrics, Plan
+from zbv_solver.plans.plan import Baseline, Metrics, Plan, Spans, verdict
 from zbv_solver.plans.reading import (
-    BaselineDocument,
     PlanDocument,
+    load_plan_document,
     parse_orders,
     parse_plan_document,
     to_baseline,
@@ -74,6 +75,33 @@ class CheckedPlan:
         return tuple(claim for claim in self.claims if not claim.is_verified)
 
 
+def load_plan(path: str | Path) -> Plan:
+    """Read and verify a plan file; metrics that it does not state are computed.
+
+    Raises
+    ------
+    InvalidInput
+        When the file is not JSON or not a plan.
+    InvalidPlan
+        When the orders cannot be executed, or a stated metric is wrong.
+    OSError
+        When the file cannot be read.
+    """
+    parsed = load_plan_document(path)
+    try:
+        if parsed.metrics is None:
+            from zbv_solver.search.assemble import make_plan
+
+            return make_plan(*parse_orders(parsed), method=parsed.provenance.method)
+        plan = to_plan(parsed)
+        verify(plan)
+    except InvalidInput as error:
+        raise error.found_in(file_label(path)) from None
+    except InvalidPlan as error:
+        raise InvalidPlan(f"{file_label(path)}: {error}") from None
+    return plan
+
+
 def check_plan(
     document: Any,
     asked: Problem | LayeredProblem | None = None,
@@ -102,41 +130,35 @@ def check_plan(
         When a claim is false, or ``prove`` finds no proof.
     """
     parsed = document if isinstance(document, PlanDocument) else parse_plan_document(document)
-    problem, orders = parse_orders(parsed)
+    plan = None if parsed.metrics is None else to_plan(parsed)
+    problem, orders = parse_orders(parsed) if plan is None else (plan.problem, plan.orders)
     if asked is not None:
         require_answer(problem, asked)
-    if parsed.metrics is None:
-        verify_orders(problem, orders)
-        plan, metrics = None, _metrics_of(problem, orders)
-    else:
-        plan = to_plan(parsed)
-        verify(plan)
-        metrics = plan.metrics
-    claims = [*_order_claims(parsed, problem), *_metric_claims(parsed)]
-    claims += _baseline_claims(parsed, problem)
-    if plan is not None:
-        claims += _bound_claims(plan, parsed, prove, cancelled)
-        claims += _cut_claims(plan, asked, prove)
-        claims += _simulation_claims(plan)
-    elif parsed.cut is not None:
+    if plan is None and parsed.cut is not None:
         raise InvalidInput.at(
             "/cut", "states a bound, but the plan states no metrics. State `metrics`, or leave `cut` out."
         )
+    if plan is not None:
+        verify(plan)
+    metrics = _recomputed_metrics(problem, orders) if plan is None else plan.metrics
+    claims = [*_order_claims(parsed, problem)]
+    if plan is not None:
+        claims += _metric_claims(plan.metrics)
+    claims += _baseline_claims(tuple(map(to_baseline, parsed.baselines)), problem)
+    if plan is not None:
+        if parsed.metrics is not None and "lower_bound" in parsed.metrics.model_fields_set:
+            claims += _bound_claims(plan, prove, cancelled)
+        claims += [*_cut_claims(plan, asked, prove), *_simulation_claims(plan)]
     if "provenance" in parsed.model_fields_set:
-        claims.append(
-            Claim(
-                "/provenance",
-                f"found by zbv {parsed.provenance.version}, method {parsed.provenance.method}",
-                False,
-                "how a plan was found does not follow from it",
-            )
-        )
+        text = f"found by zbv {parsed.provenance.version}, method {parsed.provenance.method}"
+        claims.append(Claim("/provenance", text, False, "how a plan was found does not follow from it"))
     return CheckedPlan(problem, orders, tuple(claims), metrics)
 
 
-def _metrics_of(problem: Problem, orders: Orders) -> Metrics | None:
-    """The metrics of verified orders; None without Numba."""
+def _recomputed_metrics(problem: Problem, orders: Orders) -> Metrics | None:
+    """The metrics of orders, which are verified; None without Numba."""
     if not can_compile():
+        verify_orders(problem, orders)
         return None
     from zbv_solver.search.assemble import make_plan
 
@@ -165,53 +187,37 @@ def _order_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
             yield Claim(f"/{name}", name, True, "compared with the problem")
 
 
-def _metric_claims(parsed: PlanDocument) -> Iterator[Claim]:
-    if parsed.metrics is None:
-        return
+def _metric_claims(metrics: Metrics) -> Iterator[Claim]:
     for name in ("makespan", "span", "bubble_rate"):
-        value = getattr(parsed.metrics, name)
+        value = getattr(metrics, name)
         yield Claim(f"/metrics/{name}", f"{name} {value:.9g}", True, "recomputed from the orders")
-    peak = max(parsed.metrics.peak_memory, default=0.0)
+    peak = max(metrics.peak_memory, default=0.0)
     yield Claim("/metrics/peak_memory", f"peak_memory up to {peak:.9g}", True, "recomputed from the orders")
 
 
-def _baseline_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
+def _baseline_claims(baselines: tuple[Baseline, ...], problem: Problem) -> Iterator[Claim]:
     """Claims about baselines. Classical schedules of the same stages are recomputed."""
-    if not parsed.baselines:
-        return
+    for index, stated in enumerate(baselines):
+        reason = _why_not_recomputed(stated, problem)
+        if reason is None:
+            from zbv_solver.search import assemble
+
+            found = assemble.baseline_row(stated.name, *assemble.stated(stated, problem))
+            _compare_records(f"baseline {stated.name}", stated, found)
+        better = "; that no cut is better for its order was not verified" if problem.model is not None else ""
+        yield Claim(
+            f"/baselines/{index}", f"baseline {stated.name}", reason is None, reason or f"recomputed{better}"
+        )
+
+
+def _why_not_recomputed(baseline: Baseline, problem: Problem) -> str | None:
     if not can_compile():
-        known: tuple[str, ...] = ()
-        reason = "recomputing baselines needs numba; install zbv[solver]"
-    else:
-        known = baseline_names(problem)
-        reason = "not a classical schedule; it comes from another search"
-    for index, stated in enumerate(parsed.baselines):
-        pointer, text = f"/baselines/{index}", f"baseline {stated.name}"
-        is_cut = problem.model is not None
-        if stated.name not in known or (is_cut and stated.layers_per_stage is None):
-            no_cut = "its cut is not stated as layers_per_stage"
-            yield Claim(pointer, text, False, no_cut if stated.name in known else reason)
-            continue
-        found = _recomputed(stated, problem)
-        for name in ("span", "makespan", "bubble_rate"):
-            compare(f"{name} of {text}", getattr(stated, name), getattr(found, name))
-        if len(stated.peak_memory) != len(found.peak_memory):
-            raise InvalidPlan(
-                f"the stated peak_memory of {text} has {len(stated.peak_memory)} values, not "
-                f"{len(found.peak_memory)}."
-            )
-        for rank, (own, recomputed) in enumerate(zip(stated.peak_memory, found.peak_memory, strict=True)):
-            compare(f"peak_memory of {text} on rank {rank}", own, recomputed)
-        if stated.fits != found.fits:
-            raise InvalidPlan(f"the stated fits of {text} is {stated.fits}; recomputed it is {found.fits}.")
-        better = "; that no cut is better for its order was not verified" if is_cut else ""
-        yield Claim(pointer, text, True, f"recomputed{better}")
-
-
-def _recomputed(document: BaselineDocument, problem: Problem) -> Baseline:
-    from zbv_solver.search.baselines import baseline_row, stated
-
-    return baseline_row(document.name, *stated(to_baseline(document), problem))
+        return "recomputing baselines needs numba; install zbv[solver]"
+    if baseline.name not in baseline_names(problem):
+        return "not a classical schedule; it comes from another search"
+    if problem.model is not None and baseline.layers_per_stage is None:
+        return "its cut is not stated as layers_per_stage"
+    return None
 
 
 def _simulation_claims(plan: Plan) -> Iterator[Claim]:
@@ -220,35 +226,47 @@ def _simulation_claims(plan: Plan) -> Iterator[Claim]:
     if stated is None:
         return
     text = f"simulation of {stated.scenarios} scenarios"
-    cost = stated.scenarios * len(plan.orders)
-    if not can_compile() or cost > MOST_SIMULATED:
-        needs = "needs numba; install zbv[solver]" if cost <= MOST_SIMULATED else "would take too long"
+    is_too_long = stated.scenarios * len(plan.orders) > MOST_SIMULATED
+    if is_too_long or not can_compile():
+        needs = "would take too long" if is_too_long else "needs numba; install zbv[solver]"
         yield Claim("/simulation", text, False, f"simulating again {needs}")
         return
-    from zbv_solver.search.simulate import simulate
+    from zbv_solver.search.jitter import simulate
 
     try:
         found = simulate(plan, stated.jitter, scenarios=stated.scenarios, seed=stated.seed)
     except InvalidInput as error:
         raise error.below("/simulation") from None
-    known = {"the plan": found.spans, **{each.name: each.spans for each in found.baselines}}
-    for name, spans in [("the plan", stated.spans), *((each.name, each.spans) for each in stated.baselines)]:
-        if name not in known:
+    _compare_records("the plan in the simulation", stated.spans, found.spans)
+    known = {row.name: row.spans for row in found.baselines}
+    for row in stated.baselines:
+        if row.name not in known:
             raise InvalidPlan(
-                f"the stated simulation has the baseline {name!r}; zbv knows none of this name."
+                f"the stated simulation has the baseline {row.name!r}; zbv knows none of this name."
             )
-        for metric, value in vars(spans).items():
-            compare(f"{metric} of {name} in the simulation", value, getattr(known[name], metric))
+        _compare_records(f"{row.name} in the simulation", row.spans, known[row.name])
     yield Claim("/simulation", text, True, "simulated again")
 
 
-def _bound_claims(
-    plan: Plan, parsed: PlanDocument, prove: bool, cancelled: Callable[[], bool] | None
-) -> Iterator[Claim]:
-    metrics = parsed.metrics
-    if metrics is None or "lower_bound" not in metrics.model_fields_set:
-        return
-    stated = metrics.lower_bound
+def _compare_records(what: str, stated: Baseline | Spans, recomputed: Baseline | Spans) -> None:
+    """Raise :class:`InvalidPlan` with the first number in which a stated record differs."""
+    for name, value in vars(stated).items():
+        other = getattr(recomputed, name)
+        if isinstance(value, float):
+            compare(f"{name} of {what}", value, other)
+        elif isinstance(value, bool) and value != other:
+            raise InvalidPlan(f"the stated {name} of {what} is {value}; recomputed it is {other}.")
+        elif name == "peak_memory":
+            if len(value) != len(other):
+                raise InvalidPlan(
+                    f"the stated peak_memory of {what} has {len(value)} values, not {len(other)}."
+                )
+            for rank, (held, recomputed_held) in enumerate(zip(value, other, strict=True)):
+                compare(f"peak_memory of {what} on rank {rank}", held, recomputed_held)
+
+
+def _bound_claims(plan: Plan, prove: bool, cancelled: Callable[[], bool] | None) -> Iterator[Claim]:
+    metrics, stated = plan.metrics, plan.metrics.lower_bound
     objective = plan.problem.objective
     optimal = ", so the plan is optimal" if metrics.status == "optimal" else ""
     text = f"lower bound {stated:.9g} of the {objective}{optimal}"
@@ -266,9 +284,7 @@ def _bound_claims(
         yield Claim("/metrics/lower_bound", text, True, prove_bound(plan, stated, cancelled))
     else:
         yield Claim("/metrics/lower_bound", text, False, "a proof is needed: zbv check --prove")
-    yield Claim(
-        "/metrics/gap", f"gap {plan.metrics.gap:.3g}", True, "recomputed from objective and lower bound"
-    )
+    yield Claim("/metrics/gap", f"gap {metrics.gap:.3g}", True, "recomputed from objective and lower bound")
 
 
 def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None = None) -> str:
@@ -284,7 +300,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     """
     from zbv_solver.bounds import lower_bound
     from zbv_solver.search.options import budgets_of
-    from zbv_solver.search.search_unit import in_search_unit
+    from zbv_solver.search.unit import in_search_unit
 
     # In the caller's unit, CP-SAT's grid may be coarser and prove less.
     problem, unit = in_search_unit(plan.problem)

@@ -17,7 +17,7 @@ import numpy as np
 
 from zbv_solver.bounds import BoundEffort, lower_bound
 from zbv_solver.construct.baselines import without_limit
-from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.errors import ContradictedBound, InfeasibleMemory
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.first_cuts import (
     EVEN,
@@ -31,20 +31,19 @@ from zbv_solver.partition.first_cuts import (
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.joint_search import Judge, improve_cut
 from zbv_solver.partition.least_memory import least_memory_cut
-from zbv_solver.plans.certificate import certify, verdict
-from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Baseline, CutCertificate, Plan, certify, verdict
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.problem import Problem, require_same_problem
+from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import PLACEMENT_KINDS, Placement
 from zbv_solver.problem.writing import layered_json
-from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.baselines import compare
-from zbv_solver.search.layered_unit import OwnUnit
-from zbv_solver.search.options import STAGES, SearchOptions
-from zbv_solver.search.pipeline import Pipeline
-from zbv_solver.search.search_state import Cancelled, OnProgress, Progress
+from zbv_solver.search.assemble import compare
+from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
+from zbv_solver.search.options import PHASES, SearchOptions
+from zbv_solver.search.phases import Search
+from zbv_solver.search.unit import OwnUnit
 
 JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
 """Actions that may be placed to estimate cuts, on all placements together."""
@@ -72,14 +71,14 @@ def plan_layers(
     options: SearchOptions | None = None,
     on_progress: OnProgress | None = None,
     cancelled: Cancelled | None = None,
-    incumbent: Plan | None = None,
+    incumbent: Orders | Plan | None = None,
 ) -> Plan:
     """Cut the model, place and order its stages, prove a bound over all cuts, and verify the plan.
 
     Parameters
     ----------
     on_progress, cancelled
-        As in :func:`zbv_solver.search.search.search`; every report has the problem of its orders.
+        As in :func:`zbv_solver.search.run.search`; every report has the problem of its orders.
     incumbent
         A plan of the same layers to start from.
 
@@ -92,11 +91,14 @@ def plan_layers(
     ContradictedBound
         When a plan undercuts a bound.
     """
+    if isinstance(incumbent, Orders):
+        raise TypeError("for layers the incumbent must be a Plan: orders alone do not define the cut.")
     own = OwnUnit.of(problem)
-    start = None if incumbent is None else own.incumbent(_checked(problem, incumbent))
-    hear = None if on_progress is None else lambda heard: on_progress(own.progress(heard))
+    start = None if incumbent is None else own.incumbent(incumbent)
+    report = None if on_progress is None else lambda progress: on_progress(own.progress(progress))
     try:
-        plan = own.plan(_LayersSearch(own.problem, options or SearchOptions(), hear, cancelled).run(start))
+        plan = _LayersSearch(own.problem, options or SearchOptions(), report, cancelled).run(start)
+        plan = own.plan(plan)
     except ContradictedBound as error:
         objective, bound = error.objective * own.length, error.bound * own.length
         raise ContradictedBound(layered_json(problem), objective, bound, error.source) from None
@@ -111,7 +113,7 @@ def first_plan(problem: LayeredProblem, cancelled: Cancelled | None = None, work
     Raises :class:`InfeasibleMemory` when no cut has a plan that fits the memory limit.
     """
     own = OwnUnit.of(problem)
-    options = SearchOptions("quick", without=STAGES, workers=workers)
+    options = SearchOptions("quick", without=PHASES, workers=workers)
     return own.plan(_LayersSearch(own.problem, options, None, cancelled, is_first=True).run(None))
 
 
@@ -148,15 +150,15 @@ class _LayersSearch:
         self.floors: dict[Placement, float] = {}
         self.best: Plan | None = None
         self.method = "resumed"
-        self.heard = np.inf
+        self.reported = np.inf
 
     def feasible(self) -> list[tuple[CutSpace, Starts]]:
         """First cuts on every placement with a cut that fits; also computes the bounds over all cuts."""
-        starts = self._each(self.spaces, lambda space: (space, self._starts(space, level_cut(space))))
+        starts = self._in_threads(self.spaces, lambda space: (space, self._starts(space, level_cut(space))))
         return [(space, found) for space, found in starts if found] or self._hard_starts()
 
-    def _each(self, items: Iterable[S], function: Callable[[S], T]) -> list[T]:
-        """Call a function for every item, in threads, because kernels run without the GIL."""
+    def _in_threads(self, items: Iterable[S], function: Callable[[S], T]) -> list[T]:
+        """Call a function for every item; kernels run without the GIL."""
         with ThreadPoolExecutor(self.options.workers) as threads:
             return list(threads.map(function, items))
 
@@ -212,10 +214,10 @@ class _LayersSearch:
         """Find a first plan quickly, because estimating cuts takes a while."""
         name, cut = next(iter(starts.items()))
         problem = self.problem.cut_into(space.placement, cut)
-        options = replace(self._limited(JUDGE_SHARE), effort="quick", without=STAGES)
-        with Pipeline(problem, options, self._hear, self.cancelled) as pipeline:
-            pipeline.run()
-            self.best, self.method = pipeline.finish(), name
+        options = replace(self._limited(JUDGE_SHARE), effort="quick", without=PHASES)
+        search = Search(problem, options, self._report, self.cancelled)
+        search.run()
+        self.best, self.method = search.plan(), name
 
     def _entrants(self, feasible: list[tuple[CutSpace, Starts]]) -> list[_Entrant]:
         """The candidates for the full search, the most promising first."""
@@ -225,7 +227,7 @@ class _LayersSearch:
             cuts = self._judged(*feasible[number])
             return [ScoredCut(cut, judges[number].value(cut), name=name) for name, cut in cuts]
 
-        judged = self._each(range(len(judges)), estimates)
+        judged = self._in_threads(range(len(judges)), estimates)
         lowest = min(candidate.value for candidates in judged for candidate in candidates)
         climbing = [
             number for number, (space, _) in enumerate(feasible) if self.floors[space.placement] < lowest
@@ -271,17 +273,17 @@ class _LayersSearch:
             ):
                 continue
             share = (SEARCH_SHARE - self._spent()) / (len(finalists) - number)
-            with Pipeline(problem, self._limited(share), self._hear, self.cancelled) as pipeline:
-                if best is not None and best.problem == problem:
-                    pipeline.resume_from(best.orders)
-                if self.is_first:
-                    plan = pipeline.first_plan(np.inf if best is None else best.objective)
-                else:
-                    pipeline.run()
-                    plan = pipeline.finish()
-            self._take(entrant.name, plan)
+            search = Search(problem, self._limited(share), self._report, self.cancelled)
+            if best is not None and best.problem == problem:
+                search.resume_from(best.orders)
+            if self.is_first:
+                plan = search.first_plan(np.inf if best is None else best.objective)
+            else:
+                search.run()
+                plan = search.plan()
+            self._accept(entrant.name, plan)
 
-    def _take(self, name: str, plan: Plan) -> None:
+    def _accept(self, name: str, plan: Plan) -> None:
         """Keep a plan if it is the best, or equal and of the same cut: it has a better bound."""
         best = self.best
         if (
@@ -312,7 +314,7 @@ class _LayersSearch:
             raise RuntimeError("no cut was searched; this is a bug in zbv, please report it.")
         is_cancelled = self.cancelled is not None and self.cancelled()
         # After a cancellation the caller waits for the plan, and baselines would take more searches.
-        beside = () if is_cancelled or self.is_first else tuple(self._beside(entrants))
+        others = () if is_cancelled or self.is_first else tuple(self._other_cuts(entrants))
         best = self.best
         certificate = certify(self.problem, best.objective, min(self.floors.values()), "cuts")
         extra = {**best.provenance.extra, "effort": self.options.effort}
@@ -323,12 +325,12 @@ class _LayersSearch:
         provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
         return replace(
             best,
-            baselines=beside,
+            baselines=others,
             cut=CutCertificate(self.method, certificate.lower_bound, certificate.gap),
             provenance=provenance,
         )
 
-    def _beside(self, entrants: list[_Entrant]) -> Iterator[Baseline]:
+    def _other_cuts(self, entrants: list[_Entrant]) -> Iterator[Baseline]:
         """Baselines: the simple cuts on the plan's placement, and the best cut of every other placement."""
         if self.best is None:
             return
@@ -352,22 +354,22 @@ class _LayersSearch:
         except InfeasibleMemory:
             fits, problem = False, without_limit(problem)
         options = replace(self._limited(share), effort="quick")
-        with Pipeline(problem, options, None, self.cancelled) as pipeline:
-            pipeline.run()
-            plan = pipeline.finish()
+        search = Search(problem, options, None, self.cancelled)
+        search.run()
+        plan = search.plan()
         if fits:
-            self._take(name, plan)  # with little time, it may be better than the plan
+            self._accept(name, plan)  # with little time, it may be better than the plan
         metrics = plan.metrics
         return Baseline(name, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits)
 
-    def _hear(self, progress: Progress) -> None:
+    def _report(self, progress: Progress) -> None:
         """Report progress that is better than that of all cuts before, with the bound over all cuts."""
         bound = min(self.floors.values())
-        if self.on_progress is None or progress.objective >= self.heard * (1 - OPTIMAL_GAP):
+        if self.on_progress is None or progress.objective >= self.reported * (1 - OPTIMAL_GAP):
             return
         if verdict(progress.objective, bound) == "contradicted":
             return  # _finish() raises
-        self.heard = progress.objective
+        self.reported = progress.objective
         certificate = certify(self.problem, progress.objective, bound, "cuts")
         self.on_progress(
             replace(
@@ -381,14 +383,3 @@ class _LayersSearch:
     def _is_over(self, share: float) -> bool:
         """Whether a share of the time limit has elapsed, or the search was cancelled."""
         return self._spent() >= share or (self.cancelled is not None and self.cancelled())
-
-
-def _checked(problem: LayeredProblem, incumbent: Plan) -> Plan:
-    """The incumbent, verified, with recomputed metrics; raises :class:`InvalidPlan`."""
-    try:
-        cut = problem.as_cut_in(incumbent.problem)
-    except InvalidInput as error:
-        raise InvalidPlan(f"the incumbent is not a plan of these layers: {error}") from None
-    require_same_problem(cut, incumbent.problem)
-    plan = make_plan(cut, incumbent.orders, method=incumbent.provenance.method)
-    return replace(plan, provenance=incumbent.provenance)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Jitter
 from zbv_solver.problem.problem import Problem
 
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
-STAGES = ("tune", "inject", "overtake", "anneal", "windows", "exact")
-"""Stages of the search that can be left out to measure their contribution. Orders are always constructed."""
+PHASES = ("tune", "inject", "overtake", "anneal", "windows", "exact")
+"""Phases of a search that can be left out to measure their contribution. Orders are always constructed."""
 
 
 @dataclass(frozen=True)
@@ -46,41 +45,7 @@ class Budget:
     exact_time: float
     """CP-SAT's deterministic time for the whole problem."""
 
-    def of(self, actions: int) -> Budget:
-        """The budget for a number of actions: problems that CP-SAT can solve need no long search before."""
-        if actions > self.exact_actions:
-            return self
-        return replace(
-            self,
-            most_injected=min(self.most_injected, BRIEFLY_INJECTED),
-            most_tuned=min(self.most_tuned, BRIEFLY_TUNED),
-            most_annealed=min(self.most_annealed, BRIEFLY_ANNEALED),
-            window_time=min(self.window_time, BRIEF_WINDOWS),
-        )
 
-    def for_differing(self) -> Budget:
-        """The budget for microbatches that differ: there are many more rules, as the order of entry is one.
-
-        Injections rarely find more than tuning there. CP-SAT solves only the smallest of such problems, so no
-        other stage is kept short for it.
-        """
-        return replace(
-            self,
-            injected=max(self.injected // 2, INJECTED_DIFFERING),
-            most_injected=max(self.most_injected // 2, MOST_INJECTED_DIFFERING),
-            tuned=max(int(1.4 * self.tuned), TUNED_DIFFERING),
-            most_tuned=max(int(1.4 * self.most_tuned), MOST_TUNED_DIFFERING),
-            window_time=WINDOW_SHARE_DIFFERING * self.window_time,
-            exact_actions=min(self.exact_actions, EXACT_DIFFERING),
-        )
-
-
-INJECTED_DIFFERING, MOST_INJECTED_DIFFERING = 4_000_000, 1_000
-TUNED_DIFFERING = 4_000_000
-MOST_TUNED_DIFFERING = 2_000
-WINDOW_SHARE_DIFFERING, EXACT_DIFFERING = 0.5, 240
-BRIEFLY_INJECTED = 2_000
-BRIEFLY_TUNED, BRIEFLY_ANNEALED, BRIEF_WINDOWS = 3_000, 60_000, 0.05
 BUDGETS: dict[str, Budget] = {
     "quick": Budget(
         constructed=2_000_000,
@@ -127,19 +92,52 @@ BUDGETS: dict[str, Budget] = {
 }
 
 
+DIFFERING: dict[str, Budget] = {
+    "quick": replace(BUDGETS["quick"], tuned=4_000_000, most_tuned=2_000),
+    "standard": replace(
+        BUDGETS["standard"],
+        injected=30_000_000,
+        most_injected=32_000,
+        tuned=84_000_000,
+        most_tuned=11_200,
+        window_time=0.25,
+    ),
+    "thorough": replace(
+        BUDGETS["thorough"],
+        injected=500_000_000,
+        most_injected=200_000,
+        tuned=700_000_000,
+        most_tuned=112_000,
+        window_time=1.0,
+        exact_actions=240,
+    ),
+}
+"""Budgets where microbatches differ. There are many more rules to tune, as the order of entry is one;
+injections rarely find more than tuning, and CP-SAT solves only the smallest of such problems."""
+
+
 def budgets_of(effort: Effort, problem: Problem) -> list[Budget]:
-    """The budgets of a search, which runs all its stages with one after the other.
+    """The budgets of a search, which runs all its phases with one after the other.
 
     Where microbatches differ, random choices decide more than budgets do, and a longer search may end with a
     worse plan than a shorter one. So the effort ``thorough`` begins with all that ``standard`` does.
     """
-    if problem.is_equal:
-        return [BUDGETS[effort].of(problem.max_actions)]
-    efforts = ["standard", effort] if effort == "thorough" else [effort]
-    return [BUDGETS[each].for_differing() for each in efforts]
+    if not problem.is_equal:
+        efforts = ["standard", effort] if effort == "thorough" else [effort]
+        return [DIFFERING[each] for each in efforts]
+    budget = BUDGETS[effort]
+    return [before_exact(budget) if problem.max_actions <= budget.exact_actions else budget]
 
 
-LEAST_QUANTILE, LARGEST_QUANTILE = 0.5, 0.99
+def before_exact(budget: Budget) -> Budget:
+    """A budget for a problem that CP-SAT solves as a whole, which needs no long search before."""
+    return replace(
+        budget,
+        most_injected=min(budget.most_injected, 2_000),
+        most_tuned=min(budget.most_tuned, 3_000),
+        most_annealed=min(budget.most_annealed, 60_000),
+        window_time=min(budget.window_time, 0.05),
+    )
 
 
 @dataclass(frozen=True)
@@ -159,12 +157,7 @@ class SearchOptions:
     workers: int = 1
     """Threads of the search; the plan does not depend on their number."""
     without: tuple[str, ...] = ()
-    """Stages of ``STAGES`` to leave out."""
-    jitter: Jitter | None = None
-    """By how much durations vary. With it, the plan is chosen for its simulated time
-    (:mod:`zbv_solver.search.for_jitter`), not for the time with planned durations."""
-    quantile: float | None = None
-    """The quantile of the simulated times to choose for, or None for their mean."""
+    """Phases of ``PHASES`` to leave out."""
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS:
@@ -177,16 +170,6 @@ class SearchOptions:
             raise InvalidInput.at("/workers", f"found {self.workers}; must be at least 1.")
         if not 0 <= self.seed < 2**31:
             raise InvalidInput.at("/seed", f"found {self.seed}; must be from 0 to {2**31 - 1}.")
-        for stage in self.without:
-            if stage not in STAGES:
-                raise InvalidInput.at("/without", f"found {stage!r}; must be one of {', '.join(STAGES)}.")
-        if self.quantile is not None:
-            if self.jitter is None:
-                raise InvalidInput.at(
-                    "/quantile", "is of the times when durations vary; give jitter too, or remove it."
-                )
-            if not LEAST_QUANTILE <= self.quantile <= LARGEST_QUANTILE:
-                raise InvalidInput.at(
-                    "/quantile",
-                    f"found {self.quantile:g}; must be from {LEAST_QUANTILE} to {LARGEST_QUANTILE}.",
-                )
+        for phase in self.without:
+            if phase not in PHASES:
+                raise InvalidInput.at("/without", f"found {phase!r}; must be one of {', '.join(PHASES)}.")

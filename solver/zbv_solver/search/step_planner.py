@@ -29,7 +29,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.search_unit import in_search_unit
+from zbv_solver.search.unit import in_search_unit
 
 REMEMBERED, TRIED = 12, 4
 """Rules of earlier steps that a step begins with; how many of these if it has no time to search, and how many

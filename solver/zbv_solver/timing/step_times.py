@@ -1,4 +1,4 @@
-"""How long the iterations of an order take when durations vary (:mod:`zbv_solver.jitter.noise`).
+"""How long the iterations of an order take when durations vary (:mod:`zbv_solver.problem.jitter`).
 
 The order is fixed and the times are not. A rank runs its list in order, and begins an action as soon as its
 previous action has ended and its inputs have arrived, like an executor that waits only for data.
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Draws, Jitter, action_rows, draw
 from zbv_solver.kernels.arrays import FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.jitter import Draws, Jitter, action_rows, draw
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import execution_graph, span_start_times
 from zbv_solver.timing.sweeps import Graph

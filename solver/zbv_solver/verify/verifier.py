@@ -8,6 +8,7 @@ sorted by Kahn's algorithm, and a stated span is checked against its definition 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,12 +33,22 @@ from zbv_solver.verify.graph import (
 _FINE, _OUT_OF_RANGE, _MISPLACED, _REPEATED, _MISSING, _EARLY = range(6)
 
 
-def verify_orders(problem: Problem, orders: Orders) -> None:
+class VerifiedOrders(NamedTuple):
+    """Orders without a fault, and what their metrics are compared with."""
+
+    peaks: list[float]
+    """Peak memory of every rank (p,)."""
+    graph: PrecedenceGraph
+
+
+def verify_orders(problem: Problem, orders: Orders) -> VerifiedOrders:
     """Check completeness, placement, precedence, deadlock-freedom and memory.
 
     Raises :class:`InvalidPlan` with the broken rule, and the action and rank that break it.
     """
-    _check_orders(problem, orders)
+    where = _check_actions(problem, orders)
+    peaks = _check_memory(problem, orders)
+    return VerifiedOrders(peaks, precedence_graph(problem, orders, where))
 
 
 def verify(plan: Plan) -> None:
@@ -45,8 +56,15 @@ def verify(plan: Plan) -> None:
 
     Raises :class:`InvalidPlan` with the broken rule, or with the stated and the recomputed value of a metric.
     """
-    p, metrics = plan.problem.pp_degree, plan.metrics
-    peaks, graph = _check_orders(plan.problem, plan.orders)
+    verify_metrics(plan, verify_orders(plan.problem, plan.orders))
+
+
+def verify_metrics(plan: Plan, orders: VerifiedOrders) -> None:
+    """Compare stated metrics with those of the plan's orders, which are verified already.
+
+    Raises :class:`InvalidPlan` with the stated and the recomputed value of a metric.
+    """
+    p, metrics, graph = plan.problem.pp_degree, plan.metrics, orders.graph
     _check_finite(metrics)
     start = earliest(graph, np.zeros(p))
     compare("makespan", metrics.makespan, float(np.max(start + graph.duration) - np.min(start)))
@@ -58,15 +76,8 @@ def verify(plan: Plan) -> None:
     if len(metrics.peak_memory) != p:
         raise InvalidPlan(f"peak_memory states {len(metrics.peak_memory)} ranks, not {p}.")
     for rank, stated in enumerate(metrics.peak_memory):
-        compare(f"peak_memory of rank {rank}", stated, peaks[rank])
+        compare(f"peak_memory of rank {rank}", stated, orders.peaks[rank])
     _check_bound(plan)
-
-
-def _check_orders(problem: Problem, orders: Orders) -> tuple[list[float], PrecedenceGraph]:
-    """Check everything that holds without metrics; returns peak memory (p,) and the precedence graph."""
-    where = _check_actions(problem, orders)
-    peaks = _check_memory(problem, orders)
-    return peaks, precedence_graph(problem, orders, where)
 
 
 def _check_finite(metrics: Metrics) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from support.problems import uniform
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.baselines import compare
-from zbv_solver.search.search import SearchOptions, search
-from zbv_solver.search.simulate import simulate
+from zbv_solver.search.assemble import compare
+from zbv_solver.search.jitter import simulate
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 from benchmarks.cli import main
 from benchmarks.planner import jitter

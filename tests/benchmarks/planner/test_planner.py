@@ -22,7 +22,7 @@ from support.problems import uniform_document
 from support.suites import BENCHMARKS, entry, peer, suite
 from zbv_solver.bounds import lower_bound
 from zbv_solver.commands.interrupt import interruptible
-from zbv_solver.search.search import STAGES, SearchOptions
+from zbv_solver.search.options import PHASES, SearchOptions
 
 from benchmarks.cli import main
 from benchmarks.planner import speed
@@ -243,17 +243,17 @@ def test_an_ablation_runs_the_suite_without_each_mechanism() -> None:
     out = StringIO()
     report = bench([instance()], QUICK, ablate=True, out=out, spinner=no_spinner)
     names = [mechanism.name for mechanism in MECHANISMS]
-    assert set(STAGES) < set(names)
+    assert set(PHASES) < set(names)
     assert [run.without for run in report.runs] == [(), *((name,) for name in names)]
     assert [added.mechanism for added in report.contributions] == names
     assert all(name in out.getvalue().rpartition("what each mechanism adds")[2] for name in names)
 
 
 def test_an_ablation_of_a_reduced_search_leaves_out_one_more_mechanism() -> None:
-    options = SearchOptions(effort="quick", without=STAGES[:1])
+    options = SearchOptions(effort="quick", without=PHASES[:1])
     report = bench([instance()], options, ablate=True, out=StringIO(), spinner=no_spinner)
-    others = [(STAGES[0], mechanism.name) for mechanism in MECHANISMS[1:]]
-    assert [run.without for run in report.runs] == [STAGES[:1], *others]
+    others = [(PHASES[0], mechanism.name) for mechanism in MECHANISMS[1:]]
+    assert [run.without for run in report.runs] == [PHASES[:1], *others]
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.name)
@@ -261,7 +261,7 @@ def test_a_mechanism_is_back_after_it_was_left_out(mechanism: Mechanism) -> None
     assert mechanism.lines > 0
     before = bounds_of_examples()
     with mechanism.left_out(QUICK) as options:
-        assert options.without == ((mechanism.name,) if mechanism.name in STAGES else ())
+        assert options.without == ((mechanism.name,) if mechanism.name in PHASES else ())
         without = bounds_of_examples()
     assert all(bound <= full for bound, full in zip(without, before, strict=True))
     assert (without != before) == mechanism.name.startswith("bound")

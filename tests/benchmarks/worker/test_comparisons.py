@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from support.plans import unit_problem
 from zbv_solver.problem.problem import Units
-from zbv_solver.search.search import SearchOptions, baseline_plan, search
+from zbv_solver.search.assemble import baseline_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.errors import WorkerError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.plans import unit_problem
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 from benchmarks.worker.layouts import LayoutsWorkload, SmallModel
 from benchmarks.worker.shared_cores import PerStep, step_time

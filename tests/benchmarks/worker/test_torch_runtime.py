@@ -24,7 +24,9 @@ from zbv_solver.export.torch_comms_csv import lowered
 from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.search import SearchOptions, make_plan, search
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.gpu_report.rank import relative_error

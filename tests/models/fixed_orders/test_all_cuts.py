@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 from itertools import combinations_with_replacement
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor_layers import layer, layered
 from zbv_models.fixed_orders.all_cuts import all_bounds, listed_cuts, proved_of
 from zbv_models.fixed_orders.order_search import OrderSearch, order_search
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
 from zbv_solver.partition.runs import WHOLE, First, Recomputed
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.unit import OwnUnit
 
 SCHEDULES = (megatron_schedule(2, 4, 2), torch_schedule("1F1B", 3, 4), torch_schedule("ZBVZeroBubble", 2, 4))
 
 
-def layer(name: str, time: int, backward: int | None) -> dict[str, Any]:
-    memory = {"forward": 4, "backward_input": -4, "backward_weight": 0}
-    again = {"forward": 1, "backward_input": -1, "backward_weight": 0}
-    times = {"forward": time, "backward_input": 2, "backward_weight": 1, "backward": backward}
-    repeated = {"forward": time, "backward_input": 2 + time, "backward_weight": 1, "memory": again}
-    return {"name": name, **times, "memory": memory, "recompute": repeated}
-
-
-def layered(times: list[int], backward: int | None, ranks: int, limit: float | None) -> LayeredProblem:
-    problem = parse_any_problem(
-        {
-            "pp_degree": ranks,
-            "microbatches": 4,
-            "placement": "single",
-            "layers": [layer(f"l{at}", time, backward) for at, time in enumerate(times)],
-            "costs": {"p2p": 1},
-            "memory": {"limit": limit},
-        }
-    )
-    assert isinstance(problem, LayeredProblem)
-    return problem
+def model_of(times: list[int], backward: int | None, ranks: int, limit: float | None) -> LayeredProblem:
+    memory = {"forward": 1, "backward_input": -1, "backward_weight": 0}
+    layers = [
+        layer(f"l{at}", time, 2, 1, held=4, backward=backward)
+        | {"recompute": {"backward_input": 2 + time, "backward_weight": 1, "memory": memory}}
+        for at, time in enumerate(times)
+    ]
+    return layered(ranks, 4, layers, 1, placement="single", memory={"limit": limit})
 
 
 def searched(
@@ -51,7 +37,7 @@ def searched(
     allow_empty: bool,
     limit: float | None = None,
 ) -> OrderSearch:
-    problem = layered(times, backward, schedule.placement.pp_degree, limit)
+    problem = model_of(times, backward, schedule.placement.pp_degree, limit)
     search = order_search(
         OwnUnit.of(problem), schedule, recompute, allow_empty=allow_empty, late=None, effort="quick"
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.executor_layers import PUBLISHED
 from zbv_models.fixed_orders.megatron_layout import (
     check_layout,
     layout_flags,
@@ -22,10 +21,6 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.partition.modules import Modules
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
 
-# Layouts of configurations in use; every entry names its repository, commit and file, or its paper.
-PUBLISHED: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "published_layouts.json").read_text(encoding="utf-8")
-)
 LAYOUTS = [each for each in PUBLISHED if each["format"] == "megatron"]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor_layers import layer, layered
 from zbv_models.fixed_orders.best_cut import BestCut, best_cut
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
 from zbv_models.fixed_orders.order_search import order_search
@@ -17,34 +18,15 @@ from zbv_models.fixed_orders.regular_cut import TOLERANCE, Once, irregularities,
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.layered_unit import OwnUnit
+from zbv_solver.search.unit import OwnUnit
 from zbv_solver.timing.start_times import evaluate
 
 
-def layered(times: list[float], head: float, ranks: int, **more: Any) -> LayeredProblem:
+def model_of(times: list[float], head: float, ranks: int, **more: Any) -> LayeredProblem:
     """Blocks with these times, and a head."""
-
-    def layer(name: str, time: float) -> dict[str, Any]:
-        memory = {"forward": time, "backward_input": -time, "backward_weight": 0}
-        times = {"forward": time, "backward_input": time, "backward_weight": time}
-        return {"name": name, **times, "memory": memory}
-
-    problem = parse_any_problem(
-        {
-            "pp_degree": ranks,
-            "microbatches": 4 * ranks,
-            "placement": "single",
-            "layers": [
-                layer("embedding", 0.25),
-                *(layer(f"block{number}", time) for number, time in enumerate(times)),
-                layer("head", head),
-            ],
-            **more,
-        }
-    )
-    assert isinstance(problem, LayeredProblem)
-    return problem
+    named = {"embedding": 0.25, **{f"block{at}": time for at, time in enumerate(times)}, "head": head}
+    layers = [layer(name, time, held=time) for name, time in named.items()]
+    return layered(ranks, 4 * ranks, layers, placement="single", **more)
 
 
 def irregularity(best: BestCut, bounds: tuple[int, ...]) -> list[int]:
@@ -79,7 +61,7 @@ blocks = st.lists(st.sampled_from([1.0, 1.0, 1.0, 1.001, 1.004]), min_size=5, ma
 def test_of_the_cuts_that_fit_and_are_hardly_longer_it_is_the_most_regular(
     times: list[float], head: float, limit: float | None
 ) -> None:
-    problem = layered(times, head, 2, memory={"limit": limit})
+    problem = model_of(times, head, 2, memory={"limit": limit})
     schedule = torch_schedule("Interleaved1F1B", 2, 8, 2)
     best = best_cut(problem, [schedule], allow_empty=True, effort="standard")
     cuts = every_cut(problem, schedule, best)
@@ -96,7 +78,7 @@ def test_of_the_cuts_that_fit_and_are_hardly_longer_it_is_the_most_regular(
 @given(blocks, st.sampled_from([0.0, 2.0, 20.0]), st.sampled_from([0.0, 40.0]))
 def test_what_a_rank_does_once_per_step_counts_too(times: list[float], end: float, fixed: float) -> None:
     """Ends that need long once per step may forbid the cut that is the most regular without them."""
-    problem = layered(times, 1.5, 2)
+    problem = model_of(times, 1.5, 2)
     schedule = torch_schedule("Interleaved1F1B", 2, 8, 2)
     search = order_search(
         OwnUnit.of(problem), schedule, (0,) * 4, allow_empty=True, late=None, effort="standard"
@@ -124,28 +106,6 @@ def test_what_a_rank_does_once_per_step_counts_too(times: list[float], end: floa
     assert good[chosen] == min(good.values())
 
 
-def test_no_stage_is_empty_where_that_gains_less_than_a_percent() -> None:
-    """Two blocks are slightly longer, so that the best cut leaves a stage empty."""
-    problem = layered([1.0] * 8, 2.0, 2)
-    schedule = megatron_schedule(2, 8, 2)
-    best = best_cut(problem, [schedule], allow_empty=True, effort="quick")
-    cuts = every_cut(problem, schedule, best)
-    good = [bounds for bounds, span in cuts.items() if span <= min(cuts.values()) * (1 + TOLERANCE)]
-    assert best.problem.model is not None
-    chosen = irregularity(best, best.problem.model.cut.bounds)
-    assert chosen == min(irregularity(best, bounds) for bounds in good)
-    assert chosen[0] == 0
-
-
-def test_an_empty_stage_stays_where_it_gains_more() -> None:
-    problem = layered([1.0] * 2, 4.0, 2)
-    best = best_cut(problem, [megatron_schedule(2, 8, 2)], allow_empty=True, effort="quick")
-    cuts = every_cut(problem, best.schedule, best)
-    full = min(span for bounds, span in cuts.items() if all(b > a for a, b in pairwise(bounds)))
-    assert best.problem.model is not None
-    assert (best.least * (1 + TOLERANCE) < full) == (irregularity(best, best.problem.model.cut.bounds)[0] > 0)
-
-
 def test_regular_means_few_empty_stages_then_few_lengths_then_few_changes_then_a_small_range() -> None:
     blocks = np.array([[7, 9, 8, 3], [0, 10, 15, 2], [8, 8, 8, 3], [8, 3, 8, 8], [8, 8, 8, 4], [9, 9, 9, 0]])
     order = irregularities(blocks, blocks).tolist()
@@ -157,18 +117,8 @@ def published(
     ranks: int, microbatches: int, layers: dict[str, tuple[int, float, float, float]], p2p: float = 0
 ) -> LayeredProblem:
     """Layers with a number of copies, and the times of F, I and W."""
-    names = ("repeat", "forward", "backward_input", "backward_weight")
-    problem = parse_any_problem(
-        {
-            "pp_degree": ranks,
-            "microbatches": microbatches,
-            "placement": "auto",
-            "layers": [{"name": name, **dict(zip(names, of, strict=True))} for name, of in layers.items()],
-            "costs": {"p2p": p2p},
-        }
-    )
-    assert isinstance(problem, LayeredProblem)
-    return problem
+    made = [layer(name, *times, repeat=copies) for name, (copies, *times) in layers.items()]
+    return layered(ranks, microbatches, made, p2p)
 
 
 MOONLIGHT = published(

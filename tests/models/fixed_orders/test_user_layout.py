@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.executor_layers import PUBLISHED
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.user_layout import read_layout
 from zbv_solver.errors import InvalidInput
 from zbv_solver.partition.modules import Modules
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
-
-PUBLISHED: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parent / "published_layouts.json").read_text(encoding="utf-8")
-)
-
 
 LATER = [f"layers.{number}" for number in range(1, 8)]
 

@@ -43,8 +43,8 @@ from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.setting import SECONDS, Setting
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search_state import Cancelled
 from zbv_solver.verify.verifier import verify
 
 PREDICTING = {**MODEL, "prediction_layers": 1}

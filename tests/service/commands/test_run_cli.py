@@ -19,7 +19,7 @@ from zbv_service.client import Client, Run
 from zbv_service.commands import run as run_command
 from zbv_service.commands.cli import main
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 NEEDED = ["--model", "a.b:c", "--nodes", "2", "--steps", "5"]
 REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/nodes", "detail": "wrong"}]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 import threading
@@ -27,17 +28,19 @@ from zbv_service.compute.computations import (
     is_light,
 )
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
-from zbv_service.compute.processes import IsolatedProcesses
+from zbv_service.compute.processes import KEPT_BYTES, IsolatedProcesses
 from zbv_service.errors import ProblemError
 from zbv_service.observability.context import CALLER, CLIENT, Client
 from zbv_solver.errors import InvalidInput
+
+MEBIBYTE = 1024**2
 
 pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def computing(seconds: float = DEADLINE) -> AsyncIterator[Computations]:
-    found = Computations(seconds)
+async def computing(seconds: float = DEADLINE, memory: float = math.inf) -> AsyncIterator[Computations]:
+    found = Computations(seconds, memory)
     try:
         yield found
     finally:
@@ -52,6 +55,19 @@ def sleep(directory: str, _argument: object) -> None:
 
 def allocate(_argument: object) -> int:
     return len(bytearray(2 * computations.MEMORY))
+
+
+_kept: list[bytes] = []
+
+
+def kept_bytes(size: int) -> int:
+    _kept.append(b"x" * size)
+    return os.getpid()
+
+
+def memory_of_this_process() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 
 def end(_argument: object) -> None:
@@ -104,6 +120,55 @@ async def test_a_computation_that_needs_too_much_memory_is_refused_and_later_one
             assert caught.value.kind.status == status
             assert "memory" in caught.value.detail
         assert await found.run(process_of, None) != os.getpid()
+
+
+def hold(file: str, size: int) -> str:
+    """Hold so many bytes until the file is removed; its content is the id of this process."""
+    held = b"x" * size
+    Path(file).write_text(str(os.getpid()))
+    while Path(file).exists():
+        time.sleep(0.01)
+    return f"held {len(held)}"
+
+
+async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("large", "middle", "search")]
+    searches = IsolatedProcesses()
+    async with computing(memory=memory_of_this_process() + 700 * MEBIBYTE) as found:
+        large, middle = (
+            asyncio.create_task(found.run(partial(hold, str(file)), size * MEBIBYTE))
+            for file, size in zip(files, (250, 200), strict=False)
+        )
+        await until(lambda: all(file.exists() for file in files[:2]), "both hold their memory")
+        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        assert not large.done(), "both fit"
+        search = searches.submit(hold, str(files[2]), 400 * MEBIBYTE)
+        with pytest.raises(ProblemError, match="needed its memory") as caught:
+            await large
+        assert (caught.value.kind.status, "Retry-After" in caught.value.headers) == (503, True)
+        await until(lambda: not is_alive(int(files[0].read_text())), "its process ends")
+        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        for file in files[1:]:
+            file.unlink()
+        assert await middle == f"held {200 * MEBIBYTE}", "ending one was enough"
+        assert search.result() == f"held {400 * MEBIBYTE}", "searches have their own limits"
+    searches.shutdown()
+
+
+async def test_a_small_computation_runs_however_much_memory_others_hold(tmp_path: Path) -> None:
+    async with computing(memory=0) as found:
+        file = tmp_path / "small"
+        small = asyncio.create_task(found.run(partial(hold, str(file)), 1))
+        await until(file.exists, "it begins")
+        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        file.unlink()
+        assert await small == "held 1"
+
+
+async def test_an_idle_process_that_holds_much_memory_ends(tmp_path: Path) -> None:
+    async with computing() as found:
+        large = await found.run(kept_bytes, 2 * KEPT_BYTES)
+        await until(lambda: not is_alive(large), "its process ends")
 
 
 async def test_an_error_of_a_computation_is_raised() -> None:

@@ -292,7 +292,7 @@ def test_the_client_imports_neither_web_framework_nor_database() -> None:
 def test_a_service_starts_without_loading_the_planner() -> None:
     program = (
         "import sys, zbv_service.app; "
-        "print([name for name in ('ortools', 'zbv_solver.search.search') if name in sys.modules])"
+        "print([name for name in ('ortools', 'zbv_solver.search.run') if name in sys.modules])"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True

@@ -14,7 +14,7 @@ from zbv_service.plans.compared import MOST, USUAL
 from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.export.timeline import timeline, timeline_bytes
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import baseline_plan
+from zbv_solver.search.assemble import baseline_plan
 
 pytestmark = pytest.mark.anyio
 

@@ -20,7 +20,7 @@ from zbv_service.pages.views.search import Shortage, search_view
 from zbv_service.records.searches import SearchRecord
 from zbv_solver.export import export
 from zbv_solver.export.report import plan_view
-from zbv_solver.export.report.layers import layers_view
+from zbv_solver.export.report.sections import layers_view
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.problem import Problem

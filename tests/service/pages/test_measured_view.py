@@ -15,7 +15,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 LISTS = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
 COSTS = {"forward": [1, 2], "backward_input": 1, "backward_weight": [1, 10]}

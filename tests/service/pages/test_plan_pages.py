@@ -16,7 +16,7 @@ from zbv_solver.export import report
 from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import baseline_plan
+from zbv_solver.search.assemble import baseline_plan
 
 pytestmark = pytest.mark.anyio
 

@@ -12,14 +12,14 @@ from zbv_service import app
 from zbv_service.pages import shell
 from zbv_service.plans import plans
 from zbv_solver.documents.files import plain
-from zbv_solver.jitter.noise import Jitter
 from zbv_solver.plans.channels import Channel, Transfer, channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import baseline_plan, compare, make_plan
-from zbv_solver.search.simulate import simulate
+from zbv_solver.search.assemble import baseline_plan, compare, make_plan
+from zbv_solver.search.jitter import simulate
 from zbv_solver.verify.verifier import verify
 
 pytestmark = pytest.mark.anyio

@@ -14,7 +14,7 @@ from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 
 def one_after_the_other(ranks: int, microbatches: int, **more: Any) -> Plan:

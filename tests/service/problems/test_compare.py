@@ -9,7 +9,7 @@ import pytest
 from support.serving import PROBLEM, Service, Serving
 from zbv_solver.documents.files import plain
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import compare
+from zbv_solver.search.assemble import compare
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from zbv_solver.bounds import lower_bound
 from zbv_solver.documents.files import plain
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import baseline_plan, compare
+from zbv_solver.search.assemble import baseline_plan, compare
 
 from benchmarks.service.worst_bodies import COSTS, WEIGHTS
 

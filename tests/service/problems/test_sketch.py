@@ -11,7 +11,8 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.frontiers.frontier import floor
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
 SECONDS = 60.0

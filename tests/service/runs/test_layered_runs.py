@@ -21,7 +21,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 pytestmark = pytest.mark.anyio
 

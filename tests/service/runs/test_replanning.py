@@ -14,7 +14,7 @@ from zbv_service.runs.replanner import _is_enough, _patience, evaluate, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 
 pytestmark = pytest.mark.anyio
 

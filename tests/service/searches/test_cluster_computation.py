@@ -20,7 +20,7 @@ from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Fo
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import Progress
+from zbv_solver.search.incumbent import Progress
 
 pytestmark = pytest.mark.anyio
 

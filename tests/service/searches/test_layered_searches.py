@@ -16,11 +16,10 @@ from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import Question, question_json
 from zbv_service.records.searches import Claim, NewPlan, Refusal
 from zbv_service.searches.executors.task import compute, solver_search
-from zbv_solver.plans.certificate import gap_of
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Plan
+from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import Progress
+from zbv_solver.search.incumbent import Progress
 
 pytestmark = pytest.mark.anyio
 

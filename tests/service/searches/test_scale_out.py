@@ -29,7 +29,8 @@ from zbv_service.client import Client, LayoutSearch, Search
 from zbv_service.database.url import async_url
 from zbv_service.documents.layouts import LayoutRequest, read_layouts
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
 COMMAND = [sys.executable, "-m", "support.patient_searches"]

@@ -14,7 +14,8 @@ from zbv_solver.bounds.overtaking import passing_of_ranks
 from zbv_solver.kernels.arrays import FloatArray
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 from benchmarks.soak.optimum import optimum
 from benchmarks.soak.pipeline import read

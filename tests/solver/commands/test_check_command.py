@@ -11,19 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from support.orders import random_orders
-from support.problems import problems
 from torch.distributed.pipelining import schedules as torch_schedules
 from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.commands.cli import main
-from zbv_solver.export import export
-from zbv_solver.export.torch_csv import parse, relabelled
-from zbv_solver.plans.plan import Plan
+from zbv_solver.export.torch_csv import parse
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Placement
-from zbv_solver.search.search import make_plan
 from zbv_solver.timing.start_times import evaluate
 
 Capture = pytest.CaptureFixture[str]
@@ -143,24 +136,6 @@ def test_other_forwards_from_1_are_refused(check: Callable[..., tuple[int, str]]
     """Nobody knows which microbatches they are."""
     status, _ = check("0F0,0F1,0B0,0B1\n1F2,1B0,1F1,1B1\n", document(2, 2, "single"))
     assert status == 2
-
-
-plans = st.builds(
-    lambda problem, random: make_plan(problem, random_orders(problem, random), method="random"),
-    problems(kinds=("v", "loop", "single")),
-    st.randoms(use_true_random=True),
-)
-
-
-@given(plans)
-def test_an_exported_plan_is_read_back(plan: Plan) -> None:
-    for form in ("torch-csv", "torch-comms-csv"):
-        read = parse(export(plan, form))
-        assert read.orders == relabelled(plan.orders, plan.problem.n_stages)
-        assert read.placement.rank_of == plan.problem.placement.rank_of
-        assert read.microbatches == plan.problem.microbatches
-        assert (read.pairs, read.renamed) == (0, 0)
-        assert (read.communication is not None) == (form == "torch-comms-csv")
 
 
 def test_a_backward_next_to_a_weight_gradient_is_that_of_the_input(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,20 +19,20 @@ from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.assemble import load_plan
-from zbv_solver.search.search import search
+from zbv_solver.search.claims import load_plan
+from zbv_solver.search.run import search
 
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def problem(tmp_path: Path) -> Path:
-    return write(tmp_path / "problem.json", uniform_document(2, 4, limit=4))
+@pytest.fixture(scope="module")
+def problem(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("cli") / "problem.json", uniform_document(2, 4, limit=4))
 
 
-@pytest.fixture
-def plan(problem: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "plan.json"
+@pytest.fixture(scope="module")
+def plan(problem: Path) -> Path:
+    path = problem.with_name("plan.json")
     assert main(["plan", str(problem), "-o", str(path), "--effort", "quick"]) == 0
     return path
 
@@ -48,31 +49,10 @@ def test_plan_writes_a_plan_and_reports_its_quality(problem: Path, tmp_path: Pat
     assert out == ""
     assert "span 24 (proved optimal)" in err
     assert json.loads(path.read_text())["metrics"]["span"] == 24
-
-
-def test_plan_on_standard_output_is_nothing_but_the_plan(problem: Path, capsys: Capture) -> None:
-    assert main(["plan", str(problem)]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["objective"] == "span"
-    assert err == ""
-
-
-def test_check_accepts_a_plan_of_the_problem(problem: Path, plan: Path, capsys: Capture) -> None:
-    assert main(["check", str(problem), str(plan)]) == 0
+    assert main(["check", str(problem), str(path)]) == 0
     assert capsys.readouterr().out.startswith("valid\n")
-
-
-def test_check_refuses_a_plan_of_another_problem(plan: Path, tmp_path: Path, capsys: Capture) -> None:
-    other = write(tmp_path / "other.json", uniform_document(2, 4, limit=5))
-    assert main(["check", str(other), str(plan)]) == 2
-    assert "they differ in memory" in capsys.readouterr().err
-
-
-def test_check_refuses_false_metrics(problem: Path, plan: Path, capsys: Capture) -> None:
-    document = json.loads(plan.read_text())
-    document["metrics"]["span"] -= 1
-    assert main(["check", str(problem), str(write(plan, document))]) == 2
-    assert "the stated span 23 is too small" in capsys.readouterr().err
+    assert main(["export", str(path), "--format", "torch-csv"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_compare_shows_every_baseline(problem: Path, capsys: Capture) -> None:
@@ -96,24 +76,6 @@ def test_compare_cuts_no_number_in_a_narrow_terminal(tmp_path: Path, capsys: Cap
     assert "…" not in table
 
 
-def test_export_converts(plan: Path, capsys: Capture) -> None:
-    assert main(["export", str(plan), "--format", "torch-csv"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
-def test_export_refuses_unknown_formats(plan: Path, capsys: Capture) -> None:
-    assert main(["export", str(plan), "--format", "docx"]) == 2
-    assert "must be one of torch-csv" in capsys.readouterr().err
-
-
-def test_no_plan_for_the_limit_is_status_3(tmp_path: Path, capsys: Capture) -> None:
-    path = write(tmp_path / "tight.json", uniform_document(2, 4, limit=1.5))
-    assert main(["plan", str(path)]) == 3
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "smallest feasible limit per rank is [2, 2]" in err
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -133,24 +95,53 @@ def test_wrong_input_is_status_2_without_a_traceback(
     path = tmp_path / "wrong.json"
     path.write_bytes(content.encode("latin-1"))
     assert main(["plan", str(path), "-o", str(tmp_path / "plan.json")]) == 2
-    assert capsys.readouterr().err.startswith("zbv: ")
+    assert re.match(f"zbv: .*({says})", capsys.readouterr().err)
     assert not (tmp_path / "plan.json").exists()
-    assert main(["plan", str(path)]) == 2
-    import re
-
-    assert re.search(says, capsys.readouterr().err)
 
 
-def test_a_missing_file_is_status_2(capsys: Capture) -> None:
-    assert main(["plan", "no/such/file.json"]) == 2
-    assert "no/such/file.json: No such file" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        ("plan no/such/file.json", 2, "zbv: no/such/file.json: No such file"),
+        ("plan problem.json --time-limit -1", 2, "zbv: --time-limit: found -1.0; must be"),
+        ("plan problem.json --jitter=much", 2, "--jitter: found 'much'; jitter is written as 5%"),
+        ("plan problem.json --jitter=ranks.json", 2, "--jitter: /rank: found 3 values; must be one, or one"),
+        ("plan problem.json --quantile=0.9", 2, "--quantile: is of the times when durations vary"),
+        ("plan problem.json --jitter=5% --quantile=1", 2, "--quantile: found 1; must be from 0.5 to 0.99"),
+        ("plan plan.json", 2, "plan.json: this is a plan, not a problem"),
+        ("plan tight.json", 3, "smallest feasible limit per rank is [2, 2]"),
+        ("compare problem.json --workers 0", 2, "zbv: --workers: found 0; must be"),
+        ("check problem.json problem.json", 2, "problem.json: this is a problem, not a plan"),
+        ("check other.json plan.json", 2, "they differ in memory"),
+        ("check problem.json false.json", 2, "the stated span 23 is too small"),
+        ("export plan.json --format docx", 2, "--format: found 'docx'; must be one of torch-csv"),
+        ("simulate plan.json --jitter=much", 2, "--jitter: found 'much'; jitter is written as 5%"),
+        ("simulate plan.json --jitter=-5%", 2, "--jitter"),
+        ("simulate plan.json --jitter=absent.json", 2, "absent.json: No such file"),
+        ("simulate plan.json --scenarios=0", 2, "--scenarios: found 0; must be"),
+        ("simulate plan.json --seed=-1", 2, "--seed: found -1; must be"),
+    ],
+)
+def test_mistakes_are_named(
+    command: str, status: int, says: str, plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(plan.parent)
+    false = json.loads(plan.read_text())
+    false["metrics"]["span"] -= 1
+    write(Path("false.json"), false)
+    write(Path("ranks.json"), {"rank": [0.1, 0.1, 0.1]})
+    for name, limit in (("other", 5), ("tight", 1.5)):
+        write(Path(f"{name}.json"), uniform_document(2, 4, limit=limit))
+    assert main(command.split()) == status
+    out, err = capsys.readouterr()
+    assert (out, says in err) == ("", True), err
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(
     problem: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "zbv_solver.commands.searching.search", lambda *_, **__: pytest.fail("the search began")
+        "zbv_solver.commands.searches.search", lambda *_, **__: pytest.fail("the search began")
     )
     assert main(["plan", str(problem), "-o", "/no/such/folder/plan.json"]) == 2
     assert "/no/such/folder/plan.json: No such file or directory" in capsys.readouterr().err
@@ -170,29 +161,13 @@ def test_ctrl_c_writes_the_best_plan_so_far(
             time.sleep(0.01)
         return searched(problem, options, on_progress, cancelled)
 
-    monkeypatch.setattr("zbv_solver.commands.searching.search", interrupted)
+    monkeypatch.setattr("zbv_solver.commands.searches.search", interrupted)
     assert main(["plan", str(problem), "-o", str(path)]) == 130
     err = capsys.readouterr().err
     assert f"{path}: span" in err
     assert "zbv: interrupted: the search ended early, and the plan written is the best" in err
     assert main(["check", str(problem), str(path)]) == 0
     assert json.loads(path.read_text())["provenance"]["cut"] == "cancelled"
-
-
-def test_wrong_options_are_status_2(problem: Path, capsys: Capture) -> None:
-    assert main(["plan", str(problem), "--time-limit", "-1"]) == 2
-    assert "zbv: --time-limit: found -1.0; must be" in capsys.readouterr().err
-    assert main(["compare", str(problem), "--workers", "0"]) == 2
-    assert "zbv: --workers: found 0; must be" in capsys.readouterr().err
-
-
-def test_a_plan_where_a_problem_is_expected_is_named_and_the_reverse(
-    problem: Path, plan: Path, capsys: Capture
-) -> None:
-    assert main(["plan", str(plan)]) == 2
-    assert f"{plan}: this is a plan, not a problem" in capsys.readouterr().err
-    assert main(["check", str(problem), str(problem)]) == 2
-    assert f"{problem}: this is a problem, not a plan" in capsys.readouterr().err
 
 
 def test_on_a_terminal_a_plan_is_summarised(
@@ -274,22 +249,6 @@ def test_simulate_reads_a_jitter_document_and_traces(plan: Path, tmp_path: Path,
     assert "the plan given is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--jitter", "much"], "--jitter: found 'much'; jitter is written as 5%"),
-        (["--jitter", "-5%"], "--jitter"),
-        (["--jitter", "absent.json"], "absent.json: No such file"),
-        (["--scenarios", "0"], "--scenarios: found 0; must be"),
-        (["--seed", "-1"], "--seed: found -1; must be"),
-    ],
-)
-def test_simulate_refuses_wrong_flags(plan: Path, flags: list[str], said: str, capsys: Capture) -> None:
-    flags = [f"{flags[0]}={flags[1]}"]
-    assert main(["simulate", str(plan), *flags]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_plan_chooses_for_jitter(problem: Path, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "jitter-plan.json"
     flags = ["--jitter", "action=5%,transfer=20%", "--quantile", "0.95", "--effort", "quick"]
@@ -298,21 +257,3 @@ def test_plan_chooses_for_jitter(problem: Path, tmp_path: Path, capsys: Capture)
     assert document["simulation"]["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.2}
     assert document["provenance"]["quantile"] == 0.95
     assert main(["check", str(problem), str(path)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--jitter=much"], "--jitter: found 'much'; jitter is written as 5%"),
-        (["--jitter=ranks.json"], "--jitter: /rank: found 3 values; must be one, or one per rank (2)"),
-        (["--quantile=0.9"], "--quantile: is of the times when durations vary"),
-        (["--jitter=5%", "--quantile=1"], "--quantile: found 1; must be from 0.5 to 0.99"),
-    ],
-)
-def test_plan_refuses_wrong_jitter(
-    problem: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str, capsys: Capture
-) -> None:
-    monkeypatch.chdir(problem.parent)
-    write(Path("ranks.json"), {"rank": [0.1, 0.1, 0.1]})
-    assert main(["plan", str(problem), *flags]) == 2
-    assert said in capsys.readouterr().err

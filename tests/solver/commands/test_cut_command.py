@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import executor_layers
 from zbv_solver.commands.cli import main
 
 Capture = pytest.CaptureFixture[str]
 
 
-def layer(name: str, time: int, **more: Any) -> dict[str, Any]:
-    memory = {"forward": 2, "backward_input": -2, "backward_weight": 0}
-    times = {"forward": time, "backward_input": time, "backward_weight": time}
-    return {"name": name, **times, "memory": memory, **more}
-
-
+layer = partial(executor_layers.layer, held=2)
 MODEL: dict[str, Any] = {
     "pp_degree": 2,
     "microbatches": 4,
@@ -77,7 +74,11 @@ def test_schedules_that_the_time_limit_left_out_are_named(tmp_path: Path, capsys
 
 def test_an_even_cut_that_does_not_fit_is_no_comparison(tmp_path: Path, capsys: Capture) -> None:
     held = {"memory": {"forward": 10, "backward_input": -10, "backward_weight": 0}}
-    layers = [layer("embedding", 1) | held, layer("block", 2, repeat=6), layer("head", 1)]
+    layers = [
+        layer("embedding", 1) | held,
+        layer("block", 2, repeat=6),
+        layer("head", 1),
+    ]
     model = written(tmp_path / "model.json", {**MODEL, "layers": layers, "memory": {"limit": 28}})
     flags = ["--executor", "torch", "--schedule", "1F1B", "GPipe", "--no-free-order"]
     assert main(["cut", model, *flags]) == 0
@@ -108,47 +109,62 @@ def test_the_summary_has_the_settings(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "flags", "status", "message"),
+    ("flags", "message"),
     [
-        ({}, ["--virtual-stages", "0"], 2, "--virtual-stages: found 0 virtual stages"),
-        ({}, ["--virtual-stages", "2", "-3"], 2, "--virtual-stages: found -3 virtual stages"),
-        ({}, ["--virtual-stages", "999999999"], 2, "--virtual-stages: found 999999999 virtual stages; must"),
-        ({}, ["--group-size", "0"], 2, "--group-size: found 0; must be at least 1"),
-        ({}, ["--group-size", "-4"], 2, "--group-size: found -4; must be at least 1"),
-        ({}, ["--group-size", "9"], 2, "--group-size: found group size 9"),
-        ({}, ["--group-size", "2", "--virtual-stages", "1"], 2, "--group-size: found group size 2 with one"),
-        ({}, ["--schedule", "1F1B"], 2, "--schedule: found it and executor megatron"),
-        ({}, ["--executor", "torch", "--group-size", "5"], 2, "--group-size: found it and executor torch"),
-        ({}, ["--executor", "torch", "--schedule", "Foo"], 2, "--schedule: found schedule 'Foo'; must be"),
+        ("--virtual-stages 0", "--virtual-stages: found 0 virtual stages"),
+        ("--virtual-stages 2 -3", "--virtual-stages: found -3 virtual stages"),
+        ("--virtual-stages 999999999", "--virtual-stages: found 999999999 virtual stages; must"),
+        ("--group-size 0", "--group-size: found 0; must be at least 1"),
+        ("--group-size 9", "--group-size: found group size 9"),
+        ("--group-size 9 --virtual-stages 2", "found group size 9; Megatron-LM needs"),
+        ("--group-size 2 --virtual-stages 1", "--group-size: found group size 2 with one"),
+        ("--group-size 5 --executor torch", "--group-size: found it and executor torch"),
+        ("--schedule 1F1B", "--schedule: found it and executor megatron"),
+        ("--schedule Foo --executor torch", "--schedule: found schedule 'Foo'; must be"),
         (
-            {},
-            ["--executor", "torch", "--schedule", "ZBVZeroBubble", "--virtual-stages", "3"],
-            2,
+            "--schedule ZBVZeroBubble --virtual-stages 3 --executor torch",
             "--virtual-stages, --schedule: found 4 microbatches and 3 stages",
         ),
-        ({}, ["--executor", "torch", "--virtual-stages", "9"], 2, "model.json: /layers: found 8 separable"),
-        ({}, ["--time-limit", "0"], 2, "--time-limit"),
-        ({}, ["--time-limit", "nan"], 2, "--time-limit"),
-        ({}, ["--group-size", "9", "--virtual-stages", "2"], 2, "found group size 9; Megatron-LM needs"),
-        ({"memory": {"limit": 3}}, [], 3, "the closest cut would need"),
-        ({"layers": [layer("head", 1), layer("block", 1, repeat=4)]}, [], 2, "/layers: found layers with"),
-        (
-            {"layers": None, "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1}},
-            [],
-            2,
-            "/layers",
-        ),
+        ("--virtual-stages 9 --executor torch", "model.json: /layers: found 8 separable"),
+        ("--time-limit 0", "--time-limit"),
+        ("--time-limit nan", "--time-limit"),
+        ("--layout Et*4|tL", "--layout: found the modules Et*5L; the model has Et*6L"),
+        ("--layout Et*3|t*3L --virtual-stages 2", "--layout: found 2 stages on 2 ranks, and"),
+        ("--layout 3,3 --virtual-stages 1 2", "--virtual-stages: found 2 numbers"),
+        ("--layout 3,3 --group-size 2", "--group-size: found group size 2 with one virtual stage"),
+        ("--layout 3,3 --recompute per-stage", "--recompute: found per-stage"),
     ],
 )
-def test_mistakes_are_named(
-    changes: dict[str, Any], flags: list[str], status: int, message: str, tmp_path: Path, capsys: Capture
+def test_mistakes_in_flags_are_named(flags: str, message: str, tmp_path: Path, capsys: Capture) -> None:
+    model = written(tmp_path / "model.json", MODEL)
+    assert main(["cut", model, "--executor", "megatron", "--effort", "quick", *flags.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, message in err) == ("", True), err
+
+
+STAGES = {"costs": {"forward": 1, "backward_input": 1, "backward_weight": 1}, "layers": None}
+ONE_LAYER = {"layers": [layer("block", 2)], "cut": {"allow_empty": True}}
+PREDICTING = {"layers": [*MODEL["layers"][:2], layer("mtp", 2), MODEL["layers"][2]]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "executor", "status", "message"),
+    [
+        ({"memory": {"limit": 3}}, "megatron", 3, "the closest cut would need"),
+        ({"layers": [layer("head", 1), layer("block", 1)]}, "megatron", 2, "/layers: found layers with"),
+        (STAGES, "megatron", 2, "/layers"),
+        *((ONE_LAYER, each, 2, "/layers: found 1 separable") for each in ("megatron", "torchtitan", "torch")),
+        (PREDICTING, "torchtitan", 2, "found 'mtp', which belongs to multi-token prediction"),
+    ],
+)
+def test_layers_that_cannot_be_cut_are_refused(
+    changes: dict[str, Any], executor: str, status: int, message: str, tmp_path: Path, capsys: Capture
 ) -> None:
     document = {key: value for key, value in (MODEL | changes).items() if value is not None}
     model = written(tmp_path / "model.json", document)
-    assert main(["cut", model, "--executor", "megatron", "--effort", "quick", *flags]) == status
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
+    assert main(["cut", model, "--executor", executor, "--effort", "quick"]) == status
+    out, err = capsys.readouterr()
+    assert (out, message in err) == ("", True), err
 
 
 def test_a_given_cut_is_timed_and_compared(tmp_path: Path, capsys: Capture) -> None:
@@ -209,26 +225,6 @@ def test_a_given_cut_that_does_not_fit_is_no_plan(tmp_path: Path, capsys: Captur
     assert "rank 0: 18 < 24" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--layout", "Et*4|tL"], "--layout: found the modules Et*5L; the model has Et*6L"),
-        (["--layout", "Et*3|t*3L", "--virtual-stages", "2"], "--layout: found 2 stages on 2 ranks, and"),
-        (["--layout", "3,3", "--virtual-stages", "1", "2"], "--virtual-stages: found 2 numbers"),
-        (["--layout", "3,3", "--group-size", "2"], "--group-size: found group size 2 with one virtual stage"),
-        (["--layout", "3,3", "--recompute", "per-stage"], "--recompute: found per-stage"),
-    ],
-)
-def test_mistakes_in_a_given_cut_are_named(
-    flags: list[str], message: str, tmp_path: Path, capsys: Capture
-) -> None:
-    model = written(tmp_path / "model.json", MODEL)
-    assert main(["cut", model, "--executor", "megatron", "--effort", "quick", *flags]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
-
-
 def test_first_and_last_are_transformer_layers_and_refused_schedules_are_named(
     tmp_path: Path, capsys: Capture
 ) -> None:
@@ -244,7 +240,12 @@ def test_first_and_last_are_transformer_layers_and_refused_schedules_are_named(
 
 
 def test_a_model_with_a_vision_encoder_has_settings(tmp_path: Path, capsys: Capture) -> None:
-    layers = [layer("patches", 1), layer("vision", 1, repeat=3), layer("projector", 1), *MODEL["layers"]]
+    layers = [
+        layer("patches", 1),
+        layer("vision", 1, repeat=3),
+        layer("projector", 1),
+        *MODEL["layers"],
+    ]
     model = written(tmp_path / "model.json", MODEL | {"layers": layers})
     flags = ["--executor", "megatron", "--effort", "quick", "--no-free-order", "--virtual-stages", "1"]
     assert main(["cut", model, *flags]) == 0
@@ -259,21 +260,3 @@ def test_an_equal_even_cut_is_called_that(tmp_path: Path, capsys: Capture) -> No
     out = capsys.readouterr().out
     assert "as long as the even cut" in out
     assert "0.0%" not in out
-
-
-@pytest.mark.parametrize("executor", ["megatron", "torchtitan", "torch"])
-@pytest.mark.parametrize("recompute", [[], ["--recompute", "none"]])
-def test_one_layer_has_no_cut_on_two_ranks(
-    executor: str, recompute: list[str], tmp_path: Path, capsys: Capture
-) -> None:
-    document = {**MODEL, "layers": [layer("block", 2)], "cut": {"allow_empty": True}}
-    model = written(tmp_path / "model.json", document)
-    assert main(["cut", model, "--executor", executor, *recompute]) == 2
-    assert "/layers: found 1 separable layer" in capsys.readouterr().err
-
-
-def test_torchtitan_refuses_prediction_layers_before_the_search(tmp_path: Path, capsys: Capture) -> None:
-    layers = [*MODEL["layers"][:2], layer("mtp", 2), MODEL["layers"][2]]
-    model = written(tmp_path / "model.json", MODEL | {"layers": layers})
-    assert main(["cut", model, "--executor", "torchtitan", "--effort", "thorough"]) == 2
-    assert "found 'mtp', which belongs to multi-token prediction" in capsys.readouterr().err

@@ -48,15 +48,17 @@ def test_one_microbatch_is_singular(tmp_path: Path, capsys: Capture) -> None:
     assert "1 microbatch on 1 replica," in said(capsys)
 
 
-def test_mistakes_are_named(tmp_path: Path, capsys: Capture) -> None:
-    long = written(tmp_path / "long.json", batch_document([8, 65]))
-    assert main(["pack", long]) == 2
-    assert "/sequences/1: found 65 tokens, more than the largest microbatch" in capsys.readouterr().err
-    large = written(tmp_path / "large.json", batch_document([64, 64], limit=100))
-    assert main(["pack", large]) == 3
-    assert "smallest feasible limit" in capsys.readouterr().err
-    fitting = written(tmp_path / "fitting.json", batch_document([8, 8]))
-    assert main(["pack", fitting, "--time-limit", "-1"]) == 2
-    assert "--time-limit: found -1" in capsys.readouterr().err
-    assert main(["pack", written(tmp_path / "plan.json", [1])]) == 2
-    assert "must be a JSON object" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("document", "flags", "status", "message"),
+    [
+        (batch_document([8, 65]), [], 2, "/sequences/1: found 65 tokens, more than the largest microbatch"),
+        (batch_document([64, 64], limit=100), [], 3, "smallest feasible limit"),
+        (batch_document([8, 8]), ["--time-limit", "-1"], 2, "--time-limit: found -1"),
+        ([1], [], 2, "must be a JSON object"),
+    ],
+)
+def test_mistakes_are_named(
+    document: object, flags: list[str], status: int, message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    assert main(["pack", written(tmp_path / "batch.json", document), *flags]) == status
+    assert message in said(capsys)

@@ -9,7 +9,7 @@ from zbv_solver.frontiers.frontier import FrontierPoint
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 QUICK = SearchOptions(effort="quick", seed=1)
 

@@ -27,7 +27,7 @@ from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import baseline_plan, compare
+from zbv_solver.search.assemble import baseline_plan, compare
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
 

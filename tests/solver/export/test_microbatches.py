@@ -10,14 +10,14 @@ import pytest
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import FORMATS, export
 from zbv_solver.export.report.figures import cost_facts, cost_values
-from zbv_solver.export.report.microbatches import MOST, microbatches_view
+from zbv_solver.export.report.sections import MOST_MICROBATCHES, microbatches_view
 from zbv_solver.export.timeline import timeline, timeline_facts
 from zbv_solver.export.torch_csv import batch_order, renumbered
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.start_times import evaluate
 
 LENGTHS = [4, 1, 3, 2]
@@ -116,12 +116,12 @@ def test_microbatches_are_listed_in_the_order_of_entry(plan: Plan) -> None:
 
 
 def test_many_microbatches_are_shown_in_part() -> None:
-    count = MOST + 10
+    count = MOST_MICROBATCHES + 10
     problem = problem_of(microbatches=count, features={"tokens": list(range(count))}, pp_degree=1)
     view = microbatches_view(plan_of(problem, list(range(count))))
     assert view is not None
-    assert len(view.rows) == MOST
-    assert f"The first {MOST} of {count} microbatches" in view.summary
+    assert len(view.rows) == MOST_MICROBATCHES
+    assert f"The first {MOST_MICROBATCHES} of {count} microbatches" in view.summary
 
 
 @pytest.mark.parametrize("key", ["features", "sequences"])

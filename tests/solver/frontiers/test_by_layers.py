@@ -25,7 +25,9 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import SearchOptions, make_plan, search
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 
 def layered(document: dict[str, Any] = RECOMPUTED, **changes: Any) -> LayeredProblem:

@@ -11,8 +11,9 @@ from zbv_solver.commands.cli import main
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.frontier import baseline_points, frontier_points
 from zbv_solver.frontiers.limits import grid
-from zbv_solver.search.assemble import load_plan
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.claims import load_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 
 def test_more_memory_never_costs_time_and_bounds_hold() -> None:

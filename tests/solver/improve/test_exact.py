@@ -22,13 +22,13 @@ from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.cp_model import CpModel
 from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver
-from zbv_solver.improve.cp_search import Listener, Search, refine
+from zbv_solver.improve.cp_search import CpSearch, Listener, refine
 from zbv_solver.improve.cp_window import FreeWindow, Paths
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import LETTERS, F, Problem, W
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs
-from zbv_solver.search.search_unit import in_search_unit
+from zbv_solver.search.unit import in_search_unit
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
 
@@ -192,7 +192,7 @@ def test_weights_that_take_different_times_run_in_any_order() -> None:
 def test_weaker_bounds_of_the_solver_are_ignored() -> None:
     problem = uniform(2, 2)
     heard: list[float] = []
-    search = Search(problem, serial(problem).orders, listener=Listener(on_bound=heard.append))
+    search = CpSearch(problem, serial(problem).orders, listener=Listener(on_bound=heard.append))
     search.bound, search.lower = 5.0, search.grid.at_least(5.0)
     parts, most = search.lower, search.upper
     for weaker in (0.0, parts - 1.0, float(parts), -math.inf, math.inf):
@@ -308,13 +308,13 @@ def test_orders_that_differ_only_by_rounding_are_skipped(monkeypatch: pytest.Mon
         }
     )
     asked: list[int] = []
-    solve = Search._solve
+    solve = CpSearch._solve
 
-    def counted(search: Search, most: int, effort: float, *, minimise: bool) -> object:
+    def counted(search: CpSearch, most: int, effort: float, *, minimise: bool) -> object:
         asked.append(most)
         return solve(search, most, effort, minimise=minimise)
 
-    monkeypatch.setattr(Search, "_solve", counted)
+    monkeypatch.setattr(CpSearch, "_solve", counted)
     start = serial(problem).orders
     result = refine(problem, start, lower_bound=0.0, effort=0.02)
     best = value_of(problem, result.orders or start)

@@ -10,7 +10,7 @@ from support.problems import differing_problems, limited, limited_problems, unif
 from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.improve import cp_search
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.improve.cp_search import Search, refine, sweep_windows
+from zbv_solver.improve.cp_search import CpSearch, refine, sweep_windows
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import earliest_times, objective_of, span_start_times
@@ -29,7 +29,7 @@ def test_a_window_over_everything_reaches_the_optimum(problem: Problem) -> None:
     """It also chooses between B, and I and W."""
     start = next(priority_schedules(problem)).orders
     best = refine(problem, start, lower_bound=0.0, effort=5.0)
-    search = Search(problem, start)
+    search = CpSearch(problem, start)
     search.improve(0.0, float("inf"), effort=5.0)
     assert search.value == objective_of(problem, search.orders) == pytest.approx(best.lower_bound)
 
@@ -43,7 +43,7 @@ def test_only_the_window_changes_and_only_to_a_better_order(
     orders = first_in_first_out(serial(problem).orders, problem.n_stages, kind_of)
     value = objective_of(problem, orders)
     begin, end = at * value, (at + share) * value
-    search = Search(problem, orders)
+    search = CpSearch(problem, orders)
     improved = search.improve(begin, end, effort=0.2)
     event(f"improved: {improved}")
     found = search.orders
@@ -71,7 +71,7 @@ def kept(orders: Orders, rank: int) -> list[tuple[int, str, int]]:
 def test_a_window_changes_the_order_of_microbatches_that_differ() -> None:
     """Where memory is tight, the large microbatch had better enter last than between two small ones."""
     problem = with_sizes(uniform(2, 3, limit=12.0, objective="makespan"), [5.0, 0.0, 0.0])
-    search = Search(problem, serial(problem).orders)
+    search = CpSearch(problem, serial(problem).orders)
     entered = []
     for _ in range(2):
         is_entry = (search.orders.stage == 0) & (search.orders.letter == F)
@@ -82,7 +82,7 @@ def test_a_window_changes_the_order_of_microbatches_that_differ() -> None:
 
 def test_a_window_after_the_end_of_the_order_is_empty() -> None:
     problem = uniform(2, 2)
-    assert not Search(problem, serial(problem).orders).improve(1e6, 2e6, effort=1.0)
+    assert not CpSearch(problem, serial(problem).orders).improve(1e6, 2e6, effort=1.0)
 
 
 def test_windows_improve_on_annealing_and_small_windows_on_large_ones(
@@ -104,11 +104,11 @@ def test_windows_go_from_the_end_to_the_beginning(monkeypatch: pytest.MonkeyPatc
     orders = serial(problem).orders
     begins = []
 
-    def improve(search: Search, begin: float, end: float, effort: float) -> bool:
+    def improve(search: CpSearch, begin: float, end: float, effort: float) -> bool:
         begins.append((begin / search.value, (end - begin) / search.value, effort))
         return False
 
-    monkeypatch.setattr(Search, "improve", improve)
+    monkeypatch.setattr(CpSearch, "improve", improve)
     monkeypatch.setattr(cp_search, "SIZES", (18,))
     # Eight windows of 18 actions, each twice as long as its distance from the next one.
     assert sweep_windows(problem, orders, effort=1.0) is None

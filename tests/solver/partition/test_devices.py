@@ -25,7 +25,7 @@ from zbv_solver.problem.writing import layered_json, problem_json
 from zbv_solver.search.claims import check_plan
 from zbv_solver.search.layered import bound_over_all_cuts
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 SLOW = {"slow": {"forward": 6, "backward_input": 5, "memory": {"forward": 3, "backward_weight": -3}}}
 LINKS = [{"latency": 1, "bandwidth": 100}, {"latency": 2, "bandwidth": 50}, {"latency": 5, "bandwidth": 25}]

@@ -17,7 +17,7 @@ from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 QUICK = SearchOptions(effort="quick", seed=1)
 

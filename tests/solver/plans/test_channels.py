@@ -16,7 +16,8 @@ from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import PlacementKind
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
 
 

@@ -14,18 +14,19 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.options import Budget
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import Budget, SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
 FEWER = settings(max_examples=settings().max_examples // 6)
 BRIEF = Budget(2_000, 0.75, 4_000, 60, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.02)
-"""All stages of a search, each with a tiny budget."""
+"""All phases of a search, each with a tiny budget."""
 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbv_solver.search.options.BUDGETS", {"standard": BRIEF, "quick": BRIEF})
+    for name in ("BUDGETS", "DIFFERING"):
+        monkeypatch.setattr(f"zbv_solver.search.options.{name}", {"standard": BRIEF, "quick": BRIEF})
 
 
 powers = st.integers(-20, 20).map(lambda exponent: 2.0**exponent)

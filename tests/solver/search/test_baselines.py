@@ -20,9 +20,10 @@ from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import load_problem, parse_any_problem
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.baselines import classical, compare
+from zbv_solver.search.assemble import classical, compare
 from zbv_solver.search.claims import check_plan
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
 QUICK = SearchOptions("quick")

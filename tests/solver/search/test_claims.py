@@ -18,8 +18,10 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.claims import CheckedPlan, check_plan
-from zbv_solver.search.search import SearchOptions, compare, make_plan, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 Document = dict[str, Any]
 

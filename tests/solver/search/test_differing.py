@@ -18,12 +18,14 @@ from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.construct.rules import changed, mountain
 from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.jitter.noise import parse_jitter
 from zbv_solver.plans.orders import in_entry_order
+from zbv_solver.problem.jitter import parse_jitter
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.claims import prove_bound
-from zbv_solver.search.search import Budget, Effort, SearchOptions, search
+from zbv_solver.search.jitter import search_for_jitter
+from zbv_solver.search.options import Budget, Effort, SearchOptions, budgets_of
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
 
@@ -119,16 +121,19 @@ def test_any_verified_order_may_be_resumed(effort: Any, seed: int) -> None:
     assert plan.objective <= objective_of(problem, incumbent) * (1 + 1e-9)
 
 
-HEURISTIC = Budget(2_000, 0.75, 8_000, 60, 4_000, 60, 400_000, 2_600, 0, 0.0, 0, 0.0)
-WITH_CP_SAT = replace(HEURISTIC, window_actions=120, window_time=0.02, exact_actions=60, exact_time=0.01)
+HEURISTIC = Budget(2_000, 0.75, 4_000_000, 1_000, 5_600, 84, 400_000, 2_600, 0, 0.0, 0, 0.0)
+WITH_CP_SAT = replace(HEURISTIC, window_actions=120, window_time=0.01, exact_actions=60, exact_time=0.01)
+
+
+def test_thorough_begins_with_all_that_standard_does() -> None:
+    problem = heavy(2, 4, 30.0)
+    assert budgets_of("thorough", problem)[:1] == budgets_of("standard", problem)
 
 
 def longer_does_no_harm(problem: Problem, budget: Budget) -> None:
-    more = replace(budget, injected=16_000, tuned=8_000, annealed=800_000)
+    more = replace(budget, tuned=11_200, annealed=800_000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbv_solver.search.options.BUDGETS", {"standard": budget, "thorough": more})
-        patch.setattr("zbv_solver.search.options.TUNED_DIFFERING", 0)
-        patch.setattr("zbv_solver.search.options.MOST_TUNED_DIFFERING", 0)
+        patch.setattr("zbv_solver.search.options.DIFFERING", {"standard": budget, "thorough": more})
         standard, thorough = (search(problem, SearchOptions(effort=each)) for each in BOTH)
     verify(thorough)
     assert thorough.objective <= standard.objective * (1 + 1e-9)
@@ -216,6 +221,6 @@ def test_the_plan_may_be_chosen_for_jitter(effort: Any) -> None:
     """The search with longer latencies has a problem of its kind, too."""
     problem = heavy(2, 4, 30.0)
     jitter = parse_jitter("5%")
-    plan = search(problem, SearchOptions(effort=effort, jitter=jitter, without=("tune", "inject")))
+    plan = search_for_jitter(problem, SearchOptions(effort, without=("tune", "inject")), jitter=jitter)
     verify(plan)
     assert plan.simulation is not None

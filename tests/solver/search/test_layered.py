@@ -19,7 +19,9 @@ from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import Progress, SearchOptions, search
+from zbv_solver.search.incumbent import Progress
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
 QUICK = SearchOptions("quick")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 RECORDED = json.loads(Path(__file__).with_name("plan_ids.json").read_text(encoding="utf-8"))
 

@@ -18,7 +18,7 @@ from zbv_solver.partition.joint_search import Judge, improve_cut, neighbour
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.layered import first_plan
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 
 QUICK = SearchOptions(effort="quick", seed=1)
 BLOCKS = 16

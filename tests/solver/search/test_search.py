@@ -6,8 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,10 +24,11 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.halt import Turn
-from zbv_solver.search.pipeline import Pipeline
-from zbv_solver.search.search import STAGES, Effort, Progress, SearchOptions, make_plan, search
-from zbv_solver.search.search_state import Found
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.incumbent import Progress, Solution
+from zbv_solver.search.options import PHASES, Effort, SearchOptions
+from zbv_solver.search.phases import Search
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.timing.start_times import objective_of as evaluate_objective
 from zbv_solver.verify.verifier import verify, verify_orders
@@ -82,14 +82,14 @@ def test_one_microbatch_is_scheduled_as_well_as_possible(problem: Problem) -> No
 @given(limited_problems(max_p=2, max_m=3))
 @settings(max_examples=8)
 def test_progress_gets_ever_better_and_ends_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
-    heard: list[Progress] = []
-    plan = search(problem, on_progress=heard.append)
+    reports: list[Progress] = []
+    plan = search(problem, on_progress=reports.append)
     assert plan.metrics.status == "optimal"
-    assert is_monotone([progress.objective for progress in heard])
-    assert is_monotone([-progress.lower_bound for progress in heard])
-    assert heard[-1].orders == plan.orders
-    assert plan.objective <= heard[-1].objective * (1 + 1e-9) + 1e-9
-    for progress in heard:
+    assert is_monotone([progress.objective for progress in reports])
+    assert is_monotone([-progress.lower_bound for progress in reports])
+    assert reports[-1].orders == plan.orders
+    assert plan.objective <= reports[-1].objective * (1 + 1e-9) + 1e-9
+    for progress in reports:
         make_plan(problem, progress.orders, method="test")
     try:
         least = optimum(problem, evaluate_objective(problem, serial(problem).orders), effort=0.05)
@@ -101,7 +101,7 @@ def test_progress_gets_ever_better_and_ends_at_the_optimum_of_a_plain_model(prob
 
 @given(
     limited_problems(max_p=3, max_m=4),
-    st.lists(st.sampled_from(STAGES), unique=True).map(tuple),
+    st.lists(st.sampled_from(PHASES), unique=True).map(tuple),
 )
 @settings(max_examples=6)
 def test_stages_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> None:
@@ -140,31 +140,6 @@ def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
     assert len({plan.plan_id for plan in plans}) == 1
 
 
-@pytest.mark.parametrize(
-    ("meets", "winner", "made"),
-    [((5, 2), 1, (6, 3)), ((2, 5), 0, (3, 3)), ((2, 2), 0, (3, 3)), ((None, 2), 1, (9, 3))],
-)
-def test_the_chain_that_meets_the_bound_in_fewer_steps_wins_and_the_other_ends(
-    meets: tuple[int | None, int], winner: int, made: tuple[int, int]
-) -> None:
-    """On one thread the first chain runs before the second; the steps alone decide."""
-    problem = uniform(2, 2)
-    orders = serial(problem).orders
-    steps = [0, 0]
-
-    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
-        for step in range(9):
-            steps[number] += 1
-            yield Found(100.0, orders, f"chain {number}") if step == meets[number] else None
-
-    with Pipeline(problem, SearchOptions(workers=1), None, None) as pipeline:
-        pipeline.bound = 100.0
-        pipeline._race(chain_of, 1.0)
-        assert pipeline.found is not None
-        assert pipeline.found.method == f"chain {winner}"
-    assert tuple(steps) == made
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_annealing_keeps_the_best_of_all_starts_where_memory_is_tight(
     monkeypatch: pytest.MonkeyPatch, workers: int
@@ -174,33 +149,23 @@ def test_annealing_keeps_the_best_of_all_starts_where_memory_is_tight(
     orders = serial(problem).orders
     calls: list[float] = []
 
-    def annealed(problem: Problem, start: Found, rounds: int, *_: object) -> Iterator[Found]:
-        calls.append(start.value)
-        yield Found(start.value - (50 if start.value == 106.0 else 1), orders, "annealing")
+    def annealed(
+        problem: Problem, start: Orders, value: float, **_: object
+    ) -> Iterator[tuple[float, Orders]]:
+        calls.append(value)
+        yield value - (50 if value == 106.0 else 1), orders
 
-    monkeypatch.setattr("zbv_solver.search.pipeline._annealed", annealed)
-    with Pipeline(problem, SearchOptions(workers=workers), None, None) as pipeline:
-        pipeline.starts = [Found(value, orders, "start") for value in (101.0, *map(float, range(101, 107)))]
-        pipeline.found = pipeline.starts[0]
-        pipeline._anneal()
+    monkeypatch.setattr("zbv_solver.search.phases.anneal_in_rounds", annealed)
+    running = Search(problem, SearchOptions(workers=workers))
+    running.starts = [Solution(value, orders, "start") for value in (101.0, *map(float, range(101, 107)))]
+    running.incumbent.accept(running.starts[0])
+    running.anneal()
 
-        assert pipeline.found.value == 54.0
+    assert running.incumbent.current is not None
+    assert running.incumbent.current.value == 54.0
     assert sorted(calls[:6]) == [101.0, 102.0, 103.0, 104.0, 105.0, 106.0]
     assert sorted(calls[6:10]) == [56.0, 100.0, 101.0, 102.0]
     assert sorted(calls[10:]) == [55.0, 99.0]
-
-
-def test_weaker_bounds_are_ignored_and_not_reported() -> None:
-    heard: list[Progress] = []
-    with Pipeline(uniform(2, 2), SearchOptions(workers=1), heard.append, None) as pipeline:
-        pipeline.resume_from(serial(uniform(2, 2)).orders)
-        pipeline._raise_bound(3.0, "bounds")
-        told = len(heard)
-        for weaker in (3.0, 2.0, 0.0):
-            pipeline._raise_bound(weaker, "cp-sat")
-        assert (pipeline.bound, pipeline.source, len(heard)) == (3.0, "bounds", told)
-        pipeline._raise_bound(4.0, "cp-sat")
-        assert (pipeline.bound, pipeline.source, len(heard)) == (4.0, "cp-sat", told + 1)
 
 
 def test_only_a_first_plan_that_is_short_enough_gets_a_full_bound() -> None:
@@ -209,8 +174,7 @@ def test_only_a_first_plan_that_is_short_enough_gets_a_full_bound() -> None:
     assert quick < full
     plans = []
     for enough in (np.inf, 0.0):
-        with Pipeline(problem, SearchOptions("quick", without=STAGES), None, None) as pipeline:
-            plans.append(pipeline.first_plan(enough))
+        plans.append(Search(problem, SearchOptions("quick", without=PHASES)).first_plan(enough))
     assert plans[0].objective == plans[1].objective
     assert [plan.metrics.lower_bound for plan in plans] == pytest.approx([full, quick])
 
@@ -268,64 +232,6 @@ def test_a_plan_of_another_problem_is_refused_even_if_its_orders_are_valid() -> 
         search(uniform(3, 3), QUICK, incumbent=plan)
 
 
-def test_one_worker_divides_a_time_limit_between_the_chains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("zbv_solver.search.search_state.time", clock)
-    monkeypatch.setattr("zbv_solver.search.halt.time", clock)
-    steps = [0, 0]
-
-    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
-        nonlocal now
-        while True:
-            now += 1.0  # every step takes a second
-            steps[number] += 1
-            yield None
-
-    options = SearchOptions(time_limit=1000.0)
-    with Pipeline(uniform(2, 2), options, None, None) as pipeline:
-        pipeline._race(chain_of, 0.8)
-    assert sum(steps) == pytest.approx(800, abs=4)
-    assert steps[0] == pytest.approx(steps[1], abs=4)
-
-
-def test_the_second_chain_may_use_the_time_that_the_first_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("zbv_solver.search.search_state.time", clock)
-    monkeypatch.setattr("zbv_solver.search.halt.time", clock)
-    steps = [0, 0]
-
-    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
-        nonlocal now
-        while number == 1 or steps[0] < 10:
-            now += 1.0
-            steps[number] += 1
-            yield None
-
-    with Pipeline(uniform(2, 2), SearchOptions(time_limit=1000.0), None, None) as pipeline:
-        pipeline._race(chain_of, 0.8)
-    assert steps[0] == 10
-    assert steps[1] == pytest.approx(790, abs=4)
-
-
-def test_the_end_of_a_turn_stops_its_kernels() -> None:
-    """Rounds of annealing are long: only the flag that kernels poll ends one early."""
-    stopped: list[int] = []
-
-    def chain_of(number: int, turn: Turn) -> Iterator[Found | None]:
-        while not turn.flag[0]:
-            time.sleep(0.001)
-        stopped.append(number)
-        yield None
-
-    with Pipeline(uniform(2, 2), SearchOptions(time_limit=0.1), None, None) as pipeline:
-        pipeline._race(chain_of, 0.8)
-    assert stopped == [0, 1]
-
-
 def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     ended: list[bool] = []
@@ -342,7 +248,7 @@ def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None
         ended.append(is_stopped())
         return Bound(0.0, "none")
 
-    monkeypatch.setattr("zbv_solver.search.pipeline.lower_bound", slow)
+    monkeypatch.setattr("zbv_solver.search.phases.lower_bound", slow)
     search(limited(uniform(4, 8), 2.0), cancelled=lambda: bool(begun))
     assert ended == [True]
 
@@ -391,3 +297,14 @@ def test_orders_of_a_caller_are_verified() -> None:
     assert make_plan(problem, good, method="mine").metrics.span == 6
     with pytest.raises(InvalidPlan):
         make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")
+
+
+@pytest.mark.parametrize("name", ["span", "makespan", "bubble_rate", "peak_memory"])
+def test_metrics_of_a_plan_are_checked_by_other_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = uniform(2, 2)
+    orders = serial(problem).orders
+    right = evaluate(problem, orders)
+    wrong: dict[str, Any] = {name: (9.0, 9.0) if name == "peak_memory" else 1.5 * getattr(right, name)}
+    monkeypatch.setattr("zbv_solver.search.assemble.evaluate", lambda *_: replace(right, **wrong))
+    with pytest.raises(InvalidPlan, match=name):
+        make_plan(problem, orders, method="mine", lower_bound=1.0)

@@ -21,7 +21,7 @@ from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.verify.communication import verify_comms
 
 Lists = list[list[str]]
@@ -105,6 +105,7 @@ def lowered_by_torch(problem: Problem, orders: Orders, folder: Path, **options: 
     path.write_text("".join(",".join(texts) + "\n" for texts in orders.all_text()))
     runtime = torch_runtime(problem, 0, **options)
     runtime._load_csv(str(path), format="compute_only")
+    assert runtime.stage_index_to_group_rank == dict(enumerate(problem.placement.rank_of))
     return loaded_lists(runtime)
 
 

@@ -25,7 +25,9 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, plan_json
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.search import SearchOptions, make_plan, search
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.verify.graph import PrecedenceGraph, earliest, refuting_cycle, respects_inputs
 from zbv_solver.verify.verifier import verify, verify_orders
 
@@ -198,16 +200,8 @@ def test_memory_counts_while_an_action_runs_and_between_actions() -> None:
         if fits:
             verify_orders(limited_problem, Orders.from_text(GOOD))
         else:
-            with pytest.raises(InvalidPlan, match="of memory; its limit is"):
+            with pytest.raises(InvalidPlan, match=r"rank \d needs [57]\.?5? of memory; its limit is [47]\."):
                 verify_orders(limited_problem, Orders.from_text(GOOD))
-
-
-def test_an_exceeded_memory_limit_is_reported() -> None:
-    tight = limited(uniform(2, 1), 0.0)
-    verify_orders(tight, Orders.from_text(GOOD))
-    below = replace(tight, memory=replace(tight.memory, limit=(2.0, 1.5)))
-    with pytest.raises(InvalidPlan, match=r"rank 1 needs 2 of memory; its limit is 1\.5"):
-        verify_orders(below, Orders.from_text(GOOD))
 
 
 @pytest.fixture(scope="module")
@@ -216,25 +210,23 @@ def plan() -> Plan:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "says"),
     [
-        {"makespan": 1.001},
-        {"span": 1.001},
-        {"span": 0.999},
-        {"lower_bound": 2.0},
-        {"gap": 1.5},
-        {"bubble_rate": 1.01},
-        {"peak_memory": 1.01},
+        (lambda m: {"makespan": 1.001 * m.makespan}, "makespan"),
+        (lambda m: {"span": 1.001 * m.span}, "span .* too large"),
+        (lambda m: {"span": 0.999 * m.span}, "span .* too small"),
+        (lambda m: {"lower_bound": 2 * m.lower_bound}, "lower_bound .* is no bound"),
+        (lambda m: {"gap": 1.5 * (m.gap or 0.1)}, "gap"),
+        (lambda m: {"bubble_rate": 1.01 * m.bubble_rate}, "bubble_rate"),
+        (lambda m: {"peak_memory": tuple(1.01 * peak for peak in m.peak_memory)}, "peak_memory of rank 0"),
+        (lambda m: {"peak_memory": m.peak_memory[:2]}, "peak_memory states 2 ranks, not 3"),
+        (lambda m: {"lower_bound": m.span / 2, "gap": 1.0, "status": "optimal"}, "means a gap of 0"),
     ],
-    ids=lambda change: "".join(change),
 )
-def test_false_metrics_are_refused(plan: Plan, change: dict[str, float]) -> None:
+def test_false_metrics_are_refused(plan: Plan, change: Callable[[Metrics], Any], says: str) -> None:
     verify(plan)
-    ((name, factor),) = change.items()
-    true = getattr(plan.metrics, name)
-    false: Any = tuple(v * factor for v in true) if isinstance(true, tuple) else (true or 0.1) * factor
-    with pytest.raises(InvalidPlan, match=name):
-        verify(replace(plan, metrics=replace(plan.metrics, **{name: false})))
+    with pytest.raises(InvalidPlan, match=says):
+        verify(replace(plan, metrics=replace(plan.metrics, **change(plan.metrics))))
 
 
 @pytest.mark.parametrize("name", ["makespan", "span", "bubble_rate", "peak_memory", "lower_bound", "gap"])
@@ -304,18 +296,6 @@ def graph_of_paths(length: dict[tuple[int, int], float]) -> PrecedenceGraph:
 
 def ends(graph: PrecedenceGraph, release: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray((earliest(graph, release) + graph.duration)[graph.last])
-
-
-def test_a_plan_must_state_the_peak_of_every_rank(plan: Plan) -> None:
-    metrics = replace(plan.metrics, peak_memory=plan.metrics.peak_memory[:2])
-    with pytest.raises(InvalidPlan, match="peak_memory states 2 ranks, not 3"):
-        verify(replace(plan, metrics=metrics))
-
-
-def test_a_false_claim_of_optimality_is_refused(plan: Plan) -> None:
-    metrics: Metrics = replace(plan.metrics, lower_bound=plan.objective / 2, gap=1.0, status="optimal")
-    with pytest.raises(InvalidPlan, match="optimal means a gap of 0"):
-        verify(replace(plan, metrics=metrics))
 
 
 def test_plans_are_verified_without_numba(plan: Plan) -> None:

@@ -14,7 +14,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.search import search
+from zbv_solver.search.run import search
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.communicators import kernels_at_once
 

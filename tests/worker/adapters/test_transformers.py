@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 from zbv_models.estimate.transformers_text import TEXT_KINDS
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_worker.adapters import safetensors_folder
 from zbv_worker.adapters.causal_language_model import pipeline_model
 from zbv_worker.adapters.split_modules import split_modules

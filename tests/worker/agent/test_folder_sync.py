@@ -17,7 +17,7 @@ from support.orders import random_orders
 from support.problems import uniform
 from zbv_service.client import AgentClient, NodeWork
 from zbv_solver.plans.plan import Plan, plan_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_worker.agent.folder_sync import LOG_BYTES, FolderSync, log_end
 from zbv_worker.host.state_files import NEXT_PLAN, write_json
 

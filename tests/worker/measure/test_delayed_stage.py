@@ -15,7 +15,7 @@ import torch
 from support.orders import random_orders
 from support.problems import uniform
 from support.thread_transport import ThreadHub
-from zbv_solver.jitter.noise import Jitter, draw, drawn_costs
+from zbv_solver.problem.jitter import Jitter, draw, drawn_costs
 from zbv_solver.problem.problem import LETTERS
 from zbv_worker.errors import Disagreement, InvalidRun
 from zbv_worker.execution.plan_source import PlanSource

@@ -17,14 +17,14 @@ import torch
 from support.selfcheck import random_orders
 from zbv_service.client import Client
 from zbv_service.client.retries import DEFAULT_RETRIES
-from zbv_solver.jitter.noise import Jitter
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.step_times import rehearsed_times
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun

@@ -14,7 +14,8 @@ from support.plans import unit_problem
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_worker.host.script_environment import script_environment
 from zbv_worker.host.state_files import progress_file, trace_file
 

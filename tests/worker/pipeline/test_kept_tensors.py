@@ -13,7 +13,8 @@ from support.cut_models import cut_problem
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 WIDTH, ROWS, MICROBATCHES = 4, 8, 4
 NAMES = ["0", "1", "2", "3"]

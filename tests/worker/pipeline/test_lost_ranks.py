@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.leaving_pipeline_rank import TIMEOUT
 from support.plans import unit_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.pipeline.failures import CLOSE_SECONDS
 

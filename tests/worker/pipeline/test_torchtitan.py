@@ -9,7 +9,8 @@ import pytest
 from support import titan
 from support.cut_models import cut_problem
 from support.plans import unit_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.pipeline.torchtitan import module_names, part_of, with_plan

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from support.plans import unit_problem
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.training.checkpoint import newest_checkpoint
 

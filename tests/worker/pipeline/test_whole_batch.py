@@ -12,7 +12,8 @@ from support.plans import unit_problem
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.search import SearchOptions, search
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_worker.errors import InvalidRun
 from zbv_worker.pipeline.batch import Batch, microbatches_of, split_batch
 from zbv_worker.pipeline.packed import split_packed

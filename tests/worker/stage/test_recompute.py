@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import ModelError
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor

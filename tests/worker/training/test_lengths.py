@@ -19,7 +19,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import ModelError
 from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
 from zbv_worker.gpu_report.rank import relative_error

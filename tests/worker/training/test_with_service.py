@@ -17,7 +17,7 @@ from zbv_service.client import Client
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan

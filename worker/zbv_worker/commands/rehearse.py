@@ -129,7 +129,7 @@ def _options(parsed: argparse.Namespace) -> RehearseOptions:
 def _delays(parsed: argparse.Namespace) -> Delays | None:
     from zbv_solver.commands.jitter_flag import read_jitter
     from zbv_solver.errors import InvalidInput
-    from zbv_solver.jitter.noise import MAX_SEED
+    from zbv_solver.problem.jitter import MAX_SEED
 
     from zbv_worker.errors import InvalidRun
     from zbv_worker.measure.rehearse.delayed_stage import Delays

@@ -158,7 +158,7 @@ def _search(problem: Problem) -> dict[str, Any]:
     """A plan as JSON, or what its search lacks: a GPU node needs no planner."""
     try:
         from zbv_solver.search.options import SearchOptions
-        from zbv_solver.search.search import search
+        from zbv_solver.search.run import search
     except ModuleNotFoundError as error:
         return {"lack": f"the planner needs {error.name}; install zbv[solver]"}
     plan = search(problem, SearchOptions(effort="quick"))

@@ -77,5 +77,5 @@ async def get_metrics(request: Request) -> Response:
     except TimeoutError:
         raise ProblemError(NOT_READY, "The database does not answer in time; ask again.") from None
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    text = await asyncio.to_thread(encode, found.metrics.registry)
+    text = await found.computations.write(encode, found.metrics.registry)
     return Response(text, media_type=None, headers={"Content-Type": media_type})

@@ -22,6 +22,7 @@ from zbv_service.api.listing import RunListQuery, list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, preferred, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.shared import json_bytes, json_with
 from zbv_service.errors import (
@@ -106,7 +107,9 @@ async def get_run(request: Request, run_id: str) -> Response:
     """The state of the run, the places of its ranks, and why it failed."""
     if wants_page(request):
         return to_page(request)
-    return await _response(await state_of(request).runs.get(run_id), 200)
+    found = state_of(request)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        return await _response(await found.runs.get(run_id), 200)
 
 
 @router.get(

@@ -13,6 +13,7 @@ from fastapi.responses import RedirectResponse
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
+from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.measured import measured_view
@@ -38,10 +39,11 @@ router = APIRouter(include_in_schema=False)
 async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Response:
     """The page of a run, with some of its ranks, from ``ranks`` on."""
     found = state_of(request)
-    run = await found.runs.get(run_id)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        run = await found.runs.get(run_id)
+        index = await found.parts.index(run_id)
+        lines = await found.steps.newest(run_id, index)
     events = await found.runs.newest_events(run_id, EVENTS)
-    index = await found.parts.index(run_id)
-    lines = await found.steps.newest(run_id, index)
     plan = None
     if run.plan_id is not None:
         plans = (await found.plans.page(PlanFilter(text=run.plan_id), 1, None)).items

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.export import quantities, report
-from zbv_solver.export.per_rank import idle_shares
-from zbv_solver.export.timeline import timeline
+from zbv_solver.export.timeline import idle_shares, timeline
 from zbv_solver.plans.plan import Baseline, Plan
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Units

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zbv_solver.export import quantities
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import gap_of
 from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.frontier.points import CutSummary, Frontier, Point

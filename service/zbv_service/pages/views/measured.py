@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from zbv_solver.export import quantities, report
-from zbv_solver.export.per_rank import idle_shares
-from zbv_solver.export.timeline import Timeline, timeline
+from zbv_solver.export.timeline import Timeline, idle_shares, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Units
 

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import cost_facts, cost_values
-from zbv_solver.export.report.simulated import deviations
+from zbv_solver.export.report.sections import deviations
 from zbv_solver.frontiers import memory_fraction
-from zbv_solver.jitter.noise import parse_jitter
+from zbv_solver.problem.jitter import parse_jitter
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds

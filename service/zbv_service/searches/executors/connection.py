@@ -21,7 +21,7 @@ from zbv_service.searches.executors.task import SearchFunction, outcome_of, upda
 
 if TYPE_CHECKING:
     from zbv_models.layouts.progress import LayoutProgress
-    from zbv_solver.search.search import Progress
+    from zbv_solver.search.incumbent import Progress
 
 CONNECT_SECONDS = 10.0
 SEND_SECONDS = 30.0

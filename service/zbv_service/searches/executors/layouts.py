@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.progress import Ends, LayoutProgress
-from zbv_solver.plans.certificate import gap_of
+from zbv_solver.plans.plan import gap_of
 from zbv_solver.search.options import SearchOptions
 
 from zbv_service.documents.layouts import LayoutRequest, families_of, read_layouts

@@ -25,7 +25,7 @@ from zbv_service.records.searches import Claim, NewPlan, Outcome, Refusal, Updat
 from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
-    from zbv_solver.search.search import Progress
+    from zbv_solver.search.incumbent import Progress
 
 METHOD_CHARACTERS = 200
 REASON_CHARACTERS = 1000
@@ -62,12 +62,21 @@ def solver_search(
     incumbent: Orders | Plan | None,
 ) -> Plan:
     """The solver's own search."""
-    from zbv_solver.jitter.noise import parse_jitter  # here for the same reason as Progress
-    from zbv_solver.search.search import SearchOptions, search
+    from zbv_solver.problem.jitter import parse_jitter  # here for the same reason as Progress
+    from zbv_solver.search.jitter import search_for_jitter
+    from zbv_solver.search.options import SearchOptions
 
-    jitter = options.get("jitter")
-    known = {**options, "jitter": None if jitter is None else parse_jitter(jitter)}
-    return search(problem, SearchOptions(**known), on_progress, cancelled, incumbent)
+    plain = {name: value for name, value in options.items() if name not in ("jitter", "quantile")}
+    jitter, quantile = options.get("jitter"), options.get("quantile")
+    return search_for_jitter(
+        problem,
+        SearchOptions(**plain),
+        on_progress,
+        cancelled,
+        incumbent,
+        jitter=None if jitter is None else parse_jitter(jitter),
+        quantile=quantile,
+    )
 
 
 def outcome_of(claim: Claim, search: SearchFunction, reporter: Reporter) -> Outcome:
@@ -137,7 +146,7 @@ def _kept(
     incumbent: Orders | Plan | None,
 ) -> Plan:
     """A search that ends at once with what it starts from."""
-    from zbv_solver.search.search import make_plan  # here for the same reason as Progress
+    from zbv_solver.search.assemble import make_plan  # here for the same reason as Progress
 
     if incumbent is None:
         raise InvalidPlan("there is no plan to keep.")
@@ -171,7 +180,7 @@ def _incumbent(question: Question, found: Any) -> Orders | Plan:
     Exception
         It cannot be read; the error may be of any kind.
     """
-    from zbv_solver.search.search import make_plan  # here for the same reason as Progress
+    from zbv_solver.search.assemble import make_plan  # here for the same reason as Progress
     from zbv_solver.verify.verifier import verify_orders
 
     ranks = found if isinstance(found, list) else found["ranks"]

@@ -17,26 +17,34 @@ import numpy as np
 from markupsafe import Markup
 
 from zbv_solver.export import palette, quantities
-from zbv_solver.export.per_rank import (
-    RankBars,
-    accounts_for_memory,
-    idle_bars,
-    idle_shares,
-    memory_bars,
-)
-from zbv_solver.export.report.action_lists import RankLine, action_lists
 from zbv_solver.export.report.figures import (
     Card,
     Compared,
+    RankBars,
     ScheduleRow,
     cards_of,
     facts_of,
+    idle_bars,
+    memory_bars,
     schedule_rows,
 )
-from zbv_solver.export.report.layers import LayersView, layers_view
-from zbv_solver.export.report.microbatches import MicrobatchesView, microbatches_view
-from zbv_solver.export.report.simulated import SimulationView, simulation_view
-from zbv_solver.export.timeline import MAX_GLYPHS, timeline, timeline_facts
+from zbv_solver.export.report.sections import (
+    LayersView,
+    MicrobatchesView,
+    RankLine,
+    SimulationView,
+    action_lists,
+    layers_view,
+    microbatches_view,
+    simulation_view,
+)
+from zbv_solver.export.timeline import (
+    MAX_GLYPHS,
+    accounts_for_memory,
+    idle_shares,
+    timeline,
+    timeline_facts,
+)
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Units
 

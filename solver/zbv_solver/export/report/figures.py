@@ -1,4 +1,4 @@
-"""The metrics and the problem of a plan as texts: cards, the table of schedules, facts."""
+"""The metrics and the problem of a plan: cards, the table of schedules, facts, and bars by rank."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from zbv_solver.export import quantities
-from zbv_solver.export.per_rank import accounts_for_memory
+from zbv_solver.export.timeline import accounts_for_memory, idle_shares
 from zbv_solver.plans.plan import Baseline, Metrics, Plan
-from zbv_solver.problem.numeric import MEMORY_TOLERANCE
+from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC, exceeds
 from zbv_solver.problem.problem import B, F, I, Problem, Units, W, objective_value
 from zbv_solver.problem.stages import Costs, Deltas
 
 SMALLEST_GAP = 1e-4
 """Smaller gaps show as "less than" this one."""
+_TALLEST = 96.0
+"""Height of the tallest bar in a chart of height 100."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,28 @@ class Compared:
     units: Units
     fits: bool | None
     url: str | None = None
+
+
+@dataclass(frozen=True)
+class RankBar:
+    """One rank; heights are percentages of the chart's, ``limit`` is None if none is drawn."""
+
+    rank: int
+    height: float
+    base: float
+    limit: float | None
+    over: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class RankBars:
+    """All ranks, with a summary in words."""
+
+    name: str
+    title: str
+    bars: tuple[RankBar, ...]
+    summary: str
 
 
 def cards_of(plan: Plan) -> list[Card]:
@@ -173,6 +197,60 @@ def cost_values(problem: Problem) -> dict[str, tuple[float, ...] | None]:
         name: None if table is None else tuple(table[:, every].ravel().tolist())
         for name, table in tables.items()
     }
+
+
+def idle_bars(plan: Plan) -> RankBars:
+    """Idle share of the span of every rank, scaled so that the largest nearly fills the chart."""
+    # Rounding errors must not fill the chart when no rank is idle.
+    shares = [share if share > SAME_METRIC else 0.0 for share in idle_shares(plan)]
+    scale = _TALLEST / (max(shares, default=0.0) or 1.0)
+    bars = tuple(
+        RankBar(rank, round(scale * share, 2), 0.0, None, False, f"rank {rank}: {quantities.percent(share)}")
+        for rank, share in enumerate(shares)
+    )
+    idlest = max(range(len(shares)), key=shares.__getitem__)
+    mean = quantities.percent(plan.metrics.bubble_rate)
+    if max(shares) - min(shares) < SAME_METRIC:
+        summary = f"{mean} of the span on every rank." if len(shares) > 1 else f"{mean} of the span."
+    else:
+        summary = f"{mean} of the span on average, at most {quantities.percent(shares[idlest])}"
+        summary += f" on rank {idlest}."
+    return RankBars("idle", "Idle time per rank", bars, summary)
+
+
+def memory_bars(plan: Plan) -> RankBars:
+    """Peak memory of every rank, scaled so that the highest peak or limit nearly fills the chart."""
+    peaks, memory, units = plan.metrics.peak_memory, plan.problem.memory, plan.problem.units
+    limits = memory.limit
+    highest = max(peaks, default=0.0)
+    # A limit far above every peak would flatten the bars; then only the summary mentions it.
+    drawn = limits if limits is not None and max(limits) <= 3 * (highest or 1.0) else None
+    scale = _TALLEST / (max(highest, *(drawn or (0.0,))) or 1.0)
+    bars = []
+    for rank, peak in enumerate(peaks):
+        limit = None if limits is None else limits[rank]
+        against = "" if limit is None else f" of {quantities.memory(limit, units)}"
+        bars.append(
+            RankBar(
+                rank=rank,
+                height=round(scale * peak, 2),
+                base=round(scale * memory.static[rank], 2),
+                limit=round(scale * drawn[rank], 2) if drawn is not None else None,
+                over=limit is not None and exceeds(peak, limit),
+                text=f"rank {rank}: {quantities.memory(peak, units)}{against}",
+            )
+        )
+    return RankBars("memory", "Peak memory per rank", tuple(bars), _memory_summary(plan, drawn is not None))
+
+
+def _memory_summary(plan: Plan, has_line: bool) -> str:
+    units, limits, peaks = plan.problem.units, plan.problem.memory.limit, plan.metrics.peak_memory
+    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    text = f"Highest: {quantities.memory(peaks[fullest], units)} on rank {fullest}"
+    text += f", of {quantities.memory(limits[fullest], units)}." if limits else ". No limit."
+    if has_line:
+        text += " Dashed: the limit."
+    return f"{text} Darker: static memory." if any(plan.problem.memory.static) else text
 
 
 def _use(peak: float, limit: float) -> float:

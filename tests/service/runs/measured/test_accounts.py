@@ -28,7 +28,7 @@ from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective, Problem, Units
-from zbv_solver.search.search import make_plan
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.start_times import span_start_times
 
 MICROSECOND = 1000.0

@@ -16,7 +16,9 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.search import SearchOptions, make_plan, search
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 
 
 @pytest.fixture(scope="module", params=["span", "makespan"])

@@ -1,4 +1,4 @@
-"""Stages whose durations vary from step to step by a model of jitter (:mod:`zbv_solver.jitter.noise`).
+"""Stages whose durations vary from step to step by a model of jitter (:mod:`zbv_solver.problem.jitter`).
 
 In step k every rank draws the factors of iteration k of the first chain, as
 :func:`~zbv_solver.timing.step_times.rehearsed_times` does. So actions sleep exactly the simulated durations.
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Jitter, draw, drawn_costs, jitter_json
+from zbv_solver.problem.jitter import Jitter, draw, drawn_costs, jitter_json
 from zbv_solver.problem.problem import LETTERS
 
 from zbv_worker.errors import InvalidRun

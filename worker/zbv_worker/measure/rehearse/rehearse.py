@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from zbv_solver.documents.files import write
-from zbv_solver.jitter.noise import jitter_json
+from zbv_solver.problem.jitter import jitter_json
 from zbv_solver.problem.problem import LETTERS
 
 from zbv_worker.errors import naming_errors

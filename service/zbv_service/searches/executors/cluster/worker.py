@@ -33,7 +33,7 @@ from zbv_service.searches.executors.task import SearchFunction, outcome_of, upda
 
 if TYPE_CHECKING:
     from zbv_models.layouts.progress import LayoutProgress
-    from zbv_solver.search.search import Progress
+    from zbv_solver.search.incumbent import Progress
 
 _PACKAGES = ("numpy", "numba", "ortools", "distributed")
 """Packages that a worker must have in the service's versions, for equal plans and a working connection."""

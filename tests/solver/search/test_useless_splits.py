@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
-from zbv_solver.improve.useless_splits import without_useless_splits
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.stages import Costs
-from zbv_solver.search.search import search
+from zbv_solver.search.assemble import without_useless_splits
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
 

@@ -1,4 +1,4 @@
-"""``zbv export`` and ``zbv refit``: from a plan file to another file."""
+"""``zbv export``, ``zbv refit`` and ``zbv simulate``: what is made of a plan file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 
-from zbv_solver.commands.messages import named_flags
+from zbv_solver.commands import tables
+from zbv_solver.commands.jitter_flag import read_jitter
+from zbv_solver.commands.messages import named_flags, print_json
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import RENUMBERED
@@ -15,10 +17,12 @@ from zbv_solver.export.torch_csv import batch_order
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import largest_change, relative_residual
 from zbv_solver.measure.refit import refit as refitted
-from zbv_solver.plans.plan import identity
+from zbv_solver.plans.plan import identity, simulation_json
 from zbv_solver.plans.reading import load_plan_document, parse_orders
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.assemble import load_plan
+from zbv_solver.search.claims import load_plan
+from zbv_solver.search.jitter import DEFAULT_JITTER
+from zbv_solver.search.jitter import simulate as simulated
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -64,3 +68,18 @@ def refit(arguments: argparse.Namespace) -> None:
             f"fitted over features; relative residual {relative_residual(measured, traces):.1%} (root mean "
             f"square of fitted minus measured costs, by that of measured costs)\n"
         )
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    """Simulate a plan and the classical schedules, and print the times of their iterations."""
+    plan = load_plan(arguments.plan)
+    jitter = DEFAULT_JITTER if arguments.jitter is None else read_jitter(arguments.jitter, plan)
+    try:
+        found = simulated(plan, jitter, scenarios=arguments.scenarios, seed=arguments.seed)
+    except InvalidInput as error:
+        is_flag = error.issues[0].pointer in ("/scenarios", "/seed")
+        raise (named_flags(error) if is_flag else error.found_in("--jitter")) from None
+    if arguments.json:
+        print_json({"plan_id": plan.plan_id, **simulation_json(found)})
+    else:
+        tables.print_simulation(plan, found)

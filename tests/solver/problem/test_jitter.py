@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.problems import uniform
 from zbv_solver.errors import InvalidInput
-from zbv_solver.jitter.noise import Jitter, Spread, draw, jitter_json, parse_jitter
+from zbv_solver.problem.jitter import Jitter, Spread, draw, jitter_json, parse_jitter
 from zbv_solver.problem.problem import B, F, I
 
 PROBLEM = uniform(4, 64, p2p=1)

@@ -37,6 +37,7 @@ MAX_SEED = 2**31 - 1
 MAX_FACTOR = 1e6
 SHORT_FORM = "5%, or action=5%,transfer=20% (keys: action, F, I, W, B, rank, transfer)"
 MAX_SHORT_FORM = 200
+LEAST_QUANTILE, LARGEST_QUANTILE = 0.5, 0.99
 FACTOR_BITS = 20
 """Factors are multiples of 2 ** -FACTOR_BITS. Exponential functions differ in their last bit between
 processors, and rounding keeps plans equal all the same."""
@@ -152,6 +153,20 @@ class Jitter:
             raise InvalidInput.at(
                 "/rank", f"found {len(self.rank)} values; must be one, or one per rank ({pp_degree})."
             )
+
+
+def check_quantile(quantile: float | None, jitter: Jitter | None) -> None:
+    """Raise :class:`InvalidInput` when a quantile of simulated times is out of range, or has no jitter."""
+    if quantile is None:
+        return
+    if jitter is None:
+        raise InvalidInput.at(
+            "/quantile", "is of the times when durations vary; give jitter too, or remove it."
+        )
+    if not LEAST_QUANTILE <= quantile <= LARGEST_QUANTILE:
+        raise InvalidInput.at(
+            "/quantile", f"found {quantile:g}; must be from {LEAST_QUANTILE} to {LARGEST_QUANTILE}."
+        )
 
 
 class Draws(NamedTuple):

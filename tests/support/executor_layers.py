@@ -1,0 +1,45 @@
+"""Layers that executors with fixed orders run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_any_problem
+
+PUBLISHED: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "models/fixed_orders/published_layouts.json").read_text(encoding="utf-8")
+)
+"""Layouts of configurations in use; every entry names its repository, commit and file, or its paper."""
+
+
+def layer(
+    name: str,
+    forward: float,
+    inputs: float | None = None,
+    weights: float | None = None,
+    *,
+    held: float = 0,
+    **more: Any,
+) -> dict[str, Any]:
+    """A layer whose I and W take as long as its F, unless given; a microbatch holds memory from F to I."""
+    return {
+        "name": name,
+        "forward": forward,
+        "backward_input": forward if inputs is None else inputs,
+        "backward_weight": forward if weights is None else weights,
+        "memory": {"forward": held, "backward_input": -held, "backward_weight": 0},
+        **more,
+    }
+
+
+def layered(
+    ranks: int, microbatches: int, layers: list[dict[str, Any]], p2p: float = 0, **more: Any
+) -> LayeredProblem:
+    """The problem of these layers; the placement is that of the executor."""
+    document = {"pp_degree": ranks, "microbatches": microbatches, "placement": "auto", "layers": layers}
+    problem = parse_any_problem(document | {"costs": {"p2p": p2p}} | more)
+    assert isinstance(problem, LayeredProblem)
+    return problem

@@ -21,9 +21,9 @@ from zbv_models.estimate.model_layers import model_flops
 from zbv_models.estimate.states import StateBytes
 from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_models.layouts.cluster import Cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, layers_on_ranks
 from zbv_models.layouts.executor_memory import megatron
-from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.layout import Layout, Recompute
 from zbv_models.layouts.setting import SECONDS, Setting
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.errors import InvalidInput
@@ -94,13 +94,10 @@ def _predicted(
     layered = estimated.problem
     problem, orders = _ordered(run, layered, _bounds(run, layered))
     timing = evaluate(problem, orders)
-    names = [
-        tuple(name for stage in own for name in (problem.model.partition[stage] if problem.model else ()))
-        for own in problem.placement.stages_of
-    ]
     peak = timing.peak_memory[-1] if run.memory_rank == -1 else max(timing.peak_memory)
     return Prediction(
-        step_time=objective_value(problem.objective, timing) * SECONDS + estimated.once(names),
+        step_time=objective_value(problem.objective, timing) * SECONDS
+        + estimated.once(layers_on_ranks(problem)),
         memory=_taken(peak) if run.memory_kind == "device" else peak,
         is_too_large=_taken(max(timing.peak_memory)) > cluster.size,
         recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),
@@ -117,7 +114,7 @@ def _estimated(
 ) -> EstimatedLayout:
     """The layers of a run."""
     modules = () if isinstance(recompute, str) else recompute
-    kind = "none" if recompute in ("none", ()) else "full" if recompute == "full" else "selective"
+    kind: Recompute = "none" if recompute in ("none", ()) else "full" if recompute == "full" else "selective"
     layout = Layout(
         run.tensor_parallel,
         run.context_parallel,
@@ -127,7 +124,7 @@ def _estimated(
         run.microbatch_size,
         run.microbatches,
         1 if run.zero_stage is None else run.zero_stage,
-        "none" if kind == "none" else "full",
+        kind,
         "tp-cp-dp-pp",
     )
     dtype = model_of(run).dtype
@@ -135,7 +132,6 @@ def _estimated(
     training = Training(
         state=StateBytes(gradients=gradients, dtype=dtype),
         account=megatron,
-        recompute=kind,
         modules=frozenset(modules),
         fused_gradients=run.fused_gradients,
     )

@@ -40,7 +40,7 @@ def block(model: dict[str, Any], **parallel: Any) -> LayerEstimate:
 def operations() -> Iterator[str]:
     """Blocks of which zbv counts other bytes than torchtitan saves."""
     for what, (name, flavor, index, model) in BLOCKS.items():
-        estimated = block(model).recomputed
+        estimated = block(model).selective
         width = model.get("v_head_dim", model.get("head_dim", 16))
         # The outputs of attention, and the normalisers of 16 heads, are not counted.
         others = SEQUENCES * TOKENS * (2 * 256 + 16 * (2 * width + 4))

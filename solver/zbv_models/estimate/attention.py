@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbv_models.estimate.part import (
@@ -160,7 +160,26 @@ class Scores:
         width = self.key_width + self.value_width
         return shapes.divided(width) * (shapes.tensor if self.shared_keys else 1)
 
-    def workspace(self, shapes: Shapes) -> int:
+    def most_held(self, shapes: Shapes, width: int, projected: int) -> int:
+        """Most memory of I, and of B at the projection back, in addition to kept tensors.
+
+        Parameters
+        ----------
+        width
+            That of the heads' output.
+        projected
+            Size of queries, keys and values.
+        """
+        # I holds most when it has computed its gradients and released nothing: the gradients of the residual
+        # stream, of the heads' output, and of queries, keys and values. With plain attention, the last three
+        # exist twice for a moment, together with the scores and their gradient.
+        around = shapes.whole + shapes.divided(width)
+        twice = 0 if self.flash else projected + 2 * self.bytes(shapes)
+        # B also computes the gradients of weights. For the projection back, everything that F kept is still
+        # there.
+        return around + max(projected + twice, shapes.weight(width, shapes.stream.hidden))
+
+    def held_of_others(self, shapes: Shapes) -> int:
         """What I needs of keys and values of other devices, with their gradients.
 
         A ring holds one piece that it computes with and one that arrives; an all-gather holds all of them.
@@ -187,38 +206,40 @@ class Indexer:
     dim: int
     """Width of a head."""
 
-    def products(self, shapes: Shapes, width: int) -> tuple[Product, ...]:
-        """Queries from a vector of a width; keys and weights of heads from the block's input."""
-        rows, h = shapes.own_tokens, shapes.stream.hidden
-        return (
-            Product(rows, width, self.heads * self.dim, is_narrow=False),
-            Product(rows, h, self.dim + self.heads, is_narrow=False),
+    def added_to(self, part: Part, shapes: Shapes, sees: Sees, width: int) -> Part:
+        """Attention with these heads, whose queries come from a vector of a width.
+
+        Keys and weights of heads come from the block's input. I has two products, for queries and keys; the
+        scores are not kept.
+        """
+        rows, h, queries = shapes.own_tokens, shapes.stream.hidden, self.heads * self.dim
+        pairs = Sees(causal=sees.causal).pairs(shapes.sequence)
+        whole = shapes.tokens // rows * shapes.degrees.context
+        core = 2.0 * pairs * shapes.sequences * queries / whole
+        chosen = CHOICE_BYTES * rows * min(sees.window or shapes.sequence, shapes.sequence)
+        kept = shapes.own(queries + self.dim + self.heads)
+        # Norm and rotation of queries and keys, and the choice.
+        moved = 2.0 * shapes.own(queries + self.dim) + chosen
+        # Its matrices, and the LayerNorm of its keys.
+        parameters = width * queries + h * (self.dim + self.heads) + 2 * self.dim
+        return replace(
+            part,
+            parameters=part.parameters + Parameters(replicated=parameters),
+            products=(
+                *part.products,
+                Product(rows, width, queries, is_narrow=False),
+                Product(rows, h, self.dim + self.heads, is_narrow=False),
+            ),
+            core=part.core + PerAction(core, 2 * core),
+            tensors=(
+                *part.tensors,
+                Held("queries, keys and weights of the indexer", kept),
+                Held("chosen tokens", chosen),
+                gradient("gradients of the indexer's queries, keys and weights", kept),
+            ),
+            moved=part.moved + PerAction(moved, moved),
+            saved=None,
         )
-
-    def parameters(self, shapes: Shapes, width: int) -> int:
-        """Its matrices, and the LayerNorm of its keys."""
-        return width * self.heads * self.dim + shapes.stream.hidden * (self.dim + self.heads) + 2 * self.dim
-
-    def flops(self, shapes: Shapes, pairs: float) -> PerAction:
-        """Operations of its scores for all pairs of a sequence; I has two products, for queries and keys."""
-        whole = shapes.tokens // shapes.own_tokens * shapes.degrees.context
-        once = 2.0 * pairs * shapes.sequences * self.heads * self.dim / whole
-        return PerAction(once, 2 * once, 0.0)
-
-    def tensors(self, shapes: Shapes, chosen: int) -> list[Held]:
-        """Its queries, keys and weights, and what it chooses; the scores are not kept."""
-        widths = self.heads * self.dim + self.dim + self.heads
-        return [
-            Held("queries, keys and weights of the indexer", shapes.own(widths)),
-            Held("chosen tokens", CHOICE_BYTES * shapes.own_tokens * min(chosen, shapes.sequence)),
-            gradient("gradients of the indexer's queries, keys and weights", shapes.own(widths)),
-        ]
-
-    def traffic(self, shapes: Shapes, chosen: int) -> PerAction:
-        """Norm and rotation of queries and keys, and the choice."""
-        moved = 2.0 * shapes.own((self.heads + 1) * self.dim)
-        choice = CHOICE_BYTES * shapes.own_tokens * min(chosen, shapes.sequence)
-        return PerAction(moved + choice, moved + choice)
 
 
 @dataclass(frozen=True)
@@ -270,36 +291,33 @@ class Attention:
         """Costs and memory on one device."""
         h, t, tokens = shapes.stream.hidden, shapes.tensor, shapes.tokens
         rotated = shapes.divided(self.query) + shapes.divided(self.key)
-        moved, core = around(shapes) + self.scores.traffic(shapes), self.scores.flops(shapes)
-        products = [Product(tokens, h, self.projected // t), Product(tokens, self.query // t, h)]
+        moved = around(shapes) + self.scores.traffic(shapes)
+        products = Product(tokens, h, self.projected // t), Product(tokens, self.query // t, h)
         if self.output_gate:
             moved += PerAction(3 * shapes.divided(self.query), 5 * shapes.divided(self.query))
-        if self.indexer is not None:
-            products += self.indexer.products(shapes, h)
-            core += self.indexer.flops(shapes, Sees(causal=self.sees.causal).pairs(shapes.sequence))
-            moved += self.indexer.traffic(shapes, self.sees.window or shapes.sequence)
         if self.rotary:
             moved += PerAction(2 * rotated, 2 * rotated)
         if self.qk_norm:
             moved += PerAction(2 * rotated, 3 * rotated)
-        return Part(
+        part = Part(
             parameters=self.parameters(shapes),
-            products=tuple(products),
-            core=core,
+            products=products,
+            core=self.scores.flops(shapes),
             is_flash=self.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
             modules=(self.scores.module(shapes),),
             exchanges=(half_exchange(shapes), self.scores.exchange(shapes)),
-            workspace=self.workspace(shapes) + self.scores.workspace(shapes),
+            workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
             linears=(
                 Linear(products[0], shapes.divided(self.projected), self.qkv_bias),
                 Linear(products[1], shapes.whole, shapes.stream.bias),
             ),
-            saved=None if self.output_gate or self.indexer else self.scores.saved(shapes),
+            saved=None if self.output_gate else self.scores.saved(shapes),
         )
+        return part if self.indexer is None else self.indexer.added_to(part, shapes, self.sees, h)
 
     def parameters(self, shapes: Shapes) -> Parameters:
         """Norm, projection to queries, keys and values, and the projection back.
@@ -310,10 +328,9 @@ class Attention:
         stream = shapes.stream
         h, both = stream.hidden, self.projected
         head_norms = 2 * self.head_dim if self.qk_norm else 0
-        indexer = 0 if self.indexer is None else self.indexer.parameters(shapes, h)
         return Parameters(
             shared=h * both + self.query * h + (both if self.qkv_bias else 0),
-            replicated=stream.norm_parameters + head_norms + (h if stream.bias else 0) + indexer,
+            replicated=stream.norm_parameters + head_norms + (h if stream.bias else 0),
         )
 
     def tensors(self, shapes: Shapes) -> list[Held]:
@@ -340,27 +357,16 @@ class Attention:
         if self.output_gate:
             held.append(Held("gate", query))
             held.append(Held("output of the heads", query))
-        if self.indexer is not None:
-            held += self.indexer.tensors(shapes, self.sees.window or shapes.sequence)
         return held + dropout_tensors(shapes, "attention's dropout mask")
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors, in I or B."""
-        query = shapes.divided(self.query)
-        h, whole = shapes.stream.hidden, shapes.whole
-        # I holds most when it has computed its gradients and released nothing: the gradients of the residual
-        # stream, of the heads' output, and of queries, keys and values. With plain attention, the last three
-        # exist twice for a moment, together with the scores and their gradient.
-        projected = shapes.divided(self.projected)
-        gradients = whole + query + projected
-        if not self.flash:
-            gradients += projected + 2 * self.scores.bytes(shapes)
-        # B also computes the gradients of weights. For the projection back, everything that F kept is still
-        # there. For the first projection, queries, keys and values (whose gradients are as large) and the
-        # input of the projection back are released.
-        back = whole + query + shapes.weight(self.query, h)
-        first = shapes.weight(h, self.projected) + whole + shapes.hidden - query
-        return max(gradients, back, first)
+        h, query = shapes.stream.hidden, shapes.divided(self.query)
+        # When B computes the gradient of the first projection, queries, keys and values (whose gradients are
+        # as large) and the input of the projection back are released.
+        first = shapes.weight(h, self.projected) + shapes.whole + shapes.hidden - query
+        others = self.scores.most_held(shapes, self.query, shapes.divided(self.projected))
+        return max(others, first) + self.scores.held_of_others(shapes)
 
 
 def projection_back(shapes: Shapes, heads: int) -> list[Held]:

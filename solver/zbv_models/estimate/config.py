@@ -122,16 +122,11 @@ class EstimateConfig(ConfigSection):
     @property
     def state(self) -> StateBytes:
         """The states of training."""
-        sizes = self.precision
         return StateBytes(
-            sizes.parameters,
-            sizes.gradients,
-            sizes.master,
-            sizes.state,
-            self.parallel.optimizer,
-            self.model.dtype,
-            self.parallel.offloaded_states,
-            sizes.gathered,
+            **self.precision.model_dump(),
+            optimizer=self.parallel.optimizer,
+            dtype=self.model.dtype,
+            offloaded=self.parallel.offloaded_states,
         )
 
     @property
@@ -152,13 +147,11 @@ class EstimateConfig(ConfigSection):
     @property
     def training(self) -> Training:
         """What training keeps, and how it is planned."""
-        by_halves = self.parallel.granularity == "half"
         return Training(
             state=self.state,
-            recompute=self.recompute,
             modules=frozenset(self.parallel.recompute_modules),
             ends_share_rank=self.placement == "v",
-            by_halves=by_halves,
+            by_halves=self.parallel.granularity == "half",
             fused_gradients=self.parallel.fused_gradients,
         )
 
@@ -290,7 +283,7 @@ def problem_document(config: EstimateConfig, layers: Sequence[LayerEstimate] | N
         "microbatches": parallel.microbatches,
         "placement": config.placement,
         "objective": parallel.objective,
-        "layers": [_layer(layer) for layer in layers or estimate_layers(config)],
+        "layers": [_layer(layer, config.recompute) for layer in layers or estimate_layers(config)],
         "costs": {"p2p": number(device.link_latency)},
         "memory": {"static": number(device.reserved), "limit": None},
         "units": {"time": "us", "memory": "bytes"},
@@ -307,15 +300,15 @@ def problem_document(config: EstimateConfig, layers: Sequence[LayerEstimate] | N
     return document
 
 
-def _layer(layer: LayerEstimate) -> dict[str, Any]:
+def _layer(layer: LayerEstimate, recompute: str) -> dict[str, Any]:
     static = number(layer.static.total)
     document: dict[str, Any] = {"name": layer.name, **_costs(layer.plain, static)}
     document["parameters_bytes"] = number(layer.static.parameters)
     document["output_bytes"] = layer.output_bytes
     if layer.repeat is not None:
         document["repeat"] = layer.repeat
-    if layer.recomputed is not None:
-        document["recompute"] = _costs(layer.recomputed, static)
+    if (again := layer.recomputed(recompute)) is not None:
+        document["recompute"] = _costs(again, static)
     return document
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field
 
 from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Share, Size
-from zbv_models.estimate.shapes import PerAction
+from zbv_models.estimate.shapes import NONE, PerAction
 
 MICROSECONDS = 1e6
 GIGA = 1e9
 TERA = 1e12
-NO_STEPS = PerAction()
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class GroupLink:
     step_latency: float = 0.0
     """Microseconds of every step of a ring, in addition."""
 
-    def exposed(self, sent: PerAction, calls: PerAction, steps: PerAction = NO_STEPS) -> PerAction:
+    def exposed(self, sent: PerAction, calls: PerAction, steps: PerAction = NONE) -> PerAction:
         """Time that compute does not hide, of calls with these steps together."""
         if self.bandwidth is None:
             return PerAction()
@@ -141,29 +140,22 @@ class Device(ConfigSection):
         """The links of a device's groups."""
         pipeline = GroupLink(self.link_bandwidth, self.link_latency)
 
-        def group(bandwidth: float | None, latency: float | None, overlap: float) -> GroupLink:
+        def group(kind: str, others: GroupLink) -> GroupLink:
+            of = [getattr(self, f"{kind}_parallel_{key}") for key in ("bandwidth", "latency", "overlap")]
+            bandwidth, latency, overlap = of
             return GroupLink(
-                self.link_bandwidth if bandwidth is None else bandwidth,
-                self.link_latency if latency is None else latency,
+                others.bandwidth if bandwidth is None else bandwidth,
+                others.latency if latency is None else latency,
                 overlap,
             )
 
-        data = GroupLink(self.data_parallel_bandwidth, self.data_parallel_latency, self.data_parallel_overlap)
+        tensor, data = group("tensor", GroupLink()), group("data", GroupLink())
         return GroupLinks(
-            GroupLink(
-                self.tensor_parallel_bandwidth,
-                self.tensor_parallel_latency,
-                self.tensor_parallel_overlap,
-                self.tensor_parallel_step_latency,
-            ),
-            group(
-                self.context_parallel_bandwidth, self.context_parallel_latency, self.context_parallel_overlap
-            ),
-            group(self.expert_parallel_bandwidth, self.expert_parallel_latency, self.expert_parallel_overlap),
-            GroupLink(
-                self.tensor_parallel_bandwidth, self.tensor_parallel_latency, self.expert_parallel_overlap
-            ),
-            data,
-            data,
-            pipeline,
+            tensor=replace(tensor, step_latency=self.tensor_parallel_step_latency),
+            context=group("context", pipeline),
+            expert=group("expert", pipeline),
+            expert_in_node=replace(tensor, overlap=self.expert_parallel_overlap),
+            data=data,
+            expert_data=data,
+            pipeline=pipeline,
         )

@@ -88,42 +88,39 @@ class LatentAttention:
         """
         h, t, tokens = shapes.stream.hidden, shapes.tensor, shapes.tokens
         queries = self.heads * self.key_dim
-        projections = [
+        projections = (
             Product(shapes.own_tokens, h, self.down),
             Product(tokens, self.query_rank or h, queries // t),
             Product(tokens, self.kv_rank, self.up // t),
             Product(tokens, self.heads * self.value_dim // t, h),
-        ]
-        core = self.scores.flops(shapes)
+        )
         latent = shapes.own((self.query_rank or 0) + self.kv_rank)
         heads = shapes.divided(2 * queries)
         norms = PerAction(2 * latent, 3 * latent)
         # The rotated parts are joined to queries and keys, which copies both.
         joined = PerAction(2 * heads, 2 * heads)
-        others = self.scores.traffic(shapes)
-        if self.indexer is not None:
-            projections += self.indexer.products(shapes, self.query_rank or h)
-            core += self.indexer.flops(shapes, Sees(causal=self.sees.causal).pairs(shapes.sequence))
-            others += self.indexer.traffic(shapes, self.sees.window or shapes.sequence)
-        return Part(
+        part = Part(
             parameters=self.parameters(shapes),
-            products=tuple(projections),
-            core=core,
+            products=projections,
+            core=self.scores.flops(shapes),
             is_flash=self.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
-            moved=around(shapes) + norms + joined + others,
+            moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
             modules=(
                 self.scores.module(shapes),
                 norm_module(shapes),
-                Module("mla_up_proj", tuple(projections[1:3]), joined.forward),
+                Module("mla_up_proj", projections[1:3], joined.forward),
             ),
             exchanges=(self.exchange(shapes), self.scores.exchange(shapes)),
-            workspace=self.workspace(shapes) + self.scores.workspace(shapes),
+            workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
             linears=self.linears(shapes),
-            saved=None if self.absorbed or self.indexer else self.scores.saved(shapes),
+            saved=None if self.absorbed else self.scores.saved(shapes),
         )
+        if self.indexer is None:
+            return part
+        return self.indexer.added_to(part, shapes, self.sees, self.query_rank or h)
 
     def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
         """Projections of queries, of keys and values, and back (torchtitan, ``deepseek_v3/model.py``).
@@ -149,13 +146,9 @@ class LatentAttention:
         """DeepSeek-AI 2024a, appendix C, with the norms of latent vectors; no biases."""
         h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
         stream, queries = shapes.stream, self.heads * self.key_dim
-        indexer = 0 if self.indexer is None else self.indexer.parameters(shapes, q or h)
         return Parameters(
             shared=(q or h) * queries + kv * self.up + self.heads * self.value_dim * h,
-            replicated=h * self.down
-            + stream.norm_parameters
-            + ((q or 0) + kv) * stream.norm_values
-            + indexer,
+            replicated=h * self.down + stream.norm_parameters + ((q or 0) + kv) * stream.norm_values,
         )
 
     def tensors(self, shapes: Shapes) -> list[Held]:
@@ -163,6 +156,8 @@ class LatentAttention:
         h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
         keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
         rows = shapes.statistics * shapes.own_tokens
+        sizes = (("queries", keys), ("keys", keys), ("values", values))
+        of_heads = [Held(name, size, modules=("mla_up_proj",)) for name, size in sizes]
         held = [
             *half_norms(shapes, "attention's norm"),
             Held(
@@ -179,12 +174,10 @@ class LatentAttention:
             ),
             gradient("gradients of keys and values", shapes.operand(shapes.divided(self.up))),
             gradient("gradient of queries", shapes.operand(keys)),
-            *(self.absorbed_tensors(shapes) if self.absorbed else self.head_tensors(shapes)),
+            *(self.absorbed_tensors(shapes) if self.absorbed else of_heads),
             *self.scores.tensors(shapes),
             *projection_back(shapes, values),
         ]
-        if self.indexer is not None:
-            held += self.indexer.tensors(shapes, self.sees.window or shapes.sequence)
         if q is not None:
             held.append(Held("latent vector of queries", shapes.own(q)))
             held.append(Held("statistics of the queries' norm", rows))
@@ -192,14 +185,6 @@ class LatentAttention:
                 Held("input of the projection to queries", shapes.operand(shapes.own(q)), after_input=True)
             )
         return held + dropout_tensors(shapes, "attention's dropout mask")
-
-    def head_tensors(self, shapes: Shapes) -> list[Held]:
-        """Queries, keys and values of all heads."""
-        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
-        return [
-            Held(name, size, modules=("mla_up_proj",))
-            for name, size in (("queries", keys), ("keys", keys), ("values", values))
-        ]
 
     def absorbed_tensors(self, shapes: Shapes) -> list[Held]:
         """Queries before and after the product with the keys' matrix, keys, and the scores' outputs."""
@@ -219,10 +204,8 @@ class LatentAttention:
 
         Their gradients are summed in I; the output and its gradient as in other attention.
         """
-        h, gathered = (
-            shapes.stream.hidden,
-            self.down if self.query_rank is not None else self.down + shapes.stream.hidden,
-        )
+        h = shapes.stream.hidden
+        gathered = self.down if self.query_rank is not None else self.down + h
         both = gathered + h
         if shapes.degrees.sequence_parallel:
             each = group_sum(shapes, PerAction(1, 1, 0), PerAction(2, 2, 1), both)
@@ -236,13 +219,9 @@ class LatentAttention:
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors, in I or B, as in other attention."""
-        h, whole = shapes.stream.hidden, shapes.whole
-        keys, values = (shapes.divided(self.heads * width) for width in (self.key_dim, self.value_dim))
-        projected = 2 * keys + values
+        width = 2 * self.key_dim + self.value_dim
         if self.absorbed:
-            projected = shapes.divided(2 * self.heads * (self.kv_rank + self.rotated_dim))
-        gradients = whole + values + projected
-        if not self.flash:
-            gradients += projected + 2 * self.scores.bytes(shapes)
-        back = whole + values + shapes.weight(self.heads * self.value_dim, h)
-        return max(gradients, back)
+            width = 2 * (self.kv_rank + self.rotated_dim)
+        projected = shapes.divided(self.heads * width)
+        most = self.scores.most_held(shapes, self.heads * self.value_dim, projected)
+        return most + self.scores.held_of_others(shapes)

@@ -13,7 +13,7 @@ from zbv_models.estimate.device import Device, GroupLink, GroupLinks
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import Kind, LayerKind, layer_kinds, shapes_of
 from zbv_models.estimate.part import Part
-from zbv_models.estimate.shapes import Degrees, Parameters, PerAction, Shapes, Stream
+from zbv_models.estimate.shapes import NONE, Degrees, Parameters, PerAction, Shapes, Stream
 from zbv_models.estimate.states import (
     Account,
     HeldBytes,
@@ -45,7 +45,6 @@ from zbv_models.estimate.times import (
 CORE = frozenset(("core_attn",))
 NO_STEP = StepTimes()
 NO_TIME = TimeShares()
-NO_TIMES = PerAction()
 NO_LINK = GroupLink()
 MIXED = StateBytes()
 """Adam in mixed precision."""
@@ -83,8 +82,10 @@ class LayerEstimate:
     flops: PerAction
     """Operations of its matrix products."""
     plain: Running
-    recomputed: Running | None
-    """Its costs when its stage is recomputed; None if it cannot be recomputed."""
+    full: Running | None
+    """Its costs when its stage is recomputed in full; None if it cannot be recomputed."""
+    selective: Running | None
+    """Those with selective recomputation; None if that drops nothing."""
     parameters: int
     """Number of parameters."""
     static: StaticBytes
@@ -97,12 +98,14 @@ class LayerEstimate:
     """What one copy costs per step."""
     shares: TimeShares = NO_TIME
     """What its times consist of, without recomputation."""
-    exchanged: PerAction = NO_TIMES
+    exchanged: PerAction = NONE
     """Microseconds of F, I and W in which compute waits for exchanges, without recomputation."""
-    selective: Running | None = None
-    """Those with selective recomputation, where ``recomputed`` is full recomputation."""
     passing: int = 0
     """Of the gradients, bytes that exist only from the first to the last backward of a stage."""
+
+    def recomputed(self, kind: str) -> Running | None:
+        """Its costs where its stage is recomputed; None if it then has no other costs."""
+        return None if kind == "none" else self.selective if kind == "selective" else self.full
 
     @property
     def copies(self) -> int:
@@ -125,8 +128,6 @@ class Training:
     """The states that the program chooses."""
     account: Account = by_zero
     """What a device keeps of them."""
-    recompute: str = "full"
-    """The alternatives that layers carry: ``none``, ``selective``, ``full`` or ``both``."""
     modules: frozenset[str] = CORE
     """What selective recomputation repeats, of Megatron-LM's names: ``core_attn``, ``layernorm``,
     ``mla_up_proj``, ``mlp``, ``moe_act``, ``shared_experts``, ``moe``. Or ``op`` alone, which is that of
@@ -199,18 +200,11 @@ def estimate_model(
         """The layer, or its halves."""
         shapes = shapes_of(model, kind, of_parts, sequences)
         parts = [_computed(half, shapes, inside) for _, half in kind.halves]
-        halves = [_layer(part, degrees, device, links, training, kind.can_recompute) for part in parts]
-        buffers = [buffer_bytes(training.shares(part.part.parameters, degrees)) for part in parts]
+        rest = kind, degrees, device, links, training, shapes.stream
         if training.by_halves and len(parts) > 1:
-            return [
-                replace(_with_buffers(half, size), name=name, output_bytes=half.output_bytes * kind.streams)
-                for half, size, (name, _) in zip(halves, buffers, kind.halves, strict=True)
-            ]
-        is_full = training.recompute in ("full", "both") and kind.can_recompute
-        whole = _whole(kind, halves, parts[0].part.input_bytes if is_full else None)
-        if training.modules == OPERATIONS and kind.can_recompute:
-            whole = _with_operations(whole, parts, shapes.stream, device, training.recompute)
-        return [_with_buffers(whole, sum(buffers))]
+            halves = zip(parts, kind.halves, strict=True)
+            return [replace(_layer([part], *rest), name=name) for part, (name, _) in halves]
+        return [_layer(parts, *rest)]
 
     # A model may have hundreds of layers that differ by their names only.
     equal: dict[LayerKind, list[LayerEstimate]] = {}
@@ -257,7 +251,7 @@ def _computed(half: Kind, shapes: Shapes, inside: Inside) -> Computed:
     accumulated = accumulated_bytes(inside.gradient_bytes) if inside.fused_gradients else 0.0
     compute, shares = compute_times(part, stream, device, accumulated)
     exchanged, of_exchanges = exchange_times(part.exchanges, inside.links)
-    added = NO_TIMES
+    added = NONE
     if not inside.fused_gradients:
         added = adding_time(part, inside.gradient_bytes, stream, device)
     dropped = part.dropped_bytes(inside.modules)
@@ -273,93 +267,71 @@ def _computed(half: Kind, shapes: Shapes, inside: Inside) -> Computed:
 
 
 def _layer(
-    computed: Computed,
+    parts: list[Computed],
+    kind: LayerKind,
     degrees: Degrees,
     device: Device,
     links: GroupLinks,
     training: Training,
-    can_recompute: bool,
+    stream: Stream,
 ) -> LayerEstimate:
-    """One part as a layer."""
-    part, compute, recompute = computed.part, computed.times, training.recompute
-    shares = training.shares(part.parameters, degrees)
-    replicas = microbatch_times(shares, degrees.zero_stage, compute, links)
+    """Some parts as a layer."""
+    stage, held = degrees.zero_stage, [each.part for each in parts]
+    shares = [training.shares(each.parameters, degrees) for each in held]
+    replicas = [
+        microbatch_times(of, stage, each.times, links) for of, each in zip(shares, parts, strict=True)
+    ]
+    buffers = sum(map(buffer_bytes, shares))
+    times = [each.times + more for each, more in zip(parts, replicas, strict=True)]
     plain = Running(
-        compute + replicas,
-        part.after_forward,
-        part.after_input,
-        part.workspace,
+        sum(times, NONE),
+        sum(each.after_forward for each in held),
+        sum(each.after_input for each in held),
+        max(each.workspace for each in held) + buffers,
     )
     full = selective = None
-    if can_recompute and recompute in ("full", "both"):
+    if kind.can_recompute:
         # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
-        twice = plain.times + PerAction(backward_input=compute.forward)
-        full = Running(twice, part.input_bytes, plain.after_input, _whole_again(plain, part.input_bytes))
-    if can_recompute and recompute in ("selective", "both"):
-        selective = _selective(computed, plain)
+        full = _repeating(plain, _later(times, [each.times.forward for each in parts]), held[0].input_bytes)
+    if kind.can_recompute and (dropped := sum(each.dropped for each in parts)):
+        # What is dropped exists during I only (Korthikanti et al. 2022, §5).
+        selective = Running(
+            _later(times, [each.again for each in parts]),
+            plain.after_forward - dropped,
+            plain.after_input,
+            max(each.part.workspace + each.dropped for each in parts) + buffers,
+        )
+    elif kind.can_recompute and training.modules == OPERATIONS and not training.by_halves and is_known(held):
+        again = sum(each.times.forward for each in parts) - saved_time(held, stream, device)
+        selective = _repeating(plain, _later([plain.times], [again]), saved_bytes(held))
+    waiting = [each.exchanged + more for each, more in zip(parts, replicas, strict=True)]
+    of_replicas = TimeShares(data_parallel=sum(each.total for each in replicas))
     return LayerEstimate(
         name="",
-        flops=part.flops,
+        flops=sum((each.flops for each in held), NONE),
         plain=plain,
-        recomputed=selective if recompute == "selective" else full,
-        parameters=part.parameters.on_device(degrees),
-        static=static_of(shares),
-        passing=passing_of(shares),
-        output_bytes=part.output_bytes,
-        step=step_times(shares, degrees.zero_stage, device, links),
-        shares=computed.shares + TimeShares(data_parallel=replicas.total),
-        exchanged=computed.exchanged + replicas,
-        selective=selective if recompute == "both" else None,
+        full=full,
+        selective=selective,
+        parameters=sum(each.parameters.on_device(degrees) for each in held),
+        static=sum(map(static_of, shares), StaticBytes()),
+        passing=sum(map(passing_of, shares)),
+        output_bytes=held[-1].output_bytes * kind.streams,
+        step=sum((step_times(of, stage, device, links) for of in shares), StepTimes()),
+        shares=sum((each.shares for each in parts), of_replicas),
+        exchanged=sum(waiting, NONE),
     )
 
 
-def _with_operations(
-    layer: LayerEstimate, computed: list[Computed], stream: Stream, device: Device, recompute: str
-) -> LayerEstimate:
-    """A block with torchtitan's selective recomputation: everything that it computes again exists at once."""
-    parts = [each.part for each in computed]
-    if recompute not in ("selective", "both") or not is_known(parts):
-        return layer
-    kept, forward = saved_bytes(parts), sum(each.times.forward for each in computed)
-    again = PerAction(backward_input=forward - saved_time(parts, stream, device))
-    plain = layer.plain
-    selective = Running(
-        plain.times + again,
-        kept,
-        plain.after_input,
-        max(plain.workspace, _whole_again(plain, kept)),
-    )
-    if recompute == "selective":
-        return replace(layer, recomputed=selective)
-    return replace(layer, selective=selective)
+def _later(times: list[PerAction], again: list[float]) -> PerAction:
+    """The times of some parts, each with a longer I."""
+    longer = (each + PerAction(backward_input=more) for each, more in zip(times, again, strict=True))
+    return sum(longer, NONE)
 
 
-def _selective(computed: Computed, plain: Running) -> Running | None:
-    """What is dropped exists during I only (Korthikanti et al. 2022, §5)."""
-    if not computed.dropped:
-        return None
-    return Running(
-        plain.times + PerAction(backward_input=computed.again),
-        plain.after_forward - computed.dropped,
-        plain.after_input,
-        plain.workspace + computed.dropped,
-    )
-
-
-def _with_buffers(layer: LayerEstimate, size: int) -> LayerEstimate:
-    """A layer with what its replicas gather or reduce at once, while it runs."""
-    if not size:
-        return layer
-
-    def more(running: Running) -> Running:
-        return replace(running, workspace=running.workspace + size)
-
-    return replace(
-        layer,
-        plain=more(layer.plain),
-        recomputed=layer.recomputed and more(layer.recomputed),
-        selective=layer.selective and more(layer.selective),
-    )
+def _repeating(plain: Running, times: PerAction, kept: int) -> Running:
+    """Costs where I begins with most of F, whose outputs, except those kept, exist in the backward only."""
+    again = plain.workspace + plain.after_forward - kept
+    return Running(times, kept, plain.after_input, max(plain.workspace, again))
 
 
 def _named(kind: LayerKind, layers: list[LayerEstimate]) -> list[LayerEstimate]:
@@ -368,49 +340,6 @@ def _named(kind: LayerKind, layers: list[LayerEstimate]) -> list[LayerEstimate]:
         return [replace(layers[0], name=kind.name, repeat=kind.copies)]
     names = [kind.name] if kind.copies is None else [f"{kind.name}.{copy}" for copy in range(kind.copies)]
     return [replace(half, name=f"{of_copy}.{half.name}") for of_copy in names for half in layers]
-
-
-def _whole(kind: LayerKind, halves: list[LayerEstimate], kept: int | None) -> LayerEstimate:
-    """A layer of several halves; ``kept`` are the bytes that full recomputation keeps of it."""
-    whole = halves[0]
-    for half in halves[1:]:
-        recomputed = selective = None
-        if whole.recomputed is not None or half.recomputed is not None:
-            recomputed = _both(whole.recomputed or whole.plain, half.recomputed or half.plain)
-        if whole.selective is not None or half.selective is not None:
-            selective = _both(whole.selective or whole.plain, half.selective or half.plain)
-        whole = replace(
-            half,
-            flops=whole.flops + half.flops,
-            plain=_both(whole.plain, half.plain),
-            recomputed=recomputed,
-            selective=selective,
-            parameters=whole.parameters + half.parameters,
-            static=whole.static + half.static,
-            passing=whole.passing + half.passing,
-            step=whole.step + half.step,
-            shares=whole.shares + half.shares,
-            exchanged=whole.exchanged + half.exchanged,
-        )
-    if whole.recomputed is not None and kept is not None:
-        # The inputs of the later halves are computed again with the rest.
-        again = replace(whole.recomputed, after_forward=kept, workspace=_whole_again(whole.plain, kept))
-        whole = replace(whole, recomputed=again)
-    return replace(whole, output_bytes=whole.output_bytes * kind.streams)
-
-
-def _both(first: Running, second: Running) -> Running:
-    return Running(
-        first.times + second.times,
-        first.after_forward + second.after_forward,
-        first.after_input + second.after_input,
-        max(first.workspace, second.workspace),
-    )
-
-
-def _whole_again(plain: Running, kept: int) -> int:
-    """Workspace of a recomputed layer: the outputs of F, except the input, exist during its backward only."""
-    return plain.workspace + plain.after_forward - kept
 
 
 def _table_reduction(model: Transformer, degrees: Degrees, links: GroupLinks, training: Training) -> float:

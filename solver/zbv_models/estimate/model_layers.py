@@ -115,9 +115,9 @@ def parameters_of(model: Transformer, *, with_predictions: bool = True) -> Param
     """Those of the model; tied ones are counted once, and so are the tables that predictions share."""
     if not with_predictions:
         model = model.model_copy(update={"prediction_layers": 0})
-    total = Parameters(0, 0)
+    total = Parameters()
     for kind, part in _parts(model):
-        total += part.parameters.times(kind.count)
+        total += part.parameters.scaled(kind.count)
     return total
 
 

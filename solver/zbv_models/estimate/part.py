@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
+from zbv_models.estimate.shapes import NONE, Parameters, PerAction, Shapes
 
-NONE = PerAction()
 Group = Literal["tensor", "context", "expert", "expert_in_node"]
 
 

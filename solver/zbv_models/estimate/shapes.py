@@ -9,7 +9,7 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Summed:
-    """Base class of records that are added field by field."""
+    """Base class of records of numbers that are added field by field."""
 
     def __add__(self, other: Self) -> Self:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -18,6 +18,12 @@ class Summed:
     def scaled(self, factor: float) -> Self:
         """All numbers multiplied by a factor."""
         return type(self)(*(value * factor for value in vars(self).values()))
+
+    @property
+    def total(self) -> float:
+        """The sum of all numbers."""
+        found: float = sum(vars(self).values())
+        return found
 
 
 @dataclass(frozen=True)
@@ -39,15 +45,13 @@ class PerAction:
         """All numbers multiplied by a factor."""
         return PerAction(self.forward * factor, self.backward_input * factor, self.backward_weight * factor)
 
-    def __truediv__(self, parts: int) -> PerAction:
-        return PerAction(self.forward / parts, self.backward_input / parts, self.backward_weight / parts)
-
     @property
     def total(self) -> float:
         """F, I and W together."""
         return self.forward + self.backward_input + self.backward_weight
 
 
+NONE = PerAction()
 INDEX_BYTES = 8
 """Size of a token index, and of a target."""
 STATISTIC_BYTES = 4
@@ -204,12 +208,12 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Parameters:
+class Parameters(Summed):
     """A parameter count, split by how parallelism treats the parameters."""
 
-    shared: int
+    shared: int = 0
     """Parameters of matrices that a tensor-parallel group divides."""
-    replicated: int
+    replicated: int = 0
     """Parameters that every device has whole: norms, positions, biases after a sum over the group,
     routers."""
     experts: int = 0
@@ -218,19 +222,6 @@ class Parameters:
     """Parameters of the routed experts that one token uses."""
     tables: int = 0
     """Those of ``shared`` that are tables of the vocabulary: embedding and output."""
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.shared + other.shared,
-            self.replicated + other.replicated,
-            self.experts + other.experts,
-            self.chosen + other.chosen,
-            self.tables + other.tables,
-        )
-
-    def times(self, copies: int) -> Parameters:
-        """Those of several copies."""
-        return Parameters(*(copies * count for count in vars(self).values()))
 
     @property
     def total(self) -> int:

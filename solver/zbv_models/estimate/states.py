@@ -60,11 +60,6 @@ class StaticBytes(Summed):
     gradients: float = 0.0
     optimizer: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """The sum of all kinds."""
-        return self.parameters + self.gradients + self.optimizer
-
 
 @dataclass(frozen=True)
 class HeldBytes:

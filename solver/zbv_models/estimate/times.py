@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from zbv_models.estimate.device import GIGA, MICROSECONDS, TERA, Device, GroupLink, GroupLinks
-from zbv_models.estimate.part import NONE, Exchange, Linear, Part, Product
-from zbv_models.estimate.shapes import PRODUCT_BYTES, PerAction, Stream, Summed
+from zbv_models.estimate.part import Exchange, Linear, Part, Product
+from zbv_models.estimate.shapes import NONE, PRODUCT_BYTES, PerAction, Stream, Summed
 from zbv_models.estimate.states import HeldBytes, Share
 
 KERNEL_LATENCY = 6.0
@@ -88,11 +88,6 @@ class TimeShares(Summed):
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     data_parallel: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The sum of all kinds."""
-        return float(sum(vars(self).values()))
 
 
 def compute_times(
@@ -257,11 +252,6 @@ class StepTimes(Summed):
     """What the replicas exchange once per step and compute does not hide."""
     optimizer: float = 0.0
     """Memory traffic of the norm of gradients, of the update, and of setting gradients to zero."""
-
-    @property
-    def total(self) -> float:
-        """The sum of all kinds."""
-        return self.gradient_reduction + self.parameter_gathering + self.optimizer
 
 
 def step_times(shares: tuple[Share, ...], zero_stage: int, device: Device, links: GroupLinks) -> StepTimes:

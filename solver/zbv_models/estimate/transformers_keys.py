@@ -6,7 +6,10 @@ effect; :meth:`Keys.unread` names the others.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from zbv_solver.documents.validation import quoted
@@ -109,7 +112,15 @@ NEVER_READ: dict[str, tuple[Any, ...]] = {
     "index_share_for_mtp_iteration": (False, True),
 }
 """Keys with the only values, besides null, that zbv has formulas for."""
-_IGNORED = frozenset(word for words in WITHOUT_EFFECT.values() for word in words.split())
+IGNORED = frozenset(word for words in WITHOUT_EFFECT.values() for word in words.split())
+
+
+@cache
+def defaults() -> dict[str, Document]:
+    """The defaults of transformers 5 by type: of the keys that are read, where they are not null."""
+    text = files(__package__).joinpath("transformers_defaults.json").read_text(encoding="utf-8")
+    found: dict[str, Document] = json.loads(text)
+    return found
 
 
 class Keys:
@@ -182,12 +193,12 @@ class Keys:
             raise self.wrong(self.name_of(names), f"found {quoted(value)}; must be true or false.")
         return null if value is None else value
 
-    def listed(self, length: int, *names: str) -> list[Any]:
-        """A list with an entry per layer."""
+    def listed(self, length: int | None, *names: str) -> list[Any]:
+        """A list with an entry per layer; without a ``length``, of one or more."""
         value = self.get(*names)
-        if not isinstance(value, list | str) or len(value) != length:
+        if not value or not isinstance(value, list | str) or len(value) != (length or len(value)):
             found = f"{len(value)} entries" if isinstance(value, list) else quoted(value)
-            rule = f"must be a list of one per layer ({length})."
+            rule = "must be a list of one per layer" + ("." if length is None else f" ({length}).")
             raise self.wrong(self.name_of(names), f"found {found}; {rule}")
         return list(value)
 
@@ -213,7 +224,7 @@ class Keys:
     def unread(self) -> Iterator[Issue]:
         """One issue per key with a value that was not read and may have an effect."""
         for key, value in self._document.items():
-            if value is None or key in self._read or key in _IGNORED or key.endswith(ENDINGS):
+            if value is None or key in self._read or key in IGNORED or key.endswith(ENDINGS):
                 continue
             if key not in NEVER_READ:
                 detail = (

@@ -1,4 +1,4 @@
-"""A language model from the keys of its ``config.json``: its type, layers, attention and experts.
+"""A language model from the keys of its ``config.json``: its type, layers and experts.
 
 What configurations do not say about a type is in :data:`TEXT_KINDS`. The sources are the modeling files of
 transformers 5 (``models/TYPE/modeling_TYPE.py``); for ``kimi_k2``, ``kimi_vl`` and ``mimo`` the files in
@@ -49,84 +49,83 @@ class TextKind:
     computed: Section = field(default_factory=dict)
     """Defaults that transformers computes."""
 
+    @property
+    def window_keys(self) -> tuple[str, ...]:
+        """The names of the key of the window's width."""
+        return ("attention_chunk_size",) if self.chunked else SLIDING
 
-PLAIN: Section = {"bias": False, "qkv_bias": False}
+
+UNBIASED: Section = {"bias": False, "qkv_bias": False}
 QWEN2: Section = {"bias": False, "qkv_bias": True}
 QWEN3: Section = {"qk_norm": True}
 GPT: Section = {"gated": False, "norm": "layernorm", "bias": True, "qkv_bias": True}
-GEMMA2: Section = {"post_norms": True}
-GEMMA3: Section = {"post_norms": True, "qk_norm": True}
 GLM: Section = {"bias": False}
 GLM4: Section = {"bias": False, "post_norms": True}
 GATED: Section = {"qk_norm": True, "output_gate": True, "shared_expert_gate": True}
-LATENT: Section = {"bias": False, "qkv_bias": False}
-ALL: Window = "all"
-ALTERNATE: Window = "alternate"
-SWITCH: Window = "switch"
 
 TEXT_KINDS: Mapping[str, TextKind] = {
     "arcee": TextKind({"gated": False}),
     "bloom": TextKind({**GPT, "positions": "none"}),
     "cohere": TextKind(),
-    "cohere2": TextKind(window=ALTERNATE, full_every=4),
-    "deepseek_v2": TextKind(LATENT),
-    "deepseek_v3": TextKind(LATENT),
-    "deepseek_v32": TextKind(LATENT),
-    "dots1": TextKind(QWEN3, window=SWITCH),
+    "cohere2": TextKind(window="alternate", full_every=4),
+    "deepseek_v2": TextKind(UNBIASED),
+    "deepseek_v3": TextKind(UNBIASED),
+    "deepseek_v32": TextKind(UNBIASED),
+    "dots1": TextKind(QWEN3, window="switch"),
     "ernie4_5": TextKind(),
-    "exaone4": TextKind(QWEN3, window=ALTERNATE, full_every=4),
+    "exaone4": TextKind(QWEN3, window="alternate", full_every=4),
     "gemma": TextKind(),
-    "gemma2": TextKind(GEMMA2, window=ALTERNATE, full_every=2),
-    "gemma3_text": TextKind(GEMMA3, window=ALTERNATE, full_every=6),
+    "gemma2": TextKind({"post_norms": True}, window="alternate", full_every=2),
+    "gemma3_text": TextKind({"post_norms": True, **QWEN3}, window="alternate", full_every=6),
     "glm": TextKind(GLM),
     "glm4": TextKind(GLM4),
     "glm4_moe": TextKind(GLM),
-    "glm4_moe_lite": TextKind(LATENT, computed={"first_k_dense_replace": 1}),
+    "glm4_moe_lite": TextKind(UNBIASED, computed={"first_k_dense_replace": 1}),
     "glm4v_moe_text": TextKind(GLM),
     "glm4v_text": TextKind({**GLM4, "qkv_bias": True}),
-    "glm_moe_dsa": TextKind(LATENT),
+    "glm_moe_dsa": TextKind(UNBIASED),
     "gpt2": TextKind({**GPT, "positions": "learned"}),
     "gpt_neox": TextKind(GPT),
-    "gpt_oss": TextKind({"bias": True}, window=ALTERNATE, full_every=2, expert_width="intermediate_size"),
+    "gpt_oss": TextKind({"bias": True}, window="alternate", full_every=2, expert_width="intermediate_size"),
     "granite": TextKind(),
-    "kimi_k2": TextKind(LATENT, defaults="deepseek_v3"),
+    "kimi_k2": TextKind(UNBIASED, defaults="deepseek_v3"),
     "llama": TextKind(),
     "llama4_text": TextKind(
-        window=ALTERNATE,
+        window="alternate",
         chunked=True,
         full_every=4,
         expert_width="intermediate_size",
         dense_width="intermediate_size_mlp",
         shared_experts=1,
     ),
-    "mimo": TextKind({"bias": False}, window=SWITCH, defaults="qwen2"),
-    "minimax_m2": TextKind({**PLAIN, **QWEN3}, expert_width="intermediate_size"),
-    "ministral": TextKind(PLAIN, window=ALL),
-    "ministral3": TextKind(PLAIN, window=ALL),
-    "mistral": TextKind(PLAIN, window=ALL),
-    "mixtral": TextKind(PLAIN, window=ALL, expert_width="intermediate_size"),
+    "mimo": TextKind({"bias": False}, window="switch", defaults="qwen2"),
+    "minimax_m2": TextKind({**UNBIASED, **QWEN3}, expert_width="intermediate_size"),
+    "ministral": TextKind(UNBIASED, window="all"),
+    "ministral3": TextKind(UNBIASED, window="all"),
+    "mistral": TextKind(UNBIASED, window="all"),
+    "mixtral": TextKind(UNBIASED, window="all", expert_width="intermediate_size"),
     "nemotron": TextKind({"gated": False, "norm": "layernorm"}),
-    "nemotron_h": TextKind({"gated": False, "positions": "none"}, window=ALL, halves=True),
+    "nemotron_h": TextKind({"gated": False, "positions": "none"}, window="all", halves=True),
     "olmo2": TextKind(QWEN3),
-    "olmo3": TextKind(QWEN3, window=ALTERNATE, full_every=4),
+    "olmo3": TextKind(QWEN3, window="alternate", full_every=4),
     "olmoe": TextKind(QWEN3, expert_width="intermediate_size"),
     "phi": TextKind(GPT),
-    "phi3": TextKind(PLAIN, window=ALL),
-    "qwen2": TextKind(QWEN2, window=SWITCH),
-    "qwen2_5_vl_text": TextKind(QWEN2, window=SWITCH),
-    "qwen2_moe": TextKind({**QWEN2, "shared_expert_gate": True}, window=SWITCH),
-    "qwen2_vl_text": TextKind(QWEN2, window=SWITCH),
-    "qwen3": TextKind(QWEN3, window=SWITCH),
+    "phi3": TextKind(UNBIASED, window="all"),
+    "qwen2": TextKind(QWEN2, window="switch"),
+    "qwen2_5_vl_text": TextKind(QWEN2, window="switch"),
+    "qwen2_moe": TextKind({**QWEN2, "shared_expert_gate": True}, window="switch"),
+    "qwen2_vl_text": TextKind(QWEN2, window="switch"),
+    "qwen3": TextKind(QWEN3, window="switch"),
     "qwen3_5_moe_text": TextKind(GATED, linear=True, full_every=4),
     "qwen3_5_text": TextKind(GATED, linear=True, full_every=4),
-    "qwen3_moe": TextKind(QWEN3, window=SWITCH),
+    "qwen3_moe": TextKind(QWEN3, window="switch"),
     "qwen3_next": TextKind(GATED, linear=True, full_every=4),
     "qwen3_vl_moe_text": TextKind(QWEN3),
     "qwen3_vl_text": TextKind(QWEN3),
     "seed_oss": TextKind(GLM),
-    "smollm3": TextKind(window=SWITCH),
+    "smollm3": TextKind(window="switch"),
     "stablelm": TextKind({"norm": "layernorm", "bias": False}),
-    "starcoder2": TextKind({"norm": "layernorm", "gated": False}, window=ALL),
+    "starcoder2": TextKind({"norm": "layernorm", "gated": False}, window="all"),
 }
 
 MIXERS = {
@@ -190,17 +189,13 @@ def _window(keys: Keys, kind: TextKind, letters: str) -> Section:
         return {key: keys.size(name) for key, name in names.items()}
     if "W" not in letters:
         return {}
-    return {"window": keys.size(*_width_keys(kind)), "chunked": kind.chunked or None}
-
-
-def _width_keys(kind: TextKind) -> tuple[str, ...]:
-    return ("attention_chunk_size",) if kind.chunked else SLIDING
+    return {"window": keys.size(*kind.window_keys), "chunked": kind.chunked or None}
 
 
 def _single_layers(keys: Keys, kind: TextKind) -> Section:
     """Nemotron-H: a letter or a name per layer, which is half a block; also of the prediction's layers."""
-    names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
-    pattern = _letters(keys, *names)
+    names = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+    pattern = _named(keys, None, SINGLE, *names)
     count = keys.get("num_hidden_layers")
     if count is not None and count != len(pattern):
         raise keys.wrong("num_hidden_layers", f"found {quoted(count)}; there are {len(pattern)} layers.")
@@ -210,20 +205,10 @@ def _single_layers(keys: Keys, kind: TextKind) -> Section:
         model |= {"pattern": pattern, **_window(keys, kind, pattern)}
     keys.get(*PREDICTED)
     if model["prediction_layers"]:
-        model["prediction_pattern"] = f"({_letters(keys, *PREDICTED)})"
+        model["prediction_pattern"] = f"({_named(keys, None, SINGLE, *PREDICTED)})"
     if "M" in pattern + model.get("prediction_pattern", ""):
         model["state_space"] = _mamba(keys)
     return model
-
-
-def _letters(keys: Keys, *names: str) -> str:
-    found = keys.get(*names)
-    layers = found if isinstance(found, list | str) else []
-    letters = [SINGLE.get(each) if isinstance(each, str) else None for each in layers]
-    if not letters or None in letters:
-        name = next((name for name in names if keys.has(name)), names[-1])
-        raise keys.wrong(name, f"found {quoted(found)}; must have {', '.join(SINGLE)} for each layer.")
-    return "".join(letter or "" for letter in letters)
 
 
 def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
@@ -254,13 +239,11 @@ def _named_mixers(keys: Keys, count: int) -> str:
     for name in ("use_sliding_window", "max_window_layers", *SLIDING, "attention_chunk_size"):
         keys.get(name)  # the list says which of them count
     every = keys.get(*_EVERY)
-    if isinstance(every, str):  # EXAONE 4 has a period of letters: L for the window, G for all tokens
-        same = every and all((letters[at] == "*") == (every[at % len(every)] == "G") for at in range(count))
-        _require(keys, same, "layer_types", *_EVERY)
-    elif every is not None:
-        period = keys.count(*_EVERY, least=1)
-        same = all((letters[at] == "*") == ((at + 1) % period == 0) for at in range(count))
-        _require(keys, same, "layer_types", *_EVERY)
+    if every is not None:
+        # EXAONE 4 has a period of letters: L for the window, G for all tokens.
+        period = every if isinstance(every, str) else "L" * (keys.count(*_EVERY, least=1) - 1) + "G"
+        is_full = [period[at % len(period)] == "G" for at in range(count)] if period else []
+        _require(keys, is_full == [letter == "*" for letter in letters], "layer_types", *_EVERY)
     return _indexed(keys, count) if "I" in letters else letters
 
 
@@ -286,14 +269,13 @@ def _indexed(keys: Keys, count: int) -> str:
     return found
 
 
-def _named(keys: Keys, count: int, letters: dict[str, str], *names: str) -> str:
-    """The letters of a list with a name per layer."""
+def _named(keys: Keys, count: int | None, letters: dict[str, str], *names: str) -> str:
+    """The letters of a list with a name per layer; without a ``count``, of any length."""
     found = keys.listed(count, *names)
     others = [each for each in found if not isinstance(each, str) or each not in letters]
     if others:
-        name = next(name for name in names if keys.has(name))
         detail = f"found {quoted(others[0])}; zbv has formulas for {', '.join(letters)}."
-        raise keys.wrong(name, f"{detail} Write model.json instead.")
+        raise keys.wrong(keys.name_of(names), f"{detail} Write model.json instead.")
     return "".join(letters[each] for each in found)
 
 
@@ -302,9 +284,7 @@ def _has_window(keys: Keys, kind: TextKind) -> bool:
         for name in (*SLIDING, "max_window_layers"):
             keys.get(name)  # has no effect
         return False
-    if kind.window is None:
-        return False
-    return keys.size(*_width_keys(kind)) is not None
+    return kind.window is not None and keys.size(*kind.window_keys) is not None
 
 
 def _ffns(keys: Keys, count: int) -> str:
@@ -380,12 +360,10 @@ def read_experts(keys: Keys, kind: TextKind) -> Section:
     if not keys.count(*EXPERTS):
         return {}
     width, shared = keys.size(kind.expert_width), keys.count(*SHARED_WIDTH)
-    count = keys.get(*SHARED)
-    if kind.shared_experts or count is not None:
+    if kind.shared_experts or keys.get(*SHARED) is not None:
         count = kind.shared_experts or keys.count(*SHARED)
         shared = (shared or count * keys.number(kind.expert_width)) if count else 0
-    groups = keys.count("n_group", "num_expert_group")
-    nodes = keys.size("topk_group")
+    groups, nodes = keys.count("n_group", "num_expert_group"), keys.size("topk_group")
     return {
         "experts": keys.count(*EXPERTS),
         "experts_per_token": keys.size(*CHOSEN),
@@ -394,24 +372,6 @@ def read_experts(keys: Keys, kind: TextKind) -> Section:
         "shared_expert_ffn": shared or None,
         "expert_nodes": nodes if groups > 1 else None,
     }
-
-
-def read_attention(keys: Keys) -> Section:
-    """Heads and latent vectors."""
-    model: Section = {"heads": keys.number("num_attention_heads", "n_head")}
-    head, groups = (
-        keys.size("head_dim", "attention_head_dim"),
-        keys.size("num_key_value_heads", "num_query_groups"),
-    )
-    if keys.size("kv_lora_rank") is None:
-        return {**model, "kv_heads": groups, "head_dim": head}
-    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = {name: keys.size(name) for name in latent}
-    plain, rotated, both = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], keys.size("qk_head_dim")
-    if both is not None and plain is not None and rotated is not None and both != plain + rotated:
-        rule = f"must be qk_nope_head_dim + qk_rope_head_dim ({plain + rotated})."
-        raise keys.wrong("qk_head_dim", f"found {both}; {rule}")
-    return {**model, **sizes}
 
 
 def _mamba(keys: Keys) -> dict[str, Any]:

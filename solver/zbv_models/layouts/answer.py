@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.timing.start_times import evaluate
 
-from zbv_models.estimate.layers import LayerEstimate
 from zbv_models.estimate.model_layers import model_flops
-from zbv_models.estimate.times import TimeShares
-from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, recomputed
+from zbv_models.estimate.times import StepTimes, TimeShares
+from zbv_models.layouts.estimated_layout import (
+    EstimatedLayout,
+    PlannedLayout,
+    layers_on_ranks,
+    least_memory,
+)
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import PARTS, Layout
@@ -70,14 +73,8 @@ def ranking_json(
 def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[str, Any]:
     layout, plan, model = planned.layout, planned.plan, planned.plan.problem.model
     document: dict[str, Any] = {
-        "tensor_parallel": layout.tensor_parallel,
-        "context_parallel": layout.context_parallel,
-        "expert_parallel": layout.expert_parallel,
-        "data_parallel": layout.data_parallel,
-        "pipeline_parallel": layout.pipeline_parallel,
-        "microbatch_size": layout.microbatch_size,
+        **{name: getattr(layout, name) for name in PARTS if name != "placement"},
         "microbatches": layout.microbatches,
-        "zero_stage": layout.zero_stage,
         "recompute": recomputation(planned),
         **_recomputed_json(layout),
         "placement": layout.placement,
@@ -87,7 +84,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "model_flops_utilisation": utilisation(planned, request),
         "peak_memory": max(plan.metrics.peak_memory),
         "reserved_memory": reserved_memory(planned),
-        "composition": composition(planned).parts(),
+        "composition": composition(planned),
         "costs": costs_of(planned),
         "partition": [] if model is None else [list(stage) for stage in model.partition],
     }
@@ -194,63 +191,33 @@ def points_json(ranking: Ranking, setting: Setting, cancelled: Cancelled | None 
 
 
 def _columns(rows: list[tuple[Layout, float, float]]) -> dict[str, list[Any]]:
-    parts = [asdict(layout) for layout, _, _ in rows]
     return {
-        **{name: [part[name] for part in parts] for name in PARTS},
+        **{name: [getattr(layout, name) for layout, _, _ in rows] for name in PARTS},
         "step_time": [float(f"{step:.4g}") for _, step, _ in rows],
         "peak_memory": [int(float(f"{memory:.4g}")) for _, _, memory in rows],
     }
 
 
-@dataclass(frozen=True)
-class Composition:
-    """Seconds that add up to the step.
+def composition(planned: PlannedLayout) -> dict[str, float]:
+    """Seconds that add up to the step of a layout.
 
-    The parts up to ``idle`` are those of the rank that computes longest in the pipeline. The last four are
-    those of the rank that needs longest for them.
+    ``forward``, ``backward_input`` and ``backward_weight`` are compute without exchanges, and
+    ``recomputation`` is all that recomputed stages add. The exchanges of every microbatch are those that
+    compute does not hide. ``transfers`` is how much shorter the step would be in the same order if transfers
+    between ranks took no time; even so a rank waits ``idle`` for another one to compute, the bubble. The
+    parts up to here are those of the rank that computes longest. The last four, once per step, are those of
+    the rank that needs longest for them.
     """
-
-    forward: float
-    """Compute of F, I and W, without exchanges."""
-    backward_input: float
-    backward_weight: float
-    recomputation: float
-    """All that recomputed stages add, with their exchanges."""
-    tensor_parallel: float
-    """Exchanges in every microbatch that compute does not hide."""
-    context_parallel: float
-    expert_parallel: float
-    data_parallel: float
-    transfers: float
-    """How much shorter the step would be in the same order if transfers between ranks took no time."""
-    idle: float
-    """The rank waits even so, for another rank to compute: the bubble."""
-    gradient_reduction: float
-    """Work once per step."""
-    parameter_gathering: float
-    optimizer: float
-    table_reduction: float
-    """Sums the gradients of a shared embedding."""
-
-    @property
-    def total(self) -> float:
-        """The step in seconds."""
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, float]:
-        """The parts by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-
-def composition(planned: PlannedLayout) -> Composition:
-    """Attribute the step of a layout to its parts."""
     plan, estimated = planned.plan, planned.estimated
     model = plan.problem.model
     if model is None:  # for type checkers: the plan of a layout has layers
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
     layers = replace(uncut(plan.problem), p2p=0.0, link=None, links=(), blocking=False, limit=None)
     at_once = layers.cut_into(plan.problem.placement, model.cut)
-    on_ranks = [_layers_on(planned, model, rank) for rank in range(at_once.pp_degree)]
+    on_ranks = [
+        {name: estimated.layer_on(name, rank) for name in names}
+        for rank, names in enumerate(layers_on_ranks(plan.problem))
+    ]
     rank = max(range(at_once.pp_degree), key=at_once.busy_time)
     compute, again, exchanges = np.zeros(3), 0.0, TimeShares()
     for name, layer in on_ranks[rank].items():
@@ -259,7 +226,7 @@ def composition(planned: PlannedLayout) -> Composition:
         compute -= (waits.forward, waits.backward_input, waits.backward_weight)
         exchanges += layer.shares
         if name in planned.recomputed:
-            again += (recomputed(layer, planned.layout.recompute) or layer.plain).times.total - plain.total
+            again += (layer.recomputed(planned.layout.recompute) or layer.plain).times.total - plain.total
     scale = at_once.microbatches * SECONDS
     shares = {name: getattr(exchanges, name) * scale for name in EXCHANGES}
     forward, inputs, weights = (compute * scale).tolist()
@@ -271,26 +238,17 @@ def composition(planned: PlannedLayout) -> Composition:
     kept = 1 - saved / (inputs + weights) if inputs + weights > 0 else 1.0
     transfers = (plan.metrics.span - evaluate(at_once, plan.orders).span) * SECONDS
     steps = [[layer.step for layer in own.values()] for own in on_ranks]
-    busiest = max(steps, key=lambda own: sum(each.total for each in own))
-    reduction = sum(each.gradient_reduction for each in busiest) + estimated.latency
-    return Composition(
-        forward,
-        inputs * kept,
-        weights * kept,
-        again * scale,
+    busiest = sum(max(steps, key=lambda own: sum(each.total for each in own)), StepTimes())
+    return {
+        "forward": forward,
+        "backward_input": inputs * kept,
+        "backward_weight": weights * kept,
+        "recomputation": again * scale,
         **shares,
-        transfers=transfers,
-        idle=max(0.0, plan.metrics.span * SECONDS - busy - transfers),
-        gradient_reduction=reduction * SECONDS,
-        parameter_gathering=sum(each.parameter_gathering for each in busiest) * SECONDS,
-        optimizer=sum(each.optimizer for each in busiest) * SECONDS,
-        table_reduction=estimated.estimate.table_reduction * SECONDS,
-    )
-
-
-def _layers_on(planned: PlannedLayout, model: CutModel, rank: int) -> dict[str, LayerEstimate]:
-    """The estimate of every layer that a rank has on its devices, by name."""
-    kind = planned.estimated.kind_of[rank]
-    of = {name: layers[kind] for layers in planned.estimated.layers for name in layers[kind].names}
-    stages = planned.plan.problem.placement.stages_of[rank]
-    return {name: of[name] for stage in stages for name in model.partition[stage]}
+        "transfers": transfers,
+        "idle": max(0.0, plan.metrics.span * SECONDS - busy - transfers),
+        "gradient_reduction": (busiest.gradient_reduction + estimated.latency) * SECONDS,
+        "parameter_gathering": busiest.parameter_gathering * SECONDS,
+        "optimizer": busiest.optimizer * SECONDS,
+        "table_reduction": estimated.estimate.table_reduction * SECONDS,
+    }

@@ -15,7 +15,7 @@ from zbv_solver.partition.least_memory import surely_lacking
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Units
+from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
@@ -54,7 +54,7 @@ class EstimatedLayout:
     @classmethod
     def of(cls, layout: Layout, setting: Setting) -> EstimatedLayout:
         """Estimate the layers under a layout."""
-        of_setting = _with_both(setting, setting.is_v(layout.pipeline_parallel), layout.recompute_modules)
+        of_setting = _of_layout(setting, setting.is_v(layout.pipeline_parallel), layout.recompute_modules)
         # A search has layouts that differ only in their recomputation in succession.
         shared = replace(layout, recompute="per-stage", recompute_layers=None, recompute_modules=())
         if not layout.groups:
@@ -150,9 +150,7 @@ class EstimatedLayout:
         """
         recompute = self.layout.recompute
         plain = self._rows(lambda layer: layer.plain)
-        again = self._rows(lambda layer: recomputed(layer, recompute) or layer.plain)
-        if recompute == "none":
-            again = plain
+        again = self._rows(lambda layer: layer.recomputed(recompute) or layer.plain)
         if recompute in EVERYWHERE:
             plain = again
         works = plain[..., :3].sum(axis=2), again[..., :3].sum(axis=2)
@@ -166,7 +164,7 @@ class EstimatedLayout:
         held = plain[..., 3].min(axis=0) * lasts
         saved = np.maximum(held - again[..., 3].min(axis=0) * lasts, 0.0)
         extra = np.maximum(of_again - work, 0.0)
-        least = _balanced(work.sum() / speed, held.sum() / room, extra / speed, saved / room)
+        least = balanced(work.sum() / speed, held.sum() / room, extra / speed, saved / room)
         return max(least * self.layout.microbatches, float(lasts[0])) * SECONDS + self.least_once
 
     @cached_property
@@ -206,11 +204,19 @@ class EstimatedLayout:
         buffers = stages * STATES[executor].buffers(layout.microbatches, largest)
         return replace(problem, static=tuple(each + buffers for each in problem.static))
 
+    @cached_property
+    def _by_name(self) -> dict[str, tuple[LayerEstimate, ...]]:
+        """Every copy of every layer on each of the groups in use."""
+        return {name: each for each in self.layers for name in each[0].names}
+
+    def layer_on(self, name: str, rank: int) -> LayerEstimate:
+        """A layer on the devices of a rank."""
+        return self._by_name[name][self.kind_of[rank]]
+
     def once(self, layers: list[tuple[str, ...]]) -> float:
         """Seconds that the busiest rank needs once per step, for the names of every rank's layers."""
-        of = {name: [each.step.total for each in layer] for layer in self.layers for name in layer[0].names}
         busiest = max(
-            sum(of[name][kind] for name in own) for own, kind in zip(layers, self.kind_of, strict=True)
+            sum(self.layer_on(name, rank).step.total for name in own) for rank, own in enumerate(layers)
         )
         return (busiest + self.estimate.table_reduction + self.latency) * SECONDS
 
@@ -240,7 +246,7 @@ class PlannedLayout:
         able = {
             name
             for layer in self.estimated.estimate.layers
-            if recomputed(layer, layout.recompute) is not None
+            if layer.recomputed(layout.recompute) is not None
             for name in layer.names
         }
         # Modules of multi-token prediction are not counted among the layers of a stage.
@@ -268,18 +274,23 @@ def plan_layout(
 
 def with_plan(estimated: EstimatedLayout, plan: Plan) -> PlannedLayout:
     """A layout with a plan of its pipeline: adds what happens once per step."""
-    model, placement = plan.problem.model, plan.problem.placement
-    if model is None or plan.cut is None:  # for type checkers: layers have both
+    if plan.cut is None:  # for type checkers: layers have a cut
         raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
-    of_ranks = [tuple(name for s in stages for name in model.partition[s]) for stages in placement.stages_of]
+    of_ranks = layers_on_ranks(plan.problem)
     bound = max(plan.cut.lower_bound * SECONDS + estimated.least_once, estimated.memory_bound)
     return PlannedLayout(estimated, plan, plan.objective * SECONDS + estimated.once(of_ranks), bound)
 
 
+def layers_on_ranks(problem: Problem) -> list[tuple[str, ...]]:
+    """The names of every rank's layers, in a problem that was cut from layers."""
+    partition = () if problem.model is None else problem.model.partition
+    return [tuple(name for s in stages for name in partition[s]) for stages in problem.placement.stages_of]
+
+
 @lru_cache(maxsize=64)
-def _with_both(setting: Setting, is_v: bool, modules: Modules) -> Setting:
-    """The setting of estimates with and without recomputation, of ``modules`` if there are any."""
-    training = replace(setting.training, recompute="both", ends_share_rank=is_v)
+def _of_layout(setting: Setting, is_v: bool, modules: Modules) -> Setting:
+    """The setting of a layout's estimates; selective recomputation repeats ``modules`` if there are any."""
+    training = replace(setting.training, ends_share_rank=is_v)
     if modules:
         training = replace(training, modules=frozenset(modules))
     return replace(setting, training=training)
@@ -307,7 +318,7 @@ def _link_between(layout: Layout, cluster: AnyCluster, rank: int, other: int) ->
     return cluster.groups[group].link(own.stride("pp"), own.pipeline_parallel)
 
 
-def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
+def balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) -> float:
     """The least T with T >= load + sum(x * extra) and T >= wanted - sum(x * saved), for 0 <= x <= 1.
 
     The items that save most for what they take come first, and the last one as a fraction.
@@ -319,11 +330,6 @@ def _balanced(load: float, wanted: float, extra: FloatArray, saved: FloatArray) 
         share = min(1.0, (wanted - load) / (extra[item] + saved[item]))
         load, wanted = load + share * extra[item], wanted - share * saved[item]
     return max(load, wanted)
-
-
-def recomputed(layer: LayerEstimate, recompute: str) -> Running | None:
-    """A layer's costs where its stage is recomputed; None if it then has no other costs."""
-    return layer.selective if recompute == "selective" else layer.recomputed
 
 
 def problem_layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompute: str) -> Layer:
@@ -340,10 +346,10 @@ def problem_layer(layers: tuple[LayerEstimate, ...], devices: list[str], recompu
 
 
 def _both_costs(layer: LayerEstimate, recompute: str) -> tuple[LayerCosts, LayerCosts | None]:
-    plain, again = layer.plain, recomputed(layer, recompute)
+    plain, again = layer.plain, layer.recomputed(recompute)
     if recompute in EVERYWHERE and again is not None:
         plain, again = again, None
-    return _costs(plain, layer), None if again is None or recompute == "none" else _costs(again, layer)
+    return _costs(plain, layer), None if again is None else _costs(again, layer)
 
 
 def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
@@ -384,7 +390,7 @@ def least_memory(estimated: EstimatedLayout) -> float:
 
 def _held(layer: LayerEstimate, recompute: str) -> float:
     """Bytes of a layer's states, and what F of a microbatch keeps at least."""
-    kept, again = layer.plain.after_forward, recomputed(layer, recompute)
-    if again is not None and recompute != "none":
+    kept, again = layer.plain.after_forward, layer.recomputed(recompute)
+    if again is not None:
         kept = min(kept, again.after_forward)
     return layer.static.total + kept

@@ -10,18 +10,13 @@ from zbv_solver.search.options import Effort
 
 from zbv_models.fixed_orders.score import Score, score_layout
 from zbv_models.fixed_orders.user_layout import read_layout
-from zbv_models.layouts.estimated_layout import EstimatedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, layers_on_ranks
 from zbv_models.layouts.executor_memory import in_order
 from zbv_models.layouts.executor_rules import NAMES, layouts_of_executors
 from zbv_models.layouts.executor_settings import layout_settings
-from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.layout import PARTS, Layout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.setting import SECONDS
-
-PARTS = (
-    *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
-    *("microbatch_size", "zero_stage", "recompute", "placement"),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +30,8 @@ class GivenCut:
     @property
     def step_time(self) -> float:
         """Seconds of a step, with what the busiest rank does once."""
-        problem = self.score.problem
-        partition = () if problem.model is None else problem.model.partition
-        names = [
-            tuple(name for stage in stages for name in partition[stage])
-            for stages in problem.placement.stages_of
-        ]
-        return self.score.objective * SECONDS + self.estimated.once(names)
+        once = self.estimated.once(layers_on_ranks(self.score.problem))
+        return self.score.objective * SECONDS + once
 
     @property
     def peak_memory(self) -> float:
@@ -101,6 +91,6 @@ def score_given_cut(
 
 def _open_parts(layouts: list[Layout]) -> str:
     """The parts in which layouts differ."""
-    differing = [name for name in PARTS if len({getattr(each, name) for each in layouts}) > 1]
+    differing = [name for name in (*PARTS, "recompute") if len({getattr(each, name) for each in layouts}) > 1]
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
     return f"found {len(layouts):,} layouts, and a cut is that of one. Fix {flags}."

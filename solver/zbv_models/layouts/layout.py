@@ -90,7 +90,8 @@ class Layout:
         return self._of_rank * self.pipeline_parallel
 
     @property
-    def _sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
+        """Devices of a group of every kind."""
         return {
             "tp": self.tensor_parallel,
             "cp": self.context_parallel,
@@ -98,13 +99,9 @@ class Layout:
             "pp": self.pipeline_parallel,
         }
 
-    def size(self, kind: str) -> int:
-        """Devices of a group of a kind: ``tp``, ``cp``, ``dp`` or ``pp``."""
-        return self._sizes[kind]
-
     def stride(self, kind: str) -> int:
         """Distance of neighbours in groups of a kind: ``tp``, ``cp``, ``dp`` or ``pp``."""
-        order, sizes = self.placement.split("-"), self._sizes
+        order, sizes = self.placement.split("-"), self.sizes
         return prod(sizes[inner] for inner in order[: order.index(kind)])
 
     def degrees(self, cluster: Cluster) -> Degrees:
@@ -128,7 +125,7 @@ class Layout:
         """
 
         def of(kind: str, overlap: float) -> GroupLink:
-            return cluster.link(self.stride(kind), self._sizes[kind], overlap)
+            return cluster.link(self.stride(kind), self.sizes[kind], overlap)
 
         inside = GroupLink(cluster.in_node.bandwidth, cluster.in_node.latency, cluster.expert_overlap)
         across = cluster.between_nodes
@@ -152,11 +149,11 @@ class Layout:
         """Devices that a group of some kinds together has on every node that it uses."""
         found, size = 1, 1
         for number, kind in enumerate(kinds):
-            size *= self._sizes[kind]
+            size *= self.sizes[kind]
             following = kinds[number + 1] if number + 1 < len(kinds) else None
-            if following is not None and self.stride(following) == self.stride(kind) * self._sizes[kind]:
+            if following is not None and self.stride(following) == self.stride(kind) * self.sizes[kind]:
                 continue  # the devices of both are numbered one after another
-            stride, on_node = self.stride(kind) * self._sizes[kind] // size, cluster.gpus_per_node
+            stride, on_node = self.stride(kind) * self.sizes[kind] // size, cluster.gpus_per_node
             found *= 1 if on_node % stride else gcd(size, on_node // stride)
             size = 1
         return found

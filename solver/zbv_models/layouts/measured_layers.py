@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
 
@@ -39,9 +39,8 @@ class Origins:
     recomputed: Origin = "estimated"
 
 
-@dataclass(frozen=True)
-class LayerConditions:
-    """What a layer's estimate depends on."""
+class LayerConditions(NamedTuple):
+    """What an estimate of layers depends on: the arguments of :func:`estimate_model`."""
 
     model: Transformer
     degrees: Degrees
@@ -49,12 +48,6 @@ class LayerConditions:
     links: GroupLinks
     training: Training
     sequences: int
-
-    def estimate(self) -> ModelEstimate:
-        """The estimate under these conditions."""
-        return estimate_model(
-            self.model, self.degrees, self.device, self.links, self.training, self.sequences
-        )
 
     @property
     def tokens(self) -> int:
@@ -119,9 +112,11 @@ class Measured:
         self, estimate: ModelEstimate, at: LayerConditions
     ) -> tuple[ModelEstimate, tuple[Origins, ...]]:
         """An estimate with measured costs, and where the costs of each layer come from."""
-        alone = replace(at, degrees=replace(at.degrees, data=1, zero_stage=0))
-        plain = _estimate(replace(alone, links=_without_replicas(at.links)))
-        compute = _estimate(replace(alone, links=GroupLinks()))
+        # Layouts that differ in what replicas do share these.
+        none, alone = GroupLink(), at._replace(degrees=replace(at.degrees, data=1, zero_stage=0))
+        links = replace(at.links, data=none, expert_data=none, pipeline=none)
+        plain = _estimate(*alone._replace(links=links))
+        compute = _estimate(*alone._replace(links=GroupLinks()))
         layers, origins = [], []
         for whole, base, computed in zip(estimate.layers, plain.layers, compute.layers, strict=True):
             chosen = self._nearest(whole.name, at)
@@ -155,14 +150,13 @@ class Measured:
 
     def _estimated_there(self, profile: Profile, at: LayerConditions) -> dict[str, LayerEstimate]:
         """The estimate of all layers under a profile's conditions."""
-        there = replace(
-            at,
+        there = at._replace(
             model=at.model.model_copy(update={"sequence": profile.sequence}),
             degrees=Degrees(profile.tensor, profile.tensor > 1),
             links=GroupLinks(tensor=self.tensor_link),
             sequences=profile.microbatch_size,
         )
-        return {layer.name: layer for layer in _estimate(there).layers}
+        return {layer.name: layer for layer in _estimate(*there).layers}
 
 
 @dataclass(frozen=True)
@@ -202,13 +196,12 @@ class _Replacement:
         measured, there = self.measured, self.there
         origin: Origin = "measured" if self.is_exact else "scaled"
         plain = self._running(measured.plain, there.plain, whole.plain, base.plain, computed.plain)
-        recomputed, of_recomputed = whole.recomputed, origin
-        if whole.recomputed and base.recomputed and computed.recomputed and there.recomputed:
-            estimated = (there.recomputed, whole.recomputed, base.recomputed, computed.recomputed)
+        full, of_full = whole.full, origin
+        if there.full and whole.full and base.full and computed.full:
             if measured.recomputed is not None:
-                recomputed = self._running(measured.recomputed, *estimated)
+                full = self._running(measured.recomputed, there.full, whole.full, base.full, computed.full)
             else:
-                recomputed, of_recomputed = _recomputed(plain, whole, whole.recomputed), "scaled"
+                full, of_full = _recomputed(plain, whole, whole.full), "scaled"
         static = measured.static / there.static.total if there.static.total else 1.0
         step = whole.step
         if measured.update is not None:
@@ -223,7 +216,7 @@ class _Replacement:
         layer = replace(
             whole,
             plain=plain,
-            recomputed=recomputed,
+            full=full,
             selective=whole.selective and _recomputed(plain, whole, whole.selective),
             shares=whole.shares.scaled(of_exchanges),
             exchanged=whole.exchanged.scaled(of_exchanges),
@@ -232,7 +225,7 @@ class _Replacement:
             output_bytes=round(output) or whole.output_bytes,
             step=step,
         )
-        return layer, Origins(origin, of_recomputed)
+        return layer, Origins(origin, of_full)
 
     def _running(
         self, measured: Running, there: Running, whole: Running, base: Running, computed: Running
@@ -286,11 +279,8 @@ def _recomputed(plain: Running, whole: LayerEstimate, estimated: Running) -> Run
 
 
 def _each(here: PerAction, measured: PerAction, there: PerAction, size: float) -> PerAction:
-    return PerAction(
-        _scaled(here.forward, measured.forward, there.forward, size),
-        _scaled(here.backward_input, measured.backward_input, there.backward_input, size),
-        _scaled(here.backward_weight, measured.backward_weight, there.backward_weight, size),
-    )
+    of_actions = zip(*(vars(times).values() for times in (here, measured, there)), strict=True)
+    return PerAction(*(_scaled(one, other, third, size) for one, other, third in of_actions))
 
 
 def _scaled(here: float, measured: float, there: float, size: float) -> float:
@@ -298,12 +288,4 @@ def _scaled(here: float, measured: float, there: float, size: float) -> float:
     return here * measured / there if there else measured * size
 
 
-@lru_cache(maxsize=4096)
-def _estimate(at: LayerConditions) -> ModelEstimate:
-    return at.estimate()
-
-
-def _without_replicas(links: GroupLinks) -> GroupLinks:
-    """Links without those of replicas, so that layouts that differ in these share an estimate."""
-    none = GroupLink()
-    return replace(links, data=none, expert_data=none, pipeline=none)
+_estimate = lru_cache(maxsize=4096)(estimate_model)

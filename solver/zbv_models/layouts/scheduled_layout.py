@@ -230,7 +230,7 @@ class ScheduledLayouts:
             for modules in self.setting.modules_of(executor):
                 yield EstimatedLayout.of(replace(layout, recompute_modules=modules), setting)
             return
-        can_recompute = any(layer.recomputed is not None for layer in estimated.estimate.layers)
+        can_recompute = any(layer.full is not None for layer in estimated.estimate.layers)
         for recompute in self._recomputed(executor, layout):
             if recompute == "none" or can_recompute or layout.recompute == "full":
                 yield replace(estimated, layout=replace(layout, recompute=recompute))

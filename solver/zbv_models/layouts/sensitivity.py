@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -166,9 +166,8 @@ def sensitivity_json(ranking: Ranking, outcomes: list[Outcome]) -> dict[str, Any
 def _outcome_json(outcome: Outcome, before: Layout) -> dict[str, Any]:
     best = None
     if outcome.best is not None:
-        parts = asdict(outcome.best)
         best = {
-            **{name: parts[name] for name in PARTS},
+            **{name: getattr(outcome.best, name) for name in PARTS},
             "step_time": outcome.best_step_time,
             "is_same": replace(outcome.best, microbatches=before.microbatches) == before,
             "is_proved": outcome.is_proved,

@@ -10,7 +10,7 @@ from zbv_solver.partition.cut_space import speeds_of
 from zbv_solver.problem.layer import Recomputed
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training
+from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of
 from zbv_models.estimate.shapes import Degrees
@@ -22,7 +22,6 @@ from zbv_models.layouts.measured_layers import LayerConditions, Measured, Origin
 
 SECONDS = 1e-6
 """In a microsecond."""
-KINDS = ("tp", "cp", "dp", "pp")
 
 # ``core_attn``, Megatron-LM's default, is in all sets for plain attention, and in none for flash attention.
 # That keeps statistics of the scores alone, and would be computed twice for these.
@@ -128,7 +127,7 @@ class Setting:
 
         And where the costs of every layer come from; empty if all are estimated.
         """
-        estimate = at.estimate()
+        estimate = estimate_model(*at)
         return (estimate, ()) if self.measured is None else self.measured.applied(estimate, at)
 
     def links(self, layout: Layout, group: int = 0) -> tuple[GroupLinks, float]:
@@ -140,7 +139,7 @@ class Setting:
         links = layout.links(nodes)
         if measured is None:
             return links, 0.0
-        is_near = {kind: nodes.is_in_node(layout.stride(kind), layout.size(kind)) for kind in KINDS}
+        is_near = {kind: nodes.is_in_node(layout.stride(kind), size) for kind, size in layout.sizes.items()}
         pipeline = measured.pipeline_link() if is_near["pp"] else None
         replicas = layout.data_parallel * layout.context_parallel
         data = measured.data_link(replicas, layout.zero_stage) if is_near["cp"] and is_near["dp"] else None
@@ -204,5 +203,5 @@ def _least_works(
 
 def least_work_of(layer: LayerEstimate) -> float:
     """Least time of a microbatch on one copy of a layer, recomputed or not."""
-    variants = [layer.plain] if layer.recomputed is None else [layer.plain, layer.recomputed]
+    variants = filter(None, (layer.plain, layer.full, layer.selective))
     return min(running.shortest.total for running in variants)

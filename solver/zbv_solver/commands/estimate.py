@@ -89,8 +89,8 @@ def _write_tables(config: EstimateConfig, estimated: ModelEstimate, out: TextIO)
     """Costs and memory of the layers for one device and microbatch; equal layers share a row."""
     console = Console(file=out, width=WIDTH)
     rows = _distinct(estimated.layers)
-    console.print(_costs(rows))
-    console.print(_memory(rows))
+    console.print(_costs(rows, config.recompute))
+    console.print(_memory(rows, config.recompute))
     if config.parallel.data_parallel > 1 or config.parallel.context_parallel > 1:
         console.print(_step(rows))
     console.print(_shares(rows))
@@ -108,35 +108,35 @@ def _distinct(layers: Sequence[LayerEstimate]) -> list[tuple[LayerEstimate, int]
     return [(replace(layer, name=name[layer]), number) for layer, number in count.items()]
 
 
-def _costs(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
+def _costs(rows: Sequence[tuple[LayerEstimate, int]], recompute: str) -> Table:
     table = Table(title="operations and times of a microbatch on one device")
     columns = ("layer", "copies", "GFLOP F", "I", "W", "µs F", "I", "W", "I recomputed", "output MB")
     _add_columns(table, columns)
     for layer, count in rows:
-        flops, times = layer.flops, layer.plain.times
+        flops, times, again = layer.flops, layer.plain.times, layer.recomputed(recompute)
         table.add_row(
             layer.name,
             str(count),
             *(f"{value / 1e9:,.1f}" for value in astuple(flops)),
             *(f"{value:,.0f}" for value in astuple(times)),
-            "–" if layer.recomputed is None else f"{layer.recomputed.times.backward_input:,.0f}",
+            "–" if again is None else f"{again.times.backward_input:,.0f}",
             _mb(layer.output_bytes),
         )
     return table
 
 
-def _memory(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
+def _memory(rows: Sequence[tuple[LayerEstimate, int]], recompute: str) -> Table:
     table = Table(title="memory of a layer on one device, in MB: of a microbatch, and all the time")
     _add_columns(table, _MEMORY_COLUMNS)
     for layer, _ in rows:
-        running, static = layer.plain, layer.static
+        running, static, again = layer.plain, layer.static, layer.recomputed(recompute)
         table.add_row(
             layer.name,
             _mb(running.after_forward),
             _mb(running.after_input),
             "0",
             _mb(running.workspace),
-            "–" if layer.recomputed is None else _mb(layer.recomputed.after_forward),
+            "–" if again is None else _mb(again.after_forward),
             _mb(layer.parameters),
             *map(_mb, (static.parameters, static.gradients, static.optimizer, static.total)),
         )

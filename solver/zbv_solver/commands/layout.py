@@ -8,59 +8,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import takewhile
 
 from rich.console import Console
-from rich.table import Table
 from zbv_models.estimate.transformers_config import is_transformers_config
-from zbv_models.layouts.answer import (
-    composition,
-    costs_of,
-    ranking_json,
-    recomputation,
-    reserved_memory,
-    utilisation,
-)
-from zbv_models.layouts.cluster import AnyCluster, parse_cluster
-from zbv_models.layouts.estimated_layout import PlannedLayout
+from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.cluster import parse_cluster
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.given_cut import score_given_cut
-from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed, Layout
+from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import Ranking, best_layouts
-from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome, outcomes
+from zbv_models.layouts.sensitivity import Outcome, outcomes
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
+from zbv_solver.commands.layout_tables import (
+    change_text,
+    composition_table,
+    layout_table,
+    memory_text,
+    origins_text,
+    sensitivity_note,
+    sensitivity_table,
+    verdict,
+)
 from zbv_solver.commands.messages import flag_of, named_flags
 from zbv_solver.commands.model_flags import FLAGS, given_parallel
 from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.export.quantities import counted
 from zbv_solver.search.options import SearchOptions
-
-ROWS = (
-    *(name.replace("_", " ") for name in FLAGS[:5]),
-    *("stages", "microbatches", "ZeRO stage", "recompute", "placement"),
-    *("step", "lower bound", "model FLOPs utilisation", "tensors", "reserved by PyTorch"),
-)
-
-EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
-LEAST_SHARE = 5e-5
-"""Parts below this share of the step are not shown."""
-SHORT = {
-    "tensor_parallel": "tp",
-    "context_parallel": "cp",
-    "expert_parallel": "ep",
-    "data_parallel": "dp",
-    "pipeline_parallel": "pp",
-    "microbatch_size": "microbatch",
-    "zero_stage": "ZeRO",
-}
 
 
 def layout(arguments: argparse.Namespace) -> None:
@@ -107,7 +88,7 @@ def layout(arguments: argparse.Namespace) -> None:
         found = []
         for each in outcomes(ranking, request, stop):
             found.append(each)
-            say(f"sensitivity: {_change_text(each)}")
+            say(f"sensitivity: {change_text(each)}")
         return ranking, found
 
     with terminated_like_interrupted(), spinner("searching layouts") as say:
@@ -119,16 +100,16 @@ def layout(arguments: argparse.Namespace) -> None:
                 document = ranking_json(ranking, request, with_points=arguments.points, sensitivity=found)
                 write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
-    console.print(_table(ranking, request))
-    console.print(_verdict(ranking), highlight=False)
-    console.print(_memory(request.cluster), highlight=False)
+    console.print(layout_table(ranking, request))
+    console.print(verdict(ranking), highlight=False)
+    console.print(memory_text(request.cluster), highlight=False)
     best = ranking.best[0]
     if request.profiles:
-        console.print(_origins(ranking), highlight=False)
-    console.print(_composition_table(best))
+        console.print(origins_text(ranking), highlight=False)
+    console.print(composition_table(best))
     if found:
-        console.print(_sensitivity_table(ranking, found))
-        console.print(_sensitivity_note(found), highlight=False)
+        console.print(sensitivity_table(ranking, found))
+        console.print(sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
 
@@ -152,7 +133,7 @@ def _given_cut(request: Request, arguments: argparse.Namespace) -> None:
     console.print(
         f"A step takes {given.step_time:.4g} s. The fullest device has tensors of "
         f"{given.peak_memory / 1e9:.3g} GB, for which PyTorch reserves {given.reserved_memory / 1e9:.3g} of "
-        f"{request.cluster.size / 1e9:.3g} GB. {_memory(request.cluster)}",
+        f"{request.cluster.size / 1e9:.3g} GB. {memory_text(request.cluster)}",
         highlight=False,
     )
     console.print(score_summary(given.score).rstrip(), markup=False, highlight=False, soft_wrap=True)
@@ -268,163 +249,3 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
     is_of_cluster = issue.pointer == "/groups" or (model is None and not issue.pointer)
     path = arguments.cluster if is_of_cluster else model
     return issue if path is None else replace(issue, source=file_label(path))
-
-
-def _table(ranking: Ranking, request: Request) -> Table:
-    """A column per layout, best first."""
-    table = Table(title=_title(request.cluster), title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    has_executors = any(isinstance(each, ExecutorLayout) for each in ranking.best)
-    rows, columns = ROWS + (("groups of ranks",) if len(request.cluster.groups) > 1 else ()), []
-    rows += EXECUTOR_ROWS if has_executors else ()
-    for each in ranking.best:
-        table.add_column(justify="right")
-        layout, placement = each.layout, each.plan.problem.placement
-        columns.append(
-            [
-                *(str(getattr(layout, name)) for name in FLAGS[:5]),
-                f"{placement.n_stages}, {placement.kind}",
-                f"{layout.microbatches} of {layout.microbatch_size}",
-                str(layout.zero_stage),
-                _recomputation_text(each),
-                layout.placement,
-                f"{each.step_time:.4g} s",
-                f"{each.lower_bound:.4g} s",
-                f"{utilisation(each, request):.1%}",
-                f"{max(each.plan.metrics.peak_memory) / 1e9:.3g} GB",
-                f"{reserved_memory(each) / 1e9:.3g} GB",
-                *([_ranks_of_groups(layout)] if layout.groups else []),
-                *(_executor_cells(each) if has_executors else ()),
-            ]
-        )
-    for name, values in zip(rows, zip(*columns, strict=True), strict=True):
-        table.add_row(name, *values)
-    return table
-
-
-def _title(cluster: AnyCluster) -> str:
-    nodes = [
-        f"{number}: {counted(each.nodes, 'node')} of {each.gpus_per_node} {each.preset or 'devices'}"
-        for number, each in enumerate(cluster.groups)
-    ]
-    if len(nodes) == 1:
-        (group,) = cluster.groups
-        return f"layouts on {counted(group.nodes, 'node')} of {counted(group.gpus_per_node, 'device')}"
-    return f"layouts on groups {', '.join(nodes)}"
-
-
-def _ranks_of_groups(layout: Layout) -> str:
-    """The group of every pipeline rank, runs of equal ones together."""
-    return ", ".join(f"{len([*same])} in {group}" for group, same in groupby(layout.groups))
-
-
-def _origins(ranking: Ranking) -> str:
-    """Which costs of the best layout were measured."""
-    said = [
-        f"{origin}: {', '.join(f'{count} x {name}' for name, count in kinds.items())}"
-        for origin, kinds in costs_of(ranking.best[0]).items()
-        if kinds
-    ]
-    return f"Costs of the best layout: {'; '.join(said)}."
-
-
-def _recomputation_text(planned: PlannedLayout) -> str:
-    """What the plan recomputes, in words."""
-    layout, kind = planned.layout, recomputation(planned)
-    if layout.recompute_layers is not None:
-        return f"{kind}, first {layout.recompute_layers} of a stage"
-    modules = ", ".join(layout.recompute_modules)
-    return f"{kind}: {modules}" if modules else kind
-
-
-def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
-    """Executor, schedule, and the step in a free order with how much shorter it is."""
-    if not isinstance(planned, ExecutorLayout):
-        return FREE, "searched", f"{planned.step_time:.4g} s"
-    schedule = planned.best.schedule
-    name = schedule.name if schedule.group is None else f"{schedule.name}, groups of {schedule.group}"
-    if planned.free is None:
-        return planned.executor, name, "does not fit"
-    gain = 1 - planned.free.step_time / planned.step_time
-    shorter = f" (-{gain:.1%})" if gain >= 0.0005 else ""
-    return planned.executor, name, f"{planned.free.step_time:.4g} s{shorter}"
-
-
-def _memory(cluster: AnyCluster) -> str:
-    """What is compared with the size of a device."""
-    shares = ", ".join(dict.fromkeys(f"{each.allocator_share:.3g}" for each in cluster.groups))
-    return (
-        f"PyTorch's allocator is taken to reserve {shares} times what tensors need, the median of published "
-        f"runs; allocator_share of the cluster changes it."
-    )
-
-
-def _verdict(ranking: Ranking) -> str:
-    open_ones = (
-        f" The search ended before {ranking.unsettled:,} others were planned or ruled out."
-        if ranking.unsettled
-        else ""
-    )
-    return (
-        f"{ranking.considered:,} layouts: {ranking.planned:,} planned, {ranking.pruned:,} ruled out by "
-        f"bounds ({ranking.pruned / ranking.considered:.1%}).{open_ones} No layout has a step below "
-        f"{ranking.no_layout_below:.4g} s."
-    )
-
-
-def _composition_table(planned: PlannedLayout) -> Table:
-    """The parts of a step, and their shares."""
-    table = Table(title="the best step consists of", title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    for name, seconds in composition(planned).parts().items():
-        share = seconds / planned.step_time
-        if share >= LEAST_SHARE:
-            table.add_row(name.replace("_", " "), f"{seconds:.4g} s", f"{share:.1%}")
-    return table
-
-
-def _sensitivity_table(ranking: Ranking, outcomes: list[Outcome]) -> Table:
-    """A row per change."""
-    base = ranking.best[0]
-    table = Table(title="if these were different", title_justify="left")
-    for name in ("change", "step of the best layout", "best layout then", "its step"):
-        table.add_column(name, justify="left" if name in ("change", "best layout then") else "right")
-    for each in outcomes:
-        step = "does not fit" if each.step_time is None else f"{each.step_time:.4g} s"
-        if each.best is None or each.best_step_time is None:
-            table.add_row(_change_text(each), step, "none fits", "")
-            continue
-        is_same = each.best_step_time == each.step_time
-        layout = "the same" if is_same else _difference(each.best, base.layout)
-        mark = "" if each.is_proved else " *"
-        table.add_row(_change_text(each), step, layout, f"{each.best_step_time:.4g} s{mark}")
-    return table
-
-
-def _sensitivity_note(outcomes: list[Outcome]) -> str:
-    """What the table compares."""
-    return (
-        f"Among {max(each.among for each in outcomes)} layouts: those with the shortest steps or least "
-        "bounds, and some that lack little memory. For each change, at most "
-        f"{MOST_PLANS} pipelines are planned (* a layout that was not planned may be better)."
-    )
-
-
-def _change_text(change: Outcome) -> str:
-    """A change in a few words."""
-    name = {"device_flops": "device FLOP/s"}.get(change.of, change.of.replace("_", " "))
-    return f"{name} x {change.factor:g}"
-
-
-def _difference(layout: Layout, before: Layout) -> str:
-    """The parts of a layout that differ from another one's."""
-    parts = [
-        f"{short} {getattr(layout, name)}"
-        for name, short in SHORT.items()
-        if getattr(layout, name) != getattr(before, name)
-    ]
-    if layout.placement != before.placement:
-        parts.append(layout.placement)
-    return ", ".join(parts) or "the same"

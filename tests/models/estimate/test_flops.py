@@ -50,22 +50,6 @@ def test_a_step_has_the_operations_of_megatron(model: Transformer) -> None:
     assert per_microbatch(model) == pytest.approx(without)
 
 
-def test_training_gpt_3_took_3_14e23_operations() -> None:
-    """Brown et al. 2020, table D.1: 300 billion tokens, without attention's scores."""
-    model = gpt(hidden=12288, layers=96, heads=96, vocabulary=50257)
-    scores = model.layers * parts(model)["attention"].core.total
-    per_token = (per_microbatch(model) - scores) / model.tokens
-    assert per_token * 300e9 == pytest.approx(3.14e23, rel=2e-3)
-
-
-def test_training_llama_3_405b_took_3_8e25_operations() -> None:
-    """Grattafiori et al. 2024, §1 and §3: 15.6 trillion tokens; 6 per parameter and token, without scores."""
-    shape = {"hidden": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocabulary": 128256}
-    model = llama(**shape)
-    per_token = (per_microbatch(model) - model.layers * parts(model)["attention"].core.total) / model.tokens
-    assert per_token * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
-
-
 def test_flash_attention_skips_masked_scores_and_computes_scores_twice() -> None:
     """Dao 2023, §4.1: half for a causal mask, and a backward of 2.5 forwards."""
     plain = parts(llama(attention="plain"))["attention"].core

@@ -88,61 +88,6 @@ def test_pieces_of_the_sequence_attend_to_themselves(sequence: int, piece: int) 
     assert attention(model).core.forward / (4 * model.heads * model.width_of_head) == counted
 
 
-def test_a_window_on_latent_attention_leaves_out_pairs() -> None:
-    """GLM-5 with 128 K tokens and 2048 keys per query: the scores take a thirty-second of the time."""
-    full, sparse = (attention(latent(sequence=131072, window=window)) for window in (None, 2048))
-    assert sparse.core.forward / full.core.forward == pytest.approx(2 * 2048 / 131072, rel=0.01)
-    assert sparse.parameters == full.parameters
-    assert attention(latent(window=4096)).core == attention(latent()).core
-
-
-INDEXER = {"window": 256, "index_heads": 4, "index_dim": 32}
-
-
-def test_an_indexer_has_its_matrices_and_compares_all_pairs() -> None:
-    """DeepSeek-V3.2, §2.1: its queries come from the latent vector, and its heads share keys."""
-    near, chosen = attention(latent(window=256)), attention(latent(**INDEXER))
-    matrices = Q * 4 * 32 + H * (32 + 4)
-    assert chosen.parameters.total - near.parameters.total == matrices + 2 * 32
-    compared = 2 * 4 * 32 * 1024**2 / 2
-    scores = near.core.forward * (KV + ROTATED + KV) / (PLAIN + ROTATED + VALUE)
-    assert chosen.core.forward == pytest.approx(compared + scores)
-    assert chosen.flops.backward_weight - near.flops.backward_weight == 2 * 1024 * matrices
-
-
-def test_what_an_indexer_keeps() -> None:
-    """Per token: its queries, keys and weights, and the numbers of the chosen tokens; no scores."""
-    near, chosen = (attention(llama(hidden=H, heads=A, **sizes)) for sizes in ({"window": 256}, INDEXER))
-    widths = 4 * 32 + 32 + 4
-    assert chosen.after_forward - near.after_forward == 4096 * (2 * widths + 4 * 256)
-    assert chosen.after_input - near.after_input == 4096 * 2 * widths
-
-
-def test_a_gate_is_as_wide_as_the_queries() -> None:
-    """Qwen3-Next: its product is part of the one to queries, and is kept as the heads' output is."""
-    plain, gated = (attention(llama(kv_heads=8, output_gate=gate)) for gate in (False, True))
-    assert gated.parameters.total - plain.parameters.total == 4096 * 4096
-    assert gated.after_forward - plain.after_forward == 4096 * 2 * 2 * 4096
-    assert gated.flops.forward - plain.flops.forward == 2 * 4096 * 4096 * 4096
-
-
-def test_second_norms_keep_what_attention_and_mlp_give() -> None:
-    """Gemma 2, §2."""
-    for name in ("attention", "mlp"):
-        plain, normed = (parts(llama(post_norms=post))[name] for post in (False, True))
-        assert normed.parameters.total - plain.parameters.total == 4096
-        assert normed.after_forward - plain.after_forward == 4096 * (2 * 4096 + 4)
-        assert normed.moved.forward - plain.moved.forward == 2 * 2 * 4096 * 4096
-
-
-def test_every_second_block_may_see_everything() -> None:
-    config = estimate_config(llama(layers=4, window=128, full_attention_every=2))
-    layers = estimate_layers(config)[1:-1]
-    assert [layer.name for layer in layers] == ["local.0", "global.1", "local.2", "global.3"]
-    assert layers[0].plain.times.forward < layers[1].plain.times.forward
-    assert layers[0].plain == layers[2].plain
-
-
 def test_devices_of_a_sequence_have_equal_work() -> None:
     """Each has an early and a late piece of the sequence."""
     alone, shared = attention(llama()), attention(llama(), context=4)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
-from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
+from zbv_models.estimate.layers import LayerEstimate, estimate_model
 from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_models.estimate.times import step_times
@@ -35,21 +35,6 @@ def test_a_prediction_module_is_a_projection_and_a_block() -> None:
     )
     assert on_one_rank[2].parameters == found["block"].parameters + own
     assert found["prediction"].output_bytes == 2 * found["block"].output_bytes
-
-
-def test_the_head_computes_the_logits_of_every_prediction() -> None:
-    one, two = layers()["head"], layers(prediction_layers=1)["head"]
-    assert two.flops.forward == 2 * one.flops.forward
-    assert two.parameters == one.parameters
-
-
-def test_a_fused_loss_keeps_logits_in_their_own_type() -> None:
-    logits = 2 * 4096 * 32000
-    plain, fused = layers()["head"].plain, layers(fused_loss=True)["head"].plain
-    assert plain.after_forward - fused.after_forward == logits
-    assert fused.workspace < plain.workspace
-    assert fused.times.forward < plain.times.forward
-    assert fused.times.backward_input < plain.times.backward_input
 
 
 def test_a_pattern_gives_every_layer_its_kind() -> None:
@@ -99,18 +84,6 @@ def test_equal_layers_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(layers(layers=count, pattern="(*-)M" * (count // 2), state_space=GIVEN)) == count + 2
         calls.append(len(counted))
     assert calls[0] == calls[1]
-
-
-def test_latent_experts_are_narrow_and_so_is_what_they_are_sent() -> None:
-    """Nemotron 3: two more matrices for every token; experts and all-to-alls with a quarter of the width."""
-    sparse = {"experts": 8, "experts_per_token": 2, "expert_ffn": 64, "hidden": 256, "heads": 4}
-    degrees = {"expert": 2, "data": 2}
-    wide, narrow = (
-        parts(llama(**sparse, **more), **degrees)["experts"] for more in ({}, {"expert_hidden": 64})
-    )
-    assert narrow.parameters.experts == wide.parameters.experts / 4
-    assert narrow.parameters.replicated - wide.parameters.replicated == 2 * 256 * 64
-    assert narrow.exchanges[0].sent.forward == wide.exchanges[0].sent.forward / 4
 
 
 def test_costs_of_a_gated_delta_net() -> None:
@@ -256,18 +229,16 @@ def test_costs_of_a_mamba_2_layer() -> None:
     assert costs["after_input"] == 2 * (2 * 32 + projected + 64)
 
 
-def recomputed(modules: list[str], **model: Any) -> tuple[Running, Running]:
-    """A block without and with selective recomputation."""
+LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
+
+
+def repeated(modules: list[str], model: dict[str, Any]) -> tuple[float, float]:
+    """Bytes per token that F saves, and microseconds that I takes in addition."""
     sizes = {"hidden": 256, "heads": 4, "layers": 2, "ffn": 512, **model}
     config = estimate_config(llama(**sizes), recompute="selective", recompute_modules=modules)
-    block = estimate_layers(config)[1]
-    assert block.recomputed is not None
-    return block.plain, block.recomputed
-
-
-def saved(modules: list[str], **model: Any) -> tuple[float, float]:
-    """Bytes per token that F saves, and microseconds that I takes in addition."""
-    plain, again = recomputed(modules, **model)
+    plain, again = (block := estimate_layers(config)[1]).plain, block.selective
+    assert again is not None
     assert again.after_input == plain.after_input
     assert again.times.forward == plain.times.forward
     assert again.workspace >= plain.workspace
@@ -275,42 +246,31 @@ def saved(modules: list[str], **model: Any) -> tuple[float, float]:
     return (plain.after_forward - again.after_forward) / 4096, added
 
 
-LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
-SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
+def time_of(products: int, values: int) -> float:
+    """Microseconds of products with so many weights, and of the traffic of so many values of a token."""
+    return 4096 * 1e6 * (2 * products / 100e12 + 2 * values / 1e12)
 
 
 @pytest.mark.parametrize(
-    ("model", "norms"),
-    [(LATENT, 1), (SPARSE, 1), ({**LATENT, **SPARSE}, 2)],
-    ids=["latent", "sparse", "both"],
+    ("model", "modules", "dropped", "time"),
+    [
+        # Outputs of 256 values; a norm reads and writes a tensor. Others are parts of the next product.
+        (LATENT, ["layernorm"], 2 * 256, time_of(0, 2 * 256)),
+        ({**LATENT, **SPARSE}, ["layernorm"], 2 * 2 * 256, time_of(0, 2 * 2 * 256)),
+        (LATENT, ["mla_up_proj"], 2 * 4 * (2 * 48 + 24), time_of(256 * 4 * 48 + 64 * 4 * 56, 4 * 4 * 48)),
+        ({}, ["mlp"], 2 * (3 * 512 + 256), time_of(3 * 256 * 512, 3 * 512 + 2 * 256)),
+        (SPARSE, ["moe_act"], 2 * 2 * 128, time_of(0, 3 * 2 * 128)),
+        (SPARSE, ["shared_experts"], 2 * 3 * 192, time_of(3 * 256 * 192, 3 * 192)),
+    ],
 )
-def test_norms_that_are_modules_can_be_computed_again(model: dict[str, Any], norms: int) -> None:
-    """Outputs of 256 values; a norm reads and writes a tensor. Others are parts of the next product."""
-    memory, time = saved(["layernorm"], **model)
-    assert memory == norms * 2 * 256
-    assert time == pytest.approx(norms * 2 * 2 * 4096 * 256 / 1e12 * 1e6)
+def test_modules_can_be_computed_again(
+    model: dict[str, Any], modules: list[str], dropped: int, time: float
+) -> None:
+    assert repeated(modules, model) == pytest.approx((dropped, time))
 
 
-def test_projections_up_can_be_computed_again() -> None:
-    memory, time = saved(["mla_up_proj"], **LATENT)
-    assert memory == 2 * 4 * (2 * 48 + 24)
-    products = 2 * 4096 * (256 * 4 * 48 + 64 * 4 * 56) / 100e12 * 1e6
-    assert time > products
-
-
-def test_an_mlp_can_be_computed_again() -> None:
-    memory, time = saved(["mlp"])
-    assert memory == 2 * (3 * 512 + 256)
-    products = 2 * 4096 * 3 * 256 * 512 / 100e12 * 1e6
-    assert time == pytest.approx(products + 2 * (3 * 512 + 2 * 256) * 4096 / 1e12 * 1e6)
-
-
-def test_experts_can_be_computed_again_in_parts_or_as_a_whole() -> None:
-    activation, _ = saved(["moe_act"], **SPARSE)
-    assert activation == 2 * 2 * 128
-    shared, time = saved(["shared_experts"], **SPARSE)
-    assert shared == 2 * 3 * 192
-    whole, all_of_it = saved(["moe"], **SPARSE)
-    assert whole == (4 + 1) * 8 + 2 * 2 * (256 + 3 * 128) + shared
-    assert all_of_it > time
-    assert saved(["moe", "moe_act", "shared_experts"], **SPARSE) == (whole, all_of_it)
+def test_experts_as_a_whole_have_their_parts() -> None:
+    whole, time = repeated(["moe"], SPARSE)
+    assert whole == (4 + 1) * 8 + 2 * 2 * (256 + 3 * 128) + 2 * 3 * 192
+    assert time > repeated(["shared_experts"], SPARSE)[1]
+    assert repeated(["moe", "moe_act", "shared_experts"], SPARSE) == (whole, time)

@@ -38,19 +38,19 @@ def test_a_block_keeps_its_input_and_the_outputs_that_torchtitan_saves(
     name: str, products: int, others: int
 ) -> None:
     found = block(BLOCKS[name][-1])
-    assert found.recomputed is not None
-    assert found.recomputed.after_forward == INPUT + products + others
+    assert found.selective is not None
+    assert found.selective.after_forward == INPUT + products + others
 
 
 def test_everything_but_attention_and_saved_products_is_computed_again() -> None:
     found = block(LLAMA)
-    assert found.recomputed is not None
-    added = found.recomputed.times.backward_input - found.plain.times.backward_input
+    assert found.selective is not None
+    added = found.selective.times.backward_input - found.plain.times.backward_input
     saved = 2 * 64 * 256 * (768 + 768 + 768) / 100e12 * 1e6
     core = 2.0 * 2 * 32**2 / 2 * 256 * 2 / 100e12 * 1e6
     assert added == pytest.approx(found.plain.times.forward - saved - core)
     # All that is computed again exists at once, while the block's backward runs.
-    again, plain = found.recomputed, found.plain
+    again, plain = found.selective, found.plain
     assert again.workspace + again.after_forward == plain.workspace + plain.after_forward
 
 
@@ -58,16 +58,16 @@ def test_experts_and_their_exchanges_are_computed_again() -> None:
     alone, shared = (
         block(QWEN, expert_parallel=each, data_parallel=8, expert_parallel_in_node=1) for each in (1, 8)
     )
-    assert shared.recomputed is not None
+    assert shared.selective is not None
     assert shared.exchanged.forward > 0
-    added = shared.recomputed.times.backward_input - shared.plain.times.backward_input
+    added = shared.selective.times.backward_input - shared.plain.times.backward_input
     assert added > shared.exchanged.forward
-    assert alone.recomputed is not None
-    assert alone.recomputed.after_forward == shared.recomputed.after_forward
+    assert alone.selective is not None
+    assert alone.selective.after_forward == shared.selective.after_forward
 
 
 def test_products_with_a_bias_are_saved_and_not_counted() -> None:
-    plain, biased = (block({**LLAMA, "qkv_bias": each}).recomputed for each in (False, True))
+    plain, biased = (block({**LLAMA, "qkv_bias": each}).selective for each in (False, True))
     assert plain is not None
     assert biased is not None
     # Without the first product, wo, w3 are the first and third, and w1 and w2 are not saved.

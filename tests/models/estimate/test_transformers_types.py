@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import layer_kinds, parameters_of
-from zbv_models.estimate.transformers_config import VISION_KINDS, WRAPPERS, defaults, from_transformers
+from zbv_models.estimate.transformers_config import from_transformers
+from zbv_models.estimate.transformers_keys import defaults
 from zbv_models.estimate.transformers_text import TEXT_KINDS
+from zbv_models.estimate.transformers_vision import VISION_KINDS, WRAPPERS
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 

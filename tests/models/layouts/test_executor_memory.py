@@ -217,17 +217,6 @@ def test_the_distributed_optimizer_has_no_sgd(optimizer: str) -> None:
             layouts_of_executors("megatron", shared.setting, shared.layouts)
 
 
-def test_muon_has_a_layout_and_its_flag() -> None:
-    fixed = Fixed(tensor_parallel=1, context_parallel=1, pipeline_parallel=4, recompute="none")
-    request = asked(2, fixed, global_batch=16, sequence_length=8192, parallel={"optimizer": "muon"})
-    (best,) = executor_layouts(request.layouts, request.setting, "megatron").best
-    assert isinstance(best, ExecutorLayout)
-    assert "--optimizer muon" in (best.settings or "")
-    adam = asked(2, global_batch=16, sequence_length=8192).setting.of_executor("megatron")
-    static = EstimatedLayout.of(best.layout, adam).estimate.layers[1].static
-    assert best.estimated.estimate.layers[1].static.total < static.total
-
-
 @pytest.mark.parametrize("attention", ["flash", "plain"])
 def test_plain_attention_asks_megatron_for_the_backend_that_keeps_scores(attention: str) -> None:
     fixed = Fixed(tensor_parallel=1, context_parallel=1, pipeline_parallel=4, recompute="none")
@@ -235,12 +224,6 @@ def test_plain_attention_asks_megatron_for_the_backend_that_keeps_scores(attenti
     (best,) = executor_layouts(request.layouts, request.setting, "megatron").best
     assert isinstance(best, ExecutorLayout)
     assert ("--attention-backend unfused" in (best.settings or "")) == (attention == "plain")
-
-
-def test_float32_gradients_are_megatrons_default() -> None:
-    """Without a precision, the answer is that with the precision that Megatron-LM has."""
-    said = asked(1, global_batch=8, parallel={"precision": "mixed-fp32-gradients"})
-    assert said.setting == asked(1, global_batch=8).setting
 
 
 def test_the_answer_with_megatrons_default_is_that_with_the_same_precision_by_name() -> None:

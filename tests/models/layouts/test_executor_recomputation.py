@@ -17,15 +17,11 @@ from zbv_models.layouts.setting import module_sets
 from zbv_solver.errors import InvalidInput
 from zbv_solver.verify.verifier import verify
 
+PIPED: dict[str, Any] = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1}
+
 
 def test_selective_recomputation_of_a_dense_model_needs_no_modules_from_the_user() -> None:
-    fixed: dict[str, Any] = {
-        "pipeline_parallel": 2,
-        "microbatch_size": 1,
-        "data_parallel": 1,
-        "recompute": "selective",
-    }
-    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
+    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **PIPED, recompute="selective")
     ranking = executor_layouts(request.layouts, request.setting, "megatron")
     best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]
     assert isinstance(best, ExecutorLayout)
@@ -39,29 +35,27 @@ def test_selective_recomputation_of_a_dense_model_needs_no_modules_from_the_user
     assert sum(row["composition"].values()) == pytest.approx(best.step_time, rel=1e-9)
 
 
-def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step() -> None:
-    cluster = cluster_of(1, 2, 9.0)
-    fixed: dict[str, Any] = {
-        "pipeline_parallel": 2,
-        "microbatch_size": 2,
-        "data_parallel": 1,
-        "tensor_parallel": 1,
-    }
+@pytest.mark.parametrize(
+    ("executor", "model", "gigabytes", "size"),
+    [("megatron", EXPERTS, 9.0, {"microbatch_size": 2}), ("torchtitan", MODEL, 6.0, {"microbatch_size": 4})],
+)
+def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step(
+    executor: str, model: dict[str, Any], gigabytes: float, size: dict[str, int]
+) -> None:
+    fixed = {"pipeline_parallel": 2, "data_parallel": 1, "tensor_parallel": 1, **size}
     steps = {}
     for recompute in ("none", "selective", "full", None):
-        request = request_of(EXPERTS, cluster, 32, "megatron", **fixed, recompute=recompute)
-        steps[recompute] = best_of(request, "megatron").step_time
+        request = request_of(model, cluster_of(1, 2, gigabytes), 32, executor, **fixed, recompute=recompute)
+        best = best_of(request, executor)
+        steps[recompute] = best.step_time
     assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
+    if executor == "torchtitan":
+        assert best.layout.recompute_modules == ("op",)
+        assert "activation_checkpoint = SelectiveAC.Config()" in (best.settings or "")
 
 
 def test_a_layout_recomputes_the_first_layers_of_every_stage() -> None:
-    fixed: dict[str, Any] = {
-        "pipeline_parallel": 2,
-        "microbatch_size": 1,
-        "data_parallel": 1,
-        "recompute_layers": 2,
-    }
-    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **fixed)
+    request = request_of(MODEL, cluster_of(1, 2), 4, "megatron", **PIPED, recompute_layers=2)
     ranking = executor_layouts(request.layouts, request.setting, "megatron")
     best, (row,) = ranking.best[0], ranking_json(ranking, request, with_plans=False)["layouts"]
     assert isinstance(best, ExecutorLayout)
@@ -138,19 +132,6 @@ def test_glm_4_5_recomputes_selectively_on_128_h100() -> None:
     # moe_act needs it (transformer_config.py, __post_init__).
     assert "--moe-grouped-gemm" in flags
     assert max(best.plan.metrics.peak_memory) <= 80e9
-
-
-def test_torchtitan_recomputes_operations_if_that_is_the_shortest_step() -> None:
-    cluster = cluster_of(1, 2, 6.0)
-    fixed: dict[str, Any] = {"pipeline_parallel": 2, "microbatch_size": 4, "tensor_parallel": 1}
-    steps = {}
-    for recompute in ("none", "full", "selective", None):
-        request = request_of(MODEL, cluster, 32, "torchtitan", **fixed, recompute=recompute)
-        best = best_of(request, "torchtitan")
-        steps[recompute] = best.step_time
-    assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
-    assert best.layout.recompute_modules == ("op",)
-    assert "activation_checkpoint = SelectiveAC.Config()" in (best.settings or "")
 
 
 def test_torchtitan_has_no_modules_and_no_selective_recomputation_of_unknown_blocks() -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor_layouts import EXPERTS, MODEL, cluster_of
 from support.rankings import check_ranking
 from zbv_models.layouts import progress
 from zbv_models.layouts.answer import points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster, parse_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, _balanced, plan_layout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, balanced, plan_layout
 from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.layout import Fixed, Layout, Order, Recompute
 from zbv_models.layouts.progress import Ends, LayoutProgress
@@ -26,21 +27,10 @@ from zbv_models.layouts.sensitivity import changes, nearest, outcomes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.search.options import SearchOptions
 
-MODEL = {
-    **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
-    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
-}
-EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
 LINKS = {
     "in_node": {"latency": 10, "bandwidth": 300},
     "between_nodes": {"latency": 20, "bandwidth": 25},
 }
-
-
-def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, **more: Any) -> Cluster:
-    device = {"achieved_tflops": 300, "memory_bandwidth": 1500}
-    document = {"nodes": nodes, "gpus_per_node": gpus, "device": device, "links": LINKS}
-    return equal_cluster({**document, "memory": gigabytes * 1e9, "allocator_share": 1, **more})
 
 
 def request_of(model: dict[str, Any], cluster: Cluster, batch: int, fixed: Fixed | None = None) -> Request:
@@ -126,6 +116,14 @@ def test_a_ring_is_not_faster_than_the_link_inside_its_nodes() -> None:
     layout = Layout(1, 1, 1, 8, 1, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
     assert layout.links(slow).data.bandwidth == 60
     assert replace(layout, tensor_parallel=4, data_parallel=2).links(slow).data.bandwidth == 25
+    odd = Layout(1, 1, 4, 20, 1, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
+    assert odd.links(cluster_of(2, 10)).expert_data.bandwidth == 25  # five devices, two on each node or less
+
+
+@pytest.mark.parametrize(("placement", "near"), [("tp-cp-dp-pp", 4), ("tp-cp-pp-dp", 2)])
+def test_the_nearest_devices_share_experts(placement: Order, near: int) -> None:
+    layout = Layout(2, 1, 8, 4, 2, 1, 8, 1, "per-stage", placement)
+    assert layout.degrees(cluster_of(4, 4)).expert_in_node == near
 
 
 def test_rings_on_a_node_have_the_latency_of_a_step_unless_the_link_is_given() -> None:
@@ -149,7 +147,7 @@ def test_the_balance_of_load_and_memory_is_least(
     load: float, wanted: float, items: list[tuple[float, float]]
 ) -> None:
     extra, saved = np.array(items).reshape(-1, 2).T
-    found = _balanced(load, wanted, extra, saved)
+    found = balanced(load, wanted, extra, saved)
     shares = np.array(list(product(np.linspace(0, 1, 5), repeat=len(items))))
     some = np.maximum(load + shares @ extra, wanted - shares @ saved).min()
     assert load * (1 - 1e-9) <= found <= some * (1 + 1e-9) + 1e-12
@@ -429,16 +427,6 @@ def test_parts_that_contradict_each_other_are_named() -> None:
     request = request_of(MODEL, cluster_of(1, 4), 8, Fixed(tensor_parallel=4, data_parallel=4))
     with pytest.raises(InvalidInput, match="tensor_parallel 4, data_parallel 4"):
         _ = request.layouts
-
-
-def test_plain_attention_excludes_layouts_and_not_the_model() -> None:
-    """No device has the scores of a sequence that several share, so context parallelism is left out."""
-
-    def degrees(model: dict[str, Any]) -> set[int]:
-        return {each.context_parallel for each in request_of(model, cluster_of(1, 8), 8).layouts}
-
-    assert max(degrees(MODEL)) > 1
-    assert degrees({**MODEL, "attention": "plain"}) == {1}
 
 
 def test_prediction_modules_are_dropped_or_added() -> None:

@@ -71,8 +71,8 @@ def as_estimated(size: int = 1, tensor: int = 1) -> Document:
     for layer in found.layers:
         document = costs(layer.plain, layer.static.total)
         document |= {"name": layer.name, "output_bytes": layer.output_bytes}
-        if layer.recomputed is not None:
-            document["recompute"] = costs(layer.recomputed, layer.static.total)
+        if layer.full is not None:
+            document["recompute"] = costs(layer.full, layer.static.total)
         layers.append(document | ({} if layer.repeat is None else {"repeat": layer.repeat}))
     return {
         "pp_degree": 1,
@@ -118,9 +118,9 @@ def test_a_profile_that_equals_the_estimate_changes_nothing(size: int, tensor: i
         expected, found = (EstimatedLayout.of(layout, setting) for setting in (plain, measured))
         for one, other in zip(found.estimate.layers, expected.estimate.layers, strict=True):
             assert_alike(one.plain, other.plain)
-            if other.recomputed is not None:
-                assert one.recomputed is not None
-                assert_alike(one.recomputed, other.recomputed)
+            if other.full is not None:
+                assert one.full is not None
+                assert_alike(one.full, other.full)
             assert one.static.total == pytest.approx(other.static.total, abs=2)
             assert one.step.total == pytest.approx(other.step.total, rel=1e-9)
             assert one.output_bytes == other.output_bytes
@@ -144,8 +144,8 @@ def test_layers_are_measured_scaled_or_estimated() -> None:
         assert found.origins == (Origins(), Origins(origin, "scaled"), Origins())
         block, estimated = found.estimate.layers[1], expected.estimate.layers[1]
         assert vars(block.plain.times) == pytest.approx(vars(estimated.plain.times.scaled(3.0)))
-        assert block.recomputed is not None
-        repeated = block.recomputed.times.backward_input - block.plain.times.backward_input
+        assert block.full is not None
+        repeated = block.full.times.backward_input - block.plain.times.backward_input
         assert repeated == pytest.approx(3.0 * estimated.plain.times.forward)
         assert found.estimate.layers[0] == expected.estimate.layers[0]
         assert block.plain.fused is not None
@@ -225,13 +225,6 @@ def test_bounds_hold_for_measured_layers(factor: float) -> None:
     assert sum(sum(kinds.values()) for kinds in costs.values()) == 6
 
 
-def test_an_answer_without_profiles_is_estimated() -> None:
-    request = request_of(tensor_parallel=1, pipeline_parallel=4, microbatch_size=1)
-    ranking = best_layouts(request.layouts, request.setting)
-    kinds = costs_of(ranking.best[0])
-    assert kinds == {"measured": {}, "scaled": {}, "estimated": {"embedding": 1, "block": 4, "head": 1}}
-
-
 # --- what is refused
 
 
@@ -253,15 +246,17 @@ def test_wrong_profiles_are_refused(change: Document, pointer: str) -> None:
     assert pointer in [issue.pointer for issue in error.value.issues]
 
 
-@pytest.mark.parametrize("document", [[], "profile", {"layouts": []}, {"ranks": [], "problem": {}}])
-def test_other_documents_are_refused(document: Any) -> None:
-    with pytest.raises(InvalidInput):
-        parse_profile(document)
-
-
-def test_stages_cannot_replace_layers() -> None:
-    document = {key: value for key, value in as_estimated().items() if key != "layers"}
-    with pytest.raises(InvalidInput, match="whole stages"):
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ([], "JSON object"),
+        ("profile", "JSON object"),
+        ({"layouts": []}, "this is no profile"),
+        ({"pp_degree": 2}, "whole stages"),
+    ],
+)
+def test_other_documents_are_refused(document: Any, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
         parse_profile(document)
 
 

@@ -1,0 +1,199 @@
+"""The tables of ``zbv layout``: layouts, what the best step consists of, and what changes would do."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.table import Table
+from zbv_models.layouts.answer import composition, costs_of, recomputation, reserved_memory, utilisation
+from zbv_models.layouts.cluster import AnyCluster
+from zbv_models.layouts.estimated_layout import PlannedLayout
+from zbv_models.layouts.executor_rules import FREE
+from zbv_models.layouts.executor_search import ExecutorLayout
+from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.request import Request
+from zbv_models.layouts.search import Ranking
+from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome
+
+from zbv_solver.commands.model_flags import FLAGS
+from zbv_solver.export.quantities import counted
+
+ROWS = (
+    *(name.replace("_", " ") for name in FLAGS[:5]),
+    *("stages", "microbatches", "ZeRO stage", "recompute", "placement"),
+    *("step", "lower bound", "model FLOPs utilisation", "tensors", "reserved by PyTorch"),
+)
+
+EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
+LEAST_SHARE = 5e-5
+"""Parts below this share of the step are not shown."""
+SHORT = {
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "expert_parallel": "ep",
+    "data_parallel": "dp",
+    "pipeline_parallel": "pp",
+    "microbatch_size": "microbatch",
+    "zero_stage": "ZeRO",
+}
+
+
+def layout_table(ranking: Ranking, request: Request) -> Table:
+    """A column per layout, best first."""
+    table = Table(title=_title(request.cluster), title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    has_executors = any(isinstance(each, ExecutorLayout) for each in ranking.best)
+    rows, columns = ROWS + (("groups of ranks",) if len(request.cluster.groups) > 1 else ()), []
+    rows += EXECUTOR_ROWS if has_executors else ()
+    for each in ranking.best:
+        table.add_column(justify="right")
+        layout, placement = each.layout, each.plan.problem.placement
+        columns.append(
+            [
+                *(str(getattr(layout, name)) for name in FLAGS[:5]),
+                f"{placement.n_stages}, {placement.kind}",
+                f"{layout.microbatches} of {layout.microbatch_size}",
+                str(layout.zero_stage),
+                _recomputation_text(each),
+                layout.placement,
+                f"{each.step_time:.4g} s",
+                f"{each.lower_bound:.4g} s",
+                f"{utilisation(each, request):.1%}",
+                f"{max(each.plan.metrics.peak_memory) / 1e9:.3g} GB",
+                f"{reserved_memory(each) / 1e9:.3g} GB",
+                *([_ranks_of_groups(layout)] if layout.groups else []),
+                *(_executor_cells(each) if has_executors else ()),
+            ]
+        )
+    for name, values in zip(rows, zip(*columns, strict=True), strict=True):
+        table.add_row(name, *values)
+    return table
+
+
+def _title(cluster: AnyCluster) -> str:
+    nodes = [
+        f"{number}: {counted(each.nodes, 'node')} of {each.gpus_per_node} {each.preset or 'devices'}"
+        for number, each in enumerate(cluster.groups)
+    ]
+    if len(nodes) == 1:
+        (group,) = cluster.groups
+        return f"layouts on {counted(group.nodes, 'node')} of {counted(group.gpus_per_node, 'device')}"
+    return f"layouts on groups {', '.join(nodes)}"
+
+
+def _ranks_of_groups(layout: Layout) -> str:
+    """The group of every pipeline rank, runs of equal ones together."""
+    return ", ".join(f"{len([*same])} in {group}" for group, same in groupby(layout.groups))
+
+
+def origins_text(ranking: Ranking) -> str:
+    """Which costs of the best layout were measured."""
+    said = [
+        f"{origin}: {', '.join(f'{count} x {name}' for name, count in kinds.items())}"
+        for origin, kinds in costs_of(ranking.best[0]).items()
+        if kinds
+    ]
+    return f"Costs of the best layout: {'; '.join(said)}."
+
+
+def _recomputation_text(planned: PlannedLayout) -> str:
+    """What the plan recomputes, in words."""
+    layout, kind = planned.layout, recomputation(planned)
+    if layout.recompute_layers is not None:
+        return f"{kind}, first {layout.recompute_layers} of a stage"
+    modules = ", ".join(layout.recompute_modules)
+    return f"{kind}: {modules}" if modules else kind
+
+
+def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
+    """Executor, schedule, and the step in a free order with how much shorter it is."""
+    if not isinstance(planned, ExecutorLayout):
+        return FREE, "searched", f"{planned.step_time:.4g} s"
+    schedule = planned.best.schedule
+    name = schedule.name if schedule.group is None else f"{schedule.name}, groups of {schedule.group}"
+    if planned.free is None:
+        return planned.executor, name, "does not fit"
+    gain = 1 - planned.free.step_time / planned.step_time
+    shorter = f" (-{gain:.1%})" if gain >= 0.0005 else ""
+    return planned.executor, name, f"{planned.free.step_time:.4g} s{shorter}"
+
+
+def memory_text(cluster: AnyCluster) -> str:
+    """What is compared with the size of a device."""
+    shares = ", ".join(dict.fromkeys(f"{each.allocator_share:.3g}" for each in cluster.groups))
+    return (
+        f"PyTorch's allocator is taken to reserve {shares} times what tensors need, the median of published "
+        f"runs; allocator_share of the cluster changes it."
+    )
+
+
+def verdict(ranking: Ranking) -> str:
+    """How many layouts were planned and ruled out, and what is proved."""
+    open_ones = (
+        f" The search ended before {ranking.unsettled:,} others were planned or ruled out."
+        if ranking.unsettled
+        else ""
+    )
+    return (
+        f"{ranking.considered:,} layouts: {ranking.planned:,} planned, {ranking.pruned:,} ruled out by "
+        f"bounds ({ranking.pruned / ranking.considered:.1%}).{open_ones} No layout has a step below "
+        f"{ranking.no_layout_below:.4g} s."
+    )
+
+
+def composition_table(planned: PlannedLayout) -> Table:
+    """The parts of a step, and their shares."""
+    table = Table(title="the best step consists of", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for name, seconds in composition(planned).items():
+        share = seconds / planned.step_time
+        if share >= LEAST_SHARE:
+            table.add_row(name.replace("_", " "), f"{seconds:.4g} s", f"{share:.1%}")
+    return table
+
+
+def sensitivity_table(ranking: Ranking, outcomes: list[Outcome]) -> Table:
+    """A row per change."""
+    base = ranking.best[0]
+    table = Table(title="if these were different", title_justify="left")
+    for name in ("change", "step of the best layout", "best layout then", "its step"):
+        table.add_column(name, justify="left" if name in ("change", "best layout then") else "right")
+    for each in outcomes:
+        step = "does not fit" if each.step_time is None else f"{each.step_time:.4g} s"
+        if each.best is None or each.best_step_time is None:
+            table.add_row(change_text(each), step, "none fits", "")
+            continue
+        is_same = each.best_step_time == each.step_time
+        layout = "the same" if is_same else _difference(each.best, base.layout)
+        mark = "" if each.is_proved else " *"
+        table.add_row(change_text(each), step, layout, f"{each.best_step_time:.4g} s{mark}")
+    return table
+
+
+def sensitivity_note(outcomes: list[Outcome]) -> str:
+    """What the table compares."""
+    return (
+        f"Among {max(each.among for each in outcomes)} layouts: those with the shortest steps or least "
+        "bounds, and some that lack little memory. For each change, at most "
+        f"{MOST_PLANS} pipelines are planned (* a layout that was not planned may be better)."
+    )
+
+
+def change_text(change: Outcome) -> str:
+    """A change in a few words."""
+    name = {"device_flops": "device FLOP/s"}.get(change.of, change.of.replace("_", " "))
+    return f"{name} x {change.factor:g}"
+
+
+def _difference(layout: Layout, before: Layout) -> str:
+    """The parts of a layout that differ from another one's."""
+    parts = [
+        f"{short} {getattr(layout, name)}"
+        for name, short in SHORT.items()
+        if getattr(layout, name) != getattr(before, name)
+    ]
+    if layout.placement != before.placement:
+        parts.append(layout.placement)
+    return ", ".join(parts) or "the same"

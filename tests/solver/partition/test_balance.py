@@ -21,8 +21,8 @@ def space_of(problem: LayeredProblem) -> CutSpace:
     return CutSpace(problem, problem.placements[0], CutTables.of(problem))
 
 
-@settings(max_examples=40)
-@given(layered_problems(most_layers=6))
+@settings(max_examples=60)
+@given(layered_problems(most_layers=6) | layered_problems(most_layers=6, mixed=True))
 def test_the_balanced_cut_is_the_best_of_all(problem: LayeredProblem) -> None:
     space = space_of(problem)
     found = balanced_cut(space, level_cut(space))
@@ -60,8 +60,11 @@ def test_a_rank_that_can_pass_on_more_than_the_others_can_take_is_no_dead_end() 
     assert balanced.value == pytest.approx(10.6)
 
 
-@settings(max_examples=20)
-@given(layered_problems(most_layers=6, memory={"limit": 3}))
+@settings(max_examples=40)
+@given(
+    layered_problems(most_layers=6, memory={"limit": 3})
+    | layered_problems(most_layers=6, mixed=True, memory={"limit": 3})
+)
 def test_the_smallest_cut_needs_the_least_of_all(problem: LayeredProblem) -> None:
     space = space_of(problem)
     found = smallest_cut(space, level_cut(space))
@@ -71,13 +74,20 @@ def test_the_smallest_cut_needs_the_least_of_all(problem: LayeredProblem) -> Non
     assert max(problem.cut_into(space.placement, found.cut).smallest_limit) == pytest.approx(least)
 
 
-@settings(max_examples=30)
-@given(layered_problems(most_layers=4, placements=("v", "single", "loop")))
+@settings(max_examples=60)
+@given(
+    layered_problems(most_layers=4, placements=("v", "single", "loop"))
+    | layered_problems(most_layers=5, placements=("v", "single", "loop"), mixed=True)
+)
 def test_no_cut_is_below_the_floor(problem: LayeredProblem) -> None:
     space = space_of(problem)
     floor = least_worst_load(problem, space.tables)
     for cut in every_cut(problem, space.placement):
         assert worst_load(cut) >= floor * (1 - 1e-9)
+    fitting = space.fitting(settled_cut(space, level_cut(space)))
+    if fitting is not None:
+        made = problem.cut_into(space.placement, fitting)
+        assert space.worst_load(fitting) == pytest.approx(worst_load(made))
 
 
 def test_the_floor_is_a_sum_of_whole_layers() -> None:

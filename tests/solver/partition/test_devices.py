@@ -6,17 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from support.cuts import BLOCK, EMBEDDING, HEAD, every_cut, layered, layered_problems, worst_load
+from support.cuts import BLOCK, EMBEDDING, HEAD, every_cut, layered, worst_load
 from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.refit import with_stage_costs
-from zbv_solver.partition.balance import balanced_cut, smallest_cut
 from zbv_solver.partition.cut_space import CutSpace, CutTables
-from zbv_solver.partition.first_cuts import level_cut
 from zbv_solver.partition.floors import least_worst_load
-from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
-from zbv_solver.partition.settle import settled_cut
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -81,59 +76,6 @@ def test_a_plan_for_several_devices_passes_its_check() -> None:
     model = checked.problem.model
     assert model is not None
     assert sum(len(model.partition[stage]) for stage in checked.problem.placement.stages_of[2]) <= 3
-
-
-@settings(max_examples=40)
-@given(layered_problems(most_layers=6, mixed=True))
-def test_the_balanced_cut_is_the_best_of_all(problem: LayeredProblem) -> None:
-    space = space_of(problem)
-    found = balanced_cut(space, level_cut(space))
-    best = min(map(worst_load, every_cut(problem, space.placement)), default=None)
-    if best is None:
-        assert found is None
-        return
-    assert found is not None
-    assert found.value == pytest.approx(best)
-    assert worst_load(problem.cut_into(space.placement, found.cut)) == pytest.approx(best)
-
-
-@settings(max_examples=20)
-@given(layered_problems(most_layers=6, mixed=True, memory={"limit": 3}))
-def test_the_smallest_cut_needs_the_least_of_all(problem: LayeredProblem) -> None:
-    space = space_of(problem)
-    found = smallest_cut(space, level_cut(space))
-    assert found is not None
-    unlimited = replace(problem, limit=None)
-    least = min(max(cut.smallest_limit) for cut in every_cut(unlimited, space.placement))
-    assert max(problem.cut_into(space.placement, found.cut).smallest_limit) == pytest.approx(least)
-
-
-@settings(max_examples=40)
-@given(layered_problems(most_layers=5, placements=("v", "single", "loop"), mixed=True))
-def test_no_cut_is_below_the_floor(problem: LayeredProblem) -> None:
-    space = space_of(problem)
-    floor = least_worst_load(problem, space.tables)
-    for cut in every_cut(problem, space.placement):
-        assert worst_load(cut) >= floor * (1 - 1e-9)
-    settled = settled_cut(space, level_cut(space))
-    fitting = space.fitting(settled)
-    if fitting is not None:
-        made = problem.cut_into(space.placement, fitting)
-        assert space.worst_load(fitting) == pytest.approx(worst_load(made))
-
-
-@settings(max_examples=6)
-@given(layered_problems(most_layers=4, placements=("loop",), mixed=True, memory={"limit": 6}))
-def test_the_least_memory_is_that_of_all_cuts(problem: LayeredProblem) -> None:
-    space, limit = space_of(problem), problem.limit or ()
-    unlimited = replace(problem, limit=None)
-    least = min(
-        max(need - most for need, most in zip(cut.smallest_limit, limit, strict=True))
-        for cut in every_cut(unlimited, space.placement)
-    )
-    found = least_memory_cut(space, level_cut(space))
-    assert found.value == pytest.approx(least, abs=1e-4)
-    assert surely_lacking(space.tables) <= least + 1e-4
 
 
 def test_the_floor_packs_whole_layers_into_ranks() -> None:

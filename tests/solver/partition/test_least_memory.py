@@ -38,7 +38,10 @@ def excess(needs: tuple[float, ...], limits: tuple[float, ...] | None) -> float:
 
 
 @settings(max_examples=25)
-@given(layered_problems(most_layers=5, placements=("loop", "v"), memory={"limit": 6}))
+@given(
+    layered_problems(most_layers=5, placements=("loop", "v"), memory={"limit": 6})
+    | layered_problems(most_layers=4, placements=("loop",), mixed=True, memory={"limit": 6})
+)
 def test_it_is_the_least_of_all_cuts(problem: LayeredProblem) -> None:
     space = space_of(problem)
     unlimited = replace(problem, limit=None)

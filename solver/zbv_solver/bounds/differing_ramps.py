@@ -255,4 +255,4 @@ def most_work(units: IntArray, copies: IntArray, work: FloatArray) -> float:  # 
                     need = units[state, kind]
                     if need <= space:
                         most[space] = max(most[space], most[space - need] + work[state, kind])
-    return most[UNITS]
+    return float(most[UNITS])

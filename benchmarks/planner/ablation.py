@@ -103,8 +103,14 @@ MECHANISMS = (
         {"bounds.differing_ramps:ramp_bounds": _nothing},
         of_differing=True,
     ),
+    Mechanism(
+        "bound: away",
+        ("bounds.away", "bounds.away_prices"),
+        {"bounds:away_bounds": _nothing},
+        of_differing=True,
+    ),
 )
-"""Phases first, then parts of phases, then bounds; the last two are of microbatches that differ."""
+"""Phases first, then parts of phases, then bounds; the last three are of microbatches that differ."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def all_bounds(runs: Runs, most_load: float = np.inf, most: int = MOST_CUTS) -> 
 
 
 def proved_of(runs: Runs, terms: Collection[Terms], bounds: IntArray, recompute: Recomputed) -> FloatArray:
-    """(n,) what cuts with these boundaries (n, S+1) take at least: the largest of the terms. Lemma 50."""
+    """(n,) what cuts with these boundaries (n, S+1) take at least: the largest of the terms. Lemma 52."""
     found = np.zeros(len(bounds))
     if not terms:
         return found

@@ -57,7 +57,7 @@ def relax(
     deadline: float = math.inf,
     cancelled: Cancelled | None = None,
 ) -> Relaxed:
-    """Bound the objective of all cuts that fit the memory limit from below. Lemma 50.
+    """Bound the objective of all cuts that fit the memory limit from below. Lemma 52.
 
     Parameters
     ----------

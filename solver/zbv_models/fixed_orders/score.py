@@ -88,7 +88,7 @@ class Score:
     def critical(self) -> FloatArray:
         """(S,) shares of the objective that are work of every stage, on the paths that determine it.
 
-        The rest are transfers. A span is the mean length of the paths of a cycle (Lemma 49).
+        The rest are transfers. A span is the mean length of the paths of a cycle (Lemma 51).
         """
         order = FixedOrder.of(without_limit(self.problem), self.orders)
         duration, latency = self.problem.arrays.duration[:, :, 0], self.problem.arrays.latency[:, 0]

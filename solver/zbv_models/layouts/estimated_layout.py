@@ -40,7 +40,7 @@ class EstimatedLayout:
     A step takes the span of the pipeline and what the busiest rank does once per step: reduce gradients,
     update parameters and gather them.
 
-    Bounds with ranks of several groups of nodes count every rank by the speed of its group: Lemma 54 of
+    Bounds with ranks of several groups of nodes count every rank by the speed of its group: Lemma 56 of
     bounds/PROOFS.md.
     """
 
@@ -115,7 +115,7 @@ class EstimatedLayout:
 
     @cached_property
     def mean_bound(self) -> float:
-        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 54."""
+        """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 56."""
         m = self.layout.microbatches
         work, speed = self._shared(self._table(lambda layer: m * least_work_of(layer) + layer.step.total))
         return float(work.sum()) / speed * SECONDS
@@ -130,7 +130,7 @@ class EstimatedLayout:
     def load_bound(self) -> float:
         """Lower bound of the step in seconds over all cuts, inf if it is proved that none fits.
 
-        Lemmas 31-33, 35, 37, 54 and 55.
+        Lemmas 31-33, 35, 37, 56 and 57.
         """
         problem = self.problem
         tables = CutTables.of(problem)
@@ -143,7 +143,7 @@ class EstimatedLayout:
     def memory_bound(self) -> float:
         """Lower bound of the step in seconds from the path of a microbatch, and from memory times time.
 
-        Lemmas 48 and 54 of bounds/PROOFS.md.
+        Lemmas 50 and 56 of bounds/PROOFS.md.
 
         Without recomputation, microbatches may hold memory for longer than there is room; recomputing layers
         takes time. The bound balances both.

@@ -153,7 +153,7 @@ class Setting:
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
 
-        Lemma 54 of bounds/PROOFS.md.
+        Lemma 56 of bounds/PROOFS.md.
         """
         sizes = layout.tensor_parallel, layout.context_parallel, layout.expert_parallel
         work, speeds = _least_work_of_all(self, layout.used_groups, *sizes, layout.microbatch_size)

@@ -17,15 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zbv_solver.bounds.away import UNITS, in_units, least_held, memory_of_cells
+from zbv_solver.bounds.away_prices import sets
 from zbv_solver.bounds.differing import MicrobatchPaths
 from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled
-from zbv_solver.problem.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
-from zbv_solver.problem.problem import F, I, Problem
+from zbv_solver.problem.problem import F, Problem
 
-UNITS = 1000
-"""Of memory in a rank's capacity. Amounts are rounded down to units."""
 TIMES, MICROBATCHES = 12, 1500
 """Times of a ramp that are tried at first, then as many on either side of the best. If times and microbatches
 multiply to more than the second number, fewer times."""
@@ -41,7 +39,7 @@ class _Ramp(NamedTuple):
 
 
 class Ramps(NamedTuple):
-    """What microbatches of K kinds do on a rank of C chunks, relative to a window: Lemmas 51, 52 and 53."""
+    """What microbatches of K kinds do on a rank of C chunks, relative to a window: Lemmas 53, 54 and 55."""
 
     length: FloatArray
     head: FloatArray
@@ -61,7 +59,7 @@ class Ramps(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, paths: MicrobatchPaths, rank: int, window: int | None) -> Ramps:
-        """A rank in the window of a rank, or with None in that of all ranks: Lemma 51."""
+        """A rank in the window of a rank, or with None in that of all ranks: Lemma 53."""
         n, stages_of = problem.n_stages, problem.placement.stages_of
         own = list(stages_of[rank])
         visits = own + [2 * n - 1 - stage for stage in reversed(own)]
@@ -103,7 +101,7 @@ class Ramps(NamedTuple):
         return int(np.argmax(longer)) + 1 if len(longer) else 0
 
     def early(self, time: float) -> _Ramp:
-        """The most work that the rank does before a time: Lemma 51.
+        """The most work that the rank does before a time: Lemma 53.
 
         In state v >= 1, a microbatch has begun its first v visits.
         """
@@ -124,7 +122,7 @@ class Ramps(NamedTuple):
         return _Ramp(time, min(most, max(0.0, time - float(self.head.min()))))
 
     def late(self, time: float) -> _Ramp:
-        """The most work that the rank does in the last ``time`` and, of rests, after it: Lemma 52.
+        """The most work that the rank does in the last ``time`` and, of rests, after it: Lemma 54.
 
         In state v, the visits v … 2C - 1 of a microbatch end in this time. Of every other chunk the rest ends
         then, or it does not.
@@ -157,7 +155,7 @@ class Ramps(NamedTuple):
         return _Ramp(time, most)
 
     def bound(self) -> float:
-        """The rank's load and the idle time of both ramps: Lemma 53."""
+        """The rank's load and the idle time of both ramps: Lemma 55."""
         load = float((self.length.sum(axis=0) + self.rest.sum(axis=0)) @ self.copies)
         # A ramp has most idle time just before a first backward may start, in reverse a first F.
         tries = max(3, min(TIMES, MICROBATCHES // int(self.copies.sum())))
@@ -176,7 +174,7 @@ class Ramps(NamedTuple):
 
     def _most(self, units: IntArray, work: FloatArray) -> float:
         """The most work of states (n, K) that the memory holds together, a state for every microbatch."""
-        return float(most_work(units, self.copies, work))
+        return float(sets(units, self.copies, 0, work)[0][UNITS])
 
 
 def _ramps(ramp: Callable[[float], _Ramp], times: FloatArray, tries: int) -> list[_Ramp]:
@@ -203,7 +201,7 @@ FULL, THOROUGH = RampEffort(1, (0, 1)), RampEffort(3, (0, 1, 2, 4))
 
 
 def ramp_bounds(problem: Problem, effort: RampEffort) -> Iterator[tuple[int, float]]:
-    """Ranks and bounds of the objective, in the ranks' windows and rank 0's: Lemmas 51, 52 and 53.
+    """Ranks and bounds of the objective, in the ranks' windows and rank 0's: Lemmas 53, 54 and 55.
 
     The last rank comes first: it is idle longest. None for more than two chunks.
     """
@@ -217,42 +215,3 @@ def ramp_bounds(problem: Problem, effort: RampEffort) -> Iterator[tuple[int, flo
             for without in sorted({*effort.without, ramps.small()}):
                 if without < len(ramps.copies):
                     yield rank, ramps.later(without).bound()
-
-
-def memory_of_cells(problem: Problem, rank: int) -> float:
-    """Memory that all cells of a rank may hold, inf without a limit: Lemma 9."""
-    limit, static = float(problem.arrays.limit[rank]), float(problem.arrays.static[rank])
-    return (limit - static + 2 * MEMORY_TOLERANCE * max(limit, static)) * (1 + AMOUNT_ROUNDING)
-
-
-def least_held(problem: Problem, stages: list[int]) -> FloatArray:
-    """Memory (c, K) that a cell holds at least while its virtual rest waits: Lemma 44."""
-    delta = problem.arrays.delta
-    forward: FloatArray = delta[F, stages]
-    return forward - np.clip(-delta[I, stages], 0.0, forward)
-
-
-def in_units(amount: FloatArray, capacity: float) -> IntArray:
-    """Amounts in units, rounded down: Lemma 45.
-
-    The capacity is half a unit more than all units, so that what fills it but for rounding has all units.
-    """
-    share = np.minimum(amount / capacity, 1.0) * (1 - AMOUNT_ROUNDING)
-    units: IntArray = np.floor(share * (UNITS + 0.5)).astype(np.int64)
-    return units
-
-
-@compiled
-def most_work(units: IntArray, copies: IntArray, work: FloatArray) -> float:  # pragma: no cover - compiled
-    """The most work of states (n, K) that hold at most UNITS together, one for every copy: Lemma 45."""
-    states, kinds = units.shape
-    most = np.zeros(UNITS + 1)
-    for kind in range(kinds):
-        for _ in range(copies[kind]):
-            # In descending order, because a smaller amount must not have this microbatch yet.
-            for space in range(UNITS, -1, -1):
-                for state in range(states):
-                    need = units[state, kind]
-                    if need <= space:
-                        most[space] = max(most[space], most[space - need] + work[state, kind])
-    return float(most[UNITS])

@@ -66,7 +66,7 @@ class Passing:
         return times
 
     def alone(self) -> float:
-        """The bound of the best microbatch: Lemma 46."""
+        """The bound of the best microbatch: Lemma 48."""
         return float(self._alone().max())
 
     def _alone(self) -> FloatArray:
@@ -76,7 +76,7 @@ class Passing:
         return values
 
     def of_pairs(self) -> float:
-        """The bound of the best pair, whichever of the two comes first: Lemma 56."""
+        """The bound of the best pair, whichever of the two comes first: Lemma 58."""
         strongest = np.argsort(-self._alone(), kind="stable")[:KINDS]
         one, two = np.meshgrid(strongest, strongest, indexing="ij")
         others = self.cost @ self.count - self.cost[one] - self.cost[two]
@@ -126,7 +126,7 @@ class Passing:
 
 
 def passing_of_ranks(problem: Problem) -> list[Passing]:
-    """What microbatches need to pass another one, by rank: Lemmas 46 and 56."""
+    """What microbatches need to pass another one, by rank: Lemmas 48 and 58."""
     paths, n = MicrobatchPaths.of(problem), problem.n_stages
     count = np.bincount(problem.arrays.kind_of)
     host = np.concatenate([problem.arrays.rank_of, problem.arrays.rank_of[::-1]])

@@ -2,7 +2,7 @@
 
 Each family of constraints is one short method, and its docstring is the sentence that it states. Equal
 microbatches run in ascending order on every stage, which loses nothing: any order can be relabelled so
-(Lemmas 1 and 47). Microbatches that differ may run in any order, on every stage in another one. Where all of
+(Lemmas 1 and 49). Microbatches that differ may run in any order, on every stage in another one. Where all of
 a cell's backward is inside the window and B can pay, the model chooses between I and W, and B.
 
 Facts that CP-SAT would have to discover by search are given to it where they can be computed: see

@@ -47,7 +47,7 @@ def balanced_cut(space: CutSpace, reference: Boundaries, least: float = 0.0) -> 
     The load of a rank is the sum of its forwards and its cheaper backwards for one microbatch, as in
     :meth:`zbv_solver.problem.problem.Problem.busy_time`. Stages are recomputed if their rank would not fit
     otherwise. Only for placements V and single. Lemma 34, with
-    Lemma 54 for ranks of several devices.
+    Lemma 56 for ranks of several devices.
 
     Parameters
     ----------

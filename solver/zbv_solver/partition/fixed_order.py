@@ -91,7 +91,7 @@ class FixedOrder:
         return float(length[graph.offset[1:] - 1].max())
 
     def critical(self, duration: FloatArray, latency: FloatArray) -> Iterator[Terms]:
-        """Terms that bound the objective from below for all costs (Lemma 49); the first is exact for these.
+        """Terms that bound the objective from below for all costs (Lemma 51); the first is exact for these.
 
         For a span, the others are every rank's longest path from its own first start to its own last end.
         """
@@ -123,7 +123,7 @@ class FixedOrder:
             )
 
     def path_of(self, rank: int, duration: FloatArray, latency: FloatArray) -> Terms:
-        """A rank's longest path from its own first start to its own last end, for these costs (Lemma 49)."""
+        """A rank's longest path from its own first start to its own last end, for these costs (Lemma 51)."""
         graph = self._with(duration, latency)
         release = np.full(len(graph.offset) - 1, -np.inf)
         release[rank] = 0.0

@@ -23,7 +23,7 @@ def least_worst_load(problem: LayeredProblem, tables: CutTables) -> float:
 
     The load is at least the mean, with as much recomputed as the total memory demands. It is at least the
     load of the rank with the most parts. And it is a sum of whole layers. Ranks of several devices count by
-    their speeds, and parts are packed into them. Lemmas 31, 32, 33, 37, 54 and 55 of bounds/PROOFS.md.
+    their speeds, and parts are packed into them. Lemmas 31, 32, 33, 37, 56 and 57 of bounds/PROOFS.md.
     """
     mean = max(_least_total(tables) / float(tables.speeds.sum()), _most_parts(problem.pp_degree, tables))
     mean = max(mean, _packed_load(problem))
@@ -53,7 +53,7 @@ def _most_parts(p: int, tables: CutTables) -> float:
 
 
 def _packed_load(problem: LayeredProblem) -> float:
-    """The least load of the most loaded rank if parts were packed into ranks in any order: Lemma 55.
+    """The least load of the most loaded rank if parts were packed into ranks in any order: Lemma 57.
 
     Of the parts, only the kind with the most copies and the largest `MOST_OTHERS` others count.
     """

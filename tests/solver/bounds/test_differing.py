@@ -44,6 +44,35 @@ def test_the_longest_microbatch_takes_its_whole_path() -> None:
     assert lower_bound(problem, "quick").value == pytest.approx(40 * 9)
 
 
+def test_large_microbatches_run_one_after_another_where_memory_holds_only_one() -> None:
+    """The independent model proves the optimum over all orders; what others hold meanwhile decides it."""
+    document = {
+        "pp_degree": 2,
+        "microbatches": 3,
+        "placement": "single",
+        "objective": "makespan",
+        "features": {"size": [5.0, 4.0, 1.0]},
+        "costs": {
+            name: {"fixed": [0.0] * 2, "size": [slope] * 2}
+            for name, slope in (("forward", 2.0), ("backward_input", 3.0), ("backward_weight", 1.0))
+        }
+        | {"p2p": [1.0]},
+        "memory": {
+            "forward": {"fixed": [0.0] * 2, "size": [2.0] * 2},
+            "backward_input": {"fixed": [0.0] * 2, "size": [-1.0] * 2},
+            "backward_weight": {"fixed": [0.0] * 2, "size": [-1.0] * 2},
+            "static": [0.0] * 2,
+            "limit": [10.0] * 2,
+        },
+    }
+    problem = parse_problem(document)
+    best = optimum(read(document), effort=2.0)
+    assert best.is_exact
+    bounds = {effort: lower_bound(problem, effort).value for effort in ("quick", "full")}
+    assert bounds["quick"] < 0.7 * float(best.value)
+    assert 0.95 * float(best.value) <= bounds["full"] <= float(best.value) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(
     ("limit", "above_load"),
     [(5.0, 0.22), (8.0, 0.02)],

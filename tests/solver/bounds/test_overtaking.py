@@ -58,7 +58,7 @@ def test_no_pair_proves_more_than_the_exact_optimum(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(20))
 def test_no_case_proves_more_than_the_best_order_of_its_kind(number: int) -> None:
-    """Two microbatches pass each other in three ways, and have a bound for each: Lemma 56."""
+    """Two microbatches pass each other in three ways, and have a bound for each: Lemma 58."""
     chance = random.Random(f"cases/{number}")
     problem = any_sizes(chance)
     rank = chance.randrange(problem.pp_degree)

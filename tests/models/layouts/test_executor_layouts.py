@@ -373,7 +373,7 @@ def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end(monkeypatch: p
 
     whole = search(ask)
     assert {"relaxation", "descent", "order_search", "executor_search"} <= set(askers)
-    assert askers["relaxation"] > 2 * len(programs), "also while it makes a bound of a program's solution"
+    assert askers["relaxation"] > 1.5 * len(programs), "also before it makes a bound of a program's solution"
     for count in (10, 40, 160):
         left = repeat(False, count)
         early = search(partial(next, left, True))

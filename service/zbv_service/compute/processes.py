@@ -181,10 +181,18 @@ class IsolatedProcesses(Executor):
 
 def memory_exceeds(most: float) -> bool:
     """Whether this process and those of all its executors hold more than so many bytes."""
-    children = [process_id for executor in list(_executors) for process_id in executor.process_ids]
-    everyone = [os.getpid(), *children]
     # The first sum takes microseconds and counts what processes share several times.
-    return sum(map(_resident, everyone)) > most and sum(map(_private_bytes, everyone)) > most
+    return sum(map(_resident, _everyone())) > most and memory_of_all() > most
+
+
+def memory_of_all() -> int:
+    """The private bytes of this process and those of all its executors."""
+    return sum(map(_private_bytes, _everyone()))
+
+
+def _everyone() -> list[int]:
+    children = (process_id for executor in list(_executors) for process_id in executor.process_ids)
+    return [os.getpid(), *children]
 
 
 def _has_begun(process_id: Future[int]) -> bool:

@@ -28,7 +28,7 @@ from zbv_service.compute.computations import (
     is_light,
 )
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
-from zbv_service.compute.processes import KEPT_BYTES, IsolatedProcesses
+from zbv_service.compute.processes import KEPT_BYTES, IsolatedProcesses, memory_of_all
 from zbv_service.errors import ProblemError
 from zbv_service.observability.context import CALLER, CLIENT, Client
 from zbv_solver.errors import InvalidInput
@@ -63,11 +63,6 @@ _kept: list[bytes] = []
 def kept_bytes(size: int) -> int:
     _kept.append(b"x" * size)
     return os.getpid()
-
-
-def memory_of_this_process() -> int:
-    status = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 
 
 def end(_argument: object) -> None:
@@ -134,7 +129,7 @@ def hold(file: str, size: int) -> str:
 async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("large", "middle", "search")]
     searches = IsolatedProcesses()
-    async with computing(memory=memory_of_this_process() + 700 * MEBIBYTE) as found:
+    async with computing(memory=memory_of_all() + 700 * MEBIBYTE) as found:
         large, middle = (
             asyncio.create_task(found.run(partial(hold, str(file)), size * MEBIBYTE))
             for file, size in zip(files, (250, 200), strict=False)

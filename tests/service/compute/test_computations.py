@@ -142,6 +142,7 @@ async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp
             await large
         assert (caught.value.kind.status, "Retry-After" in caught.value.headers) == (503, True)
         await until(lambda: not is_alive(int(files[0].read_text())), "its process ends")
+        await until(files[2].exists, "the search holds its memory")
         await asyncio.sleep(5 * computations.LOOK_SECONDS)
         for file in files[1:]:
             file.unlink()

@@ -121,6 +121,7 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(
     assert page.title().endswith("gap · 6 ranks × 24 microbatches · zbv")
     assert page.locator("#course path.best").count() == 1
     assert page.locator("#state").inner_text() == "running"
+    page.wait_for_function("() => parseFloat(document.querySelector('[data-value=elapsed]').textContent) > 0")
     before = float(values(page)["elapsed"].removesuffix(" s"))
     page.wait_for_function(
         "before => parseFloat(document.querySelector('[data-value=elapsed]').textContent) > before",

@@ -10,7 +10,7 @@ import numpy as np
 from zbv_solver.errors import Issue
 from zbv_solver.kernels.arrays import BoolArray, FloatArray
 from zbv_solver.problem.arrays import Kinds
-from zbv_solver.problem.numeric import MAX_NUMBER, MEMORY_TOLERANCE, broken_rule
+from zbv_solver.problem.numeric import MAX_NUMBER, MEMORY_TOLERANCE, MIN_NUMBER, broken_rule
 from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory
 
 FIXED = "fixed"
@@ -48,10 +48,14 @@ def _shape_rules(features: Sequence[Feature], microbatches: int, costs: Costs) -
 def _value_rules(at: str, feature: Feature, microbatches: int) -> Iterator[Issue]:
     if len(feature.value) != microbatches:
         yield Issue(at, f"found {len(feature.value)} values; must be {microbatches}, one per microbatch.")
-    for index, value in enumerate(feature.value):
-        if (rule := broken_rule(value)) is not None:
+    # A problem may have a million values, and a search makes dozens of copies, each of which is checked.
+    values = np.array(feature.value, dtype=np.float64)
+    is_valid = (values == 0) | ((values >= MIN_NUMBER) & (values <= MAX_NUMBER))
+    if not is_valid.all():
+        index = int(np.argmin(is_valid))
+        rule = broken_rule(feature.value[index])
+        if rule is not None:
             yield Issue(f"{at}/{index}", rule)
-            return
 
 
 def _coefficient_rules(feature: Feature, costs: Costs) -> Iterator[Issue]:

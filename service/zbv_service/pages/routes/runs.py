@@ -78,7 +78,8 @@ async def get_measured_page(
 ) -> Response:
     """A measured step compared with its plan. A form without a choice sends an empty step."""
     found = state_of(request)
-    run = await found.runs.get(run_id)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        run = await found.runs.get(run_id)
     chosen = Chosen(generation, replica, int(step) if step else None)
     measured = await found.measurements.of(run, chosen, partial(_shown, root_of(request)))
     if isinstance(measured, NothingMeasured):

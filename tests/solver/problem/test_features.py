@@ -116,6 +116,16 @@ def test_the_average_microbatch_keeps_the_loads(problem: Problem) -> None:
     [
         ({"features": {"tokens": [1, 2], "tokens_squared": [1, 2, 3]}}, "/features/tokens", "must be 3"),
         ({"features": {"tokens": [1, 2, -1], "tokens_squared": [1, 2, 3]}}, "/features/tokens/2", "negative"),
+        (
+            {"features": {"tokens": [1, 1e300, -1], "tokens_squared": [1, 2, 3]}},
+            "/features/tokens/1",
+            "larger unit",
+        ),
+        (
+            {"features": {"tokens": [0, 1e-300, 3], "tokens_squared": [1, 2, 3]}},
+            "/features/tokens/1",
+            "smaller unit",
+        ),
         ({"features": {"fixed": [1, 2, 3]}}, "/features/fixed", "means the part without features"),
         ({"features": None}, "/costs/forward/tokens", "no features"),
         ({"sequences": [[1], [2], [3]]}, "/features/tokens", "together with sequences"),

@@ -14,7 +14,7 @@ from zbv_models.fixed_orders.order_search import OrderSearch, order_search
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
 from zbv_solver.partition.runs import WHOLE, First, Recomputed
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.search.unit import OwnUnit
+from zbv_solver.search.assemble import OwnUnit
 
 SCHEDULES = (megatron_schedule(2, 4, 2), torch_schedule("1F1B", 3, 4), torch_schedule("ZBVZeroBubble", 2, 4))
 

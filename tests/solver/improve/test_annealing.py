@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited, limited_problems, uniform, with_sizes
-from zbv_solver.construct.attempt import from_orders, to_orders
+from zbv_solver.construct.board import from_orders, to_orders
 from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import (

@@ -23,14 +23,13 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve import cp_search
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.cp_model import CpModel
-from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver
+from zbv_solver.improve.cp_sat import Amounts, FreeWindow, Paths, make_grid, make_solver
 from zbv_solver.improve.cp_search import CpSearch, ExactResult, Listener, refine, sweep_windows
-from zbv_solver.improve.cp_window import FreeWindow, Paths
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.problem import LETTERS, F, Problem, W
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs
-from zbv_solver.search.unit import in_search_unit
+from zbv_solver.search.assemble import in_search_unit
 from zbv_solver.timing.start_times import earliest_times, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 

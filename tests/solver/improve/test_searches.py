@@ -20,7 +20,7 @@ from support.problems import (
     with_sizes,
 )
 from zbv_solver.bounds import lower_bound
-from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.board import Attempt
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import GREEDY_COST
 from zbv_solver.construct.rules import Rule, injection, no_delay, simple_rule

@@ -300,8 +300,9 @@ def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem)
         assert space.allows(space.bounds_of(cut))
         assert space.excess(cut) <= 0
         loads.append(space.worst_load(cut))
-    alone = [balanced_cut(with_room(space, times), level_cut(space)) for times in rooms(space)]
-    assert loads == pytest.approx([each.value for each in alone if each is not None])
+    if space.placement.kind != "loop":  # a loop has no exact cut for given room
+        alone = [balanced_cut(with_room(space, times), level_cut(space)) for times in rooms(space)]
+        assert loads == pytest.approx([scored.value for scored in alone if scored is not None])
 
 
 def test_room_reaches_from_what_is_needed_to_everything_and_from_early_to_late_stages() -> None:

@@ -19,7 +19,7 @@ from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
 from zbv_solver.bounds import Bound, BoundEffort, lower_bound
-from zbv_solver.construct.attempt import Attempt, from_orders
+from zbv_solver.construct.board import Attempt, from_orders
 from zbv_solver.construct.dispatch import ListScheduler, serial
 from zbv_solver.construct.rules import simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
@@ -27,11 +27,10 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.stages import Costs
-from zbv_solver.search.assemble import make_plan, without_useless_splits
-from zbv_solver.search.incumbent import Incumbent, Progress, Solution
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.incumbent import Halt, Incumbent, Progress, Solution, race, without_useless_splits
 from zbv_solver.search.options import PHASES, Effort, SearchOptions
 from zbv_solver.search.phases import Search
-from zbv_solver.search.race import Halt, race
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
@@ -364,7 +363,7 @@ def test_one_worker_divides_a_time_limit_between_the_chains(
 ) -> None:
     """The second chain may use the time that the first one leaves; every step takes a second."""
     now, steps = 0.0, [0, 0]
-    monkeypatch.setattr("zbv_solver.search.race.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("zbv_solver.search.incumbent.time", SimpleNamespace(monotonic=lambda: now))
 
     def chain(number: int, halt: Halt) -> Iterator[Solution | None]:
         nonlocal now

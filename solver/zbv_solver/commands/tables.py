@@ -122,9 +122,10 @@ def print_simulation(plan: Plan, found: Simulation) -> None:
 def print_whole(table: Table) -> None:
     """Print a table that never cuts a number; in a narrow terminal its lines wrap."""
     console = Console()
-    needed = console.measure(table, options=console.options.update(max_width=_WIDEST))
-    if needed.minimum > console.width:
-        console.width = needed.maximum
+    with console.capture() as shown:
+        console.print(table)
+    if "…" in shown.get():  # rich has cut something
+        console.width = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
     console.print(table)
 
 

@@ -47,12 +47,7 @@ DOCUMENTS = {
     "long": batch_document([8, 65]),
     "full": batch_document([64, 64], limit=100),
 }
-TEXTS = {
-    "brace": b"{",
-    "deep": b"[" * 100_000,
-    "empty": b"{}",
-    "latin": b"\xff",
-}
+TEXTS = {"brace": b"{", "deep": b"[" * 100_000, "empty": b"{}", "latin": b"\xff"}
 SHORT = {
     "CUT": "cut model.json --executor megatron --effort quick",
     "ESTIMATE": "estimate --preset gpt-1.5b",

@@ -41,10 +41,7 @@ def cut_plan(names: list[str], recomputed: tuple[bool, ...]) -> Plan:
 # --- of a plan
 
 
-@given(
-    problems(kinds=("v", "loop", "single"), loop_chunks=(2, 3)),
-    st.randoms(use_true_random=True),
-)
+@given(problems(kinds=("v", "loop", "single"), loop_chunks=(2, 3)), st.randoms(use_true_random=True))
 def test_the_settings_fit_the_plan(problem: Problem, random: Random) -> None:
     plan = make_plan(problem, random_orders(problem, random), method="random")
     if problem.placement.chunks == 3:  # torchtitan counts such stages by the names of their modules

@@ -107,7 +107,8 @@ def test_every_sequence_is_packed_once_within_capacity_and_memory_whatever_the_u
 
 @pytest.mark.parametrize("limit", [None, 260.0])
 @pytest.mark.parametrize(
-    "sequences", [[60, 9, 8, 7, 5], [33, 32, 20, 13, 12], [10, 10, 10, 10, 50], [64, 1, 1, 1]]
+    "sequences",
+    [[60, 9, 8, 7, 5], [33, 32, 20, 13, 12], [10, 10, 10, 10, 50], [64, 1, 1, 1], [2, 3, 1, 2, 1, 2, 3]],
 )
 def test_small_batches_are_arranged_optimally(sequences: list[int], limit: float | None) -> None:
     made = packer(sequences, limit=limit)

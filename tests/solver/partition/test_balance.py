@@ -51,10 +51,7 @@ def held(amount: float) -> dict[str, float]:
 
 
 @settings(max_examples=60)
-@given(
-    layered_problems(most_layers=6) | layered_problems(most_layers=6, mixed=True),
-    st.floats(0, 1),
-)
+@given(layered_problems(most_layers=6) | layered_problems(most_layers=6, mixed=True), st.floats(0, 1))
 def test_the_balanced_cut_is_the_best_of_all_whatever_bound_is_known(
     problem: LayeredProblem, share: float
 ) -> None:

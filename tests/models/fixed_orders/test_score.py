@@ -79,6 +79,8 @@ def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
     score = score_layout(problem, "megatron", "Et*6|ttL", effort="quick")
     assert score.too_full == (0,)
     assert score.timing.peak_memory[0] == 2 * (6 * 4 + 1)
+    assert score.bottleneck == 0, "all of its work is on the longest paths"
+    assert score.critical[0] > 2 * score.critical[1]
     assert score.same is not None
     assert score.gain(score.same) is None
     assert score.lower_bound <= score.objective

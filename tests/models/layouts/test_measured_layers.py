@@ -116,8 +116,8 @@ def test_layers_are_measured_scaled_or_estimated() -> None:
         assert block.plain.fused == pytest.approx(share * both)
 
 
-def test_the_nearest_profile_counts() -> None:
-    setting = request_of(as_estimated(1, factor=2.0), as_estimated(8, factor=4.0)).setting
+def test_the_nearest_profile_counts_and_of_two_the_smaller_one() -> None:
+    setting = request_of(as_estimated(4, factor=4.0), as_estimated(1, factor=2.0)).setting
     for layout in layouts_of(tensor_parallel=1, pipeline_parallel=4):
         found, expected = (
             EstimatedLayout.of(layout, each).estimate.layers[1] for each in (setting, request_of().setting)

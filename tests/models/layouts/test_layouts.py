@@ -93,7 +93,11 @@ def test_large_clusters_have_few_families_and_large_numbers_are_enumerated_by_th
     sizes = list(map(len, parse_request(document, cluster).families()))
     assert sum(sizes) > 1_000_000 > 10 * len(sizes)
     model = {**MODEL, "experts": 99_999_989, "experts_per_token": 1}
-    assert len(request_of(model, cluster_of(1, 2), 99_999_989).layouts) < 100
+    few = request_of(model, cluster_of(1, 2), 99_999_989)
+    assert len(few.layouts) < 100
+    assert sum(map(len, few.families(len(few.layouts)))) == len(few.layouts)
+    with pytest.raises(InvalidInput, match=f"found more than {len(few.layouts) - 1} layouts of 2 devices"):
+        list(few.families(len(few.layouts) - 1))
 
 
 # --- bounds, and the search

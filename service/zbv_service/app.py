@@ -47,7 +47,6 @@ _ROUTERS = (
     search_events.router,
     layouts.router,
     problem_checks.router,
-    problem_checks.former_router,
     plans.router,
     runs.router,
     agents.router,

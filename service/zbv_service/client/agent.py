@@ -11,8 +11,8 @@ import httpx
 
 from zbv_service.client.answers import as_type, member, parse
 from zbv_service.client.calls import Call, as_nothing, below, decoded
+from zbv_service.client.client import Client
 from zbv_service.client.errors import AgentGone, InvalidRequest
-from zbv_service.client.synchronous.client import Client
 
 T = TypeVar("T")
 _COMPRESSION = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any
 
 from zbv_service.compute.waiting import happened
@@ -53,7 +52,7 @@ class Agents:
         ProblemError
             403: another token has registered this agent.
         """
-        record, is_new = await self._agents.add(replace(request.new_agent, owner=grant.owner))
+        record, is_new = await self._agents.add(request.new_agent(grant.owner))
         if is_new:
             self._owners.pop(record.id, None)
         else:
@@ -65,9 +64,6 @@ class Agents:
     async def require_owner(self, grant: Grant, agent_id: str) -> None:
         """Require that a caller may act for an agent; anyone may act for an unknown agent.
 
-        An agent that was registered before owners were stored gets as its owner the first token that
-        acts for it, other than one with the scope admin.
-
         Raises
         ------
         ProblemError
@@ -77,10 +73,10 @@ class Agents:
             return
         owner = self._owners.get(agent_id)
         if owner is None:
-            owner = await self._agents.owned(agent_id, grant.owner)
-            if owner is None:
+            agent = await self._agents.get(agent_id)
+            if agent is None:
                 return
-            self._owners[agent_id] = owner
+            owner = self._owners[agent_id] = agent.owner
             if len(self._owners) > OWNERS_CACHED:
                 self._owners.popitem(last=False)
         if owner != grant.owner:
@@ -126,7 +122,7 @@ class Agents:
     async def ended(self, agent_id: str, end: NodeEnd) -> None:
         """Record how an agent's node ended; raises as :meth:`work`."""
         await self.require_present(agent_id)
-        failures = _shortened([failure.stored() for failure in end.failures])
+        failures = _shortened([failure.model_dump(mode="json") for failure in end.failures])
         await self._runs.ended(agent_id, NodeReport(end.run_id, end.generation, end.outcome, failures))
         self._dispatcher.wake()
 

@@ -32,7 +32,6 @@ class StateEvent(_Event):
         "process-died",
         "process-lost",
         "worker-ended",
-        "upgraded",
     ]
     attempts: int = Field(description="How often the search has been started.")
     cancel_requested: bool

@@ -49,12 +49,6 @@ async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(serving: 
         }
 
 
-async def test_the_deprecated_address_gives_the_same_answer(serving: Serving) -> None:
-    async with serving("honest") as service:
-        former = await service.http.post("/v1/compare", json={"problem": PROBLEM})
-        assert (former.status_code, former.json()) == (200, (await compared(service)).json())
-
-
 async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
     async with serving("honest") as service:
         for problem, pointer in (

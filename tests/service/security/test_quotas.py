@@ -65,7 +65,7 @@ async def agents(service: Service, digits: str) -> list[int]:
     found = []
     for digit in digits:
         body = {"id": digit * 32, "name": "n", "address": "10.0.0.1", "port": 29500, "slots": 1}
-        answer = await service.http.post("/v1/agents", json={**body, "allowed_models": ["a.*"]})
+        answer = await service.http.post("/v1/agents", json={**body, "allows": {"models": ["a.*"]}})
         found.append(answer.status_code)
     return found
 

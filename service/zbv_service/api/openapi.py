@@ -29,8 +29,8 @@ from zbv_service.errors import (
     UNAUTHENTICATED,
     UNKNOWN_HOST,
     UNSUPPORTED_MEDIA_TYPE,
+    ErrorDetails,
     Kind,
-    ProblemDetails,
 )
 from zbv_service.plans.documents import PlanDocument, RankDocument
 from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest, PackRequest
@@ -71,7 +71,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
         _, ours = models_json_schema(
             [(model, "validation") for model in _BODIES]
-            + [(model, "serialization") for model in (RankDocument, ProblemDetails)],
+            + [(model, "serialization") for model in (RankDocument, ErrorDetails)],
             ref_template=_REF,
         )
         for name, schema in ours["$defs"].items():

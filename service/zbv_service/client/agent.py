@@ -115,7 +115,7 @@ class AgentClient(Client):
             return self._call(Call(method, path, read, **more))
         except InvalidRequest as error:
             # Another token owns the agent if its own token was replaced after it had registered.
-            if error.status in (404, 410) or error.kind.endswith("/problems/agent-of-others"):
+            if error.status in (404, 410) or error.kind.endswith("/errors/agent-of-others"):
                 raise AgentGone(error.document) from None
             raise
 

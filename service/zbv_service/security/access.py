@@ -17,7 +17,7 @@ from zbv_service.errors import (
     OTHER_ORIGIN,
     TOO_MANY_ATTEMPTS,
     UNAUTHENTICATED,
-    ProblemError,
+    ApiError,
 )
 from zbv_service.security import attempts
 from zbv_service.security.attempts import Attempts, WrongSecret
@@ -30,7 +30,7 @@ _REALM = 'Bearer realm="zbv"'
 _HOW = "send it as Authorization: Bearer …; commands take it from ZBV_TOKEN or --token-file"
 
 
-class Unauthenticated(WrongSecret, ProblemError):
+class Unauthenticated(WrongSecret, ApiError):
     """401: the request has no valid token."""
 
     def __init__(self, detail: str, *, is_wrong: bool):
@@ -38,7 +38,7 @@ class Unauthenticated(WrongSecret, ProblemError):
         super().__init__(UNAUTHENTICATED, detail, headers={"WWW-Authenticate": _REALM + error})
 
 
-class InsufficientScope(ProblemError):
+class InsufficientScope(ApiError):
     """403: the token lacks the required scope."""
 
     def __init__(self, grant: Grant, needed: Sequence[str]):
@@ -51,7 +51,7 @@ class InsufficientScope(ProblemError):
         )
 
 
-class TooManyAttempts(ProblemError):
+class TooManyAttempts(ApiError):
     """429: the same wrong token came from one address too often."""
 
     def __init__(self, address: str, wait: int):
@@ -78,7 +78,7 @@ class Access:
         Raises
         ------
         Unauthenticated, InsufficientScope
-        ProblemError
+        ApiError
             A page of another site sent the request, or a wrong token came from its address too often.
         """
         grant = await self.identify(request)
@@ -121,7 +121,7 @@ class Access:
         return grant is not None and allows(grant.scopes, needed)
 
     async def check(self, request: Request, text: str) -> Grant:
-        """The grant of a token or session; raises :class:`ProblemError` 401 or 429."""
+        """The grant of a token or session; raises :class:`ApiError` 401 or 429."""
         async with self.guarded(request, text, is_known=self.tokens.is_known(text)):
             grant = await self.tokens.grant(text)
             if grant is None:
@@ -166,8 +166,8 @@ def require_same_origin(request: Request) -> None:
         raise _other_origin()
 
 
-def _other_origin() -> ProblemError:
-    return ProblemError(
+def _other_origin() -> ApiError:
+    return ApiError(
         OTHER_ORIGIN,
         "A browser may change things only from this service's own pages, and this request has another origin "
         "(Origin or Sec-Fetch-Site). Scripts send a token in Authorization instead.",

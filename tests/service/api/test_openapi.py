@@ -152,7 +152,7 @@ def test_schemas_are_named_and_complete(document: dict[str, Any]) -> None:
     assert {"ProblemDocument", "SearchRequest", "SearchDocument", "PlanDocument", "RankDocument"} <= set(
         schemas
     )
-    assert "ProblemDetails" in schemas
+    assert "ErrorDetails" in schemas
     for reference in references(document):
         prefix, _, name = reference.rpartition("/")
         assert (prefix, name in schemas) == ("#/components/schemas", True), reference
@@ -172,7 +172,7 @@ def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any
                 content = answer["content"]
                 assert list(content) == ["application/problem+json"], (path, status)
                 schema = content["application/problem+json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ProblemDetails"}
+                assert schema == {"$ref": "#/components/schemas/ErrorDetails"}
 
 
 def test_every_body_is_documented(document: dict[str, Any]) -> None:

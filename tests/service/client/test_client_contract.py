@@ -109,7 +109,7 @@ def test_submissions_with_the_same_key_are_one(client: Client, folder: Path) -> 
     assert client.submit(PROBLEM, key=key).id == first.id
     with pytest.raises(InvalidRequest) as caught:
         client.submit(PROBLEM, {"seed": 9}, key=key)
-    assert caught.value.kind == "/problems/idempotency-key-reused"
+    assert caught.value.kind == "/errors/idempotency-key-reused"
 
 
 def test_plans_are_imported_read_and_exported(client: Client) -> None:

@@ -42,7 +42,7 @@ def test_a_conflict_with_retry_after_is_retried_under_the_same_key(
     answering: Answering, pauses: list[float]
 ) -> None:
     """The first try got no answer, and the service has not finished with it."""
-    kind = {"type": "/problems/idempotency-key-in-use"}
+    kind = {"type": "/errors/idempotency-key-in-use"}
     in_use = httpx.Response(409, json={**problem(409).json(), **kind}, headers={"Retry-After": "0.0"})
     later = httpx.Response(409, json=problem(409).json(), headers={"Retry-After": "1"})
     client, requests = answering(httpx.ReadTimeout("slow"), later, found(), retries=SOON)

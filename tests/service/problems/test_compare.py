@@ -70,5 +70,5 @@ async def test_too_many_comparisons_at_once_are_refused_with_retry_after(
     monkeypatch.setattr("zbv_service.compute.computations.AT_A_TIME_EACH", 0)
     async with serving("honest") as service:
         answer = await compared(service)
-        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+        assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
         assert int(answer.headers["retry-after"]) > 0

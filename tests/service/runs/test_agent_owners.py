@@ -99,7 +99,7 @@ async def test_an_agent_of_another_token_gets_no_node_of_a_run(service: Service)
 
 def test_the_client_reports_a_replaced_token_as_a_gone_agent() -> None:
     """The agent then registers again with the new token. The service is below a root path here."""
-    told = {"type": "/planner/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
+    told = {"type": "/planner/errors/agent-of-others", "title": "T", "status": 403, "detail": "D"}
     transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
     with AgentClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
         client.heartbeat("a", {})

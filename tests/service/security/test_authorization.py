@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 PUBLIC = {
     ("GET", "/healthz"),
     ("GET", "/readyz"),
-    ("GET", "/problems/{name}"),
+    ("GET", "/errors/{name}"),
     ("GET", "/sign-in"),
     ("POST", "/sign-in"),
     ("POST", "/sign-out"),

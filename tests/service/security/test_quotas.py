@@ -27,7 +27,7 @@ def refusal(answer: httpx.Response) -> str:
     """The detail of a refusal."""
     assert answer.status_code == 429, answer.text
     document = answer.json()
-    assert document["type"].endswith("/problems/too-much-stored")
+    assert document["type"].endswith("/errors/too-much-stored")
     assert "retry-after" not in answer.headers  # waiting does not help
     return str(document["detail"])
 

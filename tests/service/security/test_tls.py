@@ -230,7 +230,7 @@ def test_a_missing_body_is_answered_with_408(certificates: Certificates, address
         while part := connection.recv(10_000):
             answer += part
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"/problems/body-too-slow" in answer
+    assert b"/errors/body-too-slow" in answer
 
 
 def test_a_slow_response_keeps_its_connection(certificates: Certificates, address: str) -> None:

@@ -19,7 +19,7 @@ from zbv_service.errors import (
     TOO_MANY_ATTEMPTS,
     TOO_MUCH_STORED,
     UNAUTHENTICATED,
-    ProblemError,
+    ApiError,
     response_to,
 )
 from zbv_service.pages.answers import NO_STORE, html, shell_of
@@ -76,7 +76,7 @@ async def post_sign_in(request: Request) -> Response:
             session = await found.sign_in.begin(grant)
     except LinkUnusable as error:
         return _sign_in_page(request, destination, 401, f"{error} To get a new one: zbv-service token link")
-    except ProblemError as error:
+    except ApiError as error:
         if error.kind not in (UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
             raise
         return _refused_page(request, error)
@@ -130,7 +130,7 @@ async def get_openapi(request: Request) -> Response:
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ProblemError):
+    if not isinstance(error, ApiError):
         raise error
     if request.method != "GET" or not wants_page(request):
         return response_to(error)
@@ -158,7 +158,7 @@ def _sign_in_page(
     return html(content, status)
 
 
-def _refused_page(request: Request, error: ProblemError) -> HTMLResponse:
+def _refused_page(request: Request, error: ApiError) -> HTMLResponse:
     answer = _sign_in_page(request, "/", error.kind.status, error.detail)
     answer.headers.update(error.headers)
     return answer

@@ -93,7 +93,6 @@ TIME_LIMIT = Kind("time-limit", 422, "The time limit passed before there was a r
 UNKNOWN_HOST = Kind("unknown-host", 421, "The service does not have this name")
 TOO_MANY_SEARCHES = Kind("too-many-searches", 429, "The token has too many unfinished searches")
 TOO_MUCH_STORED = Kind("too-much-stored", 429, "The token has stored too much")
-TOO_MANY_ATTEMPTS = Kind("too-many-attempts", 429, "A wrong token came from this address too often")
 INTERNAL = Kind("internal-error", 500, "The service failed")
 CONTRADICTED_BOUND = Kind("contradicted-bound", 500, "A verified plan undercuts a lower bound")
 SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")

@@ -144,10 +144,6 @@ ADVICE: dict[str, Advice] = {
         "Remove what is not needed any more; the detail says how. The operator can raise the limits: "
         "--max-stored-bytes-per-token, --max-stored-rows-per-token, --max-agents-per-token.",
     ),
-    "too-many-attempts": Advice(
-        "The same wrong token came from this address too often in a short time.",
-        "Use a valid token, which is accepted at once. This one is checked again after Retry-After.",
-    ),
     "internal-error": Advice(
         "The service failed; the request may have been valid.",
         "Give the operator the request_id, under which the log has details. A GET may be repeated. Any other "

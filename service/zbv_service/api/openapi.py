@@ -25,7 +25,6 @@ from zbv_service.errors import (
     MALFORMED_JSON,
     NOT_FOUND,
     OTHER_ORIGIN,
-    TOO_MANY_ATTEMPTS,
     UNAUTHENTICATED,
     UNKNOWN_HOST,
     UNSUPPORTED_MEDIA_TYPE,
@@ -105,7 +104,7 @@ def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Ki
     """The errors that follow from the parameters, body and scopes of an operation."""
     kinds = [UNKNOWN_HOST]
     if "security" in operation:
-        kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE, TOO_MANY_ATTEMPTS]
+        kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE]
         kinds += [] if method == "get" else [OTHER_ORIGIN]
     if "requestBody" in operation:
         kinds += [MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, BODY_TOO_SLOW]

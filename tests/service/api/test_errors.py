@@ -42,7 +42,6 @@ TYPES = {
     "unknown-host": (421, "The service does not have this name"),
     "too-much-stored": (429, "The token has stored too much"),
     "too-many-searches": (429, "The token has too many unfinished searches"),
-    "too-many-attempts": (429, "A wrong token came from this address too often"),
     "internal-error": (500, "The service failed"),
     "contradicted-bound": (500, "A verified plan undercuts a lower bound"),
     "search-crashed": (500, "The search process died"),

@@ -104,7 +104,7 @@ class Access:
     async def check(self, text: str) -> Grant:
         """The grant of a token or session; raises :class:`Unauthenticated`.
 
-        A secret has 256 random bits, so guesses need no limit of their own.
+        A secret has 256 random bits, so guesses need no limit.
         """
         grant = await self.tokens.grant(text)
         if grant is None:

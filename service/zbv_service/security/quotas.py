@@ -25,7 +25,7 @@ CACHED = 1024
 _WAYS: dict[str, str] = {
     "searches": "Discard some (DELETE /v1/searches/ID)",
     "plans": "Plans that nobody uses are removed after --keep-plan-days",
-    "runs": "Ended runs are removed after --keep-run-days",
+    "runs": "Ended runs are removed after --keep-plan-days",
     "agents": "Deregister some (DELETE /v1/agents/ID)",
     "sessions": "Sign out of some, or revoke the token (zbv-service token revoke)",
     "keys": "They expire after --idempotency-seconds; send requests without Idempotency-Key until then",

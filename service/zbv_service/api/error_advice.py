@@ -153,7 +153,7 @@ ADVICE: dict[str, Advice] = {
         "A verified plan is better than a lower bound allows, so the plan or the bound is wrong. This is a "
         "bug in zbv, not a mistake in the problem. No plan is returned: its certificate could be false.",
         "Please report it with the problem. A failed search is kept, with its problem, as long as "
-        "ZBV_KEEP_FAILED_DAYS says. Searching again with another effort or seed may find a plan.",
+        "ZBV_KEEP_PLAN_DAYS says. Searching again with another effort or seed may find a plan.",
     ),
     "search-crashed": Advice(
         "The process of the search died several times, most often because memory ran out.",

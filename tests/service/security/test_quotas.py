@@ -86,7 +86,7 @@ async def test_runs_and_idempotency_keys_are_limited(serving: Serving) -> None:
 
         for _ in range(3):
             assert (await submit()).status_code == 202
-        assert "--keep-run-days" in refusal(await submit())
+        assert "--keep-plan-days" in refusal(await submit())
     async with serving("immediate", max_stored_rows_per_token=3) as service:
         for number in range(3):
             assert (await search_again(service, f"key-{number}")).status_code in (200, 201, 202)

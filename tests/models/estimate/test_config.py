@@ -11,7 +11,7 @@ from support.paths import ROOT
 from zbv_models.estimate.config import (
     ParallelConfig,
     Precision,
-    error_document,
+    problem_document,
     parse_config,
 )
 from zbv_models.estimate.device import Device
@@ -202,7 +202,7 @@ def test_every_preset_names_its_source_and_is_valid(name: str) -> None:
     assert found.source
     if found.model:
         config = parse_config(with_presets({}, [name], {}))
-        parse_any_problem(error_document(config))
+        parse_any_problem(problem_document(config))
     else:
         assert parse_config(with_presets(document(), [], {"device": found.device})).device.memory_limit
 

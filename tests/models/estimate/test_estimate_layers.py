@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, estimate_configs, gpt, llama, preset_config
-from zbv_models.estimate.config import EstimateConfig, error_document, estimate_layers
+from zbv_models.estimate.config import EstimateConfig, problem_document, estimate_layers
 from zbv_models.estimate.device import Device
 from zbv_models.estimate.layers import LayerEstimate, Running
 from zbv_models.estimate.model import Transformer
@@ -35,7 +35,7 @@ def block_of(config: EstimateConfig) -> LayerEstimate:
 
 @given(estimate_configs())
 def test_every_estimate_is_a_problem_that_the_planner_accepts(config: EstimateConfig) -> None:
-    document = error_document(config)
+    document = problem_document(config)
     # A model of one block has too few layers for the stages, which is not the estimate's concern.
     problem = parse_any_problem({**document, "cut": {**document.get("cut", {}), "allow_empty": True}})
     assert isinstance(problem, LayeredProblem)
@@ -149,7 +149,7 @@ def test_times_match_the_profile_of_the_zero_bubble_paper(name: str, device: str
     assert sum(found.values()) == pytest.approx(sum(profiled[action] for action in found), rel=0.05)
     if device is not None:
         return
-    problem = parse_any_problem(error_document(config))
+    problem = parse_any_problem(problem_document(config))
     assert isinstance(problem, LayeredProblem)
     assert problem.link is not None
     transfer = problem.link.latency + block_of(config).output_bytes / problem.link.bandwidth

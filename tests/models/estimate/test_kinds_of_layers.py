@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
-from zbv_models.estimate.config import EstimateConfig, error_document, estimate_layers, parse_config
+from zbv_models.estimate.config import EstimateConfig, problem_document, estimate_layers, parse_config
 from zbv_models.estimate.layers import LayerEstimate, estimate_model
 from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.state_space import DeltaNet, Mamba
@@ -178,7 +178,7 @@ def test_clip_vit_l_has_304_million_parameters() -> None:
 
 @given(modern_configs())
 def test_every_estimate_of_a_modern_model_is_a_problem(config: EstimateConfig) -> None:
-    document = error_document(config)
+    document = problem_document(config)
     problem = parse_any_problem({**document, "cut": {"allow_empty": True}})
     assert isinstance(problem, LayeredProblem)
     for layer in estimate_layers(config):

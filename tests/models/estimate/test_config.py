@@ -11,8 +11,8 @@ from support.paths import ROOT
 from zbv_models.estimate.config import (
     ParallelConfig,
     Precision,
-    problem_document,
     parse_config,
+    problem_document,
 )
 from zbv_models.estimate.device import Device
 from zbv_models.estimate.model import Transformer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, estimate_configs, gpt, llama, preset_config
-from zbv_models.estimate.config import EstimateConfig, problem_document, estimate_layers
+from zbv_models.estimate.config import EstimateConfig, estimate_layers, problem_document
 from zbv_models.estimate.device import Device
 from zbv_models.estimate.layers import LayerEstimate, Running
 from zbv_models.estimate.model import Transformer

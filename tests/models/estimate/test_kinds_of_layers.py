@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.estimates import but, estimate_config, llama, modern_configs, parts
-from zbv_models.estimate.config import EstimateConfig, problem_document, estimate_layers, parse_config
+from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, estimate_model
 from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.state_space import DeltaNet, Mamba

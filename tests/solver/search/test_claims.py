@@ -103,13 +103,15 @@ WITHOUT_UNIT = {
 
 
 @pytest.mark.parametrize(
-    "problem", [SMALL, {**SMALL, "placement": "loop", "objective": "makespan", "costs": WITHOUT_UNIT}]
+    ("problem", "how"),
+    [
+        (SMALL, "by CP-SAT"),
+        ({**SMALL, "placement": "loop", "objective": "makespan", "costs": WITHOUT_UNIT}, "proved again"),
+    ],
 )
-def test_a_bound_of_cp_sat_is_proved_by_cp_sat(problem: Document) -> None:
-    document = planned(problem)
-    assert document["metrics"]["status"] == "optimal"
-    reasons = {claim.pointer: claim.reason for claim in check_plan(document, prove=True).verified}
-    assert "by CP-SAT" in reasons["/metrics/lower_bound"]
+def test_a_bound_of_cp_sat_is_proved_by_cp_sat(problem: Document, how: str) -> None:
+    reasons = {claim.pointer: claim.reason for claim in check_plan(planned(problem), prove=True).verified}
+    assert how in reasons["/metrics/lower_bound"]
 
 
 def claiming_optimal(document: Document) -> Document:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -111,7 +111,6 @@ def best_cut(
     plain: Collection[Schedule] = (),
     allow_empty: bool = False,
     late: str | None = None,
-    also: Iterable[Boundaries] = (),
     even: Mapping[Schedule, Boundaries] | None = None,
     effort: Effort = "standard",
     seed: int = 0,
@@ -133,10 +132,8 @@ def best_cut(
         Whether stages other than the first and the last may be empty, unless the problem forbids it.
     late
         Name of the first layer that must lie on the last chunk of its rank (Megatron-LM's MTP layers).
-    also
-        Boundaries, as layer indices, of cuts that the result must not be worse than.
     even
-        The executor's own cuts, likewise, to compare with.
+        The executor's own cuts, as layer indices: the result is not worse than these.
     time_limit
         Seconds until the best cut so far is the answer, with the bounds that are proved; None for no limit.
 
@@ -179,7 +176,7 @@ def best_cut(
     for number, each in enumerate(searches):
         # Without time, simple cuts of every schedule are timed until one fits.
         if not each.is_over or all(other.best is None for other in searches[:number]):
-            each.screen(also)
+            each.screen()
     searches.sort(key=lambda each: each.value)
     for number, each in enumerate(searches):
         below = min(other.value for other in searches)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from zbv_solver.documents.files import plain
 from zbv_solver.errors import InvalidInput
-from zbv_solver.export.torchtitan import REPEATED, TitanSettings, module_names
+from zbv_solver.export.torchtitan import REPEATED, StepSizes, TitanSettings, module_names
 from zbv_solver.partition.modules import Modules
 from zbv_solver.partition.runs import First
 from zbv_solver.problem.layer import DECODER, LOSS, MTP, letter_of
@@ -65,7 +65,6 @@ def cut_for_executor(
     schedules: Sequence[str] = (),
     recompute: Recompute | None = None,
     recompute_layers: int | None = None,
-    also: Sequence[tuple[int, ...]] = (),
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
@@ -87,8 +86,6 @@ def cut_for_executor(
         Megatron-LM also recomputes as many first layers of every stage.
     recompute_layers
         This number of transformer layers; None lets the search choose.
-    also
-        Boundaries, as layer indices, of cuts that the result must not be worse than.
     time_limit
         As in :func:`~zbv_models.fixed_orders.best_cut.best_cut`.
 
@@ -123,7 +120,6 @@ def cut_for_executor(
         plain=plain,
         allow_empty=executor == "megatron",
         late=modules.late if modules is not None and executor == "megatron" else None,
-        also=also,
         even={schedule: cut.bounds for schedule, cut in even.items()},
         effort=effort,
         seed=seed,
@@ -235,6 +231,9 @@ def executor_settings(
     recompute: str,
     recompute_layers: int | None = None,
     modules: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    sizes: StepSizes | None = None,
+    keys: Mapping[str, int | str] | None = None,
 ) -> tuple[str | None, str]:
     """The settings of an executor, or None and why there are none.
 
@@ -242,20 +241,33 @@ def executor_settings(
     ----------
     recompute, recompute_layers, modules
         As :func:`~zbv_models.fixed_orders.megatron_layout.recompute_flags` takes them.
+    flags
+        Further flags of Megatron-LM, which come first.
+    sizes, keys
+        Further settings of torchtitan.
     """
     ranks = schedule.placement.pp_degree
     if executor == "torch":
         return None, "PyTorch's runtime has no settings of a cut."
     try:
         if executor == "torchtitan":
+            # Without a pipeline, torchtitan does not divide the model.
             parts = module_names(stages) if ranks > 1 else None
             if recompute == "all" and "op" in modules:
                 recompute = "selective"
             titan = TitanSettings(
-                ranks, schedule.name, schedule.microbatches, parts, recompute, schedule.is_split
+                ranks,
+                schedule.name,
+                schedule.microbatches,
+                parts,
+                recompute,
+                schedule.is_split,
+                sizes,
+                keys or {},
             )
             return titan.text(), ""
         flags = [
+            *flags,
             *layout_flags(stages, ranks, schedule.group),
             *recompute_flags(recompute, recompute_layers, modules),
         ]

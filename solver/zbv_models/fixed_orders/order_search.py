@@ -39,21 +39,7 @@ FEW_ROUNDS, FEW_SWEPT = 12, 10_000_000
 
 
 class OrderSearch:
-    """Cuts under one schedule, recomputed as given, or with stages that the search chooses (None).
-
-    Attributes
-    ----------
-    best, value
-        The best cut that fits, or None and inf.
-    bound
-        A lower bound over all cuts; inf if it is proved that none fits.
-    even
-        The objective of the executor's own cut, without the memory limit; inf if it is not known.
-    is_searched
-        Whether any cuts were tried.
-    cancelled
-        If set, asked often: whether to end early.
-    """
+    """Cuts under one schedule, recomputed as given, or with stages that the search chooses (None)."""
 
     def __init__(
         self,
@@ -78,9 +64,12 @@ class OrderSearch:
         self.order = FixedOrder.of(sample, schedule.orders())
         self.local = CutDescent(self.runs, self.order, SCREENED[effort], seed, recompute)
         self.cancelled: Cancelled | None = None
+        """Asked often: whether to end early."""
         self.local.is_over = lambda: self.is_over
         self.bound = max(least_worst_load(problem, tables), self._mean_load()) * problem.microbatches
+        """Over all cuts; inf if it is proved that none fits."""
         self.even = math.inf
+        """The objective of the executor's own cut, without the memory limit; inf if it is not known."""
         self.is_searched = False
         self.terms: dict[bytes, Terms] = {}
         self.simple = (histogram_cut(self.space), level)

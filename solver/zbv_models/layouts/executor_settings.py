@@ -8,11 +8,11 @@ sizes of the model, are not written.
 
 from __future__ import annotations
 
-from zbv_solver.errors import InvalidInput
-from zbv_solver.export.torchtitan import StepSizes, TitanSettings, module_names
+from zbv_solver.export.torchtitan import StepSizes
 
 from zbv_models.estimate.model_layers import expert_degree
-from zbv_models.fixed_orders.megatron_layout import Stages, layout_flags, recompute_flags
+from zbv_models.fixed_orders.executor_cut import executor_settings
+from zbv_models.fixed_orders.megatron_layout import Stages
 from zbv_models.fixed_orders.schedules import Schedule
 from zbv_models.layouts.executor_memory import STATES, uses_aware_optimizer
 from zbv_models.layouts.executor_rules import NAMES
@@ -46,20 +46,24 @@ def layout_settings(
     """
     if stages is None:
         return None, f"{NAMES[executor]} has no settings of a layout."
-    try:
-        has_layers = layout.recompute_layers is not None
-        recompute = "none" if layout.recompute == "none" else "block" if has_layers else "all"
-        if executor == "torchtitan":
-            recompute = "selective" if layout.recompute == "selective" else recompute
-            return _of_titan(layout, setting, stages, schedule, recompute), ""
-        flags = [
-            *_flags(layout, setting),
-            *layout_flags(stages, layout.pipeline_parallel, schedule.group),
-            *recompute_flags(recompute, layout.recompute_layers, layout.recompute_modules),
-        ]
-        return " \\\n".join(flags) + "\n", ""
-    except InvalidInput as error:
-        return None, str(error.issues[0].detail)
+    is_titan, has_layers = executor == "torchtitan", layout.recompute_layers is not None
+    if is_titan and setting.training.state.gathered:
+        return None, FLOAT8_GATHER
+    return executor_settings(
+        executor,
+        stages,
+        schedule,
+        "none" if layout.recompute == "none" else "block" if has_layers else "all",
+        layout.recompute_layers,
+        layout.recompute_modules,
+        () if is_titan else _flags(layout, setting),
+        StepSizes(setting.model.sequence, layout.microbatch_size, _global_batch(layout)),
+        _keys(layout, setting) if is_titan else {},
+    )
+
+
+def _global_batch(layout: Layout) -> int:
+    return layout.microbatch_size * layout.microbatches * layout.data_parallel
 
 
 def _flags(layout: Layout, setting: Setting) -> list[str]:
@@ -77,7 +81,7 @@ def _flags(layout: Layout, setting: Setting) -> list[str]:
         ]
     flags += [
         f"--micro-batch-size {layout.microbatch_size}",
-        f"--global-batch-size {layout.microbatch_size * layout.microbatches * layout.data_parallel}",
+        f"--global-batch-size {_global_batch(layout)}",
     ]
     flags += (f"{flag} {value}".rstrip() for flag, value in STATES["megatron"].settings(state).items())
     if keeps_scores(setting.model):
@@ -96,30 +100,14 @@ def _flags(layout: Layout, setting: Setting) -> list[str]:
     return flags
 
 
-def _of_titan(layout: Layout, setting: Setting, stages: Stages, schedule: Schedule, recompute: str) -> str:
-    is_piped = layout.pipeline_parallel > 1
-    if setting.training.state.gathered:
-        raise InvalidInput.at("", FLOAT8_GATHER)
-    return TitanSettings(
-        layout.pipeline_parallel,
-        schedule.name,
-        schedule.microbatches,
-        # Without a pipeline, torchtitan does not divide the model.
-        module_names(stages) if is_piped else None,
-        recompute,
-        schedule.is_split,
-        StepSizes(
-            setting.model.sequence,
-            layout.microbatch_size,
-            layout.microbatch_size * layout.microbatches * layout.data_parallel,
-        ),
-        {
-            "parallelism.data_parallel_replicate_degree": 1,
-            "parallelism.data_parallel_shard_degree": layout.data_parallel,
-            "parallelism.fsdp_reshard_after_forward": "default",
-            "parallelism.tensor_parallel_degree": layout.tensor_parallel,
-            "parallelism.context_parallel_degree": layout.context_parallel,
-            "parallelism.expert_parallel_degree": layout.expert_parallel,
-            **STATES["torchtitan"].settings(setting.training.state),
-        },
-    ).text()
+def _keys(layout: Layout, setting: Setting) -> dict[str, int | str]:
+    """The settings of torchtitan for the degrees and the states."""
+    return {
+        "parallelism.data_parallel_replicate_degree": 1,
+        "parallelism.data_parallel_shard_degree": layout.data_parallel,
+        "parallelism.fsdp_reshard_after_forward": "default",
+        "parallelism.tensor_parallel_degree": layout.tensor_parallel,
+        "parallelism.context_parallel_degree": layout.context_parallel,
+        "parallelism.expert_parallel_degree": layout.expert_parallel,
+        **STATES["torchtitan"].settings(setting.training.state),
+    }

@@ -30,7 +30,9 @@ def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: A
     return layered(ranks, microbatches, layers, 0.125, placement="single", **more)
 
 
-SMALL = [each for each in PUBLISHED if each["pp"] in (2, 4) and len(each["decoder_layers_per_stage"]) <= 8]
+SMALL = [each for each in PUBLISHED if each["pp"] in (2, 4) and len(each["decoder_layers_per_stage"]) <= 8][
+    ::3
+]
 
 
 @pytest.mark.parametrize("published", SMALL, ids=lambda each: each["id"])
@@ -45,20 +47,17 @@ def test_published_layouts_are_scored(published: dict[str, Any]) -> None:
     assert score.overall.objective <= score.same.objective <= score.same.least * 1.01 * (1 + 1e-9)
     assert 0 < score.critical.sum() <= 1 + 1e-9
     assert isclose(score.busy.sum(), sum(map(score.problem.busy_time, range(ranks))))
-    assert score.settings is not None
-    assert write_layout(score.stages) in score.settings
+    assert write_layout(score.stages) in (score.settings or "")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(lambda counts: sum(counts) > 0))
 def test_no_cut_is_below_the_bound(counts: list[int]) -> None:
     problem = model_of(sum(counts), 2, 4)
     score = score_layout(problem, "megatron", ",".join(map(str, counts)), effort="quick")
     assert score.lower_bound <= score.objective * (1 + 1e-9)
     assert score.same is not None
-    gain = score.gain(score.same)
-    assert gain is not None
-    assert gain >= 0
+    assert (score.gain(score.same) or 0) >= 0
     # Only a more regular cut that is hardly longer may be preferred to the given one.
     assert score.same.least <= score.objective * (1 + 1e-9)
 
@@ -80,53 +79,42 @@ def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
     score = score_layout(problem, "megatron", "Et*6|ttL", effort="quick")
     assert score.too_full == (0,)
     assert score.timing.peak_memory[0] == 2 * (6 * 4 + 1)
+    assert score.bottleneck == 0, "all of its work is on the longest paths"
+    assert score.critical[0] > 2 * score.critical[1]
     assert score.same is not None
     assert score.gain(score.same) is None
     assert score.lower_bound <= score.objective
-    limits = score.same.problem.memory.limit
-    assert limits is not None
     none_fits = score_layout(model_of(8, 2, 4, memory={"limit": 10}), "megatron", "4,4", effort="quick")
-    assert none_fits.same is None
-    assert none_fits.overall is None
+    assert none_fits.same is none_fits.overall is None
     assert 0 < none_fits.lower_bound <= none_fits.objective
 
 
-def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise() -> None:
-    again = {"backward_input": 2, "memory": {"forward": 1, "backward_input": 0, "backward_weight": -1}}
-    held = {"forward": 4, "backward_input": 0, "backward_weight": -4}
-    block = layer("block", 1, repeat=8, recompute=again) | {"memory": held}
-    for limit, expected, fits in ((100, "none", True), (10, "all", True), (1, "none", False)):
-        problem = layered(2, 4, [layer("embedding", 1, 0, 1), block], memory={"limit": limit})
-        score = score_layout(problem, "megatron", "4,4", effort="quick")
-        assert (score.recompute, not score.too_full) == (expected, fits)
+RULES: list[tuple[str, str, dict[str, Any], str, str]] = [
+    ("megatron", "t|tL", {}, "/layout", "the modules ttL"),
+    ("megatron", "Ett|tt|ttL", {}, "/layout", "multiple of the 2 ranks"),
+    ("torchtitan", "Ett||tt|ttL", {}, "/layout", "stage 1 is empty"),
+    ("torch", "Ett||tt|ttL", {}, "/layout", "no layer in stage 1"),
+    ("megatron", "Ett||tt|ttL", {"allow_empty": False}, "/cut/allow_empty", "empty stage"),
+    (
+        "megatron",
+        "Ett|t*4L",
+        {"first": 3},
+        "/cut/first",
+        "found 2 transformer layers; the problem asks for 3",
+    ),
+    ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
+    ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
+    (
+        "megatron",
+        "Et|t*5L",
+        {"together": [["block.0", "block.1"]]},
+        "/cut/together",
+        "'block.0' and 'block.1'",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("executor", "text", "cut", "pointer", "message"),
-    [
-        ("megatron", "t|tL", {}, "/layout", "the modules ttL"),
-        ("megatron", "Ett|tt|ttL", {}, "/layout", "multiple of the 2 ranks"),
-        ("torchtitan", "Ett||tt|ttL", {}, "/layout", "stage 1 is empty"),
-        ("torch", "Ett||tt|ttL", {}, "/layout", "no layer in stage 1"),
-        ("megatron", "Ett||tt|ttL", {"allow_empty": False}, "/cut/allow_empty", "empty stage"),
-        (
-            "megatron",
-            "Ett|t*4L",
-            {"first": 3},
-            "/cut/first",
-            "found 2 transformer layers; the problem asks for 3",
-        ),
-        ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
-        ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
-        (
-            "megatron",
-            "Et|t*5L",
-            {"together": [["block.0", "block.1"]]},
-            "/cut/together",
-            "'block.0' and 'block.1'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("executor", "text", "cut", "pointer", "message"), RULES)
 def test_the_broken_rule_is_named(
     executor: str, text: str, cut: dict[str, Any], pointer: str, message: str
 ) -> None:
@@ -134,6 +122,9 @@ def test_the_broken_rule_is_named(
         score_layout(model_of(6, 2, 4, cut=cut), executor, text, effort="quick")
     assert raised.value.issues[0].pointer == pointer
     assert message in raised.value.issues[0].detail
+
+
+# --- recomputation
 
 
 def recomputable(limit: float) -> LayeredProblem:
@@ -149,6 +140,16 @@ def recomputable(limit: float) -> LayeredProblem:
     return layered(2, 8, layers, memory={"limit": limit})
 
 
+@pytest.mark.parametrize(
+    ("limit", "recompute", "fits"), [(60, "none", True), (22, "all", True), (9, "none", False)]
+)
+def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise(
+    limit: float, recompute: str, fits: bool
+) -> None:
+    score = score_layout(recomputable(limit), "megatron", "4,4", recompute="uniform", effort="quick")
+    assert (score.recompute, not score.too_full) == (recompute, fits)
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(36, "block"), (60, "none")])
 def test_a_given_cut_recomputes_what_the_best_cut_may_recompute(limit: float, expected: str) -> None:
     """So the layout that ``zbv cut`` prints cannot gain, with first layers recomputed either."""
@@ -162,43 +163,38 @@ def test_a_given_cut_recomputes_what_the_best_cut_may_recompute(limit: float, ex
     assert (score.recompute, score.settings) == (expected, found.settings)
 
 
-def test_the_number_of_recomputed_layers_can_be_fixed() -> None:
-    one, two = (
-        score_layout(recomputable(200), "megatron", "4,4", recompute_layers=count, effort="quick")
-        for count in (1, 2)
+FLAGS = "--recompute-granularity full --pipeline-model-parallel-layout Et*4|t*4L --recompute-method"
+STATIC = 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "group", "peak"),
+    [
+        # With groups of 3, a stage of 4 blocks keeps 2 inputs, and computes 3 blocks at once.
+        ("uniform", 1, None, STATIC + 2 * 4 * 1),
+        ("uniform", 3, 3, STATIC + 2 * 2 * 1 + 2 * 4),
+        ("uniform", 9, 9, STATIC + 2 * 1 * 1 + 3 * 4),
+        ("block", 2, None, STATIC + 2 * (2 * 1 + 2 * 4)),
+    ],
+)
+def test_flags_say_what_a_given_cut_recomputes(
+    method: str, count: int, group: int | None, peak: float
+) -> None:
+    flags = f"{FLAGS} {method} --recompute-num-layers {count}"
+    score = score_layout(recomputable(36), "megatron", flags, effort="quick")
+    assert (score.recompute_group, score.timing.peak_memory[0]) == (group, peak)
+    assert score.recompute_layers == (count if method == "block" else None)
+    again = 8 * 10 * (8 if method == "uniform" else 4)
+    assert score.busy.sum() == 8 * (2 + 8 * 30 + 36) + again
+    assert f"--recompute-method {method}" in (score.settings or "")
+    assert f"--recompute-num-layers {count}" in (score.settings or "")
+    assert score.lower_bound <= score.objective * (1 + 1e-9)
+    # The printed flags are a layout themselves, and the number of first layers can be fixed.
+    asked = (
+        {"text": score.settings or ""} if method == "uniform" else {"text": "4,4", "recompute_layers": count}
     )
-    assert (one.recompute, one.recompute_layers, two.recompute_layers) == ("block", 1, 2)
-    assert two.busy.tolist() == (one.busy + 8 * 10).tolist()
-    assert two.settings is not None
-    assert "--recompute-method block" in two.settings
-
-
-def test_flags_say_what_a_given_cut_recomputes() -> None:
-    """With groups of 3, a stage of 4 blocks keeps 2 inputs, and computes 3 blocks at once."""
-    flags = "--recompute-granularity full --pipeline-model-parallel-layout Et*4|t*4L --recompute-method"
-    of = {
-        (method, count): score_layout(
-            recomputable(36), "megatron", f"{flags} {method} --recompute-num-layers {count}", effort="quick"
-        )
-        for method, count in (("uniform", 1), ("uniform", 3), ("uniform", 9), ("block", 2))
-    }
-    peaks = {key: score.timing.peak_memory[0] for key, score in of.items()}
-    static = 4 * 3
-    assert peaks["uniform", 1] == static + 2 * 4 * 1
-    assert peaks["uniform", 3] == static + 2 * 2 * 1 + 2 * 4
-    assert peaks["uniform", 9] == static + 2 * 1 * 1 + 3 * 4
-    assert peaks["block", 2] == static + 2 * (2 * 1 + 2 * 4)
-    assert [of["uniform", count].recompute_group for count in (1, 3, 9)] == [None, 3, 9]
-    assert len({of["uniform", count].objective for count in (1, 3, 9)}) == 1
-    for (method, count), score in of.items():
-        assert score.settings is not None
-        assert f"--recompute-method {method}" in score.settings
-        assert f"--recompute-num-layers {count}" in score.settings
-        assert score.lower_bound <= score.objective * (1 + 1e-9)
-    # The printed flags are a layout themselves.
-    printed = of["uniform", 3]
-    again = score_layout(recomputable(36), "megatron", printed.settings or "", effort="quick")
-    assert (again.objective, again.settings) == (printed.objective, printed.settings)
+    same = score_layout(recomputable(36), "megatron", effort="quick", **asked)  # type: ignore[arg-type]
+    assert (same.objective, same.settings) == (score.objective, score.settings)
 
 
 def with_mtp() -> LayeredProblem:
@@ -222,6 +218,5 @@ def test_flags_of_recomputation_that_do_not_fit_are_named(
     problem: LayeredProblem, more: dict[str, Any], message: str
 ) -> None:
     flags = "--num-layers 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
-    asked = {"executor": "megatron", "effort": "quick", **more}
     with pytest.raises(InvalidInput, match=message):
-        score_layout(problem, text=flags, **asked)
+        score_layout(problem, text=flags, **{"executor": "megatron", "effort": "quick", **more})

@@ -1,14 +1,12 @@
-"""Layouts for executors: rules, settings, and that the best of all layouts is found."""
+"""Layouts for executors: rules, settings, recomputation, and that the best of all layouts is found."""
 
 from __future__ import annotations
 
-import shlex
 import traceback
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +14,51 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
-from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, request_of
+from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, flags_of, request_of
 from support.titan_configuration import VERSIONS, configured
-from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor
+from zbv_models.fixed_orders.executor_cut import cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import parse_layout
 from zbv_models.layouts import executor_search as executor_module
-from zbv_models.layouts.answer import ranking_json, recomputation
+from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import STATES
-from zbv_models.layouts.executor_rules import (
-    LAYOUT_RULES,
-    MODEL_RULES,
-    NAMES,
-    executors_of,
-    refusal,
-    runs_layout,
-)
+from zbv_models.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Layout
-from zbv_models.layouts.request import Request
+from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import Ranking, best_layouts
-from zbv_models.layouts.setting import SECONDS, Setting
+from zbv_models.layouts.setting import SECONDS, Setting, module_sets
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.verify.verifier import verify
 
-PREDICTING = {**MODEL, "prediction_layers": 1}
+PREDICTING, TIED = {**MODEL, "prediction_layers": 1}, {**MODEL, "tied_embeddings": True}
 SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches": 64}}
+PLAIN = {**MODEL, "attention": "plain"}
+
+# --- the search
 
 
-def every_step(request: Request, executor: str) -> dict[tuple[Layout, str], float]:
-    """The step of every layout with its best cut, by layout and recomputation."""
-    setting, known, found = replace(request.setting.of_executor(executor), has_loops=True), {}, {}
+def every_step(request: Request, executor: str) -> list[float]:
+    """The step of every layout with its best cut, and every recomputation."""
+    setting, known, found = replace(request.setting.of_executor(executor), has_loops=True), {}, []
     for layout in request.layouts:
-        if not runs_layout(executor, setting.model, layout):
-            continue
         for variant in recomputed_variants(layout, executor, setting):
+            if not runs_layout(executor, setting.model, layout):
+                continue
             estimated = EstimatedLayout.of(variant, setting)
             if estimated.problem not in known:
-                known[estimated.problem] = planned_in_full(estimated.problem, executor)
+                known[estimated.problem] = best_cuts_step(estimated.problem, executor)
             cut = known[estimated.problem]
-            if cut is not None:
-                found[layout, str(variant)] = step_of(cut, estimated)
-                check_bounds(estimated, setting, found[layout, str(variant)])
+            if cut is None:
+                continue
+            step, layers = cut
+            found.append(step * SECONDS + estimated.once(layers))
+            assert estimated.has_room_for_states
+            bounds = [setting.least_work(estimated.layout), estimated.mean_bound]
+            assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= found[-1] * (1 + 1e-9)
     return found
 
 
@@ -76,27 +74,18 @@ def recomputed_variants(layout: Layout, executor: str, setting: Setting) -> list
     return [layout]
 
 
-def planned_in_full(problem: LayeredProblem, executor: str) -> ExecutorCut | None:
+def best_cuts_step(problem: LayeredProblem, executor: str) -> tuple[float, list[tuple[str, ...]]] | None:
+    """The objective, and the names of every rank's layers; None if there is no cut."""
     chunks = (1,) if problem.pp_degree == 1 else None
     try:
-        return cut_for_executor(problem, executor, virtual_stages=chunks, effort="quick")
-    except InfeasibleMemory:
+        best = cut_for_executor(problem, executor, virtual_stages=chunks, effort="quick").best
+    except (InfeasibleMemory, InvalidInput):  # or numbers of ranks and microbatches that the executor refuses
         return None
-    except InvalidInput:  # numbers of ranks and microbatches that the executor refuses
-        return None
-
-
-def step_of(cut: ExecutorCut, estimated: EstimatedLayout) -> float:
-    model, placement = cut.best.problem.model, cut.best.problem.placement
+    model, placement = best.problem.model, best.problem.placement
     assert model is not None
-    layers = [tuple(name for s in of for name in model.partition[s]) for of in placement.stages_of]
-    return cut.best.objective * SECONDS + estimated.once(layers)
-
-
-def check_bounds(estimated: EstimatedLayout, setting: Setting, step: float) -> None:
-    assert estimated.has_room_for_states
-    bounds = [setting.least_work(estimated.layout), estimated.mean_bound]
-    assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= step * (1 + 1e-9)
+    return best.objective, [
+        tuple(name for s in of for name in model.partition[s]) for of in placement.stages_of
+    ]
 
 
 @settings(max_examples=2)
@@ -108,17 +97,13 @@ def check_bounds(estimated: EstimatedLayout, setting: Setting, step: float) -> N
     st.sampled_from(list(NAMES)),
 )
 def test_the_best_layout_is_that_of_cutting_every_one(
-    nodes: tuple[int, int], model: dict[str, Any], gigabytes: float, is_tied: bool, executor: str
+    size: tuple[int, int], model: dict[str, Any], gigabytes: float, is_tied: bool, executor: str
 ) -> None:
-    request = request_of(
-        {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5},
-        # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
-        cluster_of(*nodes, gigabytes, speed=1e5),
-        2 * nodes[0] * nodes[1],
-        executor,
-        **{"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1},
-        placement="tp-cp-dp-pp",
-    )
+    # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
+    cluster = cluster_of(*size, gigabytes, speed=1e5)
+    fixed = {"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1}
+    model = {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5}
+    request = request_of(model, cluster, 2 * cluster.devices, executor, **fixed, placement="tp-cp-dp-pp")
     steps = every_step(request, executor)
     if not steps:
         with pytest.raises(NoLayoutFits, match="no layout fits"):
@@ -126,115 +111,80 @@ def test_the_best_layout_is_that_of_cutting_every_one(
         return
     ranking = executor_layouts(request.layouts, request.setting, executor)
     best = ranking.best[0]
-    assert best.step_time == pytest.approx(min(steps.values()), rel=1e-5)
-    assert ranking.no_layout_below <= min(steps.values()) * (1 + 1e-9)
+    assert best.step_time == pytest.approx(min(steps), rel=1e-5)
+    assert ranking.no_layout_below <= min(steps) * (1 + 1e-9)
     assert best.lower_bound <= best.step_time
-    assert ranking.considered == sum(
-        runs_layout(executor, request.setting.model, layout) for layout in request.layouts
-    )
+    runs = [runs_layout(executor, request.setting.model, layout) for layout in request.layouts]
+    assert ranking.considered == sum(runs)
 
 
 def test_all_executors_together_are_as_good_as_each() -> None:
-    fixed: dict[str, Any] = {"pipeline_parallel": 2, "microbatch_size": 1}
-    request = request_of(MODEL, cluster_of(1, 2, 6.0), 4, **fixed)
+    request = request_of(MODEL, cluster_of(1, 2, 6.0), 4, pipeline_parallel=2, microbatch_size=1)
     layouts, setting = request.layouts, request.setting
     ranking = executor_layouts(layouts, setting, "any", top=4)
+    rows = ranking_json(ranking, request, with_plans=False)["layouts"]
     # Every pair of a layout and an executor is listed once.
-    listed = [row["executor"] for row in ranking_json(ranking, request)["layouts"]]
-    assert set(listed) == {"zbv", *NAMES}
+    assert {row["executor"] for row in rows} == {"zbv", *NAMES}
     steps = [each.step_time for each in ranking.best]
     assert steps == sorted(steps)
-    best = best_layouts(layouts, setting).best[0].step_time
-    for executor in NAMES:
-        best = min(best, executor_layouts(layouts, setting, executor).best[0].step_time)
-    assert isclose(steps[0], best, rel_tol=1e-9)
+    alone = [executor_layouts(layouts, setting, executor).best[0].step_time for executor in NAMES]
+    best = min(best_layouts(layouts, setting).best[0].step_time, *alone)
+    assert steps[0] == pytest.approx(best, rel=1e-9)
     assert ranking.considered > len(layouts)
+    # The order of an executor is no faster than the bound of any order.
+    for each, row in zip(ranking.best, rows, strict=True):
+        if isinstance(each, ExecutorLayout):
+            assert each.free is not None
+            assert each.free.lower_bound <= each.step_time
+            assert row["free_order"]["step_time"] == each.free.step_time <= each.step_time * (1 + 1e-9)
+            assert row["virtual_stages"] == each.best.schedule.placement.chunks
+            assert row["settings"] == each.settings
 
 
-def test_megatrons_flags_are_those_of_the_layout() -> None:
-    cluster = cluster_of(2, 4, data_parallel_overlap=0.5)
-    fixed: dict[str, Any] = {
-        "tensor_parallel": 2,
-        "context_parallel": 1,
-        "expert_parallel": 2,
-        "pipeline_parallel": 2,
-    }
-    request = request_of(
-        EXPERTS, cluster, 16, **fixed, zero_stage=1, placement="tp-cp-pp-dp", recompute="full"
-    )
-    best = best_of(request, "megatron")
-    assert best.settings is not None
-    words = iter(shlex.split(best.settings.replace("\\\n", " ")))
-    lone = {
-        *("--sequence-parallel", "--use-distributed-optimizer", "--use-tp-pp-dp-mapping"),
-        *("--overlap-grad-reduce", "--overlap-param-gather", "--bf16"),
-    }
-    flags: dict[str, str] = {}
-    for word in words:
-        flags[word] = "" if word in lone else next(words)
-    layout = best.layout
-    assert lone <= set(flags)
-    assert flags["--tensor-model-parallel-size"] == "2"
-    assert flags["--context-parallel-size"] == "1"
-    assert (flags["--expert-model-parallel-size"], flags["--expert-tensor-parallel-size"]) == ("2", "1")
-    assert flags["--pipeline-model-parallel-size"] == "2"
-    assert flags["--micro-batch-size"] == str(layout.microbatch_size)
-    assert flags["--global-batch-size"] == "16"
-    assert (flags["--recompute-granularity"], recomputation(best)) == ("full", "full")
-    model = best.plan.problem.model
-    assert model is not None
-    stages = parse_layout(flags["--pipeline-model-parallel-layout"])
-    assert [len(stage) for stage in stages] == [len(stage) for stage in model.partition]
-    verify(best.plan)
-    assert best.plan.orders == best.best.schedule.orders()
+def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it ends, its bound holds."""
+    programs, solve = [], pywraplp.Solver.Solve
+    monkeypatch.setattr(pywraplp.Solver, "Solve", lambda of: (programs.append(of), solve(of))[1])
+    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1, pipeline_parallel=4)
+
+    def search(cancelled: Cancelled) -> Ranking:
+        options = SearchOptions("quick")
+        return executor_layouts(request.layouts, request.setting, "megatron", 2, options, cancelled)
+
+    askers: Counter[str] = Counter()
+
+    def ask() -> bool:
+        askers.update({Path(frame.f_code.co_filename).stem for frame, _ in traceback.walk_stack(None)})
+        return False
+
+    whole = search(ask)
+    assert {"relaxation", "descent", "order_search", "executor_search"} <= set(askers)
+    assert askers["relaxation"] > 1.5 * len(programs), "also before it makes a bound of a program's solution"
+    for count in (10, 40, 160):
+        early = search(partial(next, repeat(False, count), True))
+        assert early.no_layout_below <= whole.best[0].step_time * (1 + 1e-9)
+        assert early.considered == early.planned + early.pruned + early.unsettled
 
 
-@pytest.mark.parametrize(("ranks", "batch"), [(2, 8), (1, 2)])
-def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int) -> None:
-    fixed: dict[str, Any] = {
-        "data_parallel": 2,
-        "pipeline_parallel": ranks,
-        "tensor_parallel": 2,
-        "context_parallel": 1,
-    }
-    request = request_of(MODEL, cluster_of(1, 4 * ranks), 16, **fixed, microbatch_size=1)
-    best = best_of(request, "torchtitan")
-    assert best.settings is not None
-    older, newer = (configured(best.settings, version) for version in VERSIONS)
-    for own in (older.parallelism, newer.parallelism):
-        degrees = own.data_parallel_shard_degree, own.tensor_parallel_degree, own.pipeline_parallel_degree
-        assert degrees == (2, 2, ranks)
-        parts = own.module_fqns_per_model_part
-        assert (parts is None) == (ranks == 1)
-        if parts is not None:
-            assert own.pipeline_parallel_schedule == best.best.schedule.name
-            assert sum(map(len, parts)) == MODEL["layers"] + 3
-    assert (older.training.global_batch_size, older.training.seq_len) == (16, MODEL["sequence"])
-    # With a pipeline, a rank's batch has all microbatches; without one, torchtitan accumulates gradients.
-    assert older.training.local_batch_size == (8 if ranks > 1 else 1)
-    assert newer.training.num_tokens_per_train_step == 16 * MODEL["sequence"]
-    assert newer.parallelism.num_pp_microbatches == (8 if ranks > 1 else None)
-    assert best.layout.zero_stage == (1 if ranks > 1 else 3)
+@pytest.mark.parametrize("budget", [0.0, 1e9])
+def test_large_orders_wait_and_may_stay_unsettled(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1, tensor_parallel=1)
+    settled = executor_layouts(request.layouts, request.setting, "megatron", top=2)
+    monkeypatch.setattr(executor_module, "LARGE", 64)
+    monkeypatch.setitem(executor_module.MOST_BOUNDED, "quick", budget)
+    found = executor_layouts(request.layouts, request.setting, "megatron", top=2)
+    assert found.considered == settled.considered == found.planned + found.pruned + found.unsettled
+    assert found.no_layout_below <= settled.best[0].step_time
+    assert (found.unsettled > 0) == (budget == 0)
+    if budget:
+        assert found.best[0].step_time == pytest.approx(settled.best[0].step_time, rel=1e-9)
+        assert found.no_layout_below == pytest.approx(settled.no_layout_below, rel=1e-9)
 
 
-def test_the_order_of_an_executor_is_no_faster_than_the_bound_of_any_order() -> None:
-    request = request_of(MODEL, cluster_of(1, 2), 4, pipeline_parallel=2, microbatch_size=1)
-    ranking = executor_layouts(request.layouts, request.setting, "megatron")
-    best = ranking.best[0]
-    assert isinstance(best, ExecutorLayout)
-    assert best.free is not None
-    assert best.free.lower_bound <= best.step_time
-    (row,) = ranking_json(ranking, request, with_plans=False)["layouts"]
-    assert row["free_order"]["step_time"] == pytest.approx(best.free.step_time)
-    assert (row["executor"], row["virtual_stages"]) == ("megatron", best.best.schedule.placement.chunks)
-    assert row["settings"] == best.settings
-
+# --- rules
 
 LAYOUT = Layout(2, 1, 1, 2, 2, 1, 4, 1, "per-stage", "tp-cp-dp-pp")
-
-
 ALONE, OTHER_ORDER = {"zero_stage": 3, "pipeline_parallel": 1}, {"placement": "tp-cp-pp-dp"}
-TIED = {**MODEL, "tied_embeddings": True}
 RUN: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     *((executor, MODEL, {}, True) for executor in NAMES),
     ("megatron", MODEL, {"zero_stage": 0}, True),
@@ -273,141 +223,121 @@ def test_executors_are_offered_what_they_run(
     assert runs_layout(executor, transformer, replace(LAYOUT, **change)) is is_run
 
 
-def test_every_rule_has_a_source() -> None:
-    for table in (MODEL_RULES, LAYOUT_RULES):
-        assert set(table) == set(NAMES)
-        assert all(".py" in rule.source for rules in table.values() for rule in rules)
+GATED = {**MODEL, "output_gate": True}
 
 
-def test_models_that_an_executor_cannot_run_are_refused() -> None:
-    seeing = request_of(SEEING, cluster_of(1, 2), 4).setting
-    with pytest.raises(InvalidInput, match="Megatron-LM requires a model without a vision encoder"):
-        executors_of("megatron", seeing)
-    assert executors_of("any", seeing) == ("zbv", "torchtitan", "torch")
-    with pytest.raises(InvalidInput, match="found executor 'deepspeed'; must be one of zbv, megatron"):
-        executors_of("deepspeed", seeing)
+@pytest.mark.parametrize(
+    ("executor", "model", "fixed", "words"),
+    [
+        ("megatron", SEEING, {}, ["Megatron-LM requires a model without a vision encoder"]),
+        ("deepspeed", MODEL, {}, ["found executor 'deepspeed'; must be one of zbv, megatron"]),
+        ("torchtitan", PREDICTING, {"pipeline_parallel": 2, "recompute": "none"},
+         ["neither a pipeline", "(--prediction-layers 0 leaves it out)"]),
+        ("torchtitan", GATED, {"recompute": "selective"}, ["without selective recomputation blocks that it"]),
+        # Some layouts break further rules, but these are enough to refuse all.
+        ("megatron", MODEL, {"zero_stage": 3, "data_parallel": 4},
+         ["Megatron-LM can run none of the ", "It requires ZeRO stage 0, or 1",
+          ". All layouts have zero stage 3. "]),
+        ("torch", MODEL, {"recompute": "selective"},
+         ["It requires all layers recomputed in full, or none", ". All layouts have recompute selective. "]),
+        ("torchtitan", MODEL, {"recompute_layers": 2},
+         ["It requires all layers recomputed alike, and", ". All layouts have recompute layers 2. "]),
+    ],
+)  # fmt: skip
+def test_what_an_executor_cannot_run_is_refused_with_the_rule(
+    executor: str, model: dict[str, Any], fixed: dict[str, Any], words: list[str]
+) -> None:
+    request = request_of(model, cluster_of(1, 4), 8, executor, **fixed)
+    with pytest.raises(InvalidInput) as raised:
+        executor_layouts(request.layouts, request.setting, executor)
+    detail = raised.value.issues[0].detail
+    assert [word for word in words if word not in detail] == []
 
 
-def test_a_pipeline_with_multi_token_prediction_is_refused_for_torchtitan_with_the_way_out() -> None:
-    request = request_of(PREDICTING, cluster_of(1, 4), 8, pipeline_parallel=2, recompute="none")
-    with pytest.raises(
-        InvalidInput, match=r"neither a pipeline .* prediction \(--prediction-layers 0 leaves it out"
-    ):
-        executor_layouts(request.layouts, request.setting, "torchtitan")
+def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
+    setting = request_of(MODEL, cluster_of(1, 8), 8).setting
+    wrong_stage = replace(LAYOUT, zero_stage=3)
+    wrong_order = replace(LAYOUT, placement="tp-cp-pp-dp", context_parallel=2)
+    both = replace(wrong_order, zero_stage=3)
+    for layouts, is_in in (([wrong_stage, both], False), ([wrong_stage, wrong_order, both], True)):
+        detail = refusal("megatron", setting.model, layouts).issues[0].detail
+        assert "ZeRO stage" in detail
+        assert ("--use-tp-pp-dp-mapping" in detail) is is_in
+    assert executors_of("any", request_of(SEEING, cluster_of(1, 2), 4).setting) == (
+        "zbv",
+        "torchtitan",
+        "torch",
+    )
     # 4 GB hold the model only as a pipeline, which torchtitan does not offer.
     request = request_of(PREDICTING, cluster_of(1, 2, 1.0), 8, microbatch_size=1)
     with pytest.raises(NoLayoutFits, match=r"torchtitan .*--prediction-layers 0 leaves it out"):
         executor_layouts(request.layouts, request.setting, "torchtitan")
 
 
-def test_torchtitan_trains_a_vision_encoder_in_the_first_stage() -> None:
-    best = best_of(request_of(SEEING, cluster_of(1, 4), 8, pipeline_parallel=2), "torchtitan")
-    assert best.settings is not None
-    parts = configured(best.settings, "newer").parallelism.module_fqns_per_model_part
-    assert {"vision_encoder", "tok_embeddings"} <= set(parts[0])
-    model = best.plan.problem.model
+# --- settings
+
+
+def test_megatrons_flags_are_those_of_the_layout() -> None:
+    fixed: dict[str, Any] = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2}
+    fixed |= {"pipeline_parallel": 2, "zero_stage": 1, "placement": "tp-cp-pp-dp", "recompute": "full"}
+    best = best_of(request_of(EXPERTS, cluster_of(2, 4, data_parallel_overlap=0.5), 16, **fixed), "megatron")
+    lone = ("sequence-parallel", "use-distributed-optimizer", "use-tp-pp-dp-mapping", "overlap-grad-reduce")
+    expected = {f"--{name}": "" for name in (*lone, "overlap-param-gather", "bf16")} | {
+        "--tensor-model-parallel-size": "2",
+        "--context-parallel-size": "1",
+        "--expert-model-parallel-size": "2",
+        "--expert-tensor-parallel-size": "1",
+        "--pipeline-model-parallel-size": "2",
+        "--micro-batch-size": str(best.layout.microbatch_size),
+        "--global-batch-size": "16",
+        "--recompute-granularity": "full",
+    }
+    flags, model = flags_of(best), best.plan.problem.model
+    assert {name: flags.get(name) for name in expected} == expected
     assert model is not None
-    assert {"patches", "vision.3", "projector", "embedding"} <= set(model.partition[0])
+    stages = parse_layout(flags["--pipeline-model-parallel-layout"])
+    assert [len(stage) for stage in stages] == [len(stage) for stage in model.partition]
+    verify(best.plan)
+    assert best.plan.orders == best.best.schedule.orders()
 
 
-@pytest.mark.parametrize(
-    ("executor", "fixed", "requires", "common"),
-    [
-        ("megatron", {"zero_stage": 3, "data_parallel": 4}, "ZeRO stage 0, or 1", "zero stage 3"),
-        (
-            "torch",
-            {"recompute": "selective"},
-            "all layers recomputed in full, or none",
-            "recompute selective",
-        ),
-        ("torchtitan", {"recompute_layers": 2}, "all layers recomputed alike, and", "recompute layers 2"),
-    ],
-)
-def test_layouts_that_an_executor_cannot_run_are_refused_with_the_rule(
-    executor: str, fixed: dict[str, Any], requires: str, common: str
-) -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 8, executor, **fixed)
-    layouts = request.layouts
-    with pytest.raises(InvalidInput) as raised:
-        executor_layouts(layouts, request.setting, executor)
-    # Some layouts break further rules, but this one is enough to refuse all.
-    detail = raised.value.issues[0].detail
-    name = NAMES[executor]
-    assert detail.startswith(f"{name} can run none of the {len(layouts)} layouts. It requires {requires}")
-    assert f". All layouts have {common}. " in detail
-
-
-def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
-    model = request_of(MODEL, cluster_of(1, 8), 8).setting.model
-    wrong_stage = replace(LAYOUT, zero_stage=3)
-    wrong_order = replace(LAYOUT, placement="tp-cp-pp-dp", context_parallel=2)
-    both = replace(wrong_order, zero_stage=3)
-    detail = refusal("megatron", model, [wrong_stage, both]).issues[0].detail
-    assert "ZeRO stage" in detail
-    assert "--use-tp-pp-dp-mapping" not in detail
-    detail = refusal("megatron", model, [wrong_stage, wrong_order, both]).issues[0].detail
-    assert "ZeRO stage" in detail
-    assert "--use-tp-pp-dp-mapping" in detail
-
-
-def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it ends, its bound holds."""
-    programs, solve = [], pywraplp.Solver.Solve
-
-    def solved(program: Any) -> Any:
-        programs.append(program)
-        return solve(program)
-
-    monkeypatch.setattr(pywraplp.Solver, "Solve", solved)
-    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1, pipeline_parallel=4)
-
-    def search(cancelled: Cancelled) -> Ranking:
-        options = SearchOptions("quick")
-        return executor_layouts(request.layouts, request.setting, "megatron", 2, options, cancelled)
-
-    askers: Counter[str] = Counter()
-
-    def ask() -> bool:
-        askers.update({Path(frame.f_code.co_filename).stem for frame, _ in traceback.walk_stack(None)})
-        return False
-
-    whole = search(ask)
-    assert {"relaxation", "descent", "order_search", "executor_search"} <= set(askers)
-    assert askers["relaxation"] > 1.5 * len(programs), "also before it makes a bound of a program's solution"
-    for count in (10, 40, 160):
-        left = repeat(False, count)
-        early = search(partial(next, left, True))
-        assert early.no_layout_below <= whole.best[0].step_time * (1 + 1e-9)
-        assert early.considered == early.planned + early.pruned + early.unsettled
-
-
-@pytest.mark.parametrize("budget", [0.0, 1e9])
-def test_large_orders_wait_and_may_stay_unsettled(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1)
-    settled = executor_layouts(request.layouts, request.setting, "megatron", top=2)
-    monkeypatch.setattr(executor_module, "LARGE", 64)
-    monkeypatch.setitem(executor_module.MOST_BOUNDED, "quick", budget)
-    found = executor_layouts(request.layouts, request.setting, "megatron", top=2)
-    assert found.considered == settled.considered == found.planned + found.pruned + found.unsettled
-    assert found.no_layout_below <= settled.best[0].step_time
-    assert (found.unsettled > 0) == (budget == 0)
-    if budget:
-        assert found.best[0].step_time == pytest.approx(settled.best[0].step_time, rel=1e-9)
-        assert found.no_layout_below == pytest.approx(settled.no_layout_below, rel=1e-9)
+@pytest.mark.parametrize(("ranks", "batch"), [(2, 8), (1, 1)])
+def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int) -> None:
+    """With a pipeline, a rank's batch has all microbatches; without one, it accumulates gradients."""
+    fixed: dict[str, Any] = {
+        "data_parallel": 2,
+        "tensor_parallel": 2,
+        "context_parallel": 1,
+        "microbatch_size": 1,
+    }
+    best = best_of(
+        request_of(MODEL, cluster_of(1, 4 * ranks), 16, **fixed, pipeline_parallel=ranks), "torchtitan"
+    )
+    older, newer = (configured(best.settings or "", version) for version in VERSIONS)
+    for own in (older.parallelism, newer.parallelism):
+        degrees = own.data_parallel_shard_degree, own.tensor_parallel_degree, own.pipeline_parallel_degree
+        assert degrees == (2, 2, ranks)
+        parts = own.module_fqns_per_model_part
+        assert (parts is None) == (ranks == 1)
+        if parts is not None:
+            assert own.pipeline_parallel_schedule == best.best.schedule.name
+            assert sum(map(len, parts)) == MODEL["layers"] + 3
+    training = older.training
+    assert (training.global_batch_size, training.seq_len, training.local_batch_size) == (16, 2048, batch)
+    assert newer.training.num_tokens_per_train_step == 16 * MODEL["sequence"]
+    assert newer.parallelism.num_pp_microbatches == (8 if ranks > 1 else None)
+    assert best.layout.zero_stage == (1 if ranks > 1 else 3)
 
 
 @pytest.mark.parametrize("executor", ["torch", "torchtitan", "megatron"])
 def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> None:
     parts = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 2, "microbatch_size": 1}
     cluster = cluster_of(1, 2)
-    request = request_of(MODEL, cluster, 8, executor, **parts, recompute="none")
-    (best,) = executor_layouts(request.layouts, request.setting, executor).best
+    best = best_of(request_of(MODEL, cluster, 8, executor, **parts, recompute="none"), executor)
     problem, largest = best.plan.problem, max(each.output_bytes for each in best.estimated.estimate.layers)
     assert problem.model is not None
     buffers = STATES[executor].buffers(8, largest) * problem.placement.chunks
     assert (buffers > 0) == (executor != "megatron")
-    one, two = (best.estimated.with_buffers(executor, stages).static[0] for stages in (1, 2))
-    assert two - one == STATES[executor].buffers(8, largest)
     model = problem.model.model
     memory = {name: each.costs.memory for name, each in zip(model.names, model.each, strict=True)}
     for static, stages in zip(problem.memory.static, problem.placement.stages_of, strict=True):
@@ -416,14 +346,84 @@ def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> 
         assert static - of_layers == pytest.approx(cluster.reserve + buffers)
 
 
-def test_gradients_that_pass_are_those_of_all_halves_of_a_block() -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 8, "torchtitan", pipeline_parallel=2, data_parallel=2)
-    setting = request.setting.of_executor("torchtitan")
-    layout = next(each for each in request.layouts if each.zero_stage == 1)
-    whole = EstimatedLayout.of(layout, setting).estimate.layers
-    training = replace(setting.training, by_halves=True)
-    halves = EstimatedLayout.of(layout, replace(setting, training=training)).estimate.layers
-    assert sum(each.passing * each.copies for each in whole) == sum(
-        each.passing * each.copies for each in halves
-    )
-    assert all(each.passing > 0 for each in whole)
+# --- what executors recompute
+
+
+@pytest.mark.parametrize(
+    ("model", "sets"),
+    [
+        (MODEL, [("mlp",)]),
+        (EXPERTS, [("moe_act", "layernorm"), ("layernorm", "moe")]),
+        (
+            {**EXPERTS, "shared_expert_ffn": 512, "dense_layers": 1},
+            [("moe_act", "layernorm"), ("moe_act", "layernorm", "mlp", "shared_experts"),
+             ("layernorm", "mlp", "moe")],
+        ),
+        (PLAIN, [("core_attn",), ("core_attn", "mlp")]),
+    ],
+)  # fmt: skip
+def test_modules_are_those_that_drop_something_of_the_model(
+    model: dict[str, Any], sets: list[tuple[str, ...]]
+) -> None:
+    assert list(module_sets(request_of(model, cluster_of(1, 2), 4).setting.model)) == sets
+
+
+KEPT, SELECTIVE = {"recompute_modules": ["mla_up_proj", "moe_act"]}, {"recompute": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "fixed", "flags"),
+    [
+        # transformer_config.py, __post_init__: selective recomputation has no method and no number of layers.
+        (MODEL, {}, SELECTIVE, ("selective", "mlp", None, None)),
+        (PLAIN, {}, SELECTIVE, ("selective", "core_attn", None, None)),
+        # Megatron-LM refuses mla_up_proj without latent attention (transformer_config.py, __post_init__).
+        (EXPERTS, KEPT, SELECTIVE, ("selective", "moe_act", None, None)),
+        (MODEL, {}, {"recompute_layers": 2}, ("full", None, "block", "2")),
+        (MODEL, {}, {"recompute": "full"}, ("full", None, "uniform", "1")),
+        (MODEL, {}, {"recompute": "none"}, (None, None, None, None)),
+    ],
+)  # fmt: skip
+def test_megatron_recomputes_what_is_asked_for(
+    model: dict[str, Any], parallel: dict[str, Any], fixed: dict[str, Any], flags: tuple[str | None, ...]
+) -> None:
+    asked = request_of(model, cluster_of(1, 2), 4, "megatron", pipeline_parallel=2, microbatch_size=1,
+                       data_parallel=1, **fixed)  # fmt: skip
+    document = {"model": model, "global_batch": 4, **({"parallel": parallel} if parallel else {})}
+    request = parse_request(document, asked.cluster, asked.fixed, executor="megatron")
+    ranking = executor_layouts(request.layouts, request.setting, "megatron")
+    (best,), (row,) = ranking.best, ranking_json(ranking, request)["layouts"]
+    assert isinstance(best, ExecutorLayout)
+    names = ("granularity", "modules", "method", "num-layers")
+    assert tuple(flags_of(best).get(f"--recompute-{name}") for name in names) == flags
+    granularity, modules, _, layers = flags
+    assert row["recompute"] == (granularity or "none")
+    assert row.get("recompute_modules") == (modules and modules.split())
+    assert row.get("recompute_layers") == (layers and int(layers) if "recompute_layers" in fixed else None)
+    assert (row["composition"]["recomputation"] > 0) == (granularity is not None)
+    assert sum(row["composition"].values()) == pytest.approx(best.step_time, rel=1e-9)
+    if granularity == "full":
+        most = fixed.get("recompute_layers", 99)
+        blocks = [[name for name in stage if name.startswith("block")] for stage in row["partition"]]
+        again = {name for stage in blocks for name in stage[:most]}
+        assert best.recomputed == again
+        assert row["costs"]["estimated"]["block (recomputed)"] == len(again)
+        verify(best.plan)
+
+
+@pytest.mark.parametrize(
+    ("executor", "model", "gigabytes", "size"), [("megatron", EXPERTS, 9.0, 2), ("torchtitan", MODEL, 6.0, 4)]
+)
+def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step(
+    executor: str, model: dict[str, Any], gigabytes: float, size: int
+) -> None:
+    fixed = {"pipeline_parallel": 2, "data_parallel": 1, "tensor_parallel": 1, "microbatch_size": size}
+    steps = {}
+    for recompute in ("none", "selective", "full", None):
+        request = request_of(model, cluster_of(1, 2, gigabytes), 32, executor, **fixed, recompute=recompute)
+        best = best_of(request, executor)
+        steps[recompute] = best.step_time
+    assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
+    if executor == "torchtitan":
+        assert best.layout.recompute_modules == ("op",)
+        assert "activation_checkpoint = SelectiveAC.Config()" in (best.settings or "")

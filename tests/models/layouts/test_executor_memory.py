@@ -6,20 +6,30 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.executor_layouts import best_of
 from zbv_models.estimate.config import PRECISIONS, estimate_layers, parse_config
 from zbv_models.estimate.sections import with_presets
 from zbv_models.estimate.states import OPTIMIZER_STATES, HeldBytes, StateBytes
+from zbv_models.fixed_orders.schedules import Schedule, torch_schedule
 from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
-from zbv_models.layouts.executor_memory import STATES, fsdp, megatron, torch, worker
+from zbv_models.layouts.executor_memory import STATES, fsdp, in_order, megatron, torch, worker
 from zbv_models.layouts.executor_rules import executors_of, layouts_of_executors
-from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
+from zbv_models.layouts.executor_search import executor_layouts
+from zbv_models.layouts.given_cut import score_given_cut
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.errors import InvalidInput, NoLayoutFits
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.verify.verifier import verify
 
-GB = 1e9
+# --- bytes per parameter
 
 
 def chosen(name: str, **changes: Any) -> StateBytes:
@@ -62,24 +72,28 @@ def test_megatrons_bytes_per_parameter(
         assert held(megatron(state, 1), replicas, is_shared=True) == pytest.approx(expected)
 
 
-def test_fsdp_keeps_parameters_and_gradients_of_a_pipeline_whole() -> None:
-    """Shards of parameters, gradients and two states in float32, all the time."""
-    state = chosen("mixed-fp32-gradients")
-    assert fsdp(state, 1).of(1, 8).total == 2 + 4 + (4 + 4 + 8) / 8
-    assert fsdp(state, 3).of(1, 8).total == (4 + 4 + 8) / 8
-    assert fsdp(replace(state, state=2), 1).of(1, 8).total == 2 + 4 + (4 + 4 + 4) / 8
-    assert torch(state, 0).of(1, 8).total == 18
-    gathered = fsdp(replace(state, gathered=1.0), 1)
-    assert gathered.of(1, 8).total == 1 + 4 + (4 + 4 + 8) / 8
-    assert gathered.buffers == 2 + 4 + 2 * 1
-    assert fsdp(replace(state, gathered=1.0), 1, tables=True) == fsdp(state, 1, tables=True)
-    assert fsdp(state, 1).reduced == 4
+STATE = chosen("mixed-fp32-gradients")
 
 
-def test_zbvs_worker_holds_its_part_besides_the_whole() -> None:
-    state = chosen("mixed-fp32-gradients")
-    assert worker(state, 0).of(1, 8).total == 18
-    assert worker(state, 1).of(1, 8).total == 6 + (2 + 4 + 12) / 8
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        # FSDP has shards of parameters, gradients and two states in float32; a pipeline, whole ones, too.
+        (fsdp(STATE, 1), 2 + 4 + (4 + 4 + 8) / 8),
+        (fsdp(STATE, 3), (4 + 4 + 8) / 8),
+        (fsdp(replace(STATE, state=2), 1), 2 + 4 + (4 + 4 + 4) / 8),
+        (fsdp(replace(STATE, gathered=1.0), 1), 1 + 4 + (4 + 4 + 8) / 8),
+        (fsdp(replace(STATE, gathered=1.0), 1, tables=True), 2 + 4 + (4 + 4 + 8) / 8),
+        (torch(STATE, 0), 18),
+        # zbv's worker holds its part besides the whole.
+        (worker(STATE, 0), 18),
+        (worker(STATE, 1), 6 + (2 + 4 + 12) / 8),
+    ],
+)  # fmt: skip
+def test_bytes_per_parameter_of_other_programs(kept: HeldBytes, expected: float) -> None:
+    assert kept.of(1, 8).total == expected
+    gathered = fsdp(replace(STATE, gathered=1.0), 1)
+    assert (gathered.buffers, gathered.reduced) == (2 + 4 + 2 * 1, 4)
 
 
 def test_static_memory_of_a_16b_model_is_that_of_flagscale() -> None:
@@ -95,9 +109,11 @@ def test_static_memory_of_a_16b_model_is_that_of_flagscale() -> None:
     }
     document = {"model": model, "parallel": parallel, "device": {"data_parallel_bandwidth": 100}}
     layers = estimate_layers(parse_config(with_presets(document, ["h100"], {})))
-    assert sum(each.static.total * each.copies for each in layers) == pytest.approx(
-        46983.28 * 2**20, rel=1e-4
-    )
+    total = sum(each.static.total * each.copies for each in layers)
+    assert total == pytest.approx(46983.28 * 2**20, rel=1e-4)
+
+
+# --- settings ask for the states that the account holds
 
 
 def flags_to_state(flags: dict[str, str]) -> StateBytes:
@@ -105,20 +121,16 @@ def flags_to_state(flags: dict[str, str]) -> StateBytes:
     dtype = "bfloat16" if "--bf16" in flags else "float16" if "--fp16" in flags else "float32"
     bytes_of = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
     is_aware = "--use-precision-aware-optimizer" in flags
-    gradients = 4.0
-    if dtype == "bfloat16" and (
-        "--grad-reduce-in-bf16" in flags or flags.get("--main-grads-dtype") == "bf16"
-    ):
-        gradients = 2.0
-    if dtype == "float16" and "--accumulate-allreduce-grads-in-fp32" not in flags:
-        gradients = 2.0
+    is_half = "--grad-reduce-in-bf16" in flags or flags.get("--main-grads-dtype") == "bf16"
+    if dtype == "float16":
+        is_half = "--accumulate-allreduce-grads-in-fp32" not in flags
     assert is_aware or not {"--main-grads-dtype", "--exp-avg-dtype", "--optimizer-cpu-offload"} & set(flags)
     optimizer = flags.get("--optimizer", "adam")
     if optimizer == "sgd" and flags.get("--sgd-momentum") != "0":
         optimizer = "sgd-momentum"
     return StateBytes(
         parameters=4.0 if dtype == "float32" else 2.0,
-        gradients=gradients,
+        gradients=2.0 if is_half and dtype != "float32" else 4.0,
         master=0.0 if dtype == "float32" else bytes_of[flags.get("--main-params-dtype", "fp32")],
         state=bytes_of[flags.get("--exp-avg-dtype", "fp32")],
         optimizer=optimizer,
@@ -127,19 +139,9 @@ def flags_to_state(flags: dict[str, str]) -> StateBytes:
     )
 
 
-EVERY_STATE = [
-    StateBytes(*sizes)
-    for sizes in product(
-        (2.0, 4.0),
-        (2.0, 4.0),
-        (0.0, 2.0, 4.0),
-        (1.0, 2.0, 3.0, 4.0),
-        sorted(OPTIMIZER_STATES),
-        ("bfloat16", "float16", "float32"),
-        (0.0, 0.5),
-        (0.0, 1.0),
-    )
-]
+SIZES = (2.0, 4.0), (2.0, 4.0), (0.0, 2.0, 4.0), (1.0, 2.0, 3.0, 4.0)
+KINDS = sorted(OPTIMIZER_STATES), ("bfloat16", "float16", "float32"), (0.0, 0.5), (0.0, 1.0)
+EVERY_STATE = [StateBytes(*values) for values in product(*SIZES, *KINDS)]
 
 
 def test_megatrons_flags_ask_for_the_states_that_the_account_holds() -> None:
@@ -163,13 +165,13 @@ def test_torchtitans_keys_ask_for_the_states_that_the_account_holds() -> None:
         assert state.state == (2 if updated == 2 or "optimizer.implementation" in keys else 4)
 
 
-def cluster_of(nodes: int) -> Cluster:
+def cluster_of(nodes: int, gpus: int = 8) -> Cluster:
     """All of its memory is for tensors."""
-    return equal_cluster({"nodes": nodes, "gpus_per_node": 8, "device": "h100", "allocator_share": 1})
+    return equal_cluster({"nodes": nodes, "gpus_per_node": gpus, "device": "h100", "allocator_share": 1})
 
 
-def asked(nodes: int, fixed: Fixed | None = None, **document: Any) -> Request:
-    return parse_request({"presets": ["llama-3.1-8b"], **document}, cluster_of(nodes), fixed)
+def asked(cluster: Cluster, fixed: Fixed | None = None, executor: str = "zbv", **document: Any) -> Request:
+    return parse_request({"presets": ["llama-3.1-8b"], **document}, cluster, fixed, executor=executor)
 
 
 @pytest.mark.parametrize(
@@ -181,82 +183,201 @@ def asked(nodes: int, fixed: Fixed | None = None, **document: Any) -> Request:
         ("torch", {"offloaded_states": 0.5}, "requires no offloaded states"),
         ("megatron", {"precision": "half"}, "because its optimizers update a master copy"),
         ("megatron", {"precision": "bf16-states", "optimizer": "lion"}, "requires adam and bfloat16"),
+        ("megatron", {"precision": "float8-gather"}, "Megatron-LM requires parameters that are gathered as"),
     ],
 )
 def test_states_that_an_executor_cannot_have_are_refused_by_name(
     executor: str, parallel: dict[str, Any], message: str
 ) -> None:
-    setting = asked(1, global_batch=8, parallel=parallel).setting
+    model = {"product_dtype": "fp8"} if "float8" in parallel.get("precision", "") else {}
+    setting = asked(cluster_of(1), executor=executor, global_batch=8, parallel=parallel, model=model).setting
     with pytest.raises(InvalidInput, match=message):
         executors_of(executor, setting)
     assert executor not in executors_of("any", setting)
 
 
-def test_the_precision_aware_optimizer_is_distributed() -> None:
-    """Megatron-LM, ``get_megatron_optimizer``: it is only supported with the distributed optimizer."""
-    given = {"precision": "bf16-states"}
-    request = asked(1, global_batch=8, parallel=given)
+@pytest.mark.parametrize(
+    ("parallel", "stages", "fixed", "message"),
+    [
+        # get_megatron_optimizer: the precision-aware optimizer is only supported with the distributed one.
+        ({"precision": "bf16-states"}, {1}, Fixed(zero_stage=0, data_parallel=2), "stage 1 for these"),
+        # DistributedOptimizer.__init__: only Adam, and optimizers with an init_state_fn.
+        ({"optimizer": "sgd"}, {0}, Fixed(zero_stage=1, data_parallel=2), r"stage 0 .*\(found 1\)"),
+        ({"optimizer": "sgd-momentum"}, {0}, Fixed(zero_stage=1, data_parallel=1), "stage 0"),
+    ],
+)  # fmt: skip
+def test_states_may_need_or_forbid_the_distributed_optimizer(
+    parallel: dict[str, Any], stages: set[int], fixed: Fixed, message: str
+) -> None:
+    request = asked(cluster_of(1), global_batch=8, parallel=parallel)
     found = layouts_of_executors("megatron", request.setting, request.layouts)
-    assert {layout.zero_stage for _, layout in found if layout.data_parallel > 1} == {1}
-    whole = asked(1, Fixed(zero_stage=0, data_parallel=2), global_batch=8, parallel=given)
-    with pytest.raises(InvalidInput, match="requires ZeRO stage 1 for these optimizer states"):
-        layouts_of_executors("megatron", whole.setting, whole.layouts)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "sgd-momentum"])
-def test_the_distributed_optimizer_has_no_sgd(optimizer: str) -> None:
-    """Megatron-LM, ``DistributedOptimizer.__init__``: only Adam, and optimizers with an ``init_state_fn``."""
-    given = {"optimizer": optimizer}
-    request = asked(1, global_batch=8, parallel=given)
-    found = layouts_of_executors("megatron", request.setting, request.layouts)
-    assert {layout.zero_stage for _, layout in found} == {0}
-    for replicas in (1, 2):
-        fixed = Fixed(zero_stage=1, data_parallel=replicas, context_parallel=1)
-        shared = asked(1, fixed, global_batch=8, parallel=given)
-        with pytest.raises(InvalidInput, match=r"requires ZeRO stage 0 for these .* \(found 1\)"):
-            layouts_of_executors("megatron", shared.setting, shared.layouts)
+    assert {layout.zero_stage for _, layout in found if layout.data_parallel > 1} == stages
+    wrong = replace(request, fixed=fixed)
+    with pytest.raises(InvalidInput, match=f"requires ZeRO {message}"):
+        layouts_of_executors("megatron", wrong.setting, wrong.layouts)
 
 
 @pytest.mark.parametrize("attention", ["flash", "plain"])
 def test_plain_attention_asks_megatron_for_the_backend_that_keeps_scores(attention: str) -> None:
-    fixed = Fixed(tensor_parallel=1, context_parallel=1, pipeline_parallel=4, recompute="none")
-    request = asked(2, fixed, global_batch=16, sequence_length=1024, model={"attention": attention})
-    (best,) = executor_layouts(request.layouts, request.setting, "megatron").best
-    assert isinstance(best, ExecutorLayout)
+    fixed = Fixed(1, 1, pipeline_parallel=4, recompute="none", microbatch_size=1, zero_stage=1)
+    model = {"attention": attention}
+    request = asked(cluster_of(1), fixed, global_batch=16, sequence_length=1024, model=model)
+    best = best_of(request, "megatron")
     assert ("--attention-backend unfused" in (best.settings or "")) == (attention == "plain")
 
 
-def test_the_answer_with_megatrons_default_is_that_with_the_same_precision_by_name() -> None:
-    """Llama 3.1 70B on 64 H100, tp 4, pp 4: smaller states would have room for another order."""
+def test_smaller_states_have_room_for_another_order() -> None:
+    """Llama 3.1 70B on 64 H100, tp 4, pp 4; and a layout of 128 that would end out of memory."""
     fixed = Fixed(4, 1, pipeline_parallel=4, microbatch_size=1, zero_stage=1, recompute="none")
     document = {"presets": ["llama-3.1-70b"], "global_batch": 256, "sequence_length": 8192}
-
-    def best(parallel: dict[str, str]) -> ExecutorLayout:
-        given = {**document, "parallel": parallel} if parallel else document
-        request = parse_request(given, cluster_of(8), fixed)
-        (found,) = executor_layouts(request.layouts, request.setting, "megatron").best
-        assert isinstance(found, ExecutorLayout)
-        return found
-
-    unnamed, named = best({}), best({"precision": "mixed-fp32-gradients"})
-    assert named.settings == unnamed.settings
-    assert named.step_time == unnamed.step_time
-    assert named.plan.metrics.peak_memory == unnamed.plan.metrics.peak_memory
+    unnamed, named, smaller = (
+        best_of(asked(cluster_of(8), fixed, **document, **parallel), "megatron")
+        for parallel in (
+            {},
+            {"parallel": {"precision": "mixed-fp32-gradients"}},
+            {"parallel": {"precision": "bf16-states"}},
+        )
+    )
+    # Megatron-LM's default has a name.
+    assert (named.settings, named.step_time) == (unnamed.settings, unnamed.step_time)
     assert (named.plan.problem.placement.n_stages, named.layout.recompute) == (4, "none")
     assert 78e9 < max(named.plan.metrics.peak_memory) <= 80e9
-    smaller = best({"precision": "bf16-states"})
     assert smaller.plan.problem.placement.n_stages > 4
     assert smaller.step_time < named.step_time
     assert "--use-precision-aware-optimizer" in (smaller.settings or "")
-
-
-def test_a_layout_that_ends_out_of_memory_in_megatron_is_not_offered() -> None:
-    """Llama 3.1 70B, tp 1, cp 4, pp 8: 94 of 80 GB with gradients in float32, 76.5 with others."""
+    # tp 1, cp 4, pp 8: 94 of 80 GB with gradients in float32, 76.5 with others.
     fixed = Fixed(1, 4, pipeline_parallel=8, microbatch_size=1, zero_stage=1, recompute="none")
     document = {"presets": ["llama-3.1-70b"], "global_batch": 1024}
-    request = parse_request(document, cluster_of(16), fixed)
+    large = asked(cluster_of(16), fixed, **document)
     with pytest.raises(NoLayoutFits):
-        executor_layouts(request.layouts, request.setting, "megatron")
-    smaller = parse_request(document, cluster_of(16), fixed, parallel={"precision": "mixed"})
-    layout = EstimatedLayout.of(smaller.layouts[0], smaller.setting.of_executor("megatron"))
+        executor_layouts(large.layouts, large.setting, "megatron")
+    fits = asked(cluster_of(16), fixed, **document, parallel={"precision": "mixed"})
+    layout = EstimatedLayout.of(fits.layouts[0], fits.setting.of_executor("megatron"))
     assert layout.load_bound < float("inf")
+
+
+# --- gradients that pass
+
+
+def layered(blocks: int, ranks: int, microbatches: int) -> LayeredProblem:
+    """Blocks that hold a parameter and ten times as much as gradients."""
+    costs = LayerCosts(1, 1, 1, None, LayerMemory(2, -1, -1, static=11))
+    model = Model((Layer("block", costs, output_bytes=1, repeat=blocks),))
+    return LayeredProblem(model, ranks, microbatches, (5.0,) * ranks, placement="auto")
+
+
+def most_alive(schedule: Schedule, sizes: list[int], rank: int) -> float:
+    """The obvious way: walk through the actions, and add up the stages that are between their backwards."""
+    orders = schedule.orders()
+    own = orders.slice_of(rank)
+    actions = list(zip(orders.stage[own].tolist(), orders.letter[own].tolist(), strict=True))
+    most = 0
+    for place in range(len(actions)):
+        began = {stage for stage, letter in actions[: place + 1] if letter}
+        most = max(
+            most, sum(sizes[s] for s in began & {stage for stage, letter in actions[place:] if letter})
+        )
+    return most
+
+
+@given(st.data())
+def test_a_rank_counts_the_gradients_that_its_order_holds_at_once(data: st.DataObject) -> None:
+    kinds = [("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 2)]
+    name, chunks = data.draw(st.sampled_from(kinds))
+    ranks = data.draw(st.integers(2, 3))
+    microbatches = ranks * data.draw(st.integers(2 if name == "ZBVZeroBubble" else 1, 2))
+    schedule = torch_schedule(name, ranks, microbatches, chunks)
+    sizes = [data.draw(st.integers(1, 4)) for _ in range(schedule.placement.n_stages)]
+    bounds = np.concatenate(([0], np.cumsum(sizes)))
+    problem = layered(sum(sizes), ranks, microbatches).cut_into(schedule.placement, Cut.at(bounds))
+    held = in_order(problem, schedule.orders(), {"block": 10.0})
+    for rank, stages in enumerate(schedule.placement.stages_of):
+        expected = 5 + sum(sizes[stage] for stage in stages) + 10 * most_alive(schedule, sizes, rank)
+        assert held.memory.static[rank] == pytest.approx(expected)
+    assert in_order(problem, schedule.orders(), {"block": 0.0}) is problem
+    assert held.costs == problem.costs
+
+
+def test_the_plan_of_one_round_of_an_interleaved_schedule_holds_the_gradients_of_one_stage() -> None:
+    fixed = Fixed(1, 1, 1, 4, 4, 1, 1, "none")
+    request = asked(cluster_of(2), fixed, "torchtitan", global_batch=16, sequence_length=4096)
+    best = best_of(request, "torchtitan")
+    assert best.plan.problem.model is not None
+    assert best.plan.problem.placement.chunks > 1
+    verify(best.plan)
+    whole, held = best.best.problem.memory.static, best.plan.problem.memory.static
+    for rank, stages in enumerate(best.plan.problem.placement.stages_of):
+        partition = best.plan.problem.model.partition
+        blocks = [sum(name.startswith("block") for name in partition[stage]) for stage in stages]
+        freed = best.estimated.passing["block"] * (sum(blocks) - max(blocks))
+        assert whole[rank] - held[rank] >= freed * 0.99
+    # Those of all halves of a block are those of the block.
+    layout, setting = best.layout, request.setting.of_executor("torchtitan")
+    halves = EstimatedLayout.of(layout, replace(setting, training=replace(setting.training, by_halves=True)))
+    passing = [
+        [each.passing * each.copies for each in of.estimate.layers]
+        for of in (EstimatedLayout.of(layout, setting), halves)
+    ]
+    assert sum(passing[0]) == sum(passing[1])
+    assert all(passing[0])
+
+
+def test_a_given_cut_holds_only_the_gradients_of_its_order_at_once() -> None:
+    """One round of two stages per rank: first the backwards of one stage, then those of the other."""
+    model = {"hidden": 512, "layers": 8, "heads": 8, "vocabulary": 1024, "sequence": 512}
+    document = {"model": model, "global_batch": 8}
+    fixed = Fixed(1, 1, 1, 2, 2, 2, 1, "none", None, "tp-cp-dp-pp")
+    found = score_given_cut(
+        parse_request(document, cluster_of(1, 4), fixed, executor="torchtitan"), "2,2,2,2", time_limit=0.1
+    )
+    layers, passing = found.estimated.estimate.layers, found.estimated.passing
+    states = sum(each.static.total * each.copies for each in layers)
+    buffers = sum(found.estimated.with_buffers("torchtitan", 2).static)
+    workspace = 2 * max(each.plain.workspace for each in layers)
+    held = sum(found.score.problem.memory.static)
+    assert held == pytest.approx(states + buffers + workspace - 2 * 2 * passing["block"])
+
+
+# --- parameters gathered in float8
+
+
+def test_experts_and_tables_are_not_gathered_in_float8() -> None:
+    sizes = {"hidden": 512, "layers": 8, "heads": 8, "vocabulary": 1024, "sequence": 512}
+    kinds = {"experts": 8, "experts_per_token": 2, "product_dtype": "fp8", "positions": "rotary"}
+    document = {"model": {**sizes, **kinds}, "global_batch": 8, "parallel": {"precision": "float8-gather"}}
+    request = parse_request(document, cluster_of(1, 4), Fixed(1, 1, 1, 2, 2, 1, 1, "none"), executor="torch")
+    narrow = request.setting.of_executor("torch")
+    state = replace(narrow.training.state, gathered=0.0)
+    wide = replace(narrow, training=replace(narrow.training, state=state))
+    static = [
+        {
+            each.name: each.static.total
+            for each in EstimatedLayout.of(request.layouts[0], setting).estimate.layers
+        }
+        for setting in (wide, narrow)
+    ]
+    saved = {name: static[0][name] - static[1][name] for name in static[0]}
+    # One of two bytes of query, key, value and output; the router and the norms are dense, too.
+    assert (saved.pop("embedding"), saved.pop("head")) == (0, 2 * 512)  # the head has the last norm
+    (block,) = saved.values()
+    assert 4 * 512**2 <= block <= 4 * 512**2 + 20 * 512
+
+
+@pytest.mark.parametrize(
+    ("tensor", "precision", "is_narrow"),
+    [(2, None, False), (2, "float8-gather", True), (1, "float8-gather", False)],
+)
+def test_torchao_keeps_operands_of_float8_products_as_they_came(
+    tensor: int, precision: str | None, is_narrow: bool
+) -> None:
+    """``matmul_with_hp_or_float8_args`` saves its input, which only tensor parallelism casts before."""
+    fixed, kept = Fixed(tensor, 1, 1, 4 // tensor, 2, 1, 1, "none"), []
+    for dtype in ("fp8", "bfloat16"):
+        document: dict[str, Any] = {"model": {"product_dtype": dtype}, "global_batch": 8}
+        if precision and dtype == "fp8":
+            document["parallel"] = {"precision": precision}
+        request = asked(cluster_of(1), fixed, "torchtitan", **document)
+        estimated = EstimatedLayout.of(request.layouts[0], request.setting.of_executor("torchtitan"))
+        kept.append(estimated.estimate.layers[1].plain.after_forward)
+    assert (kept[0] < kept[1]) == is_narrow
+    assert is_narrow or kept[0] == kept[1]

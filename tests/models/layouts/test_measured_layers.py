@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.executor_layouts import cluster_of as equal_cluster_of
 from zbv_models.estimate.device import GroupLinks
 from zbv_models.estimate.layers import Running, estimate_model
-from zbv_models.estimate.shapes import Degrees, PerAction
+from zbv_models.estimate.shapes import Degrees
 from zbv_models.layouts.answer import costs_of, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
 from zbv_models.layouts.layout import Fixed, Layout
-from zbv_models.layouts.measured_layers import Origin, Origins
+from zbv_models.layouts.measured_layers import Origins
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import best_layouts
@@ -24,22 +25,12 @@ MODEL = {
     **{"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "sequence": 512},
     **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
 }
-CLUSTER = {
-    "nodes": 1,
-    "gpus_per_node": 4,
-    "device": {"achieved_tflops": 300, "memory_bandwidth": 1500, "kernel_latency": 6},
-    "memory": 4e10,
-    "links": {
-        "in_node": {"latency": 10, "bandwidth": 300},
-        "between_nodes": {"latency": 20, "bandwidth": 25},
-    },
-}
 PROGRAM = {"precision": "bfloat16", "device": "NVIDIA H100 80GB HBM3"}
 Document = dict[str, Any]
 
 
-def cluster_of(**changed: Any) -> Cluster:
-    return equal_cluster(CLUSTER | changed)
+def cluster_of(nodes: int = 1) -> Cluster:
+    return equal_cluster_of(nodes, 4 // nodes, kernel_latency=6)
 
 
 def request_of(*profiles: Document, cluster: Cluster | None = None, **fixed: Any) -> Request:
@@ -48,24 +39,21 @@ def request_of(*profiles: Document, cluster: Cluster | None = None, **fixed: Any
     return replace(found, profiles=parsed)
 
 
-def as_estimated(size: int = 1, tensor: int = 1) -> Document:
-    """A profile whose numbers are the estimates."""
+def as_estimated(size: int = 1, tensor: int = 1, factor: float = 1.0) -> Document:
+    """A profile whose numbers are the estimates, and whose times are those times a factor."""
     setting, cluster = request_of().setting, cluster_of()
-    degrees = Degrees(tensor, tensor > 1)
-    links = GroupLinks(tensor=cluster.in_node)
+    degrees, links = Degrees(tensor, tensor > 1), GroupLinks(tensor=cluster.in_node)
     found = estimate_model(setting.model, degrees, cluster.device, links, setting.training, size)
 
     def costs(of: Running, static: float) -> Document:
-        return {
-            **vars(of.times),
-            "memory": {
-                "forward": of.after_forward,
-                "backward_input": of.after_input - of.after_forward,
-                "backward_weight": -of.after_input,
-                "static": static,
-                "workspace": of.workspace,
-            },
+        memory = {
+            "forward": of.after_forward,
+            "backward_input": of.after_input - of.after_forward,
+            "backward_weight": -of.after_input,
+            "static": static,
+            "workspace": of.workspace,
         }
+        return vars(of.times.scaled(factor)) | {"memory": memory}
 
     layers = []
     for layer in found.layers:
@@ -74,40 +62,18 @@ def as_estimated(size: int = 1, tensor: int = 1) -> Document:
         if layer.full is not None:
             document["recompute"] = costs(layer.full, layer.static.total)
         layers.append(document | ({} if layer.repeat is None else {"repeat": layer.repeat}))
-    return {
-        "pp_degree": 1,
-        "microbatches": 4,
-        "layers": layers,
-        "units": {"time": "us", "memory": "bytes"},
-        "measured": PROGRAM,
-        "profile": {
-            "microbatch_size": size,
-            "sequence_length": MODEL["sequence"],
-            "tensor_parallel": tensor,
-            "update": {layer.name: layer.step.optimizer for layer in found.layers},
-        },
-    }
-
-
-def faster(profile: Document, factor: float) -> Document:
-    """All times multiplied by a factor, also those of recomputed layers."""
-
-    def scaled(document: Document) -> Document:
-        times = {name: document[name] * factor for name in vars(PerAction())}
-        again = {"recompute": scaled(document["recompute"])} if "recompute" in document else {}
-        return document | times | again
-
-    return profile | {"layers": [scaled(layer) for layer in profile["layers"]]}
+    updates = {layer.name: layer.step.optimizer for layer in found.layers}
+    profile = {"microbatch_size": size, "sequence_length": MODEL["sequence"], "tensor_parallel": tensor}
+    document = {"pp_degree": 1, "microbatches": 4, "layers": layers, "measured": PROGRAM}
+    return document | {"units": {"time": "us", "memory": "bytes"}, "profile": profile | {"update": updates}}
 
 
 def layouts_of(**fixed: Any) -> list[Layout]:
     return request_of(**fixed).layouts
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    assert vars(found.times) == pytest.approx(vars(expected.times), rel=1e-9)
-    held = ("after_forward", "after_input", "workspace")
-    assert [getattr(found, name) for name in held] == [getattr(expected, name) for name in held]
+def costs_and_bytes(of: Running | None) -> list[float] | None:
+    return of and [*vars(of.times).values(), of.after_forward, of.after_input, of.workspace]
 
 
 @pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 2)])
@@ -117,10 +83,8 @@ def test_a_profile_that_equals_the_estimate_changes_nothing(size: int, tensor: i
     for layout in layouts_of():
         expected, found = (EstimatedLayout.of(layout, setting) for setting in (plain, measured))
         for one, other in zip(found.estimate.layers, expected.estimate.layers, strict=True):
-            assert_alike(one.plain, other.plain)
-            if other.full is not None:
-                assert one.full is not None
-                assert_alike(one.full, other.full)
+            for running, by in ((one.plain, other.plain), (one.full, other.full)):
+                assert costs_and_bytes(running) == (by and pytest.approx(costs_and_bytes(by), rel=1e-9))
             assert one.static.total == pytest.approx(other.static.total, abs=2)
             assert one.step.total == pytest.approx(other.step.total, rel=1e-9)
             assert one.output_bytes == other.output_bytes
@@ -130,41 +94,40 @@ def test_a_profile_that_equals_the_estimate_changes_nothing(size: int, tensor: i
 
 
 def test_layers_are_measured_scaled_or_estimated() -> None:
-    document = faster(as_estimated(size=2), 3.0)
+    document = as_estimated(size=2, factor=3.0)
     document["layers"] = [layer for layer in document["layers"] if layer["name"] == "block"]
-    document["layers"][0]["backward"] = 5.0
-    del document["layers"][0]["recompute"]
-    same, larger = layouts_of(tensor_parallel=1, pipeline_parallel=4)[1:3]
-    assert (same.microbatch_size, larger.microbatch_size) == (2, 4)
+    (given,) = document["layers"]
+    given["backward"] = 5.0
+    del given["recompute"]
     plain, measured = request_of().setting, request_of(document).setting
-    given = document["layers"][0]
-    cases: list[tuple[Layout, Origin]] = [(same, "measured"), (larger, "scaled")]
-    for layout, origin in cases:
+    layouts = layouts_of(tensor_parallel=1, pipeline_parallel=4)[1:3]
+    assert [layout.microbatch_size for layout in layouts] == [2, 4]
+    for layout, origin in zip(layouts, ("measured", "scaled"), strict=True):
         found, expected = EstimatedLayout.of(layout, measured), EstimatedLayout.of(layout, plain)
-        assert found.origins == (Origins(), Origins(origin, "scaled"), Origins())
+        assert found.origins == (Origins(), Origins(origin, "scaled"), Origins())  # type: ignore[arg-type]
         block, estimated = found.estimate.layers[1], expected.estimate.layers[1]
         assert vars(block.plain.times) == pytest.approx(vars(estimated.plain.times.scaled(3.0)))
         assert block.full is not None
         repeated = block.full.times.backward_input - block.plain.times.backward_input
         assert repeated == pytest.approx(3.0 * estimated.plain.times.forward)
         assert found.estimate.layers[0] == expected.estimate.layers[0]
-        assert block.plain.fused is not None
         share = given["backward"] / (given["backward_input"] + given["backward_weight"])
         both = block.plain.times.backward_input + block.plain.times.backward_weight
         assert block.plain.fused == pytest.approx(share * both)
 
 
-def test_the_nearest_profile_counts() -> None:
-    setting = request_of(faster(as_estimated(1), 2.0), faster(as_estimated(8), 4.0)).setting
-    plain = request_of().setting
+def test_the_nearest_profile_counts_and_of_two_the_smaller_one() -> None:
+    setting = request_of(as_estimated(4, factor=4.0), as_estimated(1, factor=2.0)).setting
     for layout in layouts_of(tensor_parallel=1, pipeline_parallel=4):
-        found, expected = (EstimatedLayout.of(layout, each).estimate.layers[1] for each in (setting, plain))
+        found, expected = (
+            EstimatedLayout.of(layout, each).estimate.layers[1] for each in (setting, request_of().setting)
+        )
         factor = 2.0 if layout.microbatch_size <= 2 else 4.0
         assert found.plain.times.forward == pytest.approx(factor * expected.plain.times.forward)
 
 
 def test_exchanges_between_replicas_are_added_to_measured_layers() -> None:
-    setting = request_of(faster(as_estimated(1), 0.5)).setting
+    setting = request_of(as_estimated(1, factor=0.5)).setting
     (layout,) = layouts_of(data_parallel=2, tensor_parallel=1, pipeline_parallel=2, zero_stage=3,
                            microbatch_size=1, placement="tp-cp-dp-pp")  # fmt: skip
     alone = replace(layout, zero_stage=0)
@@ -184,80 +147,76 @@ def test_measured_links_replace_those_of_nodes() -> None:
     document["profile"]["scatter_gather"] = [{"ranks": 2, "latency": 80.0, "bandwidth": 700.0}]
     fixed = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1, "microbatch_size": 1}
     (layout,) = layouts_of(**fixed, zero_stage=0)
-    one, two = (request_of(document, cluster=cluster_of(nodes=nodes, gpus_per_node=4 // nodes)).setting
-                for nodes in (1, 2))  # fmt: skip
-    links, latency = one.links(layout)
-    assert links.data.bandwidth == pytest.approx(0.5)
-    assert (links.data.latency, latency) == (0.0, 90.0)
-    assert two.links(layout)[0].data.bandwidth == 50
     half = replace(layout, pipeline_parallel=2, data_parallel=2)
-    assert two.links(half)[0].data.bandwidth == pytest.approx(1.0)
-    sharded, latency = two.links(replace(half, zero_stage=1))
-    assert sharded.data.bandwidth == pytest.approx(0.7)
-    assert latency == 80.0
-    found, _ = one.links(half)
-    assert found.pipeline.bandwidth == pytest.approx(4.0)
-    assert found.pipeline.latency == 7.0
-    assert two.links(half)[0].pipeline.bandwidth == 25
-    plain = EstimatedLayout.of(layout, replace(one, measured=None))
+    one, two = (request_of(document, cluster=cluster_of(nodes)).setting for nodes in (1, 2))
+
+    def data(setting: Any, of: Layout) -> tuple[float, float, float]:
+        links, latency = setting.links(of)
+        return links.data.bandwidth, links.data.latency, latency
+
+    assert data(one, layout) == (0.5, 0.0, 90.0)
+    assert data(two, layout)[0] == 50, "over both nodes"
+    assert data(two, half) == (1.0, 0.0, 90.0)
+    assert data(two, replace(half, zero_stage=1)) == (0.7, 0.0, 80.0)
+    near, far = one.links(half)[0].pipeline, two.links(half)[0].pipeline
+    assert (near.bandwidth, near.latency, far.bandwidth) == (4.0, 7.0, 25)
     names = [("embedding", *(f"block.{k}" for k in range(4)), "head")]
-    assert EstimatedLayout.of(layout, one).latency == 90.0
-    assert EstimatedLayout.of(layout, one).once(names) > plain.once(names)
+    measured, plain = (EstimatedLayout.of(layout, each) for each in (one, replace(one, measured=None)))
+    assert measured.latency == 90.0
+    assert measured.once(names) > plain.once(names)
 
 
 @pytest.mark.parametrize("factor", [0.2, 3.0])
 def test_bounds_hold_for_measured_layers(factor: float) -> None:
-    document = faster(as_estimated(2), factor)
+    document = as_estimated(2, factor=factor)
     for layer in document["layers"]:
         layer["backward"] = 0.6 * (layer["backward_input"] + layer["backward_weight"])
-    request = request_of(
-        document, tensor_parallel=1, context_parallel=1, zero_stage=0, placement="tp-cp-dp-pp"
-    )
-    layouts, setting = request.layouts, request.setting
-    each = [plan_layout(EstimatedLayout.of(layout, setting)) for layout in layouts]
+    fixed = {"tensor_parallel": 1, "context_parallel": 1, "zero_stage": 0, "placement": "tp-cp-dp-pp"}
+    request = request_of(document, **fixed)
+    each = [plan_layout(EstimatedLayout.of(layout, request.setting)) for layout in request.layouts]
     for planned in each:
-        assert setting.least_work(planned.layout) <= planned.step_time * (1 + OPTIMAL_GAP)
-        assert planned.lower_bound <= planned.step_time * (1 + OPTIMAL_GAP)
-    ranking = best_layouts(layouts, setting)
+        bounds = request.setting.least_work(planned.layout), planned.lower_bound
+        assert max(bounds) <= planned.step_time * (1 + OPTIMAL_GAP)
+    ranking = best_layouts(request.layouts, request.setting)
     assert ranking.best[0].step_time == pytest.approx(min(planned.step_time for planned in each))
     costs = ranking_json(ranking, request)["layouts"][0]["costs"]
     assert costs == costs_of(ranking.best[0])
     assert sum(sum(kinds.values()) for kinds in costs.values()) == 6
 
 
+def test_selective_recomputation_is_scaled_because_profiles_measure_the_full_one() -> None:
+    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 8}
+    fixed = Fixed(recompute="selective", tensor_parallel=1, microbatch_size=1)
+    found = parse_request(document, cluster_of(), fixed)
+    request = replace(found, profiles=(parse_profile(as_estimated(), "profile.json"),))
+    costs = costs_of(best_layouts(request.layouts, request.setting).best[0])
+    assert costs["scaled"]["block (recomputed)"] > 0
+    assert not any(name.startswith("block") for name in costs["measured"])
+
+
 # --- what is refused
 
 
 @pytest.mark.parametrize(
-    ("change", "pointer"),
+    ("document", "pointer", "says"),
     [
-        ({"units": {"time": "ms", "memory": "bytes"}}, "/units/time"),
-        ({"units": {"time": "us"}}, "/units/memory"),
-        ({"profile": None}, "/profile"),
-        ({"profile": {"microbatch_size": 0, "sequence_length": 8}}, "/profile/microbatch_size"),
-        ({"profile": {"microbatch_size": 1, "sequence_length": 8, "ranks": 2}}, "/profile/ranks"),
-        ({"layers": []}, "/layers"),
-        ({"layers": None}, "/layers"),
+        (as_estimated() | {"units": {"time": "ms", "memory": "bytes"}}, "/units/time", ""),
+        (as_estimated() | {"units": {"time": "us"}}, "/units/memory", ""),
+        (as_estimated() | {"profile": None}, "/profile", ""),
+        (as_estimated() | {"profile": {"microbatch_size": 0}}, "/profile/microbatch_size", ""),
+        (as_estimated() | {"profile": {"sequence_length": 8, "ranks": 2}}, "/profile/ranks", ""),
+        (as_estimated() | {"layers": []}, "/layers", ""),
+        (as_estimated() | {"layers": None}, "/layers", ""),
+        ([], "", "JSON object"),
+        ({"layouts": []}, "", "this is no profile"),
+        ({"pp_degree": 2}, "/layers", "whole stages"),
     ],
-)
-def test_wrong_profiles_are_refused(change: Document, pointer: str) -> None:
+)  # fmt: skip
+def test_wrong_profiles_are_refused(document: Any, pointer: str, says: str) -> None:
     with pytest.raises(InvalidInput) as error:
-        parse_profile(as_estimated() | change)
-    assert pointer in [issue.pointer for issue in error.value.issues]
-
-
-@pytest.mark.parametrize(
-    ("document", "says"),
-    [
-        ([], "JSON object"),
-        ("profile", "JSON object"),
-        ({"layouts": []}, "this is no profile"),
-        ({"pp_degree": 2}, "whole stages"),
-    ],
-)
-def test_other_documents_are_refused(document: Any, says: str) -> None:
-    with pytest.raises(InvalidInput, match=says):
         parse_profile(document)
+    assert pointer in [issue.pointer for issue in error.value.issues]
+    assert says in str(error.value)
 
 
 def test_profiles_must_fit_the_model_the_device_and_each_other() -> None:
@@ -265,9 +224,8 @@ def test_profiles_must_fit_the_model_the_device_and_each_other() -> None:
     first["layers"][1]["name"] = "mlp"
     first["measured"] = {**PROGRAM, "precision": "float32"}
     second = {**as_estimated(), "measured": {**PROGRAM, "torch": "2.9", "device": "A100"}}
-    request = request_of(first, second, cluster=cluster_of(device="h200"))
     with pytest.raises(InvalidInput) as error:
-        _ = request.setting
+        _ = request_of(first, second, cluster=replace(cluster_of(), preset="h200")).setting
     assert {(issue.source, issue.pointer) for issue in error.value.issues} == {
         ("profile-0.json", "/layers/1/name"),
         ("profile-0.json", "/measured/precision"),
@@ -280,19 +238,10 @@ def test_profiles_must_fit_the_model_the_device_and_each_other() -> None:
 
 @pytest.mark.parametrize(("preset", "fits"), [("h100-80gb", True), ("h100", True), ("a100", False)])
 def test_a_preset_is_compared_with_the_name_of_the_measured_device(preset: str, fits: bool) -> None:
-    request = request_of(as_estimated(), cluster=cluster_of(device=preset))
+    cluster = equal_cluster({"nodes": 1, "gpus_per_node": 4, "device": preset})
+    request = request_of(as_estimated(), cluster=cluster)
     if fits:
         assert request.setting.measured is not None
     else:
         with pytest.raises(InvalidInput, match="H100"):
             _ = request.setting
-
-
-def test_selective_recomputation_is_scaled_because_profiles_measure_the_full_one() -> None:
-    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 8}
-    fixed = Fixed(recompute="selective", tensor_parallel=1, microbatch_size=1)
-    found = parse_request(document, cluster_of(), fixed)
-    request = replace(found, profiles=(parse_profile(as_estimated(), "profile.json"),))
-    costs = costs_of(best_layouts(request.layouts, request.setting).best[0])
-    assert costs["scaled"]["block (recomputed)"] > 0
-    assert not any(name.startswith("block") for name in costs["measured"])

@@ -188,7 +188,7 @@ LIES: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("path", "value", "says"), LIES, ids=range(len(LIES)))
 def test_false_claims_are_refused(path: str, value: Any, says: str, serial_plan: Document) -> None:
-    document = serial_plan | {"cut": {"method": "even-cut", "lower_bound": 1.0, "gap": 23.0}}
+    document = serial_plan | {"cut": {"method": "even-cut", "lower_bound": 1.0, "gap": 47.0}}
     check_plan(document)
     with pytest.raises((InvalidPlan, InvalidInput), match=says):
         check_plan(changed(document, path, value))

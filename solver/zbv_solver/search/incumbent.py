@@ -62,25 +62,17 @@ class Solution:
 
 
 class Incumbent:
-    """The best orders and the best bound so far. Chains may report to it from several threads.
+    """The best orders and the best bound so far, in the unit of the search.
 
-    Attributes
-    ----------
-    problem, unit
-        The caller's problem, and the unit of the search in the caller's. All values here are in this unit.
-    bound, source
-        The best proven bound, and where it comes from.
-    current
-        The order that the phases of the search improve.
-    reserve
-        A better order that most phases cannot start from, because its stages run the microbatches in
-        different orders. Annealing and CP-SAT can.
+    Chains may report to it from several threads. ``problem`` is the caller's.
     """
 
     def __init__(self, problem: Problem, unit: float, on_progress: OnProgress | None):
         self.problem, self.unit, self.on_progress = problem, unit, on_progress
         self.bound, self.source = 0.0, "bounds"
-        self.current: Solution | None = None
+        self.current: Solution | None = None  # the order that the phases of the search improve
+        # A better order that most phases cannot start from, because its stages run the microbatches in
+        # different orders. Annealing and CP-SAT can.
         self.reserve: Solution | None = None
         self._began, self._reported = time.monotonic(), math.inf
         self._lock = Lock()
@@ -170,19 +162,11 @@ LEAST_SECONDS = 1e-6
 
 
 class Halt:
-    """Says when to stop: at a deadline, or when ``cancelled`` returns True. A context manager.
-
-    Attributes
-    ----------
-    flag
-        (1,) uint8 that kernels poll; 1 once it is time to stop.
-    reason
-        "cancelled" or "time limit" once it is time to stop, else None.
-    """
+    """Says when to stop: at a deadline, or when ``cancelled`` returns True. A context manager."""
 
     def __init__(self, cancelled: Callable[[], bool] | None, deadline: float | None):
-        self.flag: IntArray = np.zeros(1, np.uint8)
-        self.reason: str | None = None
+        self.flag: IntArray = np.zeros(1, np.uint8)  # kernels poll it; 1 once it is time to stop
+        self.reason: str | None = None  # "cancelled" or "time limit" once it is time to stop
         self._cancelled, self._deadline = cancelled, deadline
         self._began = time.monotonic()
         self._finished = threading.Event()

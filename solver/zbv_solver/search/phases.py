@@ -57,23 +57,7 @@ LEAST_SECONDS = 0.01
 
 
 class Search:
-    """The search of an order for given stages.
-
-    Attributes
-    ----------
-    problem, unit
-        The problem in the unit of the search (:mod:`zbv_solver.search.assemble`), and that unit.
-    budget
-        How long every phase may run.
-    starts
-        The best orders of all chains of tuning, injecting and overtaking; annealing starts from these.
-    annealed
-        The orders that annealing of several starts ends with.
-    bests
-        The best order of every chain of every phase.
-    is_tight
-        Whether memory has space for few microbatches in flight.
-    """
+    """The search of an order for given stages."""
 
     def __init__(
         self,
@@ -83,7 +67,7 @@ class Search:
         cancelled: Cancelled | None = None,
     ):
         self.given, self.options = problem, options
-        self.problem, self.unit = in_search_unit(problem)
+        self.problem, self.unit = in_search_unit(problem)  # in the unit of the search, and that unit
         self.incumbent = Incumbent(problem, self.unit, on_progress)
         deadline = None
         if options.time_limit is not None:
@@ -92,9 +76,9 @@ class Search:
         self.halt = Halt(cancelled, deadline)
         self.budgets = budgets_of(options.effort, problem)
         self.budget = self.budgets[0]
-        self.starts: list[Solution] = []
-        self.annealed: list[Solution] = []
-        self.bests: list[Solution] = []
+        self.starts: list[Solution] = []  # the best orders of all chains before annealing
+        self.annealed: list[Solution] = []  # what annealing of several starts ends with
+        self.bests: list[Solution] = []  # the best order of every chain of every phase
         # Where microbatches differ, memory is tight while large ones are in flight.
         few = in_flight_caps(self.problem).min() < self.budget.ample * self.problem.pp_degree
         self.is_tight = bool(few) or not problem.is_equal

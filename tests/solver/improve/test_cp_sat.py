@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import subprocess
 import sys
@@ -92,24 +91,6 @@ def has_solution(problem: Problem, actions: list[str]) -> bool:
     status = make_solver(1.0, None, 0).solve(model.model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE)
     return status != cp_model.INFEASIBLE
-
-
-def test_weaker_bounds_of_the_solver_are_ignored() -> None:
-    problem = uniform(2, 2)
-    heard: list[float] = []
-    search = CpSearch(problem, serial(problem).orders, listener=Listener(on_bound=heard.append))
-    search.bound, search.lower = 5.0, search.grid.at_least(5.0)
-    parts, most = search.lower, search.upper
-    for weaker in (0.0, parts - 1.0, float(parts), -math.inf, math.inf):
-        search._raise_bound(weaker, most)
-        assert (search.bound, search.lower, heard) == (5.0, parts, [])
-    search._raise_bound(2.0 * parts, most)
-    assert search.bound == 10.0
-    assert search.lower == 2 * parts
-    search._raise_bound(1.5 * parts, most)
-    assert search.bound == 10.0
-    assert search.lower == 2 * parts
-    assert heard == [10.0]
 
 
 def test_python_handles_ctrl_c_during_a_search() -> None:
@@ -216,11 +197,7 @@ def test_a_window_changes_the_order_of_microbatches_that_differ() -> None:
         entered.append(search.orders.microbatch[is_entry].tolist())
         search.improve(0.0, float("inf"), effort=1.0)
     assert entered == [[1, 0, 2], [1, 2, 0]]
-
-
-def test_a_window_after_the_end_of_the_order_is_empty() -> None:
-    problem = uniform(2, 2)
-    assert not CpSearch(problem, serial(problem).orders).improve(1e6, 2e6, effort=1.0)
+    assert not search.improve(1e6, 2e6, effort=1.0)  # after the end of the order
 
 
 def test_windows_improve_on_annealing_and_small_windows_on_large_ones(

@@ -103,13 +103,15 @@ WITHOUT_UNIT = {
 
 
 @pytest.mark.parametrize(
-    "problem", [SMALL, {**SMALL, "placement": "loop", "objective": "makespan", "costs": WITHOUT_UNIT}]
+    ("problem", "how"),
+    [
+        (SMALL, "by CP-SAT"),
+        ({**SMALL, "placement": "loop", "objective": "makespan", "costs": WITHOUT_UNIT}, "proved again"),
+    ],
 )
-def test_a_bound_of_cp_sat_is_proved_by_cp_sat(problem: Document) -> None:
-    document = planned(problem)
-    assert document["metrics"]["status"] == "optimal"
-    reasons = {claim.pointer: claim.reason for claim in check_plan(document, prove=True).verified}
-    assert "by CP-SAT" in reasons["/metrics/lower_bound"]
+def test_a_bound_of_cp_sat_is_proved_by_cp_sat(problem: Document, how: str) -> None:
+    reasons = {claim.pointer: claim.reason for claim in check_plan(planned(problem), prove=True).verified}
+    assert how in reasons["/metrics/lower_bound"]
 
 
 def claiming_optimal(document: Document) -> Document:
@@ -186,7 +188,7 @@ LIES: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("path", "value", "says"), LIES, ids=range(len(LIES)))
 def test_false_claims_are_refused(path: str, value: Any, says: str, serial_plan: Document) -> None:
-    document = serial_plan | {"cut": {"method": "even-cut", "lower_bound": 1.0, "gap": 23.0}}
+    document = serial_plan | {"cut": {"method": "even-cut", "lower_bound": 1.0, "gap": 47.0}}
     check_plan(document)
     with pytest.raises((InvalidPlan, InvalidInput), match=says):
         check_plan(changed(document, path, value))

@@ -236,6 +236,8 @@ def test_layouts_are_listed_and_written(run: Run) -> None:
     best = found["layouts"][0]
     assert found["proof"]["no_layout_below"] <= best["lower_bound"] <= best["step_time"]
     check(best["plan"])
+    peaks = [max(each["plan"]["metrics"]["peak_memory"]) for each in found["layouts"]]
+    assert all(f" {peak / 1e9:.3g} GB" in out for peak in peaks)
 
 
 def test_parts_of_the_step_and_changes_are_printed(run: Run) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support.contrast import contrast
 from support.drawn_plans import COSTS, MEMORY, one_by_one, plan_of
 from zbv_solver.export import FORMATS, export, palette, quantities
+from zbv_solver.export.html import plan_html
 from zbv_solver.export.report import MODULES, gantt_canvas, plan_view, script_json
 from zbv_solver.export.report.figures import Card, RankBars, cost_facts, cost_values, idle_bars, memory_bars
 from zbv_solver.export.report.sections import MOST_MICROBATCHES
@@ -227,9 +228,11 @@ def test_optimality_is_claimed_only_if_it_is_proved_and_a_tiny_gap_is_not_zero(
 ) -> None:
     plan = one_by_one(1, 1)
     status: Any = "feasible" if gap else "optimal"
-    found = card(replace(plan, metrics=replace(plan.metrics, gap=gap, status=status)), "Gap")
+    plan = replace(plan, metrics=replace(plan.metrics, gap=gap, status=status))
+    found = card(plan, "Gap")
     assert (found.value, found.tone) == (value, "" if gap else "good")
-    assert ("proved optimal" in found.note) == (gap == 0)
+    for text in (found.note, plan_html(plan)):
+        assert ("proved optimal" in text) == (gap == 0)
 
 
 @pytest.mark.parametrize(("limit", "note"), [(2.0, f"200{PERCENT}"), (8.0, f"50{PERCENT}"), (0.0, "∞")])

@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help run test tested programs suite lint style scripts types format docs prose bench soak explore torchtitan browser postgres picture \
-  pictures openapi client freeze clean install
+  pictures openapi freeze clean install
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -148,9 +148,6 @@ pictures: install browser ## Take the documentation's screenshots again
 
 openapi: install ## Regenerate the service's OpenAPI document
 	$(BIN)/zbv-service openapi > service/openapi.json
-
-client: install ## Regenerate the blocking client from the asynchronous one
-	$(BIN)/python service/make_synchronous_client.py
 
 freeze: ## Regenerate constraints.txt from the installed versions
 	@{ sed -n '/^#/p' constraints.txt; $(PIP) freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new

@@ -91,18 +91,6 @@ def test_every_folder_has_its_place_in_the_line(package: str) -> None:
     assert sorted(found) == sorted(LINES[package].split())
 
 
-@pytest.mark.parametrize("package", [*FORBIDDEN, "benchmarks"])
-def test_no_class_name_is_used_twice(package: str) -> None:
-    found: dict[str, list[str]] = {}
-    for path in sorted((ROOT / package).rglob("*.py")):
-        if "synchronous" in path.parts:
-            continue  # generated from the asynchronous client, with the same private names
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
-
-
 def test_of_the_planner_only_the_commands_know_the_advisor() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"

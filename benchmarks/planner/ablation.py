@@ -77,7 +77,7 @@ _MODULES_OF_PHASES = {
         "improve.order_repair",
         "improve.order_state",
     ),
-    "windows": ("improve.cp_window",),
+    "windows": ("improve.cp_sat",),
     "exact": ("improve.cp_states",),
 }
 MECHANISMS = (
@@ -94,7 +94,7 @@ MECHANISMS = (
     Mechanism(
         "bound: passing",
         ("bounds.overtaking",),
-        {"bounds:passing_of_ranks": _nothing},
+        {"bounds.overtaking:passing_of_ranks": _nothing},
         of_differing=True,
     ),
     Mechanism(
@@ -106,7 +106,7 @@ MECHANISMS = (
     Mechanism(
         "bound: away",
         ("bounds.away", "bounds.away_prices"),
-        {"bounds:away_bounds": _nothing},
+        {"bounds.away_prices:away_bounds": _nothing},
         of_differing=True,
     ),
 )

@@ -120,7 +120,7 @@ async def _measure(served: Served, url: str, size: int, seconds: float, *, is_la
 async def _register(served: Served, size: int) -> list[str]:
     """Register this number of agents; returns their ids."""
     names = [uuid.uuid4().hex for _ in range(size)]
-    common = {"name": "agent", "address": "127.0.0.1", "port": 1024, "slots": 1, "allowed_models": ["*"]}
+    common = {"name": "agent", "address": "127.0.0.1", "port": 1024, "slots": 1, "allows": {"models": ["*"]}}
     requests = [
         post(served.address, "/v1/agents", json.dumps({**common, "id": name}).encode(), served.token)
         for name in names

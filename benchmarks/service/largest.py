@@ -274,6 +274,6 @@ def reads(stored: Stored) -> list[Read]:
     add("/plans/{plan_id}/frontier", f"/plans{plan}/frontier", accept=page)
     add("/runs/{run_id}", *(f"/runs/{each}" for each in both), accept=page)
     add("/runs/{run_id}/measured", f"/runs/{stored.run}/measured", accept=page)
-    add("/problems/{name}", "/problems/not-found", accept=page)
+    add("/errors/{name}", "/errors/not-found", accept=page)
     add("/sign-in", "/sign-in", accept=page)
     return found

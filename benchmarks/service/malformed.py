@@ -106,7 +106,7 @@ AGENT: dict[str, Any] = {
     "slots": 2,
     "devices": ["cpu"],
     "versions": {"torch": "2"},
-    "allowed_models": ["*"],
+    "allows": {"models": ["*"]},
 }
 _LAYOUTS = {
     "model": {"presets": ["llama-3.1-8b"], "model": {"hidden": 1024}},
@@ -140,7 +140,6 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/searches", {"problem": _LAYERS, "options": _OPTIONS}),
     Route("POST", "/v1/layouts", _LAYOUTS),
     Route("POST", "/v1/problems/compare", {"problem": _PROBLEM}),
-    Route("POST", "/v1/compare", {"problem": _PROBLEM}),
     Route("POST", "/v1/problems/check", {"problem": _PROBLEM}),
     Route("POST", "/v1/problems/estimate", {"problem": _PROBLEM}),
     Route("POST", "/v1/problems/pack", {"batch": _BATCH}),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from zbv_service.client import AsyncClient, Client
+from zbv_service.client import Client
 
 from benchmarks.findings import Finding, at_least, at_most
 from benchmarks.service.served import serving
@@ -30,7 +30,7 @@ def measure(count: int) -> list[Finding]:
                     {**MANY_LAYOUTS, "cluster": {**MANY_LAYOUTS["cluster"], "reserve": reserve}}
                 )
         began = time.perf_counter()
-        accepted = asyncio.run(_submit(served.address, count))
+        accepted = _submit(served.address, count)
         seconds = time.perf_counter() - began
         token = served.new_token("search", "read")
         waits = [_wait(served.address, token, number) for number in range(3)]
@@ -64,14 +64,11 @@ def _wait(address: str, token: str, number: int) -> float:
         return seconds
 
 
-async def _submit(address: str, count: int) -> list[str]:
-    turns = asyncio.Semaphore(AT_ONCE)
+def _submit(address: str, count: int) -> list[str]:
+    with Client(address) as client, ThreadPoolExecutor(AT_ONCE) as threads:
 
-    async with AsyncClient(address) as client:
-
-        async def one(number: int) -> str:
+        def one(number: int) -> str:
             problem: dict[str, Any] = {**SMALL, "costs": {**SMALL["costs"], "forward": 1000 + number}}
-            async with turns:
-                return (await client.submit(problem, {"effort": "quick"})).id
+            return client.submit(problem, {"effort": "quick"}).id
 
-        return await asyncio.gather(*map(one, range(count)))
+        return list(threads.map(one, range(count)))

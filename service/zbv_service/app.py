@@ -32,7 +32,7 @@ from zbv_service.database import Database, TokenTable
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
 from zbv_service.pages import routes as pages
-from zbv_service.pages.routes import problems, sign_in
+from zbv_service.pages.routes import errors, sign_in
 from zbv_service.pages.shell import assets
 from zbv_service.searches.executors.task import SearchFunction, solver_search
 from zbv_service.security.headers import SecurityHeaders
@@ -47,7 +47,6 @@ _ROUTERS = (
     search_events.router,
     layouts.router,
     problem_checks.router,
-    problem_checks.former_router,
     plans.router,
     runs.router,
     agents.router,
@@ -111,7 +110,7 @@ def create_app(
             Middleware(KnownHosts, host_names(settings)),
             # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
             # request's id and the security headers.
-            Middleware(ExceptionMiddleware, handlers={Exception: problems.as_page(on_crash)}),
+            Middleware(ExceptionMiddleware, handlers={Exception: errors.as_page(on_crash)}),
             Middleware(RankFetches),
         ],
         openapi_url=None,  # replaced by a route that requires a token
@@ -127,6 +126,6 @@ def create_app(
     install_error_handlers(app)
     sign_in.install(app)
     pages.mount_static(app)
-    problems.install(app)
+    errors.install(app)
     openapi.install(app)
     return app

@@ -1,4 +1,4 @@
-"""Errors of the service as problem documents (RFC 9457): their kinds, their shape and their responses.
+"""Errors of the service as error documents (RFC 9457): their kinds, their shape and their responses.
 
 Every error response of the service has this shape; :mod:`zbv_service.api.error_handlers` extends that to the
 errors of the framework.
@@ -21,7 +21,7 @@ from zbv_solver.errors import (
 from zbv_service.observability.context import REQUEST_ID, ROOT_PATH
 
 MEDIA_TYPE = "application/problem+json"
-_PREFIX = "/problems/"
+_PREFIX = "/errors/"
 
 
 class ErrorItem(BaseModel):
@@ -33,7 +33,7 @@ class ErrorItem(BaseModel):
     detail: str
 
 
-class ProblemDetails(BaseModel):
+class ErrorDetails(BaseModel):
     """An error (RFC 9457)."""
 
     model_config = ConfigDict(extra="allow")
@@ -93,7 +93,6 @@ TIME_LIMIT = Kind("time-limit", 422, "The time limit passed before there was a r
 UNKNOWN_HOST = Kind("unknown-host", 421, "The service does not have this name")
 TOO_MANY_SEARCHES = Kind("too-many-searches", 429, "The token has too many unfinished searches")
 TOO_MUCH_STORED = Kind("too-much-stored", 429, "The token has stored too much")
-TOO_MANY_ATTEMPTS = Kind("too-many-attempts", 429, "A wrong token came from this address too often")
 INTERNAL = Kind("internal-error", 500, "The service failed")
 CONTRADICTED_BOUND = Kind("contradicted-bound", 500, "A verified plan undercuts a lower bound")
 SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
@@ -108,8 +107,8 @@ def kinds() -> dict[str, Kind]:
     return {value.name: value for value in globals().values() if isinstance(value, Kind)}
 
 
-class ProblemError(Exception):
-    """Raised anywhere below a route to answer with a problem document."""
+class ApiError(Exception):
+    """Raised anywhere below a route to answer with an error document."""
 
     def __init__(
         self,
@@ -124,21 +123,21 @@ class ProblemError(Exception):
         self.errors = errors
         self.headers = headers or {}
 
-    def __reduce__(self) -> tuple[type[ProblemError], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[ApiError], tuple[Any, ...]]:
         # Computations raise it in other processes.
-        return ProblemError, (self.kind, self.detail, self.errors, self.headers)
+        return ApiError, (self.kind, self.detail, self.errors, self.headers)
 
 
-def problem_document(
+def error_document(
     kind: Kind, detail: str, errors: list[dict[str, str]] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """A problem document; ``more`` are extension members."""
+    """An error document; ``more`` are extension members."""
     found = {"type": _PREFIX + kind.name, "title": kind.title, "status": kind.status, "detail": detail}
     return {**found, **({} if errors is None else {"errors": errors}), **more}
 
 
 def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
-    """The problem document of a memory limit that no plan fits."""
+    """The error document of a memory limit that no plan fits."""
     at = [
         {
             "pointer": "/problem/memory/limit",
@@ -146,18 +145,18 @@ def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
         }
         for rank in error.ranks[:MOST_ISSUES]
     ]
-    return problem_document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
+    return error_document(INFEASIBLE_MEMORY, str(error), at, smallest_limit=list(error.smallest))
 
 
 def contradicted(error: ContradictedBound, problem: str | None = None) -> dict[str, Any]:
-    """The problem document of a plan that undercuts a bound; ``problem`` is the address of its problem."""
+    """The error document of a plan that undercuts a bound; ``problem`` is the address of its problem."""
     where = "the problem that you sent" if problem is None else f"the problem at {problem}"
     detail = (
         f"A verified plan has the objective {error.objective:.17g}, below the lower bound {error.bound:.17g} "
         f"({error.source}). One of the two is wrong, so no plan is returned. This is a bug in zbv: please "
         f"report it with {where}."
     )
-    found = problem_document(
+    found = error_document(
         CONTRADICTED_BOUND,
         detail,
         objective=error.objective,
@@ -168,7 +167,7 @@ def contradicted(error: ContradictedBound, problem: str | None = None) -> dict[s
 
 
 def located(document: dict[str, Any]) -> dict[str, Any]:
-    """A problem document with its type as an address below the root path of the current request."""
+    """An error document with its type as an address below the root path of the current request."""
     return {**document, "type": _address(document["type"])}
 
 
@@ -177,8 +176,8 @@ def _address(name: str) -> str:
     return ROOT_PATH.get() + name if name.startswith("/") else name
 
 
-def problem_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    """An answer that carries a problem document."""
+def error_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """An answer that carries an error document."""
     content = located(content)
     request_id = REQUEST_ID.get()
     if request_id is not None:
@@ -187,6 +186,6 @@ def problem_response(content: dict[str, Any], headers: dict[str, str] | None = N
     return Response(json.dumps(content), content["status"], headers, MEDIA_TYPE)
 
 
-def response_to(error: ProblemError) -> Response:
-    """The answer that a raised problem stands for."""
-    return problem_response(problem_document(error.kind, error.detail, error.errors), error.headers)
+def response_to(error: ApiError) -> Response:
+    """The answer that a raised error stands for."""
+    return error_response(error_document(error.kind, error.detail, error.errors), error.headers)

@@ -190,23 +190,13 @@ class Settings(BaseSettings):
     )
     keep_days: _Days = Field(
         90.0,
-        description="Days to keep searches and their events after their end, and traces and logs of runs "
-        "after the run.",
+        description="Days to keep searches that did not fail, with their events; traces and logs of runs; "
+        "and agents, tokens and sessions after their end.",
     )
-    keep_failed_days: _Days = Field(365.0, description="Days to keep failed searches and their problems.")
     keep_plan_days: _Days = Field(
         365.0,
-        description="Days to keep a plan after it was last fetched or found, unless a search, a run or a "
-        "trace refers to it.",
-    )
-    keep_run_days: _Days = Field(
-        365.0, description="Days to keep runs, their generations and events after their end."
-    )
-    keep_agent_days: _Days = Field(
-        30.0, description="Days to keep agents that have left or are lost, unless they belong to a run."
-    )
-    keep_token_days: _Days = Field(
-        90.0, description="Days to keep tokens, sessions and links after they expired or were revoked."
+        description="Days to keep plans after they were last fetched or found, unless a search, a run or a "
+        "trace refers to them; runs; and failed searches with their problems.",
     )
     shutdown_seconds: _Seconds = Field(
         5.0, description="Time for running searches and requests to stop after SIGTERM."

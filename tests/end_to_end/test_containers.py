@@ -24,7 +24,7 @@ from zbv_service.api.routers.agents import MAX_WAIT
 from zbv_service.client.tokens import FILE_VARIABLE
 from zbv_service.commands.cli import _parser as service_parser
 from zbv_service.commands.settings import settings_of
-from zbv_service.errors import NOT_READY, problem_document
+from zbv_service.errors import NOT_READY, error_document
 from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.settings import Settings
 from zbv_worker.commands.cli import _parser as worker_parser
@@ -376,7 +376,7 @@ def test_the_balancer_removes_forwarding_headers_of_clients() -> None:
 def test_the_balancers_503_is_the_services_problem_document() -> None:
     (text,) = re.findall(r"http-error status 503 .* string '(.*)'", (DOCKER / "haproxy.cfg").read_text())
     body, kind = json.loads(text), NOT_READY
-    expected = problem_document(kind, body["detail"])
+    expected = error_document(kind, body["detail"])
     assert body == expected
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpx
-
-from support.clients import Driver
+from zbv_service.client import Client
 
 SEARCH: dict[str, Any] = {
     "id": "a",
@@ -24,7 +23,7 @@ SEARCH: dict[str, Any] = {
     "created_at": "2026-01-02T03:04:05Z",
 }
 Given = httpx.Response | Exception
-Answering = Callable[..., tuple[Driver, list[httpx.Request]]]
+Answering = Callable[..., tuple[Client, list[httpx.Request]]]
 
 
 def problem(status: int, **more: Any) -> httpx.Response:
@@ -41,18 +40,14 @@ def stream(*events: tuple[str, str, dict[str, Any]], cut: str = "") -> httpx.Res
     return httpx.Response(200, text=text + cut, headers={"Content-Type": "text/event-stream; charset=utf-8"})
 
 
-class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A body in chunks, for clients of both kinds."""
+class Chunks(httpx.SyncByteStream):
+    """A body in chunks."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = chunks
 
     def __iter__(self) -> Iterator[bytes]:
         yield from self._chunks
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for chunk in self._chunks:
-            yield chunk
 
 
 def streaming(chunks: Iterable[bytes]) -> httpx.Response:

@@ -25,8 +25,6 @@ Kind = Literal["sqlite", "postgresql"]
 KINDS: tuple[Kind, ...] = ("sqlite", "postgresql")
 
 MIGRATIONS = Path(database.__file__).parent / "migrations/versions"
-VERSIONS = tuple(sorted(path.stem[1:5] for path in MIGRATIONS.glob("v*.py")))
-"""Every version of the tables, the oldest first."""
 
 
 def migrate(url: str) -> None:

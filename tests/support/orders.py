@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
-from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.problem.problem import Problem
+from zbv_solver.construct.dispatch import serial
+from zbv_solver.plans.orders import Action, Orders, first_in_first_out
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import LETTERS, Problem
 
 
 def random_orders(problem: Problem, random: Random) -> Orders:
@@ -47,3 +50,57 @@ def _followers(problem: Problem, action: Action, random: Random) -> list[tuple[f
     if letter in "IB" and stage > 0:
         found.append((float(transfer[stage - 1]), Action(stage - 1, random.choice("IIIB"), j)))
     return found
+
+
+def fitting_orders(problem: Problem, random: Random, count: int) -> Iterator[Orders]:
+    """Up to ``count`` random orders that keep the memory limit, and the serial one.
+
+    Ranks run any action of any microbatch that fits, some letters more often than others. Orders that get
+    stuck are left out. Equal microbatches ascend.
+    """
+    for _ in range(count):
+        weights = {letter: random.choice([0.1, 1.0, 1.0, 10.0]) for letter in LETTERS}
+        orders = _fitting_order(problem, random, weights)
+        if orders is not None:
+            yield first_in_first_out(orders, problem.n_stages) if problem.is_equal else orders
+    yield serial(problem).orders
+
+
+def _fitting_order(problem: Problem, random: Random, weights: dict[str, float]) -> Orders | None:
+    arrays, n, rank_of = problem.arrays, problem.n_stages, problem.placement.rank_of
+    held = arrays.static.copy()
+    visits = [0] * problem.microbatches  # of 2 n
+    weight_of: list[Action] = []
+    ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
+
+    def change(action: Action) -> float:
+        return float(
+            arrays.delta[LETTERS.index(action.letter), action.stage, arrays.kind_of[action.microbatch]]
+        )
+
+    while weight_of or min(visits) < 2 * n:
+        ready = list(weight_of)
+        for j, at in enumerate(visits):
+            if at < n:
+                ready.append(Action(at, "F", j))
+            elif at < 2 * n:
+                ready += [Action(2 * n - 1 - at, letter, j) for letter in "IB"]
+        fitting = [
+            action
+            for action in ready
+            if not exceeds(
+                held[rank_of[action.stage]] + max(0.0, change(action)), arrays.limit[rank_of[action.stage]]
+            )
+        ]
+        if not fitting:
+            return None
+        action = random.choices(fitting, [weights[action.letter] for action in fitting])[0]
+        rank = rank_of[action.stage]
+        held[rank] += change(action)
+        ranks[rank].append(action)
+        if action.letter == "W":
+            weight_of.remove(action)
+        else:
+            visits[action.microbatch] += 1
+            weight_of += [Action(action.stage, "W", action.microbatch)] if action.letter == "I" else []
+    return Orders.from_actions(ranks)

@@ -29,7 +29,7 @@ async def import_plan(service: Service, problem: Any = PROBLEM) -> str:
 
 async def register(service: Service, digit: str, **more: Any) -> str:
     body = {"id": digit * 32, "name": f"host-{digit}", "address": "10.0.0.1", "port": 29500, "slots": 1}
-    answer = await service.http.post("/v1/agents", json={**body, "allowed_models": ["a.*"], **more})
+    answer = await service.http.post("/v1/agents", json={**body, "allows": {"models": ["a.*"]}, **more})
     assert answer.status_code == 201, answer.text
     return digit * 32
 

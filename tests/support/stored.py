@@ -55,7 +55,7 @@ PLAN = "f" * 64
 
 def an_agent(name: str, **changes: Any) -> NewAgent:
     """An agent for one rank that allows every model."""
-    return replace(NewAgent(name, name, "127.0.0.1", 1000, 1, [], {}, ["*"]), **changes)
+    return replace(NewAgent(name, name, "127.0.0.1", 1000, 1, [], {}, ["*"], owner="t"), **changes)
 
 
 def a_run(name: str, nodes: int, **changes: Any) -> NewRun:

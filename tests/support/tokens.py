@@ -45,4 +45,4 @@ def bearer(token: str) -> dict[str, str]:
 
 def kind_of(answer: httpx.Response) -> str:
     """The type of a problem document."""
-    return str(answer.json()["type"]).removeprefix("/problems/")
+    return str(answer.json()["type"]).removeprefix("/errors/")

@@ -72,7 +72,7 @@ def play(service: Service, plan: Plan, *, steps: int = 40, **options: Any) -> Pl
     agents = []
     for rank in range(plan.problem.pp_degree):
         body = {"id": secrets.token_hex(16), "name": f"node-{rank}", "address": "10.0.0.1", "port": 29500}
-        service.call("/v1/agents", {**body, "slots": 1, "allowed_models": ["a.*"]})
+        service.call("/v1/agents", {**body, "slots": 1, "allows": {"models": ["a.*"]}})
         agents.append(body["id"])
     run = service.call(
         "/v1/runs",

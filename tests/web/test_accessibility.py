@@ -61,7 +61,7 @@ def addresses(service: Service, plan: Plan) -> dict[str, str]:
         "run": f"/runs/{run.id}",
         "measured": f"/runs/{run.id}/measured",
         "missing": "/nothing",
-        "problem type": "/problems/not-found",
+        "problem type": "/errors/not-found",
     }
     return {kind: service.url + paths.get(kind, f"/{kind}") for kind in KINDS}
 

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import malformed, parse_json, parse_medium, too_large
-from zbv_service.errors import BODY_TOO_SLOW, NOT_READY, UNSUPPORTED_MEDIA_TYPE, ProblemError
+from zbv_service.errors import BODY_TOO_SLOW, NOT_READY, UNSUPPORTED_MEDIA_TYPE, ApiError
 from zbv_service.observability.context import CALLER
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
 
     Raises
     ------
-    ProblemError
+    ApiError
         413: the body is larger. 415: it is not declared as JSON, or compressed. 400: it is not JSON.
     InvalidInput
         The body breaks a rule.
@@ -62,15 +62,13 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
 
     Raises
     ------
-    ProblemError
+    ApiError
         413: the body is larger. 415: it is not declared as JSON, or compressed. 503: too many bodies are in
         memory.
     """
     kind = _media_type(request)
     if not (kind == "application/json" or kind.endswith("+json")):
-        raise ProblemError(
-            UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json."
-        )
+        raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json.")
     _encoding(request)
     async with _reading(request, limit) as body:
         yield body
@@ -82,7 +80,7 @@ async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytea
 
     Raises
     ------
-    ProblemError
+    ApiError
         413: the body is larger. 415: it has another encoding. 503: too many bodies are in memory.
     """
     encoding = _encoding(request, "gzip")
@@ -95,14 +93,12 @@ async def read_form(request: Request, limit: int) -> str:
 
     Raises
     ------
-    ProblemError
+    ApiError
         413: the body is larger. 415: it is not a form.
     """
     kind = _media_type(request)
     if kind != "application/x-www-form-urlencoded":
-        raise ProblemError(
-            UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does."
-        )
+        raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does.")
     _encoding(request)
     async with _reading(request, limit) as body:
         return body.decode("latin-1")
@@ -113,10 +109,10 @@ def _read_medium(read: Callable[[Any], T], body: bytes | bytearray) -> T:
 
 
 def _encoding(request: Request, *more: str) -> str:
-    """The content encoding of a body: identity or one of ``more``; raises :class:`ProblemError` 415."""
+    """The content encoding of a body: identity or one of ``more``; raises :class:`ApiError` 415."""
     encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
     if encoding not in ("identity", *more):
-        raise ProblemError(
+        raise ApiError(
             UNSUPPORTED_MEDIA_TYPE,
             f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *more))}.",
             headers={"Accept-Encoding": ", ".join(("identity", *more))},  # RFC 9110, section 12.5.3
@@ -138,14 +134,14 @@ class BodyMemory:
 
     @contextmanager
     def reserved(self, size: int) -> Iterator[None]:
-        """Reserve bytes within the block; raises :class:`ProblemError` 503 if too many are in use."""
+        """Reserve bytes within the block; raises :class:`ApiError` 503 if too many are in use."""
         size, caller = max(0, size - FREE), CALLER.get() or ""
         # A single body is always accepted, because the operator may allow bodies larger than these limits.
         if size and (
             (self._held[caller] and self._held[caller] + size > self._most_each)
             or (self._held.total() and self._held.total() + size > self._most)
         ):
-            raise ProblemError(
+            raise ApiError(
                 NOT_READY,
                 "Other large bodies are being read now; send this one again in a moment.",
                 headers={"Retry-After": "2", "Connection": "close"},  # its body is not read
@@ -183,7 +179,7 @@ async def _read(request: Request, limit: int) -> bytearray:
                     raise too_large(limit)
                 patience.reschedule(until + len(body) / SLOWEST)
     except TimeoutError:
-        raise ProblemError(
+        raise ApiError(
             BODY_TOO_SLOW,
             f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
             headers={"Connection": "close"},

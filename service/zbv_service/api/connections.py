@@ -16,7 +16,7 @@ from typing import Any, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from zbv_service.errors import HEADERS_TOO_LARGE, MALFORMED_REQUEST, MEDIA_TYPE, Kind, problem_document
+from zbv_service.errors import HEADERS_TOO_LARGE, MALFORMED_REQUEST, MEDIA_TYPE, Kind, error_document
 
 CROWDED = "zbv.is_crowded"
 """Marks the scopes of connections beyond the limit; :class:`zbv_service.api.limits.Limited` refuses them."""
@@ -137,8 +137,8 @@ def _crowded(app: ASGIApp) -> Any:
 
 
 def _answer(kind: Kind, detail: str) -> bytes:
-    """A complete response with a problem document, which closes the connection."""
-    body = json.dumps(problem_document(kind, detail)).encode()
+    """A complete response with an error document, which closes the connection."""
+    body = json.dumps(error_document(kind, detail)).encode()
     lines = (
         f"HTTP/1.1 {kind.status} {HTTPStatus(kind.status).phrase}",
         f"Content-Type: {MEDIA_TYPE}",

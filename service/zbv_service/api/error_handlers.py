@@ -1,4 +1,4 @@
-"""Turns every error of the application into a problem document (RFC 9457).
+"""Turns every error of the application into a error document (RFC 9457).
 
 This includes errors of the framework, such as unknown routes and wrong methods, and crashes.
 """
@@ -27,11 +27,11 @@ from zbv_service.errors import (
     NOT_FOUND,
     NOT_IMPLEMENTED,
     NOT_READY,
+    ApiError,
     Kind,
-    ProblemError,
     contradicted,
-    problem_document,
-    problem_response,
+    error_document,
+    error_response,
     response_to,
 )
 
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def install(app: FastAPI) -> None:
-    """Make every expected error of an application a problem document; :func:`on_crash` is for the others."""
-    app.add_exception_handler(ProblemError, _on_problem)
+    """Make every expected error of an application an error document; :func:`on_crash` is for the others."""
+    app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(InvalidInput, _on_invalid_input)
     app.add_exception_handler(InvalidPlan, _on_invalid_plan)
     app.add_exception_handler(ContradictedBound, _on_contradicted_bound)
@@ -54,15 +54,15 @@ def documented(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI ``responses`` of a route with these kinds of errors."""
     answers: dict[int | str, dict[str, Any]] = {}
     for kind in (*kinds, INTERNAL, NOT_READY):
-        schema = {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}
+        schema = {"schema": {"$ref": "#/components/schemas/ErrorDetails"}}
         known = answers.setdefault(kind.status, {"description": kind.title, "content": {MEDIA_TYPE: schema}})
         if kind.title not in known["description"]:
             known["description"] += f"; or: {kind.title}"
     return answers
 
 
-async def _on_problem(_request: Request, error: Exception) -> Response:
-    return response_to(cast("ProblemError", error))
+async def _on_api_error(_request: Request, error: Exception) -> Response:
+    return response_to(cast("ApiError", error))
 
 
 async def _on_invalid_input(_request: Request, error: Exception) -> Response:
@@ -79,7 +79,7 @@ async def _on_contradicted_bound(request: Request, error: Exception) -> Response
     error = cast("ContradictedBound", error)
     request.app.state.metrics.bound_contradicted()
     logger.error("%s; the problem is %s", error, canonical_json(error.problem))
-    return problem_response(contradicted(error))
+    return error_response(contradicted(error))
 
 
 async def _on_missing_dependency(_request: Request, error: Exception) -> Response:
@@ -110,10 +110,10 @@ async def _on_http(request: Request, error: Exception) -> Response:
             return Response(status_code=204, headers=headers)
         detail = f"found {request.method}; {request.url.path} accepts {allowed}."
         return _response(METHOD_NOT_ALLOWED, detail, headers=headers)
-    # RFC 9457, section 4.2.1: a problem that means no more than its status.
+    # RFC 9457, section 4.2.1: an error that means no more than its status.
     phrase = HTTPStatus(error.status_code).phrase
     plain = {"type": "about:blank", "title": phrase, "status": error.status_code}
-    return problem_response({**plain, "detail": str(error.detail)}, headers)
+    return error_response({**plain, "detail": str(error.detail)}, headers)
 
 
 def _allowed(request: Request) -> list[str]:
@@ -150,7 +150,7 @@ def _response(
     errors: list[dict[str, str]] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
-    return problem_response(problem_document(kind, detail, errors), headers)
+    return error_response(error_document(kind, detail, errors), headers)
 
 
 def _repeating(request: Request) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import Request
 
-from zbv_service.errors import INVALID_IDEMPOTENCY_KEY, ProblemError
+from zbv_service.errors import INVALID_IDEMPOTENCY_KEY, ApiError
 from zbv_service.searches.idempotency import fingerprint_of
 from zbv_service.security.grants import grant_of
 
@@ -38,7 +38,7 @@ def request_key(request: Request) -> str | None:
 
     Raises
     ------
-    ProblemError
+    ApiError
         400: there are several keys, or the key is empty, too long or has invalid characters.
     """
     values = request.headers.getlist(HEADER)
@@ -59,5 +59,5 @@ def request_key(request: Request) -> str | None:
     return fingerprint_of([grant_of(request).owner, key])
 
 
-def _invalid(why: str) -> ProblemError:
-    return ProblemError(INVALID_IDEMPOTENCY_KEY, f"{HEADER}: {why}")
+def _invalid(why: str) -> ApiError:
+    return ApiError(INVALID_IDEMPOTENCY_KEY, f"{HEADER}: {why}")

@@ -12,7 +12,7 @@ from zbv_service.errors import (
     HEADERS_TOO_LARGE,
     NOT_FOUND,
     TOO_MANY_CONNECTIONS,
-    ProblemError,
+    ApiError,
     response_to,
 )
 
@@ -62,19 +62,19 @@ def _in_slices(send: Send) -> Send:
     return slicing
 
 
-def _refusal(scope: Scope) -> ProblemError | None:
+def _refusal(scope: Scope) -> ApiError | None:
     if scope.get(CROWDED):
-        return ProblemError(
+        return ApiError(
             TOO_MANY_CONNECTIONS,
             "The service has reached its limit of connections; try again in a moment.",
             headers={"Retry-After": "1", "Connection": "close"},
         )
     if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > MAX_ADDRESS:
-        return ProblemError(
+        return ApiError(
             ADDRESS_TOO_LONG, f"The address is longer than {MAX_ADDRESS} bytes; send a shorter one."
         )
     if "\0" in scope.get("path", ""):  # PostgreSQL refuses it as a value
-        return ProblemError(NOT_FOUND, "The address contains NUL; no resource has such a name.")
+        return ApiError(NOT_FOUND, "The address contains NUL; no resource has such a name.")
     if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
-        return ProblemError(HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less.")
+        return ApiError(HEADERS_TOO_LARGE, f"The header fields exceed {MAX_HEADERS} bytes; send less.")
     return None

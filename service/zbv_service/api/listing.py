@@ -21,7 +21,7 @@ from zbv_solver.problem.stages import PlacementKind
 
 from zbv_service.api.negotiation import VARY, root_of, to_page, wants_page
 from zbv_service.api.state import state_of
-from zbv_service.errors import INVALID_PARAMETER, ProblemError
+from zbv_service.errors import INVALID_PARAMETER, ApiError
 from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentState, RunFilter, RunState
 from zbv_service.records.searches import Page, PlanFilter, Position, SearchFilter, SearchState
 
@@ -169,7 +169,7 @@ class Neighbours:
 
 
 def position_of(cursor: str | None) -> Position | None:
-    """The position of a cursor, None without one; raises :class:`ProblemError` 422 if it is invalid."""
+    """The position of a cursor, None without one; raises :class:`ApiError` 422 if it is invalid."""
     if cursor is None:
         return None
     try:
@@ -180,7 +180,7 @@ def position_of(cursor: str | None) -> Position | None:
     except (binascii.Error, ValueError):
         pass  # invalid like any other text
     detail = f"found {cursor[:60]!r}; it must come from an earlier page. Leave it out to start at the newest."
-    raise ProblemError(INVALID_PARAMETER, f"cursor: {detail}", [{"parameter": "cursor", "detail": detail}])
+    raise ApiError(INVALID_PARAMETER, f"cursor: {detail}", [{"parameter": "cursor", "detail": detail}])
 
 
 def neighbours(request: Request, page: Page[Any]) -> Neighbours:

@@ -25,12 +25,11 @@ from zbv_service.errors import (
     MALFORMED_JSON,
     NOT_FOUND,
     OTHER_ORIGIN,
-    TOO_MANY_ATTEMPTS,
     UNAUTHENTICATED,
     UNKNOWN_HOST,
     UNSUPPORTED_MEDIA_TYPE,
+    ErrorDetails,
     Kind,
-    ProblemDetails,
 )
 from zbv_service.plans.documents import PlanDocument, RankDocument
 from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest, PackRequest
@@ -71,7 +70,7 @@ def document(app: FastAPI) -> dict[str, Any]:
         schemas = made.setdefault("components", {}).setdefault("schemas", {})
         _, ours = models_json_schema(
             [(model, "validation") for model in _BODIES]
-            + [(model, "serialization") for model in (RankDocument, ProblemDetails)],
+            + [(model, "serialization") for model in (RankDocument, ErrorDetails)],
             ref_template=_REF,
         )
         for name, schema in ours["$defs"].items():
@@ -105,7 +104,7 @@ def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Ki
     """The errors that follow from the parameters, body and scopes of an operation."""
     kinds = [UNKNOWN_HOST]
     if "security" in operation:
-        kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE, TOO_MANY_ATTEMPTS]
+        kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE]
         kinds += [] if method == "get" else [OTHER_ORIGIN]
     if "requestBody" in operation:
         kinds += [MALFORMED_JSON, BODY_TOO_LARGE, UNSUPPORTED_MEDIA_TYPE, BODY_TOO_SLOW]

@@ -40,7 +40,6 @@ EXAMPLES: dict[str, Any] = {
     },
     "submit_search": {"problem": PROBLEM, "options": {"effort": "quick", "time_limit": 10, "seed": 0}},
     "compare_problem": {"problem": PROBLEM},
-    "compare": {"problem": PROBLEM},
     "check_problem": {
         "problem": {**PROBLEM, "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1}},
         "limit_fraction": 0.75,
@@ -80,7 +79,7 @@ EXAMPLES: dict[str, Any] = {
         "port": 29500,
         "slots": 2,
         "devices": ["cuda:0", "cuda:1"],
-        "allowed_models": ["mypackage.models.*"],
+        "allows": {"models": ["mypackage.models.*"]},
     },
     "beat": {"run_id": _RUN, "ranks": [{"rank": 0, "step": 12, "action": "7I3"}]},
     "report_end": {"run_id": _RUN, "generation": 0, "outcome": "succeeded"},

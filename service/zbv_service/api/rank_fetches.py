@@ -18,7 +18,7 @@ from zbv_service.api.caching import REVALIDATED
 from zbv_service.api.error_handlers import on_database_away
 from zbv_service.api.routers.plans import get_rank, router
 from zbv_service.database import DatabaseAway
-from zbv_service.errors import ProblemError, response_to
+from zbv_service.errors import ApiError, response_to
 from zbv_service.plans.plans import rank_tag
 from zbv_service.security.scheme import scopes_of
 
@@ -49,7 +49,7 @@ class RankFetches:
         request = Request(scope)
         try:
             await application.access.require(request, _SCOPES)
-        except ProblemError as error:
+        except ApiError as error:
             await response_to(error)(scope, receive, send)
             return
         except DatabaseAway as error:

@@ -106,14 +106,7 @@ class ApplicationState:
         self.steps = RunSteps(parts, computations)
         self.measurements = Measurements(parts, self.plans, computations)
 
-        keep = Keep(
-            ended=settings.keep_days,
-            failed=settings.keep_failed_days,
-            plans=settings.keep_plan_days,
-            runs=settings.keep_run_days,
-            agents=settings.keep_agent_days,
-            tokens=settings.keep_token_days,
-        )
+        keep = Keep(others=settings.keep_days, plans=settings.keep_plan_days)
         self.sweeper = Sweeper(Retention(database), keep, self.plans.used)
         self.readiness = Readiness(database, self.runner, dispatcher)
         self.access = Access(tokens, is_open=settings.auth == "none")

@@ -1,8 +1,8 @@
 """A thin client of the service. It needs httpx and the plan format, no web framework and no database.
 
-:class:`Client` blocks, :class:`AsyncClient` is for asyncio, and :class:`AgentClient` makes the calls of an
-agent. :mod:`zbv_service.client.errors` lists the errors. Names are loaded on first use, so that commands can
-add their flags without loading httpx.
+:class:`Client` submits and follows, and :class:`AgentClient` makes the calls of an agent.
+:mod:`zbv_service.client.errors` lists the errors. Names are loaded on first use, so that commands can add
+their flags without loading httpx.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zbv_service.client.agent import AgentClient, HeartbeatReply, NodeWork, Registration
     from zbv_service.client.answers import Check, Estimate, Event, LayoutSearch, RankPlan, Run, Search
-    from zbv_service.client.asynchronous.client import AsyncClient
+    from zbv_service.client.client import Client
     from zbv_service.client.errors import (
         AgentGone,
         ClientError,
@@ -29,21 +29,18 @@ if TYPE_CHECKING:
         ServiceUnreachable,
     )
     from zbv_service.client.retries import Retries
-    from zbv_service.client.synchronous.client import Client
 
 _MODULES = {
     "agent": ("AgentClient", "HeartbeatReply", "NodeWork", "Registration"),
     "answers": ("Check", "Estimate", "Event", "LayoutSearch", "RankPlan", "Run", "Search"),
-    "asynchronous.client": ("AsyncClient",),
     "retries": ("Retries",),
-    "synchronous.client": ("Client",),
+    "client": ("Client",),
 }
 """Where the names are; all others are in ``errors``."""
 
 __all__ = [
     "AgentClient",
     "AgentGone",
-    "AsyncClient",
     "Check",
     "Client",
     "ClientError",

@@ -11,8 +11,8 @@ import httpx
 
 from zbv_service.client.answers import as_type, member, parse
 from zbv_service.client.calls import Call, as_nothing, below, decoded
+from zbv_service.client.client import Client
 from zbv_service.client.errors import AgentGone, InvalidRequest
-from zbv_service.client.synchronous.client import Client
 
 T = TypeVar("T")
 _COMPRESSION = 3
@@ -115,7 +115,7 @@ class AgentClient(Client):
             return self._call(Call(method, path, read, **more))
         except InvalidRequest as error:
             # Another token owns the agent if its own token was replaced after it had registered.
-            if error.status in (404, 410) or error.kind.endswith("/problems/agent-of-others"):
+            if error.status in (404, 410) or error.kind.endswith("/errors/agent-of-others"):
                 raise AgentGone(error.document) from None
             raise
 

@@ -63,9 +63,9 @@ def checked(response: httpx.Response) -> httpx.Response:
     Raises
     ------
     ServiceError
-        When the response is a problem document.
+        When the response is an error document.
     InvalidAnswer
-        When it is an error without a problem document.
+        When it is an error without an error document.
     """
     if response.is_success:
         return response
@@ -75,7 +75,7 @@ def checked(response: httpx.Response) -> httpx.Response:
         document = None
     if not isinstance(document, dict) or "detail" not in document:
         raise InvalidAnswer(
-            f"{response.url} answered {response.status_code} without a problem document; "
+            f"{response.url} answered {response.status_code} without an error document; "
             f"is this a zbv service?"
         )
     document["status"] = response.status_code  # the document's own copy may be anything

@@ -4,7 +4,7 @@
 
     ClientError
     ├── ServiceUnreachable   no answer: connection refused, timed out, cut off
-    ├── ServiceError         an answer that is a problem document (RFC 9457)
+    ├── ServiceError         an answer that is an error document (RFC 9457)
     │   ├── InvalidRequest   4xx: the request is wrong; repeating it changes nothing
     │   │   ├── NotFound     404
     │   │   ├── Overloaded   429: too many requests; repeating it later helps
@@ -38,12 +38,12 @@ class ServiceUnreachable(ClientError):
 
 
 class ServiceError(ClientError):
-    """The service answered with a problem document.
+    """The service answered with an error document.
 
     Attributes
     ----------
     document
-        The problem document.
+        The error document.
     kind
         Its ``type``.
     request_id

@@ -28,7 +28,7 @@ from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses, memory_exceeds
 from zbv_service.compute.waiting import happened, while_client_waits
 from zbv_service.documents.parsing import has_more_values, parse_json
-from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ProblemError
+from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ApiError
 from zbv_service.observability.context import CALLER
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class Computations:
 
         Raises
         ------
-        ProblemError
+        ApiError
             503: too many computations of all callers or of this one are waiting, or this one
             takes too long, loses its process or loses its client. 422: it needs too much memory.
         Exception
@@ -116,7 +116,7 @@ class Computations:
 
         Raises
         ------
-        ProblemError
+        ApiError
             As :meth:`run`. 400: the body is not JSON.
         Exception
             Any error of the function.
@@ -139,7 +139,7 @@ class Computations:
 
         Raises
         ------
-        ProblemError
+        ApiError
             503: too many of all callers or of this one are waiting.
         """
         async with self._turn(self._writing):
@@ -151,7 +151,7 @@ class Computations:
 
         Raises
         ------
-        ProblemError
+        ApiError
             503: too many of all callers or of this one are waiting.
         """
         if limit <= SHORT_LIST:
@@ -178,7 +178,7 @@ class Computations:
                 yield
         except QueueFull as error:
             whose = "Your token has" if error.is_own else "This service has"
-            raise ProblemError(
+            raise ApiError(
                 NOT_READY,
                 f"{whose} {error.waiting} waiting computations, which is the limit. Send this request "
                 f"again in {RETRY_SECONDS} seconds.",
@@ -203,7 +203,7 @@ class Computations:
             raise _refused("Its process died, most often because memory ran out.") from None
         except MemoryError:
             # Another attempt would need as much, so this is no 503, which clients repeat.
-            raise ProblemError(
+            raise ApiError(
                 TOO_MUCH_MEMORY,
                 f"The computation needs more than {MEMORY // 1024**2} MiB of memory, which is this service's "
                 f"limit. Compute on your own machine, such as by `zbv export`, or send a smaller problem.",
@@ -352,8 +352,8 @@ def _remove_abandoned() -> None:
                 os.close(descriptor)
 
 
-def _refused(why: str) -> ProblemError:
-    return ProblemError(
+def _refused(why: str) -> ApiError:
+    return ApiError(
         NOT_READY,
         f"The service could not finish this computation: {why} Send a smaller request, or try again later.",
         headers={"Retry-After": str(RETRY_SECONDS)},

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from zbv_service.errors import NOT_READY, ProblemError
+from zbv_service.errors import NOT_READY, ApiError
 from zbv_service.observability.context import CLIENT
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ async def while_client_waits(making: Coroutine[Any, Any, T]) -> T:
 
     Raises
     ------
-    ProblemError
+    ApiError
         503: the client has disconnected; nobody reads it.
     Exception
         Any error of the coroutine.
@@ -44,5 +44,5 @@ async def while_client_waits(making: Coroutine[Any, Any, T]) -> T:
             made.cancel()
             await asyncio.wait([made])
     if made.cancelled():
-        raise ProblemError(NOT_READY, "The client disconnected, so the service ended its computation.")
+        raise ApiError(NOT_READY, "The client disconnected, so the service ended its computation.")
     return made.result()

@@ -53,17 +53,6 @@ class AgentTable(BaseTable):
 
         return await self._database.read(find)
 
-    async def owned(self, agent_id: str, by: str) -> str | None:
-        """The owner of an agent; ``by`` becomes the owner if it has none. None for an unknown agent."""
-        record = await self.get(agent_id)
-        if record is None or record.owner is not None:
-            return None if record is None else record.owner
-        without = update(AgentRow).where(AgentRow.id == agent_id, AgentRow.owner.is_(None))
-        async with self._database.writing() as session:
-            await session.execute(without.values(owner=by))
-        record = await self.get(agent_id)
-        return None if record is None else record.owner
-
     async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
         """One page of agents, newest first, starting at a position."""
         query = select(AgentRow.id).where(AgentRow.state.in_(sorted(wanted.states)))

@@ -153,7 +153,9 @@ class SearchPlanRow(Base):
 
     __tablename__ = "search_plans"
 
-    search_id: Mapped[str] = mapped_column(String(32), ForeignKey("searches.id"), primary_key=True)
+    search_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("searches.id", ondelete="CASCADE"), primary_key=True
+    )
     plan_id: Mapped[str] = mapped_column(String(64), ForeignKey("plans.plan_id"), primary_key=True)
 
     __table_args__ = (Index("ix_search_plans_plan_id", "plan_id"),)
@@ -164,7 +166,9 @@ class SearchEventRow(Base):
 
     __tablename__ = "search_events"
 
-    search_id: Mapped[str] = mapped_column(String(32), ForeignKey("searches.id"), primary_key=True)
+    search_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("searches.id", ondelete="CASCADE"), primary_key=True
+    )
     number: Mapped[int] = mapped_column(primary_key=True)
     at: Mapped[datetime]
     kind: Mapped[str] = mapped_column(String(16))
@@ -206,7 +210,7 @@ class TokenRow(Base):
     name: Mapped[str] = mapped_column(String(200))
     secret_hash: Mapped[str] = mapped_column(String(64))
     scopes: Mapped[list[str]] = mapped_column(JSON)
-    parent_id: Mapped[str | None] = mapped_column(String(16), ForeignKey("tokens.id"))
+    parent_id: Mapped[str | None] = mapped_column(String(16), ForeignKey("tokens.id", ondelete="CASCADE"))
     local_id: Mapped[str | None] = mapped_column(String(16))
     max_searches: Mapped[int | None]
     created_at: Mapped[datetime]

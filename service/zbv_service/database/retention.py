@@ -2,38 +2,35 @@
 
 A row stays as long as another row refers to it: a plan named by a search, a run or a trace, a search that a
 run waits for, an agent that worked for a run, a token that others were made from. Services that sweep at the
-same time take different rows. All times come from the database's clock.
+same time take different rows. The database removes what is a part of a removed row: events of a search or a
+run, sessions of a token. All times come from the database's clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
 
-from sqlalchemy import ColumnElement, Select, delete, func, inspect, or_, select, tuple_, update
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import aliased
+from sqlalchemy import ColumnElement, delete, func, inspect, or_, select, tuple_, update
 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import (
     Base,
     IdempotencyRow,
     PlanRow,
-    SearchEventRow,
     SearchPlanRow,
     SearchRow,
     TokenRow,
 )
-from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
+from zbv_service.database.run_models import AgentRow, NodeRow, PartRow, RunRow
 from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
 from zbv_service.records.searches import FINISHED
 
 BATCH = 200
 """Rows per transaction."""
-SEARCH_BATCH = 20
-"""Searches per transaction; each may have a thousand events."""
+LARGE_BATCH = 20
+"""Searches or runs per transaction; each may have a thousand events."""
 USED_HOURS = 1.0
 """The resolution of a plan's last use, which saves writes."""
 
@@ -42,18 +39,11 @@ USED_HOURS = 1.0
 class Keep:
     """For how many days rows are kept."""
 
-    ended: float
-    """Ended searches with their events; traces and logs of ended runs."""
-    failed: float
-    """Failed searches with their problems."""
+    others: float
+    """Searches that did not fail, with their events; traces and logs of runs; agents, tokens, sessions and
+    links that have ended."""
     plans: float
-    """Unreferenced plans after their last use."""
-    runs: float
-    """Ended runs with their generations and events."""
-    agents: float
-    """Agents after their last sign of life."""
-    tokens: float
-    """Tokens, sessions and links after their revocation or expiry."""
+    """Plans that nothing refers to, after their last use; runs and failed searches."""
 
 
 class Retention(BaseTable):
@@ -78,19 +68,16 @@ class Retention(BaseTable):
         def before(days: float) -> datetime:
             return now - timedelta(days=days)
 
-        runs = before(keep.runs)
-        parts = max(before(keep.ended), runs)  # a removed run takes its traces and logs along
+        old, oldest = before(keep.others), before(keep.plans)
+        parts = max(old, oldest)  # a removed run takes its traces and logs along
         steps: tuple[tuple[str, Callable[[], Awaitable[int]]], ...] = (
             ("idempotency keys", lambda: self._remove(IdempotencyRow, IdempotencyRow.expires_at <= now)),
-            ("traces and logs", lambda: self._remove(PartRow, _of_old_run(PartRow, parts))),
-            ("run events", lambda: self._remove(EventRow, _of_old_run(EventRow, runs))),
-            ("run nodes", lambda: self._remove(NodeRow, _of_old_run(NodeRow, runs))),
-            ("runs", lambda: self._remove(RunRow, _old_run(runs), _has_no_agent())),
-            ("searches", lambda: self._remove_searches(before(keep.ended), before(keep.failed))),
-            ("plans", lambda: self._remove(PlanRow, *_old_plan(before(keep.plans)))),
-            ("agents", lambda: self._remove(AgentRow, *_old_agent(before(keep.agents)))),
-            ("sessions and links", lambda: self._remove(TokenRow, _old_session(before(keep.tokens)))),
-            ("tokens", lambda: self._remove(TokenRow, *_old_token(before(keep.tokens)))),
+            ("traces and logs", lambda: self._remove(PartRow, _of_old_run(parts))),
+            ("runs", lambda: self._remove(RunRow, _old_run(oldest), _has_no_agent(), most=LARGE_BATCH)),
+            ("searches", lambda: self._remove(SearchRow, *_old_search(old, oldest), most=LARGE_BATCH)),
+            ("plans", lambda: self._remove(PlanRow, *_old_plan(oldest))),
+            ("agents", lambda: self._remove(AgentRow, *_old_agent(old))),
+            ("tokens", lambda: self._remove(TokenRow, _old_token(old))),
         )
         gone: dict[str, int] = {}
         for name, remove in steps:
@@ -98,10 +85,12 @@ class Retention(BaseTable):
                 gone[name] = gone.get(name, 0) + count
         return gone
 
-    async def _remove(self, table: type[Base], *conditions: ColumnElement[bool]) -> int:
-        """Remove a batch of rows."""
+    async def _remove(
+        self, table: type[Base], *conditions: ColumnElement[bool], most: int | None = None
+    ) -> int:
+        """Remove a batch of rows, with all rows that are parts of them."""
         key = inspect(table).primary_key
-        found = select(*key).where(*conditions).limit(BATCH)
+        found = select(*key).where(*conditions).limit(most or BATCH)
         if not await self._database.rows(found.limit(1)):
             return 0  # checked without a lock
         async with self._database.writing() as session:
@@ -113,42 +102,25 @@ class Retention(BaseTable):
             )
         return len(rows)
 
-    async def _remove_searches(self, ended: datetime, failed: datetime) -> int:
-        old = or_(
-            (SearchRow.state == "failed") & (SearchRow.finished_at < failed),
-            SearchRow.state.in_(sorted(FINISHED - {"failed"})) & (SearchRow.finished_at < ended),
-        )
-        # created_at has an index, and no search ends before it was created.
-        recent = SearchRow.created_at < max(ended, failed)
-        found: Select[Any] = select(SearchRow.id).where(recent, old, ~_awaited()).limit(SEARCH_BATCH)
-        if not await self._database.rows(found.limit(1)):
-            return 0
-        async with self._database.writing() as session:
-            ids = (await session.scalars(found.with_for_update(skip_locked=True, of=SearchRow))).all()
-            await remove_searches(session, ids)
-        return len(ids)
-
-
-async def remove_searches(session: AsyncSession, search_ids: Sequence[str]) -> None:
-    """Remove searches with their events; runs that got their plan from one keep the plan."""
-    await session.execute(update(RunRow).where(RunRow.search_id.in_(search_ids)).values(search_id=None))
-    await session.execute(delete(SearchEventRow).where(SearchEventRow.search_id.in_(search_ids)))
-    await session.execute(delete(SearchPlanRow).where(SearchPlanRow.search_id.in_(search_ids)))
-    await session.execute(delete(SearchRow).where(SearchRow.id.in_(search_ids)))
-
 
 def _old_run(before: datetime) -> ColumnElement[bool]:
     return RunRow.state.in_(sorted(RUN_ENDED)) & (RunRow.finished_at < before)
 
 
-def _of_old_run(
-    table: type[PartRow] | type[EventRow] | type[NodeRow], before: datetime
-) -> ColumnElement[bool]:
-    return select(RunRow.id).where(RunRow.id == table.run_id, _old_run(before)).exists()
+def _of_old_run(before: datetime) -> ColumnElement[bool]:
+    return select(RunRow.id).where(RunRow.id == PartRow.run_id, _old_run(before)).exists()
 
 
 def _has_no_agent() -> ColumnElement[bool]:
     return ~select(AgentRow.id).where(AgentRow.run_id == RunRow.id).exists()
+
+
+def _old_search(before: datetime, failed_before: datetime) -> tuple[ColumnElement[bool], ...]:
+    # created_at has an index, and no search ends before it was created.
+    recent = SearchRow.created_at < max(before, failed_before)
+    ended = SearchRow.state.in_(sorted(FINISHED - {"failed"})) & (SearchRow.finished_at < before)
+    failed = (SearchRow.state == "failed") & (SearchRow.finished_at < failed_before)
+    return recent, or_(ended, failed), ~_awaited()
 
 
 def _awaited() -> ColumnElement[bool]:
@@ -188,20 +160,6 @@ def _old_agent(before: datetime) -> tuple[ColumnElement[bool], ...]:
     )
 
 
-def _ended_before(token: type[TokenRow], before: datetime) -> ColumnElement[bool]:
-    return or_(token.revoked_at < before, token.expires_at < before)
-
-
-def _old_session(before: datetime) -> ColumnElement[bool]:
-    """A session or link that has ended itself, or with its token."""
-    parent = aliased(TokenRow)
-    orphaned = (
-        select(parent.id).where(parent.id == TokenRow.parent_id, _ended_before(parent, before)).exists()
-    )
-    return (TokenRow.kind != "token") & or_(_ended_before(TokenRow, before), orphaned)
-
-
-def _old_token(before: datetime) -> tuple[ColumnElement[bool], ...]:
-    child = aliased(TokenRow)
-    has_children = select(child.id).where(child.parent_id == TokenRow.id).exists()
-    return TokenRow.kind == "token", _ended_before(TokenRow, before), ~has_children
+def _old_token(before: datetime) -> ColumnElement[bool]:
+    """A token, session or link that has ended; those that a token made end with it."""
+    return or_(TokenRow.revoked_at < before, TokenRow.expires_at < before)

@@ -18,7 +18,7 @@ from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
-from zbv_service.errors import RUN_FAILED, problem_document
+from zbv_service.errors import RUN_FAILED, error_document
 from zbv_service.records.runs import (
     DEFAULT_RETRIES,
     FAILURE_KINDS,
@@ -241,7 +241,7 @@ def _place_of_cause(failure: dict[str, Any]) -> tuple[int, bool]:
 
 
 def _error_of(reported: _Failures) -> dict[str, Any]:
-    """The run's problem document; the first cause gives the detail."""
+    """The run's error document; the first cause gives the detail."""
     shown = reported.causes
     detail = str(shown[0]["detail"]) if shown else "The nodes were stopped; no failure was reported."
-    return problem_document(RUN_FAILED, detail, failures=shown, failures_left_out=reported.count - len(shown))
+    return error_document(RUN_FAILED, detail, failures=shown, failures_left_out=reported.count - len(shown))

@@ -24,7 +24,7 @@ class RunRow(Base):
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     state: Mapped[str] = mapped_column(String(16))
     plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
-    search_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("searches.id"))
+    search_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("searches.id", ondelete="SET NULL"))
     search_options: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
     target_plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
     offer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
@@ -78,7 +78,7 @@ class AgentRow(Base):
     checkpoint_directories: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     state: Mapped[str] = mapped_column(String(16))
     run_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("runs.id"))
-    owner: Mapped[str | None] = mapped_column(String(16))
+    owner: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[datetime]
     seen_at: Mapped[datetime]
 
@@ -105,7 +105,9 @@ class NodeRow(Base):
 
     __tablename__ = "run_nodes"
 
-    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id"), primary_key=True)
+    run_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True
+    )
     generation: Mapped[int] = mapped_column(primary_key=True)
     node_rank: Mapped[int] = mapped_column(primary_key=True)
     agent_id: Mapped[str] = mapped_column(String(32), ForeignKey("agents.id"))
@@ -126,7 +128,7 @@ class EventRow(Base):
     __tablename__ = "run_events"
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
-    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id"))
+    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id", ondelete="CASCADE"))
     at: Mapped[datetime]
     kind: Mapped[str] = mapped_column(String(32))
     detail: Mapped[str] = mapped_column(String)
@@ -139,7 +141,9 @@ class PartRow(Base):
 
     __tablename__ = "run_parts"
 
-    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id"), primary_key=True)
+    run_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True
+    )
     generation: Mapped[int] = mapped_column(primary_key=True)
     rank: Mapped[int] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(String(16), primary_key=True)

@@ -17,7 +17,7 @@ from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchRow
 from zbv_service.database.run_end import add_event, end_run, lock_run
 from zbv_service.database.run_models import RunRow
-from zbv_service.errors import RUN_FAILED, problem_document
+from zbv_service.errors import RUN_FAILED, error_document
 from zbv_service.records.runs import RUN_ENDED, Replanning
 from zbv_service.records.searches import FINISHED
 
@@ -116,4 +116,4 @@ def _error_of(search: SearchRow | None) -> dict[str, Any]:
     if search is not None and search.error is not None:
         return search.error
     detail = "The search for its plan was cancelled before it found one. Submit the run again."
-    return problem_document(RUN_FAILED, detail)
+    return error_document(RUN_FAILED, detail)

@@ -15,7 +15,6 @@ from sqlalchemy.orm import Session
 from zbv_service.database.models import SearchRow, columns_of, record_of
 from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, of_shape, read_page
-from zbv_service.database.retention import remove_searches
 from zbv_service.database.run_end import changed
 from zbv_service.database.run_models import RunRow
 from zbv_service.database.search_events import first_event, tell_end, tell_state
@@ -213,7 +212,7 @@ class SearchTable(SearchLeases):
             waiting = await session.scalar(_waiting_run(search_id))
             if waiting is not None:
                 raise SearchInUse(waiting)
-            await remove_searches(session, [search_id])
+            await session.delete(row)
         self._changed(search_id)
         return True
 

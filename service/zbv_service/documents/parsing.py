@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from zbv_solver.documents.validation import refusal
 from zbv_solver.errors import InvalidInput
 
-from zbv_service.errors import BODY_TOO_LARGE, MALFORMED_JSON, ProblemError
+from zbv_service.errors import BODY_TOO_LARGE, MALFORMED_JSON, ApiError
 
 MEDIUM_VALUES = 100_000
 """Largest number of values in the body of an agent."""
@@ -39,7 +39,7 @@ def parse_json(body: bytes | bytearray) -> Any:
 
     Raises
     ------
-    ProblemError
+    ApiError
         400: it is not JSON, has NaN or infinities, or is nested too deeply.
     InvalidInput
         A text has characters that databases and responses cannot hold.
@@ -112,30 +112,30 @@ def has_more_values(document: Any, most: int) -> bool:
 
 
 def decompressed(body: bytes | bytearray, limit: int) -> bytes:
-    """A gzip body's content, at most ``limit`` bytes of it; raises :class:`ProblemError` 400 or 413."""
+    """A gzip body's content, at most ``limit`` bytes of it; raises :class:`ApiError` 400 or 413."""
     stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         text = stream.decompress(body, limit + 1)
     except zlib.error as error:
-        raise ProblemError(MALFORMED_JSON, f"The body is not gzip: {error}. Compress it again.") from None
+        raise ApiError(MALFORMED_JSON, f"The body is not gzip: {error}. Compress it again.") from None
     if len(text) > limit:
         raise too_large(limit)
     if not stream.eof or stream.unused_data:
-        raise ProblemError(MALFORMED_JSON, "The body is not one whole gzip stream. Compress it again.")
+        raise ApiError(MALFORMED_JSON, "The body is not one whole gzip stream. Compress it again.")
     return text
 
 
-def too_large(limit: int) -> ProblemError:
+def too_large(limit: int) -> ApiError:
     """The error of a body that is larger than ``limit`` bytes."""
     # The rest of the body is not read, so the connection cannot carry another request.
-    return ProblemError(
+    return ApiError(
         BODY_TOO_LARGE, f"The body is larger than {limit} bytes; send less.", headers={"Connection": "close"}
     )
 
 
-def malformed(what: str) -> ProblemError:
+def malformed(what: str) -> ApiError:
     """The error of a body that is not JSON; ``what`` is the reason."""
-    return ProblemError(MALFORMED_JSON, f"The body is not JSON: {what}. Send one JSON document in UTF-8.")
+    return ApiError(MALFORMED_JSON, f"The body is not JSON: {what}. Send one JSON document in UTF-8.")
 
 
 def _refuse_constant(name: str) -> NoReturn:

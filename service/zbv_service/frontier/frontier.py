@@ -17,7 +17,7 @@ from zbv_solver.frontiers.limits import Known, best_within, fits
 
 from zbv_service.compute.cache import Cache, wait_a_while
 from zbv_service.database import PlanTable, SearchTable
-from zbv_service.errors import TOO_MANY_SEARCHES, ProblemError
+from zbv_service.errors import TOO_MANY_SEARCHES, ApiError
 from zbv_service.frontier.points import CutSummary, Frontier, Point, newest, tightened
 from zbv_service.frontier.problems import (
     FrontierPlan,
@@ -80,7 +80,7 @@ class Frontiers:
         self._stored: Cache[tuple[list[float], CutSummary | None]] = Cache(CACHED_PLANS)
 
     async def plan(self, plan_id: str) -> FrontierPlan:
-        """A plan as its frontier needs it; raises :class:`ProblemError` 404."""
+        """A plan as its frontier needs it; raises :class:`ApiError` 404."""
         return await self._read.get(plan_id, lambda: self._plans.compute(read_plan, plan_id))
 
     async def of(self, plan_id: str) -> Frontier:
@@ -90,7 +90,7 @@ class Frontiers:
         ------
         InvalidInput
             The problem has no memory.
-        ProblemError
+        ApiError
             404: there is no such plan. 503: too many computations are waiting.
         """
         plan = await self.plan(plan_id)
@@ -147,7 +147,7 @@ class Frontiers:
         for done, point in enumerate(wanted):
             try:
                 record = await self._submit.submit_read(searches[point.at], caller=caller, most=most)
-            except ProblemError as error:
+            except ApiError as error:
                 if error.kind is not TOO_MANY_SEARCHES:
                     raise
                 return SubmittedPoints(done - known, len(wanted) - done, known)

@@ -26,7 +26,7 @@ from zbv_solver.search.options import EFFORTS
 from zbv_service.documents.packing import problem_key, unpack
 from zbv_service.documents.problems import asked_of
 from zbv_service.documents.shared import OptionsDocument
-from zbv_service.errors import INVALID_PARAMETER, ProblemError
+from zbv_service.errors import INVALID_PARAMETER, ApiError
 from zbv_service.frontier.points import CutSummary
 from zbv_service.plans.facts import PlanFacts, facts_of
 from zbv_service.plans.renderings import plan_of
@@ -115,7 +115,7 @@ def read_plan(packed: bytes) -> FrontierPlan:
 def _of_stages(plan: Plan) -> dict[str, Any]:
     problem = plan.problem
     if problem.n_stages > MAX_STAGES:
-        raise ProblemError(
+        raise ApiError(
             INVALID_PARAMETER,
             f"found a plan of {problem.n_stages} stages; a frontier takes at most {MAX_STAGES}.",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from http.client import responses
 from types import MappingProxyType
 from typing import Any
 
@@ -13,8 +14,11 @@ from fastapi.responses import HTMLResponse
 from zbv_service.api.negotiation import VARY, root_of
 from zbv_service.api.state import state_of
 from zbv_service.pages.shell import CONTENT_SECURITY_POLICY, Shell, render
-from zbv_service.pages.views.problem import problem_values
 from zbv_service.security.grants import Grant
+
+_PASSING = frozenset({429, 500, 503})
+"""Statuses of errors that may be temporary."""
+_WRONG_PARAMETERS = 422
 
 NO_STORE: Mapping[str, str] = MappingProxyType({"Cache-Control": "no-store"})
 
@@ -30,13 +34,37 @@ async def page(request: Request, template: str, status: int = 200, **values: Any
     return html(await state_of(request).computations.write(write), status)
 
 
-def problem_answer(document: Mapping[str, Any], request: Request, headers: Mapping[str, str]) -> HTMLResponse:
-    """A problem document (RFC 9457) as a page."""
+def error_answer(document: Mapping[str, Any], request: Request, headers: Mapping[str, str]) -> HTMLResponse:
+    """A error document (RFC 9457) as a page."""
     shell = shell_of(request)
     again = f"{shell.path}?{request.url.query}" if request.url.query else shell.path
-    values = problem_values(document, again if request.method == "GET" else None)
-    content = render("problem.html.j2", shell, **values)
+    values = _error_values(document, again if request.method == "GET" else None)
+    content = render("error.html.j2", shell, **values)
     return html(content, int(document["status"]), {**VARY, **NO_STORE, **headers})
+
+
+def _error_values(document: Mapping[str, Any], again: str | None) -> dict[str, Any]:
+    """The template's values for a error document (RFC 9457).
+
+    Parameters
+    ----------
+    again
+        The address for another attempt, without the prefix of a proxy; None if the request was not a GET.
+    """
+    status, title = int(document["status"]), str(document["title"])
+    phrase = responses.get(status, "")
+    kind = str(document.get("type", "about:blank"))
+    detail, errors = str(document["detail"]), document.get("errors") or ()
+    is_repeated = bool(errors) and all(error["detail"] in detail for error in errors)
+    return {
+        "error": document,
+        "phrase": "" if phrase == title else phrase,
+        "detail": "" if is_repeated else detail[:1].upper() + detail[1:],
+        "errors": errors,
+        "about": kind if kind.startswith("/") else None,
+        "again": again if status in _PASSING else None,
+        "bare": again is not None and "?" in again and status == _WRONG_PARAMETERS,
+    }
 
 
 def shell_of(request: Request) -> Shell:

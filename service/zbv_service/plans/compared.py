@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zbv_solver.errors import InvalidInput
 
 from zbv_service.compute.cache import wait_a_while
-from zbv_service.errors import ProblemError
+from zbv_service.errors import ApiError
 from zbv_service.plans.facts import PlanFacts
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.schedules import Schedules
@@ -90,7 +90,7 @@ class ComparedPlans:
             else:
                 theirs = (await self._plans.facts(name)).units.time
                 packed = await self._plans.packed(name)
-        except ProblemError as error:
+        except ApiError as error:
             return ComparedPlan(name, is_baseline, None, error.detail)
         except InvalidInput as error:
             return ComparedPlan(name, is_baseline, None, error.issues[0].detail)

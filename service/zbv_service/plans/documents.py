@@ -102,7 +102,7 @@ class SimulationQuery(RequestDocument):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
 
     def read(self) -> Jitter:
-        """The jitter; raises :class:`InvalidInput`, or :class:`ProblemError` 400 for JSON that is none."""
+        """The jitter; raises :class:`InvalidInput`, or :class:`ApiError` 400 for JSON that is none."""
         is_document = self.jitter.startswith("{")
         return parse_jitter(parse_json(bytearray(self.jitter.encode())) if is_document else self.jitter)
 

@@ -21,7 +21,7 @@ from zbv_service.database import PlanTable
 from zbv_service.documents.packing import pack_plan, unpack_text
 from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import require_size
-from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, ProblemError
+from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, ApiError
 from zbv_service.plans.documents import ClaimDocument, ImportedPlan, SimulationQuery
 from zbv_service.plans.facts import PlanFacts, facts_of
 from zbv_service.plans.renderings import (
@@ -89,7 +89,7 @@ class Plans:
         return await self._table.page(wanted, limit, after)
 
     async def text(self, plan_id: str) -> bytes:
-        """A plan's document as JSON text; raises :class:`ProblemError` 404."""
+        """A plan's document as JSON text; raises :class:`ApiError` 404."""
 
         async def load() -> bytes:
             # In a thread, because decompression releases the GIL.
@@ -104,37 +104,37 @@ class Plans:
 
         Raises
         ------
-        ProblemError
+        ApiError
             404: there is no such plan. 503: too many computations are waiting.
         """
         return await self._computations.run(function, await self.packed(plan_id))
 
     async def packed(self, plan_id: str) -> bytes:
-        """A plan's document, packed; raises :class:`ProblemError` 404."""
+        """A plan's document, packed; raises :class:`ApiError` 404."""
         # Some texts are rejected by databases.
         packed = await self._table.document(plan_id) if _ID.fullmatch(plan_id) else None
         if packed is None:
-            raise ProblemError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
+            raise ApiError(NOT_FOUND, f"found no plan {plan_id[:64]!r}; GET /v1/plans lists them.")
         return packed
 
     async def plan(self, plan_id: str) -> Plan:
-        """A plan; raises :class:`ProblemError` 404."""
+        """A plan; raises :class:`ApiError` 404."""
         plan = await self._plans.get(plan_id, lambda: self.compute(plan_of, plan_id))
         self.used.add(plan_id)
         return plan
 
     async def facts(self, plan_id: str) -> PlanFacts:
-        """The few values of a plan; raises :class:`ProblemError` 404."""
+        """The few values of a plan; raises :class:`ApiError` 404."""
         facts = await self._facts.get(plan_id, lambda: self.compute(facts_of, plan_id))
         self.used.add(plan_id)
         return facts
 
     async def rank(self, plan_id: str, rank: int) -> bytes:
-        """One rank's part of a plan, as JSON text; raises :class:`ProblemError` 404."""
+        """One rank's part of a plan, as JSON text; raises :class:`ApiError` 404."""
         ranks = await self._ranks.get(plan_id, lambda: self.compute(ranks_of, plan_id))
         self.used.add(plan_id)
         if not 0 <= rank < len(ranks):
-            raise ProblemError(
+            raise ApiError(
                 NOT_FOUND, f"found no rank {rank}; plan {plan_id} has ranks 0 to {len(ranks) - 1}."
             )
         return ranks[rank]
@@ -154,7 +154,7 @@ class Plans:
         ------
         InvalidInput, InvalidPlan
             The plan is invalid; nothing was stored.
-        ProblemError
+        ApiError
             400: the body is not JSON. 503: too many computations are waiting.
         """
         # Always in another process: even a small plan is compared with classical schedules.
@@ -170,7 +170,7 @@ class Plans:
         return answer, await self._table.add(plan, caller)
 
     async def view(self, plan_id: str) -> PlanView:
-        """The content of a plan's page, without links; raises :class:`ProblemError` 404."""
+        """The content of a plan's page, without links; raises :class:`ApiError` 404."""
         return await self._views.get(plan_id, lambda: self.compute(view_of, plan_id))
 
     async def simulation(self, plan_id: str, asked: SimulationQuery) -> bytes:
@@ -178,7 +178,7 @@ class Plans:
 
         Raises
         ------
-        ProblemError
+        ApiError
             404: there is no such plan. 422: the jitter breaks a rule, or there are too many scenarios.
         """
         simulate = partial(simulation_of, asked)
@@ -190,35 +190,33 @@ class Plans:
             name = "scenarios" if issue.pointer == "/scenarios" else "jitter"
             place = "" if name == issue.pointer[1:] or not issue.pointer else f"{issue.pointer}: "
             detail = f"{place}{issue.detail}"
-            raise ProblemError(
+            raise ApiError(
                 INVALID_PARAMETER, f"{name}: {detail}", [{"parameter": name, "detail": detail}]
             ) from None
 
     async def actions(self, plan_id: str) -> bytes:
-        """A plan's actions for the script of its page; raises :class:`ProblemError` 404."""
+        """A plan's actions for the script of its page; raises :class:`ApiError` 404."""
         return await self._actions.get(plan_id, lambda: self.compute(actions_of, plan_id))
 
     async def thumbnail(self, plan_id: str) -> bytes:
-        """A thumbnail of a plan as PNG; raises :class:`ProblemError` 404."""
+        """A thumbnail of a plan as PNG; raises :class:`ApiError` 404."""
         return await self._thumbnails.get(plan_id, lambda: self.compute(thumbnail_of, plan_id))
 
     async def export(self, plan_id: str, name: str) -> tuple[bytes, str, str]:
-        """A plan in another format: its text, media type and file name; raises :class:`ProblemError` 404."""
+        """A plan in another format: its text, media type and file name; raises :class:`ApiError` 404."""
         # Imported here because formats need heavy packages.
         from zbv_solver.export import FORMATS
 
         target = FORMATS.get(name)
         if target is None:
-            raise ProblemError(
-                NOT_FOUND, f"found no format {name!r}; there are {', '.join(sorted(FORMATS))}."
-            )
+            raise ApiError(NOT_FOUND, f"found no format {name!r}; there are {', '.join(sorted(FORMATS))}.")
         export = partial(export_of, name)
         text = await self._exports.get(f"{plan_id} {name}", lambda: self.compute(export, plan_id))
         return text, target.media_type, f"plan-{plan_id[:12]}{target.suffix}"
 
 
 def import_text(max_cells: int, text: bytes | bytearray) -> tuple[NewPlan, tuple[Claim, ...]]:
-    """As :func:`import_plan` for JSON text; raises :class:`ProblemError` 400 if it is not JSON."""
+    """As :func:`import_plan` for JSON text; raises :class:`ApiError` 400 if it is not JSON."""
     return import_plan(parse_json(text), max_cells)
 
 

@@ -29,7 +29,7 @@ class Schedules:
         ------
         InvalidInput
             The problem has too many stages.
-        ProblemError
+        ApiError
             404: there is no such plan. 503: too many computations are waiting.
         """
         make = partial(baseline_of, name)

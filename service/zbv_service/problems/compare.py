@@ -38,7 +38,7 @@ class Comparisons:
         ------
         InvalidInput
             The body breaks a rule.
-        ProblemError
+        ApiError
             400: the body is not JSON. 503: too many computations are waiting.
         ContradictedBound
             The best stored plan undercuts a bound.

@@ -22,7 +22,7 @@ from zbv_service.compute.computations import Computations
 from zbv_service.documents.packing import PackedQuestion, finite_or_none, supported_bound, unpack
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import largest_stages, read_question, require_stages
-from zbv_service.errors import INFEASIBLE_MEMORY, ProblemError, infeasible
+from zbv_service.errors import INFEASIBLE_MEMORY, ApiError, infeasible
 from zbv_service.problems.documents import EstimateRequest, ProblemEstimate
 from zbv_service.settings import Settings
 
@@ -56,7 +56,7 @@ class Estimates:
         ------
         InvalidInput
             The body breaks a rule.
-        ProblemError
+        ApiError
             400: the body is not JSON. 422: no plan fits the memory limit. 503: too many computations are
             waiting.
         """
@@ -68,7 +68,7 @@ class Estimates:
             )
         except InfeasibleMemory as error:  # for layers, only a cut shows it
             document = infeasible(error)
-            raise ProblemError(INFEASIBLE_MEMORY, document["detail"], document["errors"]) from None
+            raise ApiError(INFEASIBLE_MEMORY, document["detail"], document["errors"]) from None
         return ProblemEstimate.model_validate({"problem_summary": asked.summary, **made})
 
 

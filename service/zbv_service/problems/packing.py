@@ -6,7 +6,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput
 
 from zbv_service.compute.computations import Computations
 from zbv_service.documents.parsing import parse_body, parse_json
-from zbv_service.errors import INFEASIBLE_MEMORY, ProblemError, infeasible
+from zbv_service.errors import INFEASIBLE_MEMORY, ApiError, infeasible
 from zbv_service.problems.documents import PackedReplica, PackRequest, ProblemPacking
 
 SECONDS = 5.0
@@ -27,7 +27,7 @@ async def pack_body(computations: Computations, body: bytes | bytearray) -> byte
     ------
     InvalidInput
         The body breaks a rule.
-    ProblemError
+    ApiError
         400: the body is not JSON. 422: the longest sequence alone does not fit. 503: too many computations
         are waiting, or this one takes too long.
     """
@@ -36,7 +36,7 @@ async def pack_body(computations: Computations, body: bytes | bytearray) -> byte
     except InfeasibleMemory as error:
         document = infeasible(error)
         issues = [{**issue, "pointer": "/batch/problem/memory/limit"} for issue in document["errors"]]
-        raise ProblemError(INFEASIBLE_MEMORY, document["detail"], issues) from None
+        raise ApiError(INFEASIBLE_MEMORY, document["detail"], issues) from None
 
 
 def packing_text(body: bytes | bytearray) -> bytes:

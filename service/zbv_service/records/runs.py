@@ -52,9 +52,8 @@ class NewAgent:
     checkpoint_directories: list[str] | None = field(default=None, kw_only=True)
     """Patterns of models that the node may load and of scripts that it may run, and directories for
     checkpoints (None if the agent did not report any). The node itself enforces them."""
-    owner: str | None = field(default=None, kw_only=True)
-    """The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`); None for agents of
-    versions that did not store owners."""
+    owner: str = field(kw_only=True)
+    """The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`)."""
 
 
 @dataclass(frozen=True)
@@ -324,7 +323,7 @@ class AvailableAgent:
     slots: int
     is_idle: bool
     allowed_models: tuple[str, ...]
-    owner: str | None = None
+    owner: str = ""
     """The token that registered it."""
     checkpoint_directories: tuple[str, ...] | None = None
     """As in :func:`zbv_service.client.admission.is_directory_allowed`; None if the agent did not say."""

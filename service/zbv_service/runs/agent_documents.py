@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -59,33 +59,33 @@ class AgentRequest(RequestDocument):
     )
     devices: Annotated[list[Line], Field(max_length=_MAX_SLOTS)] = Field([])
     versions: Annotated[dict[Line, Line], Field(max_length=50)] = Field({})
-    allowed_models: Annotated[list[Line], Field(max_length=100)] = Field(
-        [], description="Former place of allows.models."
-    )
-    allows: AllowsDocument | None = None
+    allows: AllowsDocument = Field(default_factory=AllowsDocument)
 
     @model_validator(mode="after")
     def _is_short(self) -> Self:
-        new = self.new_agent
-        allowed = (new.allowed_models, new.allowed_scripts, new.checkpoint_directories or [])
+        allows = self.allows
+        allowed = (allows.models, allows.scripts, allows.checkpoint_directories or [])
         for texts, most, what in (
             ([*itertools.chain(*allowed)], MAX_ALLOWED, "patterns and directories"),
-            ([*new.devices, *itertools.chain(*new.versions.items())], MAX_DESCRIBED, "devices and versions"),
+            (
+                [*self.devices, *itertools.chain(*self.versions.items())],
+                MAX_DESCRIBED,
+                "devices and versions",
+            ),
         ):
             found = sum(map(len, texts))
             if found > most:
                 raise ValueError(f"{what} have {found} characters; they must have at most {most}")
         return self
 
-    @property
-    def new_agent(self) -> NewAgent:
-        """The agent as it is stored."""
-        allows = self.allows or AllowsDocument(models=self.allowed_models)
+    def new_agent(self, owner: str) -> NewAgent:
+        """The agent as it is stored for the token that registers it."""
         return NewAgent(
-            **self.model_dump(exclude={"allowed_models", "allows"}),
-            allowed_models=allows.models,
-            allowed_scripts=allows.scripts,
-            checkpoint_directories=allows.checkpoint_directories,
+            **self.model_dump(exclude={"allows"}),
+            owner=owner,
+            allowed_models=self.allows.models,
+            allowed_scripts=self.allows.scripts,
+            checkpoint_directories=self.allows.checkpoint_directories,
         )
 
 
@@ -191,38 +191,15 @@ class HeartbeatAnswer(BaseModel):
     )
 
 
-class _FailurePlace(RequestDocument):
+class RankFailure(RequestDocument):
+    """Why a rank ended, or why no rank was started (``rank`` is null then)."""
+
     rank: Count | None = None
     step: Count | None = None
     action: Annotated[str, Field(max_length=32)] | None = None
     peer: Count | None = Field(None, description="The rank that this rank waited for.")
-
-
-class FailureFacts(_FailurePlace):
-    """The known facts about a failure."""
-
-    message: Text | None = None
-
-
-class RankFailure(_FailurePlace):
-    """Why a rank ended, or why no rank was started (``rank`` is null then).
-
-    Facts may be given here or in ``failure``, which takes precedence.
-    """
-
     kind: FailureKind
     detail: Text = ""
-    failure: FailureFacts | None = None
-
-    def stored(self) -> dict[str, Any]:
-        """The failure in its stored form."""
-        facts = {} if self.failure is None else self.failure.model_dump(exclude_none=True)
-        message = facts.pop("message", "")
-        return {
-            **self.model_dump(mode="json", exclude={"failure"}),
-            **facts,
-            "detail": self.detail or message,
-        }
 
 
 class NodeEnd(RequestDocument):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentTable, RunTable
-from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, NOT_FOUND, ProblemError
+from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, NOT_FOUND, ApiError
 from zbv_service.records.runs import (
     AGENT_ENDED,
     AgentFilter,
@@ -50,10 +49,10 @@ class Agents:
 
         Raises
         ------
-        ProblemError
+        ApiError
             403: another token has registered this agent.
         """
-        record, is_new = await self._agents.add(replace(request.new_agent, owner=grant.owner))
+        record, is_new = await self._agents.add(request.new_agent(grant.owner))
         if is_new:
             self._owners.pop(record.id, None)
         else:
@@ -65,33 +64,30 @@ class Agents:
     async def require_owner(self, grant: Grant, agent_id: str) -> None:
         """Require that a caller may act for an agent; anyone may act for an unknown agent.
 
-        An agent that was registered before owners were stored gets as its owner the first token that
-        acts for it, other than one with the scope admin.
-
         Raises
         ------
-        ProblemError
+        ApiError
             403: the caller may not.
         """
         if "admin" in grant.scopes:
             return
         owner = self._owners.get(agent_id)
         if owner is None:
-            owner = await self._agents.owned(agent_id, grant.owner)
-            if owner is None:
+            agent = await self._agents.get(agent_id)
+            if agent is None:
                 return
-            self._owners[agent_id] = owner
+            owner = self._owners[agent_id] = agent.owner
             if len(self._owners) > OWNERS_CACHED:
                 self._owners.popitem(last=False)
         if owner != grant.owner:
-            raise ProblemError(
+            raise ApiError(
                 AGENT_OF_OTHERS,
                 f"agent {agent_id} was registered with another token; only that token, or one with the scope "
                 f"admin, may act for it. Register this node under a new id.",
             )
 
     async def get(self, agent_id: str) -> AgentRecord:
-        """An agent; raises :class:`ProblemError` 404."""
+        """An agent; raises :class:`ApiError` 404."""
         return _found(await self._agents.get(agent_id), agent_id)
 
     async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
@@ -103,7 +99,7 @@ class Agents:
 
         Raises
         ------
-        ProblemError
+        ApiError
             404: the agent is unknown. 410: it is lost or has left.
         """
         await self.require_present(agent_id)
@@ -126,7 +122,7 @@ class Agents:
     async def ended(self, agent_id: str, end: NodeEnd) -> None:
         """Record how an agent's node ended; raises as :meth:`work`."""
         await self.require_present(agent_id)
-        failures = _shortened([failure.stored() for failure in end.failures])
+        failures = _shortened([failure.model_dump(mode="json") for failure in end.failures])
         await self._runs.ended(agent_id, NodeReport(end.run_id, end.generation, end.outcome, failures))
         self._dispatcher.wake()
 
@@ -141,7 +137,7 @@ class Agents:
         return record
 
     async def leave(self, agent_id: str) -> None:
-        """Deregister an agent; a repeated call changes nothing. Raises :class:`ProblemError` 404."""
+        """Deregister an agent; a repeated call changes nothing. Raises :class:`ApiError` 404."""
         _found(await self._agents.leave(agent_id), agent_id)
 
     async def _store(self, beat: Beat) -> BeatAnswer:
@@ -171,15 +167,15 @@ def _require_present(agent_id: str, name: str, state: AgentState | None) -> None
     if state is None:
         raise _unknown(agent_id)
     if state in AGENT_ENDED:
-        raise ProblemError(
+        raise ApiError(
             AGENT_GONE,
             f"agent {name} is {state}, and its part of a run is over. Stop its ranks and register again, "
             f"under a new id.",
         )
 
 
-def _unknown(agent_id: str) -> ProblemError:
-    return ProblemError(NOT_FOUND, f"found no agent {agent_id}; GET /v1/agents lists them.")
+def _unknown(agent_id: str) -> ApiError:
+    return ApiError(NOT_FOUND, f"found no agent {agent_id}; GET /v1/agents lists them.")
 
 
 def _shortened(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_service.documents.problems import QuestionDocument
 from zbv_service.documents.shared import NEXT, PREVIOUS, OptionsDocument, RequestDocument
-from zbv_service.errors import ProblemDetails
+from zbv_service.errors import ErrorDetails
 from zbv_service.records.runs import FailureKind, NodeOutcome, NodeState, RunState
 from zbv_service.runs.options import MAX_INTEGER, RunOptionsDocument
 
@@ -142,7 +142,7 @@ class RunDocument(RecordDocument):
     generation: int = Field(description="Number of restarts, from 0.")
     cancel_requested: bool
     members: list[NodeDocument] = Field(description="The nodes of this generation, by node rank.")
-    error: ProblemDetails | None = Field(
+    error: ErrorDetails | None = Field(
         None,
         description="Why it failed; `failures` has the first 100 reports of the last generation's ranks, the "
         "events all of all generations.",

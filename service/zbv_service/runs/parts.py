@@ -21,7 +21,7 @@ from zbv_service.compute.computations import Computations
 from zbv_service.database import PartTable
 from zbv_service.documents.packing import pack, unpack
 from zbv_service.documents.parsing import decompressed, parse_body
-from zbv_service.errors import MALFORMED_JSON, NOT_FOUND, ProblemError
+from zbv_service.errors import MALFORMED_JSON, NOT_FOUND, ApiError
 from zbv_service.records.runs import NewPart, PartInfo, PartKind, RunRecord
 from zbv_service.runs.agent_documents import NonFinite, RankEvents
 from zbv_service.runs.picture import picture
@@ -57,7 +57,7 @@ def read_trace(
 
     Raises
     ------
-    ProblemError, InvalidInput
+    ApiError, InvalidInput
         It is not a trace, or belongs to another rank.
     """
     document = _parse_json(body if gzip_limit is None else decompressed(body, gzip_limit))
@@ -89,13 +89,13 @@ def merged(generation: int, packed: Sequence[bytes]) -> bytes:
 
     Raises
     ------
-    ProblemError
+    ApiError
         404: there is none.
     """
     traces = parse_traces(packed)
     common = frozenset.intersection(*(trace.numbers for trace in traces))
     if not common or len({trace.plan_id for trace in traces}) > 1:
-        raise ProblemError(
+        raise ApiError(
             NOT_FOUND,
             f"the ranks of generation {generation} have no step in common yet. Try again in some seconds.",
         )
@@ -111,10 +111,10 @@ class RunParts:
         self._computations = computations
 
     async def require_owner(self, agent_id: str, key: RankKey) -> None:
-        """Raise :class:`ProblemError` 404 unless the agent runs or ran this rank."""
+        """Raise :class:`ApiError` 404 unless the agent runs or ran this rank."""
         ranks = await self._table.ranks_of(agent_id, key.run_id, key.generation)
         if ranks is None or key.rank not in ranks:
-            raise ProblemError(
+            raise ApiError(
                 NOT_FOUND,
                 f"agent {agent_id} has no rank {key.rank} in generation {key.generation} of run "
                 f"{key.run_id}.",
@@ -130,7 +130,7 @@ class RunParts:
 
         Raises
         ------
-        ProblemError, InvalidInput
+        ApiError, InvalidInput
             It is not a trace, or belongs to another rank.
         """
         former = await self._table.read(key.run_id, key.generation, "trace", [key.rank])
@@ -147,7 +147,7 @@ class RunParts:
 
         Raises
         ------
-        ProblemError, InvalidInput
+        ApiError, InvalidInput
             The text is not a document of events, or belongs to another rank.
         """
         document = await self._computations.of_body(partial(parse_body, RankEvents), text)
@@ -172,7 +172,7 @@ class RunParts:
 
         Raises
         ------
-        ProblemError
+        ApiError
             404: a rank has sent no trace yet, or the ranks have no step of one plan in common.
         """
         chosen = await self._generation(run.id, "trace", generation)
@@ -180,18 +180,18 @@ class RunParts:
         missing = set(range(run.nodes * run.ranks_per_node)) - {part.rank for part in parts}
         if missing:
             named = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
-            raise ProblemError(
+            raise ApiError(
                 NOT_FOUND,
                 f"ranks {named} of generation {chosen} have sent no trace yet. Try again soon.",
             )
         return await self._computations.run(partial(merged, chosen), [part.body for part in parts])
 
     async def log(self, run_id: str, rank: int, generation: int | None) -> str:
-        """The end of a rank's log; raises :class:`ProblemError` 404."""
+        """The end of a rank's log; raises :class:`ApiError` 404."""
         chosen = await self._generation(run_id, "log", generation, rank)
         for part in await self._table.read(run_id, chosen, "log", [rank]):
             return (await asyncio.to_thread(zlib.decompress, part.body)).decode(errors="replace")
-        raise ProblemError(NOT_FOUND, f"found no log of rank {rank} in generation {chosen} of run {run_id}.")
+        raise ApiError(NOT_FOUND, f"found no log of rank {rank} in generation {chosen} of run {run_id}.")
 
     async def _generation(
         self, run_id: str, kind: PartKind, wanted: int | None, rank: int | None = None
@@ -203,7 +203,7 @@ class RunParts:
         if newest is None:
             whose = "its ranks" if rank is None else f"rank {rank}"
             when = "a few seconds after the first step" if kind == "trace" else "when a generation ends"
-            raise ProblemError(NOT_FOUND, f"run {run_id} has no {kind} of {whose}; agents send it {when}.")
+            raise ApiError(NOT_FOUND, f"run {run_id} has no {kind} of {whose}; agents send it {when}.")
         return newest
 
 
@@ -223,7 +223,7 @@ def _joined(document: dict[str, Any], former: bytes | None) -> bytes:
     try:
         return pack({**document, "steps": kept[::-1]})
     except ValueError:
-        raise ProblemError(
+        raise ApiError(
             MALFORMED_JSON,
             "The body has a number beyond the range of floats, such as 1e999. Send finite numbers.",
         ) from None
@@ -234,4 +234,4 @@ def _parse_json(text: bytes | bytearray) -> Any:
     try:
         return json.loads(text.decode(), parse_constant=lambda _name: None)
     except (ValueError, RecursionError) as error:
-        raise ProblemError(MALFORMED_JSON, f"The body is not JSON: {error}.") from None
+        raise ApiError(MALFORMED_JSON, f"The body is not JSON: {error}.") from None

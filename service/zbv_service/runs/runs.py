@@ -16,7 +16,7 @@ from zbv_service.compute.computations import Computations
 from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
 from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import is_deep, parse_body
-from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ProblemError
+from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ApiError
 from zbv_service.plans.plans import Plans
 from zbv_service.records.runs import EventRecord, NewRun, RunFilter, RunRecord
 from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
@@ -97,7 +97,7 @@ class Runs:
         ------
         InvalidInput
             The body breaks a rule.
-        ProblemError
+        ApiError
             409: a request with this key is being answered. 422: the key belongs to another body. 410: the run
             of this key was removed. 429: a search is needed and the caller has too many searches.
         """
@@ -106,7 +106,7 @@ class Runs:
                 asked = await self._computations.of_body(partial(read_run, self._settings), body)
                 return await self._submit(asked, named(asked.fingerprint), caller, most)
             except RunRemoved:
-                raise ProblemError(
+                raise ApiError(
                     RUN_REMOVED,
                     "The run of this request was removed. Send the request with a new Idempotency-Key to run "
                     "it again.",
@@ -150,11 +150,11 @@ class Runs:
                 return await self._runs.add(replace(new, search_id=search.id), named)
 
     async def get(self, run_id: str) -> RunRecord:
-        """A run; raises :class:`ProblemError` 404."""
+        """A run; raises :class:`ApiError` 404."""
         return _found(await self._runs.get(run_id), run_id)
 
     async def brief(self, run_id: str) -> RunRecord:
-        """A run without its nodes; raises :class:`ProblemError` 404."""
+        """A run without its nodes; raises :class:`ApiError` 404."""
         return _found(await self._runs.brief(run_id), run_id)
 
     async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
@@ -162,12 +162,12 @@ class Runs:
         return await self._runs.page(wanted, limit, after)
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
-        """The events of a run after a given event; raises :class:`ProblemError` 404."""
+        """The events of a run after a given event; raises :class:`ApiError` 404."""
         await self.brief(run_id)
         return await self._runs.events(run_id, after, limit)
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
-        """The newest events of a run, newest first; raises :class:`ProblemError` 404."""
+        """The newest events of a run, newest first; raises :class:`ApiError` 404."""
         await self.brief(run_id)
         return await self._runs.newest_events(run_id, limit)
 
@@ -188,12 +188,12 @@ class Runs:
         ------
         InvalidInput
             The plan does not exist, or its stages or microbatches differ from the run's.
-        ProblemError
+        ApiError
             404: the run is unknown. 409: it has ended, has no plan yet, or runs a script.
         """
         record = await self.brief(run_id)
         if record.script is not None:
-            raise ProblemError(
+            raise ApiError(
                 RUN_STATE,
                 f"run {run_id} runs a script, which keeps its plan. Cancel it, and start a run of the other "
                 f"plan.",
@@ -202,7 +202,7 @@ class Runs:
             await self._require_same_shape(record.plan_id, wanted)
         if not await self._run_plans.change(run_id, wanted):
             state = (await self.brief(run_id)).state
-            raise ProblemError(
+            raise ApiError(
                 RUN_STATE, f"run {run_id} is {state}; only a run that has a plan and has not ended can."
             )
         return await self.get(run_id)
@@ -326,5 +326,5 @@ def _fault_of(arguments: dict[str, Any] | list[str]) -> str | None:
 
 def _found(record: RunRecord | None, run_id: str) -> RunRecord:
     if record is None:
-        raise ProblemError(NOT_FOUND, f"found no run {run_id}; GET /v1/runs lists them.")
+        raise ApiError(NOT_FOUND, f"found no run {run_id}; GET /v1/runs lists them.")
     return record

@@ -26,8 +26,8 @@ from zbv_service.errors import (
     TIME_LIMIT,
     TOO_MUCH_MEMORY,
     contradicted,
+    error_document,
     infeasible,
-    problem_document,
 )
 from zbv_service.observability.metrics import Metrics
 from zbv_service.records.searches import Claim, NewPlan, NewRanking, Outcome, Refusal, Update
@@ -168,7 +168,7 @@ class Endings:
         except InfeasibleMemory as error:
             return partial(table.ended, claim.id, claim.fence, "infeasible", infeasible(error))
         except NoLayoutFits as error:
-            document = problem_document(INFEASIBLE_MEMORY, str(error))
+            document = error_document(INFEASIBLE_MEMORY, str(error))
             return partial(table.ended, claim.id, claim.fence, "infeasible", document)
         except (SearchCrashed, SearchLost) as error:
             logger.warning("search %s lost its process: %s", claim.id, error)
@@ -180,13 +180,13 @@ class Endings:
                     f"The search needs more than {self._memory:,} MiB of memory, the limit of this service "
                     f"(--search-memory). {self._advice}"
                 )
-            document = problem_document(TOO_MUCH_MEMORY, detail)
+            document = error_document(TOO_MUCH_MEMORY, detail)
             return partial(table.killed, claim.id, claim.fence, document)
         except Exception as error:
             logger.exception("search %s failed", claim.id)
             # The planner's own errors are written for users; others belong in the log.
             detail = str(error) if isinstance(error, ZbvError) else "The search failed; see the log."
-            document = problem_document(INTERNAL, detail)
+            document = error_document(INTERNAL, detail)
             return partial(table.ended, claim.id, claim.fence, "failed", document)
         if not isinstance(found, NewRanking):
             self.note_refusal(attempt, found.refusal)
@@ -228,7 +228,7 @@ class Endings:
                 f"The time limit of {self._limit_of(claim):g} s passed before a layout was planned. Raise "
                 "options.time_limit, or fix parts of the layout, such as tensor_parallel and expert_parallel."
             )
-            unplanned = problem_document(TIME_LIMIT, detail)
+            unplanned = error_document(TIME_LIMIT, detail)
             is_ours = await self._table.ranked(claim.id, claim.fence, found, unplanned)
             end = f"found {len(found.plans)} layouts"
         else:
@@ -260,7 +260,7 @@ class Endings:
             return await self._table.release(claim.id, claim.fence, found, "process-lost")
         memory = "" if self._memory is None else f", of which a search may take {self._memory:,} MiB here"
         detail = f"{what} Most often memory ran out{memory}. {self._advice}"
-        document = problem_document(SEARCH_CRASHED, detail)
+        document = error_document(SEARCH_CRASHED, detail)
         return await self._table.retry(claim.id, claim.fence, found, reason, most, document)
 
     async def _end(self, attempt: Attempt) -> bool:
@@ -278,7 +278,7 @@ class Endings:
             f"The search did not stop within {self._settings.stop_seconds:g} s after its time limit of "
             f"{self._limit_of(claim):g} s, so its process was ended; it left no plan. {self._advice}"
         )
-        return await self._table.killed(claim.id, claim.fence, problem_document(TIME_LIMIT, detail))
+        return await self._table.killed(claim.id, claim.fence, error_document(TIME_LIMIT, detail))
 
     async def _plan_of(self, claim: Claim) -> NewPlan:
         """The plan of an incumbent, made in another process; raises TimeoutError, or its errors."""

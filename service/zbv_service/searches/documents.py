@@ -18,7 +18,7 @@ from zbv_service.documents.shared import (
     json_bytes,
     json_with,
 )
-from zbv_service.errors import ProblemDetails
+from zbv_service.errors import ErrorDetails
 from zbv_service.records.searches import SearchRecord, SearchState
 
 
@@ -41,7 +41,7 @@ class StoredSearch(BaseModel):
     gap: float | None = None
     method: str | None = None
     plan_id: str | None = Field(None, description="Set once the search is done, or cancelled with a plan.")
-    error: ProblemDetails | None = Field(None, description="Why there is no plan.")
+    error: ErrorDetails | None = Field(None, description="Why there is no plan.")
     cancel_requested: bool = False
     queued_before: int | None = Field(
         None, description="Searches that start before a queued one; only where one search is asked for."

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field
 
-from zbv_service.errors import ProblemDetails
+from zbv_service.errors import ErrorDetails
 from zbv_service.searches.layout_documents import LayoutCounts
 
 
@@ -32,7 +32,6 @@ class StateEvent(_Event):
         "process-died",
         "process-lost",
         "worker-ended",
-        "upgraded",
     ]
     attempts: int = Field(description="How often the search has been started.")
     cancel_requested: bool
@@ -88,7 +87,7 @@ class EndEvent(_Event):
     )
     progress: LayoutCounts | None = OF_LAYOUTS
     plan_id: str | None
-    error: ProblemDetails | None
+    error: ErrorDetails | None
 
 
 SearchEventDocument = Annotated[

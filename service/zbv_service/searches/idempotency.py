@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from zbv_service.database import KeyReused
-from zbv_service.errors import IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED, ProblemError
+from zbv_service.errors import IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED, ApiError
 from zbv_service.observability.context import CALLER
 from zbv_service.records.searches import NamedRequest, RequestKind
 
@@ -49,14 +49,14 @@ class NamedRequests:
 
         Raises
         ------
-        ProblemError
+        ApiError
             409: a request with the same key is being answered here. 422: the key belongs to another request.
         """
         if key_hash is None:
             yield lambda fingerprint: None
             return
         if key_hash in self._in_flight:
-            raise ProblemError(
+            raise ApiError(
                 IDEMPOTENCY_KEY_IN_USE,
                 "The first request with this Idempotency-Key is not answered yet; send it again in a second.",
                 headers={"Retry-After": "1"},
@@ -68,7 +68,7 @@ class NamedRequests:
                 key_hash, fingerprint, expires_at, self._kind, CALLER.get()
             )
         except KeyReused:
-            raise ProblemError(
+            raise ApiError(
                 IDEMPOTENCY_KEY_REUSED,
                 "This Idempotency-Key came with another body or to another address before; a new request "
                 "needs a new key.",

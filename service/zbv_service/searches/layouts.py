@@ -54,7 +54,7 @@ def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
     ------
     InvalidInput
         The body breaks a rule, or no layout divides the cluster.
-    ProblemError
+    ApiError
         400: the body is not JSON.
     """
     document = parse_json(body) if isinstance(body, bytes | bytearray) else body

@@ -29,7 +29,7 @@ from zbv_service.errors import (
     SEARCH_DISCARDED,
     SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
-    ProblemError,
+    ApiError,
 )
 from zbv_service.records.searches import (
     NamedRequest,
@@ -99,7 +99,7 @@ class Searches:
         ------
         InvalidInput
             The body breaks a rule; nothing was stored.
-        ProblemError
+        ApiError
             409: a request with this key is being answered. 422: the key belongs to another body. 410: the
             search of this key was discarded. 429: the caller has too many searches. 503: too many bodies wait
             to be read.
@@ -132,13 +132,13 @@ class Searches:
         try:
             record, is_new = await self._table.add(new, named, most=most, for_run=for_run)
         except SearchDiscarded:
-            raise ProblemError(
+            raise ApiError(
                 SEARCH_DISCARDED,
                 "The search of this request was discarded. Send the request with a new Idempotency-Key to "
                 "search again.",
             ) from None
         except TooManySearches:
-            raise ProblemError(
+            raise ApiError(
                 TOO_MANY_SEARCHES,
                 f"{most} searches of {f'token {new.created_by}' if new.created_by else 'this service'} are "
                 f"queued or running, which is the limit. Wait for some to end, or cancel some.",
@@ -151,7 +151,7 @@ class Searches:
         return record
 
     async def get(self, search_id: str) -> SearchRecord:
-        """A search; raises :class:`ProblemError` 404."""
+        """A search; raises :class:`ApiError` 404."""
         return self._found(await self._table.get(self._known(search_id)), search_id)
 
     async def find(self, search_id: str) -> SearchRecord | None:
@@ -163,7 +163,7 @@ class Searches:
         return await self._table.queued_before(record) if record.state == "queued" else None
 
     async def asked(self, search_id: str) -> tuple[SearchRecord, bytes]:
-        """A search and its packed problem, see :func:`parse_packed`; raises :class:`ProblemError` 404."""
+        """A search and its packed problem, see :func:`parse_packed`; raises :class:`ApiError` 404."""
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
             raise self._not_found(search_id)
@@ -174,7 +174,7 @@ class Searches:
         return await self._table.problem(search_id)
 
     async def problem_text(self, search_id: str) -> bytes:
-        """The normalised problem document of a search, as JSON text; raises :class:`ProblemError` 404."""
+        """The normalised problem document of a search, as JSON text; raises :class:`ApiError` 404."""
         _, packed = await self.asked(search_id)
         return await asyncio.to_thread(unpack_text, packed)
 
@@ -201,7 +201,7 @@ class Searches:
 
         Raises
         ------
-        ProblemError
+        ApiError
             404: there is no such search. 409: a run waits for it.
         """
         await self.get(search_id)
@@ -209,7 +209,7 @@ class Searches:
             if not await self._table.discard(search_id):
                 raise self._not_found(search_id)
         except SearchInUse as error:
-            raise ProblemError(
+            raise ApiError(
                 SEARCH_IN_USE, f"run {error.run_id} waits for search {search_id}; cancel the run first."
             ) from None
         self._runner.cancel(search_id)
@@ -217,7 +217,7 @@ class Searches:
     def _known(self, search_id: str) -> str:
         """The id, if it has the form of one; databases reject some texts.
 
-        Raises :class:`ProblemError` 404.
+        Raises :class:`ApiError` 404.
         """
         if not _ID.fullmatch(search_id):
             raise self._not_found(search_id)
@@ -228,8 +228,8 @@ class Searches:
             raise self._not_found(search_id)
         return record
 
-    def _not_found(self, search_id: str) -> ProblemError:
-        return ProblemError(NOT_FOUND, f"found no search {search_id[:64]!r}; GET {self.address} lists them.")
+    def _not_found(self, search_id: str) -> ApiError:
+        return ApiError(NOT_FOUND, f"found no search {search_id[:64]!r}; GET {self.address} lists them.")
 
 
 def parse_packed(packed: bytes) -> Question:

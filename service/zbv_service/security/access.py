@@ -5,9 +5,7 @@ It follows RFC 6750 (bearer tokens): 401 without a valid token, 403 for a token 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Sequence
 
 from fastapi import Request
 
@@ -15,12 +13,9 @@ from zbv_service.database import DatabaseAway
 from zbv_service.errors import (
     INSUFFICIENT_SCOPE,
     OTHER_ORIGIN,
-    TOO_MANY_ATTEMPTS,
     UNAUTHENTICATED,
-    ProblemError,
+    ApiError,
 )
-from zbv_service.security import attempts
-from zbv_service.security.attempts import Attempts, WrongSecret
 from zbv_service.security.browsers import SAFE_METHODS, is_from_elsewhere, is_same_origin, session_of
 from zbv_service.security.grants import OPEN, Grant
 from zbv_service.security.scopes import allows
@@ -30,7 +25,7 @@ _REALM = 'Bearer realm="zbv"'
 _HOW = "send it as Authorization: Bearer …; commands take it from ZBV_TOKEN or --token-file"
 
 
-class Unauthenticated(WrongSecret, ProblemError):
+class Unauthenticated(ApiError):
     """401: the request has no valid token."""
 
     def __init__(self, detail: str, *, is_wrong: bool):
@@ -38,7 +33,7 @@ class Unauthenticated(WrongSecret, ProblemError):
         super().__init__(UNAUTHENTICATED, detail, headers={"WWW-Authenticate": _REALM + error})
 
 
-class InsufficientScope(ProblemError):
+class InsufficientScope(ApiError):
     """403: the token lacks the required scope."""
 
     def __init__(self, grant: Grant, needed: Sequence[str]):
@@ -51,26 +46,12 @@ class InsufficientScope(ProblemError):
         )
 
 
-class TooManyAttempts(ProblemError):
-    """429: the same wrong token came from one address too often."""
-
-    def __init__(self, address: str, wait: int):
-        super().__init__(
-            TOO_MANY_ATTEMPTS,
-            f"This invalid token came from {address} too often; wait {wait} s before you send it again, or "
-            f"send a valid one.",
-            headers={"Retry-After": str(wait)},
-        )
-
-
 class Access:
     """Authenticates requests."""
 
     def __init__(self, tokens: Tokens, *, is_open: bool):
         self.tokens = tokens
         self.is_open = is_open
-        self._attempts = Attempts()
-        self._turn = asyncio.Lock()
 
     async def require(self, request: Request, needed: Sequence[str]) -> Grant:
         """The grant of a request with one of these scopes.
@@ -78,8 +59,8 @@ class Access:
         Raises
         ------
         Unauthenticated, InsufficientScope
-        ProblemError
-            A page of another site sent the request, or a wrong token came from its address too often.
+        ApiError
+            A page of another site sent the request.
         """
         grant = await self.identify(request)
         if not allows(grant.scopes, needed):
@@ -95,13 +76,13 @@ class Access:
             return OPEN
         text = _bearer(request)
         if text is not None:
-            return await self.check(request, text)
+            return await self.check(text)
         text = session_of(request)
         if text is None:
             raise Unauthenticated(
                 f"This service requires a token, and the request has none; {_HOW}.", is_wrong=False
             )
-        grant = await self.check(request, text)
+        grant = await self.check(text)
         if request.method not in SAFE_METHODS:
             require_same_origin(request)
         return grant
@@ -120,44 +101,18 @@ class Access:
             return True
         return grant is not None and allows(grant.scopes, needed)
 
-    async def check(self, request: Request, text: str) -> Grant:
-        """The grant of a token or session; raises :class:`ProblemError` 401 or 429."""
-        async with self.guarded(request, text, is_known=self.tokens.is_known(text)):
-            grant = await self.tokens.grant(text)
-            if grant is None:
-                raise Unauthenticated(
-                    "Unknown, expired or revoked token. Create a new one: zbv-service token create.",
-                    is_wrong=True,
-                )
-        return grant
+    async def check(self, text: str) -> Grant:
+        """The grant of a token or session; raises :class:`Unauthenticated`.
 
-    @asynccontextmanager
-    async def guarded(self, request: Request, text: str, *, is_known: bool = False) -> AsyncIterator[None]:
-        """Count failures of a block, which raises :class:`WrongSecret` for an invalid token or link.
-
-        Parameters
-        ----------
-        is_known
-            Whether it was valid a moment ago. Others queue while many wrong ones arrive.
-
-        Raises
-        ------
-        TooManyAttempts
-            The same wrong one came too often.
+        A secret has 256 random bits, so guesses need no limit.
         """
-        address = _address(request)
-        wait = 0 if is_known else self._attempts.wait_seconds(address, text)
-        if wait:
-            raise TooManyAttempts(address, wait)
-        is_slowed = not is_known and self._attempts.is_slowed(address)
-        try:
-            async with self._turn if is_slowed else nullcontext():
-                yield
-        except WrongSecret:
-            self._attempts.failed(address, text)
-            if is_slowed:
-                await asyncio.sleep(attempts.DELAY_SECONDS)
-            raise
+        grant = await self.tokens.grant(text)
+        if grant is None:
+            raise Unauthenticated(
+                "Unknown, expired or revoked token. Create a new one: zbv-service token create.",
+                is_wrong=True,
+            )
+        return grant
 
 
 def require_same_origin(request: Request) -> None:
@@ -166,16 +121,12 @@ def require_same_origin(request: Request) -> None:
         raise _other_origin()
 
 
-def _other_origin() -> ProblemError:
-    return ProblemError(
+def _other_origin() -> ApiError:
+    return ApiError(
         OTHER_ORIGIN,
         "A browser may change things only from this service's own pages, and this request has another origin "
         "(Origin or Sec-Fetch-Site). Scripts send a token in Authorization instead.",
     )
-
-
-def _address(request: Request) -> str:
-    return "" if request.client is None else request.client.host
 
 
 def _bearer(request: Request) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from zbv_service.errors import MALFORMED_REQUEST, UNKNOWN_HOST, ProblemError, response_to
+from zbv_service.errors import MALFORMED_REQUEST, UNKNOWN_HOST, ApiError, response_to
 from zbv_service.settings import Settings
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -38,7 +38,7 @@ class KnownHosts:
         hosts = [value for key, value in scope["headers"] if key == b"host"]
         if len(hosts) > 1:  # a proxy may have checked another one
             detail = f"found {len(hosts)} Host fields; send one."
-            await response_to(ProblemError(MALFORMED_REQUEST, detail))(scope, receive, send)
+            await response_to(ApiError(MALFORMED_REQUEST, detail))(scope, receive, send)
             return
         if self._names is None:
             await self._app(scope, receive, send)
@@ -51,7 +51,7 @@ class KnownHosts:
             f"found host {name[:100]!r}; this service is known as {', '.join(sorted(self._names))}. Use "
             f"one of these, or add it to ZBV_ALLOWED_HOSTS."
         )
-        await response_to(ProblemError(UNKNOWN_HOST, detail))(scope, receive, send)
+        await response_to(ApiError(UNKNOWN_HOST, detail))(scope, receive, send)
 
 
 def _without_port(host: str) -> str:

@@ -11,7 +11,7 @@ from fastapi import Depends, Request, params
 
 from zbv_service.compute.cache import Cache
 from zbv_service.database.quotas import Owner, QuotaTable, Stored
-from zbv_service.errors import TOO_MUCH_STORED, ProblemError
+from zbv_service.errors import TOO_MUCH_STORED, ApiError
 from zbv_service.observability.context import CALLER
 from zbv_service.security.grants import Grant, grant_of
 from zbv_service.settings import Settings
@@ -25,7 +25,7 @@ CACHED = 1024
 _WAYS: dict[str, str] = {
     "searches": "Discard some (DELETE /v1/searches/ID)",
     "plans": "Plans that nobody uses are removed after --keep-plan-days",
-    "runs": "Ended runs are removed after --keep-run-days",
+    "runs": "Ended runs are removed after --keep-plan-days",
     "agents": "Deregister some (DELETE /v1/agents/ID)",
     "sessions": "Sign out of some, or revoke the token (zbv-service token revoke)",
     "keys": "They expire after --idempotency-seconds; send requests without Idempotency-Key until then",
@@ -48,12 +48,12 @@ class Quotas:
 
         Raises
         ------
-        ProblemError
+        ApiError
             429: the token has stored too much.
         """
         owner = Owner(grant.name, grant.owner, grant.token_id, grant.local_id, CALLER.get())
         kinds = [kind, "keys"] if has_key else [kind]
-        refusal: ProblemError | None = None
+        refusal: ApiError | None = None
         for seconds in FRESH_SECONDS:
             period = int(asyncio.get_running_loop().time() / seconds)
             key = f"{owner} {seconds} {period}"
@@ -67,7 +67,7 @@ class Quotas:
             stored.rows[each] += 1
         stored.size += size
 
-    def _refusal(self, grant: Grant, stored: Stored, kinds: list[str], size: int) -> ProblemError | None:
+    def _refusal(self, grant: Grant, stored: Stored, kinds: list[str], size: int) -> ApiError | None:
         for each in kinds:
             if stored.rows[each] >= self._rows[each]:
                 setting = "--max-agents-per-token" if each == "agents" else "--max-stored-rows-per-token"
@@ -84,9 +84,9 @@ class Quotas:
         return None
 
 
-def _refused(grant: Grant, found: str, setting: str, most: int, way: str) -> ProblemError:
+def _refused(grant: Grant, found: str, setting: str, most: int, way: str) -> ApiError:
     whose = f"Token {grant.name}" if grant.name else "This service"
-    return ProblemError(
+    return ApiError(
         TOO_MUCH_STORED,
         f"{whose} has stored {found}; the limit is {most} ({setting}). {way}, or have the operator raise "
         f"the limit.",

@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 from pydantic import BaseModel, Field
 
 from zbv_service.database.tokens import TokenTable
-from zbv_service.errors import INSUFFICIENT_SCOPE, ProblemError
+from zbv_service.errors import INSUFFICIENT_SCOPE, ApiError
 from zbv_service.records.tokens import NewToken, TokenKind
-from zbv_service.security.attempts import WrongSecret
 from zbv_service.security.grants import Grant, grant_of_token
 from zbv_service.security.quotas import Quotas
 from zbv_service.security.token_text import TokenText
@@ -25,11 +24,11 @@ class SignInLink(BaseModel):
     expires_at: datetime
 
 
-class LinkUnusable(WrongSecret):
+class LinkUnusable(Exception):
     """A link that cannot start a session; the message says why."""
 
 
-class SessionCreatesNothing(ProblemError):
+class SessionCreatesNothing(ApiError):
     """403: a browser session requested another credential."""
 
     def __init__(self) -> None:

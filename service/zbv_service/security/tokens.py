@@ -70,14 +70,6 @@ class Tokens:
         """Wait for queries and updates in progress."""
         await asyncio.gather(*self._looks.values(), *self._notes, return_exceptions=True)
 
-    def is_known(self, text: str) -> bool:
-        """Whether a token is cached as valid."""
-        token = TokenText.parse(text)
-        if token is None:
-            return False
-        known = self._known.get(token.id)
-        return self._is_local(token) or (known is not None and token.is_hashed_as(known.hash))
-
     async def grant(self, text: str) -> Grant | None:
         """The grant of a token; None if it is not valid."""
         token = TokenText.parse(text)

@@ -21,11 +21,10 @@ from zbv_solver.plans.plan import CutCertificate, Plan, certify
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.assemble import OwnUnit, make_plan
 from zbv_solver.search.layered import bound_over_all_cuts
 from zbv_solver.search.options import Effort, SearchOptions
 from zbv_solver.search.run import search
-from zbv_solver.search.unit import OwnUnit
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 

@@ -16,9 +16,9 @@ from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.runs import Choice, First, Recomputed, Runs
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, OPTIMAL_GAP, ROUNDING
+from zbv_solver.search.assemble import OwnUnit
 from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import Effort
-from zbv_solver.search.unit import OwnUnit
 
 from zbv_models.fixed_orders.all_cuts import listed_cuts
 from zbv_models.fixed_orders.relaxation import Relaxed, relax

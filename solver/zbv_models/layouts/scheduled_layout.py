@@ -15,9 +15,9 @@ from zbv_solver.partition.runs import First
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import OPTIMAL_GAP
+from zbv_solver.search.assemble import OwnUnit
 from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import Effort
-from zbv_solver.search.unit import OwnUnit
 
 from zbv_models.fixed_orders.best_cut import BestCut, answer_of
 from zbv_models.fixed_orders.executor_cut import stage_letters

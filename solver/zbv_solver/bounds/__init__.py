@@ -19,12 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from zbv_solver.bounds import differing_ramps
-from zbv_solver.bounds.away_prices import FULL, THOROUGH, away_bounds
-from zbv_solver.bounds.differing import differing_machine_bounds
 from zbv_solver.bounds.directions import directions
 from zbv_solver.bounds.few_ranks import few_ranks_bounds
-from zbv_solver.bounds.overtaking import passing_of_ranks
 from zbv_solver.bounds.quick import one_machine_bounds
 from zbv_solver.bounds.ramps import Window, machine_bound, other_rank_bound, ramp_bound
 from zbv_solver.problem.problem import Problem
@@ -62,7 +58,12 @@ def lower_bound(
     Where microbatches differ, ``full`` takes 0.3 seconds there, and ``thorough``, with finer groups of
     microbatches on more ranks, up to a second.
     """
-    quick = one_machine_bounds(problem) if problem.is_equal else differing_machine_bounds(problem)
+    if problem.is_equal:
+        quick = one_machine_bounds(problem)
+    else:
+        from zbv_solver.bounds.differing import differing_machine_bounds  # few problems need it
+
+        quick = differing_machine_bounds(problem)
     best = Bound(0.0, "nothing to do")
     for rank, value in enumerate(quick):
         if value > best.value:
@@ -87,6 +88,10 @@ def _best(
 
 
 def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
+    from zbv_solver.bounds import differing_ramps  # few problems need these
+    from zbv_solver.bounds.away_prices import FULL, THOROUGH, away_bounds
+    from zbv_solver.bounds.overtaking import passing_of_ranks
+
     ranks = passing_of_ranks(problem)
     for rank, passing in enumerate(ranks):
         yield Bound(passing.alone(), f"one microbatch and those that pass it, on rank {rank}")
@@ -95,8 +100,8 @@ def _differing_bounds(problem: Problem, effort: BoundEffort) -> Iterator[Bound]:
     ramps = differing_ramps.THOROUGH if effort == "thorough" else differing_ramps.FULL
     for rank, value in differing_ramps.ramp_bounds(problem, ramps):
         yield Bound(value, f"load and ramps of rank {rank}, with memory")
-    for each in (FULL, THOROUGH) if effort == "thorough" else (FULL,):
-        for rank, value in away_bounds(problem, each):
+    for prices in (FULL, THOROUGH) if effort == "thorough" else (FULL,):
+        for rank, value in away_bounds(problem, prices):
             yield Bound(value, f"memory of rank {rank} while microbatches are away")
 
 

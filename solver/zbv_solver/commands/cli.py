@@ -38,7 +38,7 @@ MODULES = {
     "compare": "searches",
     "frontier": "searches",
     "cut": "cut",
-    "pack": "pack",
+    "pack": "searches",
     "check": "check",
     "simulate": "plan_files",
     "export": "plan_files",

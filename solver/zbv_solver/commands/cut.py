@@ -20,7 +20,7 @@ from zbv_models.fixed_orders.score import score_layout
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
 from zbv_solver.commands.messages import flag_of, named_flags, print_json
 from zbv_solver.commands.searching import spinner
-from zbv_solver.commands.tables import print_whole
+from zbv_solver.commands.tables import new_table, print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
@@ -168,9 +168,8 @@ def _free_json(free: Plan) -> dict[str, object]:
 
 def _table(found: ExecutorCut, free: Plan | None) -> Table:
     best = found.best
-    table = Table(title=f"{best.problem.objective} of the best cut by schedule")
-    for name in ("schedule", "virtual stages", "group", "recompute", "best cut", "lower bound", "even cut"):
-        table.add_column(name, justify="left" if name == "schedule" else "right")
+    columns = ("schedule", "virtual stages", "group", "recompute", "best cut", "lower bound", "even cut")
+    table = new_table(f"{best.problem.objective} of the best cut by schedule", columns)
     for each in best.results[:MOST_ROWS]:
         table.add_row(
             each.schedule.name,

@@ -10,6 +10,7 @@ from zbv_models.fixed_orders.executor_cut import EXECUTORS, stage_letters
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.score import Score
 
+from zbv_solver.commands.tables import new_table
 from zbv_solver.documents.files import plain
 from zbv_solver.export import quantities
 from zbv_solver.plans.plan import gap_of
@@ -85,9 +86,8 @@ def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
 def score_table(score: Score) -> Table:
     """The ranks: their stages, how long they work and wait, and their memory."""
     problem, units = score.problem, score.problem.units
-    table = Table(title=f"the layout under {schedule_name(score)}, by rank")
-    for name in ("rank", "stages", "busy", "waiting", "memory", "limit"):
-        table.add_column(name, justify="left" if name == "stages" else "right")
+    title = f"the layout under {schedule_name(score)}, by rank"
+    table = new_table(title, ("rank", "stages", "busy", "waiting", "memory", "limit"))
     limits = problem.memory.limit
     for rank, stages in enumerate(problem.placement.stages_of):
         busy = float(sum(score.busy[stage] for stage in stages))

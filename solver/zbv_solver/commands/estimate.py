@@ -33,7 +33,9 @@ _MEMORY_COLUMNS = (
 def estimate(arguments: argparse.Namespace) -> None:
     """Estimate and write the problem; tables go to the stream that the problem does not use."""
     if arguments.list_presets:
-        _list_presets()
+        width = max(map(len, preset_names()))
+        for name in preset_names():
+            sys.stdout.write(f"{name:{width}}  {preset(name).about}\n")
         return
     if arguments.config is None and not arguments.preset:
         detail = "found neither; give one of them. --list-presets lists the presets."
@@ -77,12 +79,6 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for section in SECTIONS
     }
     return {section: values for section, values in given.items() if values}
-
-
-def _list_presets() -> None:
-    width = max(map(len, preset_names()))
-    for name in preset_names():
-        sys.stdout.write(f"{name:{width}}  {preset(name).about}\n")
 
 
 def _write_tables(config: EstimateConfig, estimated: ModelEstimate, out: TextIO) -> None:

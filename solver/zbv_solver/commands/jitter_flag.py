@@ -35,7 +35,8 @@ def read_jitter(text: str, plan: Plan | None = None) -> Jitter:
     traces: list[RankTrace] = []
     for path, document in documents.items():
         try:
-            if not _is_trace(document) and len(paths) == 1:
+            is_trace = isinstance(document, dict) and "steps" in document
+            if not is_trace and len(paths) == 1:
                 return parse_jitter(document)
             traces.append(_trace_of(plan, document))
         except InvalidInput as error:
@@ -43,10 +44,6 @@ def read_jitter(text: str, plan: Plan | None = None) -> Jitter:
     if plan is None:  # _trace_of has refused every trace
         raise InvalidInput.at("", f"found no file; jitter is written as {SHORT_FORM}.")
     return jitter_of_traces(plan.problem, traces)
-
-
-def _is_trace(document: Any) -> bool:
-    return isinstance(document, dict) and "steps" in document
 
 
 def _trace_of(plan: Plan | None, document: Any) -> RankTrace:

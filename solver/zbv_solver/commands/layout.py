@@ -172,13 +172,12 @@ def _options(arguments: argparse.Namespace) -> SearchOptions | None:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    for flag, value in _given_numbers(arguments):
-        is_stage = flag == "--zero-stage"
-        if value < (0 if is_stage else 1):
-            rule = "must be at least 0" if is_stage else "must be at least 1"
-            raise InvalidInput([Issue("", f"found {value}; {rule}.", flag)])
-        if is_stage and value > max(ZERO_STAGES):
-            raise InvalidInput([Issue("", f"found {value}; must be at most {max(ZERO_STAGES)}.", flag)])
+    for name in ("top", *FLAGS):
+        value, least = getattr(arguments, name), int(name != "zero_stage")
+        if isinstance(value, int) and value < least:
+            raise InvalidInput([Issue("", f"found {value}; must be at least {least}.", flag_of(name))])
+    if (stage := arguments.zero_stage) is not None and stage > max(ZERO_STAGES):
+        raise InvalidInput([Issue("", f"found {stage}; must be at most {max(ZERO_STAGES)}.", "--zero-stage")])
     for flag in ("sensitivity", "points"):
         if getattr(arguments, flag) and arguments.executor != FREE:
             detail = (
@@ -220,11 +219,6 @@ def _require_batch(arguments: argparse.Namespace) -> None:
     ]
     if flags:
         raise InvalidInput([Issue("", detail, flag) for flag in flags])
-
-
-def _given_numbers(arguments: argparse.Namespace) -> list[tuple[str, int]]:
-    values = [(flag_of(name), getattr(arguments, name)) for name in ("top", *FLAGS)]
-    return [(flag, value) for flag, value in values if isinstance(value, int)]
 
 
 def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:

@@ -1,26 +1,35 @@
-"""``zbv plan``, ``compare`` and ``frontier``: the commands that search."""
+"""``zbv plan``, ``compare``, ``frontier`` and ``pack``: the commands that search plans."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from rich.table import Table
+
 from zbv_solver.commands import tables
-from zbv_solver.commands.interrupt import terminated_like_interrupted
+from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
 from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.commands.messages import named_flags, print_json
-from zbv_solver.commands.searching import search_options, watched_search
+from zbv_solver.commands.searching import search_options, spinner, watched_search
 from zbv_solver.documents.files import output, plain, write
 from zbv_solver.errors import InvalidInput
+from zbv_solver.export import quantities
 from zbv_solver.frontiers.frontier import frontier_points, point_json
+from zbv_solver.packing.batch import Batch, load_batch
+from zbv_solver.packing.packing import Packing, packing_json
+from zbv_solver.packing.packing import pack as packed
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.jitter import Jitter, check_quantile
 from zbv_solver.problem.layered_problem import AnyProblem
+from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import load_problem
 from zbv_solver.search.jitter import search_for_jitter
+from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 
 
@@ -110,3 +119,80 @@ def _verdict(plan: Plan) -> str:
         f"{plan.problem.objective} {plan.objective:.6g} ({proved}), bubble rate {metrics.bubble_rate:.2%}, "
         f"{plan.provenance.seconds:.2f} s, plan {plan.plan_id[:12]}"
     )
+
+
+def pack(arguments: argparse.Namespace) -> None:
+    """Pack a batch and write the packing, or print a summary of it to a terminal."""
+    batch = load_batch(arguments.batch)
+    options = search_options(arguments)
+    is_summary = arguments.output is None and sys.stdout.isatty()
+    path = arguments.output or "-"
+    with output(path) as write_text, terminated_like_interrupted():
+        found = _watched_packing(batch, options, arguments.compare)
+        if not is_summary:
+            write_text(json.dumps(packing_json(found)) + "\n")
+    if is_summary:
+        tables.print_whole(_replicas(found))
+        tables.print_whole(_baselines(found))
+        sys.stdout.write(f"{_packed(found)}\nThe packing is not saved. To save it, add: -o packed.json\n")
+    elif path != "-":
+        sys.stderr.write(f"{path}: {_packed(found)}\n")
+
+
+def _watched_packing(batch: Batch, options: SearchOptions, compare: bool) -> Packing:
+    """Pack on a separate thread, with a progress display; Ctrl-C ends the searches and raises."""
+    with spinner("packing") as say:
+
+        def work(stop: Callable[[], bool]) -> Packing:
+            def planner(problem: Problem, own: SearchOptions) -> Plan:
+                return search(problem, own, cancelled=stop)
+
+            return packed(batch, options, compare=compare, say=say, planner=planner)
+
+        return interruptible(work)
+
+
+def _packed(found: Packing) -> str:
+    """What the packing achieves, in one line."""
+    microbatches = quantities.counted(sum(len(each.microbatches) for each in found.replicas), "microbatch")
+    return (
+        f"{found.batch.problem.objective} {found.step_time:.6g} (at most {found.gap:.2%} above any packing), "
+        f"{microbatches} on {quantities.counted(len(found.replicas), 'replica')}, {found.seconds:.2f} s"
+    )
+
+
+def _replicas(found: Packing) -> Table:
+    lengths = found.batch.sequences
+    columns = ("replica", "microbatches", "sequences", "tokens", "largest", found.batch.problem.objective)
+    table = tables.new_table(f"lower bound of every packing: {found.lower_bound:.6g}", columns)
+    for place, each in enumerate(found.replicas):
+        tokens = [sum(lengths[index] for index in contents) for contents in each.microbatches]
+        table.add_row(
+            str(place),
+            str(len(tokens)),
+            str(sum(map(len, each.microbatches))),
+            str(sum(tokens)),
+            str(max(tokens)),
+            f"{each.plan.objective:.6g}",
+        )
+    return table
+
+
+def _baselines(found: Packing) -> Table:
+    columns = ("", "microbatches", "estimate", "longer by", found.batch.problem.objective, "longer by")
+    table = tables.new_table("the usual way to pack this batch, compared with this one", columns)
+    for each in found.baselines:
+        planned = each.step_time
+        table.add_row(
+            each.name,
+            str(each.microbatches),
+            f"{each.estimate:.6g}",
+            _longer(each.estimate, found.estimate),
+            "–" if planned is None else f"{planned:.6g}",
+            "–" if planned is None else _longer(planned, found.step_time),
+        )
+    return table
+
+
+def _longer(value: float, than: float) -> str:
+    return f"{value / than - 1:.2%}" if than > 0 else "–"

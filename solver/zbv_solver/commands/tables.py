@@ -19,6 +19,7 @@ MOST_RANKS = 16
 """Ranks that a summary shows."""
 UNEVEN = 0.03
 """The summary suggests finer layers if some rank must have at least this share more work than the mean."""
+_LEFT = ("", "schedule", "stages")
 _WIDEST = 1000
 """Columns of the widest table."""
 
@@ -35,10 +36,8 @@ def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None
 def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Table:
     """Limits as fractions of 1F1B's memory, and the classical schedules below."""
     objective = problem.objective
-    table = Table(title=f"{objective} over memory; 1 is what 1F1B holds on its fullest rank")
-    for name in ("limit", "per rank", f"best {objective}", "lower bound", "gap"):
-        table.add_column(name, justify="right")
-    table.add_column("plan", justify="right", no_wrap=True)  # below: names of schedules
+    title = f"{objective} over memory; 1 is what 1F1B holds on its fullest rank"
+    table = new_table(title, ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"))
     for point in points:
         table.add_row(
             f"{point.fraction:.4g}",
@@ -57,10 +56,8 @@ def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Ta
 def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]) -> Table:
     """Limits as amounts of memory; every limit may have another cut."""
     objective, units = problem.objective, problem.units
-    table = Table(title=f"{objective} over memory; the layers are cut again at every limit")
-    for name in ("limit", f"best {objective}", "lower bound", "gap", "needs", "recomputed", "placement"):
-        table.add_column(name, justify="right")
-    table.add_column("plan")
+    columns = ("limit", f"best {objective}", "lower bound", "gap", "needs", "recomputed", "placement", "plan")
+    table = new_table(f"{objective} over memory; the layers are cut again at every limit", columns)
     for point in points:
         plan, placement = point.plan, point.plan.problem.placement
         table.add_row(
@@ -79,10 +76,8 @@ def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]
 def print_comparison(plan: Plan) -> None:
     """Compare a plan with the classical schedules of its problem."""
     objective, metrics = plan.problem.objective, plan.metrics
-    table = Table(title=f"lower bound of {objective}: {metrics.lower_bound:.6g}")
-    table.add_column("schedule", no_wrap=True)
-    for name in ("span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan"):
-        table.add_column(name, justify="right")
+    columns = ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan")
+    table = new_table(f"lower bound of {objective}: {metrics.lower_bound:.6g}", columns)
     own = Baseline(
         plan.origin, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True
     )
@@ -102,11 +97,8 @@ def print_comparison(plan: Plan) -> None:
 def print_simulation(plan: Plan, found: Simulation) -> None:
     """Compare a plan with the classical schedules of its problem when durations vary."""
     objective = plan.problem.objective
-    table = Table(title=f"{objective} in {found.scenarios} scenarios; planned: {plan.objective:.6g}")
-    table.add_column("schedule", no_wrap=True)
-    for name in ("expected", "p95", "fits", "p95 / plan"):
-        table.add_column(name, justify="right")
-
+    title = f"{objective} in {found.scenarios} scenarios; planned: {plan.objective:.6g}"
+    table = new_table(title, ("schedule", "expected", "p95", "fits", "p95 / plan"))
     own = found.spans.of(objective)[1]
     rows = [
         (plan.origin, found.spans, True),
@@ -119,12 +111,23 @@ def print_simulation(plan: Plan, found: Simulation) -> None:
     print_whole(table)
 
 
+def new_table(title: str, columns: Sequence[str]) -> Table:
+    """An empty table: schedules and stages are aligned to the left, and numbers to the right."""
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(
+            name, justify="left" if name in _LEFT else "right", no_wrap=name in ("schedule", "plan")
+        )
+    return table
+
+
 def print_whole(table: Table) -> None:
     """Print a table that never cuts a number; in a narrow terminal its lines wrap."""
     console = Console()
-    needed = console.measure(table, options=console.options.update(max_width=_WIDEST))
-    if needed.minimum > console.width:
-        console.width = needed.maximum
+    with console.capture() as shown:
+        console.print(table)
+    if "…" in shown.get():  # rich has cut something
+        console.width = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
     console.print(table)
 
 

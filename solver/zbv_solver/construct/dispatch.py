@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import (
     BACK,
     CLOCK,
     FRONT,
     HELD,
     NOTHING,
+    Attempt,
     Board,
     admits_forward,
     arrival,

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import Attempt
 from zbv_solver.construct.board import (
     CLOCK,
     HELD,
     IDLE,
     NOTHING,
+    Attempt,
     Board,
     admits_forward,
     arrival,

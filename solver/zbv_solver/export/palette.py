@@ -3,7 +3,7 @@
 The fills were found by a random search in OKLab that maximises the smallest distance between any two of
 them as seen with normal vision, protanopia, deuteranopia and tritanopia (Machado 2009), under the condition
 that each has a contrast of at least 3:1 against both themes' backgrounds (WCAG 1.4.11). The same fills
-therefore serve light and dark. ``tests/solver/export/test_palette.py`` holds them to it.
+therefore serve light and dark. ``tests/solver/export/test_page.py`` holds them to it.
 """
 
 from __future__ import annotations

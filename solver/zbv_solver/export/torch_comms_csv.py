@@ -87,7 +87,12 @@ class _History:
             self._pass_on(rank, action, end)
             self._finish_stage(rank, action)
             self._start_next(rank)
-        self._check_done()
+        for rank, (actions, done) in enumerate(zip(self._actions, self._next, strict=True)):
+            if done < len(actions):
+                raise InvalidPlan(
+                    f"rank {rank} waits forever at {actions[done]}: the orders deadlock. Check the plan "
+                    f"with `zbv check`."
+                )
         return self._lists
 
     def _start_next(self, rank: int) -> None:
@@ -138,11 +143,3 @@ class _History:
         self._backwards_left[action.stage] -= 1
         if self._backwards_left[action.stage] == 0:
             self._lists[rank] += [f"{action.stage}REDUCE_GRAD", f"{action.stage}RESHARD"]
-
-    def _check_done(self) -> None:
-        for rank, (actions, done) in enumerate(zip(self._actions, self._next, strict=True)):
-            if done < len(actions):
-                raise InvalidPlan(
-                    f"rank {rank} waits forever at {actions[done]}: the orders deadlock. Check the plan "
-                    f"with `zbv check`."
-                )

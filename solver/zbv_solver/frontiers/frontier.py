@@ -92,8 +92,9 @@ def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint,
         best = best_within(place, known) or own  # this limit's plan fits it, up to rounding
         plan, need = by_id[best.name]
         proven = certify(each, plan.objective, bound, "a larger limit's bound")
+        limit = (each.limit if isinstance(each, LayeredProblem) else each.memory.limit) or (0.0,)
         fraction = place if isinstance(problem, Problem) else None
-        points.append(FrontierPoint(_largest_limit(each), plan, proven.lower_bound, need, fraction))
+        points.append(FrontierPoint(max(limit), plan, proven.lower_bound, need, fraction))
     return tuple(points)
 
 
@@ -116,11 +117,6 @@ def _bound(problem: AnyProblem, plan: Plan) -> float:
     if isinstance(problem, LayeredProblem):
         return 0.0 if plan.cut is None else plan.cut.lower_bound
     return plan.metrics.lower_bound
-
-
-def _largest_limit(problem: AnyProblem) -> float:
-    limit = problem.limit if isinstance(problem, LayeredProblem) else problem.memory.limit
-    return max(limit or (0.0,))
 
 
 def baseline_points(plan: Plan) -> Iterator[Known]:
@@ -166,7 +162,10 @@ def layer_limits(problem: LayeredProblem) -> tuple[float, ...]:
     InvalidInput
         When no layer holds memory.
     """
-    plain = _level(replace(problem, limit=None))
+    unlimited, placement = replace(problem, limit=None), problem.placements[0]
+    space = CutSpace(unlimited, placement, CutTables.of(unlimited))
+    # A cut with about even work, without recomputation.
+    plain = unlimited.cut_into(placement, space.cut(level_cut(space), (False,) * placement.n_stages))
     activations = memory_fraction.one_f_one_b_memory(plain)
     if activations == 0:
         raise InvalidInput.at(
@@ -208,14 +207,6 @@ def floor(problem: LayeredProblem) -> float:
         if balanced is not None:
             worst.append(max(least, balanced.value))
     return problem.microbatches * min(worst, default=least)
-
-
-def _level(problem: LayeredProblem) -> Problem:
-    """The problem of a cut with about even work, without recomputation, on the first placement."""
-    placement = problem.placements[0]
-    space = CutSpace(problem, placement, CutTables.of(problem))
-    cut = space.cut(level_cut(space), (False,) * placement.n_stages)
-    return problem.cut_into(placement, cut)
 
 
 def _smallest(problem: LayeredProblem, placement: Placement) -> float:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import from_orders
+from zbv_solver.construct.board import from_orders
 from zbv_solver.construct.tables import Tables, make_tables, mean_duration, swap
 from zbv_solver.improve.moves import REACH, Move, apply_move, delimit, draw, judge, rotate
 from zbv_solver.improve.order_repair import repair_ends, repair_path, repair_tails, spread

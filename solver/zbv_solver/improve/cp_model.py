@@ -23,9 +23,8 @@ from ortools.sat.python import cp_model
 from ortools.sat.python.cp_model_helper import Literal
 
 from zbv_solver.bounds.directions import may_fuse
-from zbv_solver.improve.cp_sat import Action, Amounts, Grid
+from zbv_solver.improve.cp_sat import Action, Amounts, FreeWindow, Grid
 from zbv_solver.improve.cp_states import Implied
-from zbv_solver.improve.cp_window import FreeWindow
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
 

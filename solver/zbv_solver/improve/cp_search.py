@@ -19,9 +19,8 @@ from ortools.sat.python import cp_model
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.improve.cp_model import CpModel
-from zbv_solver.improve.cp_sat import Amounts, make_grid, make_solver, stopped_when
+from zbv_solver.improve.cp_sat import Amounts, FreeWindow, Paths, make_grid, make_solver, stopped_when
 from zbv_solver.improve.cp_states import Implied, implied
-from zbv_solver.improve.cp_window import FreeWindow, Paths
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.numeric import OPTIMAL_GAP, STEP_ROUNDING
 from zbv_solver.problem.problem import Problem
@@ -93,7 +92,8 @@ def sweep_windows(
         Seconds; a cap on top, which makes the result depend on the machine.
     """
     search = CpSearch(problem, orders, time_limit=time_limit, seed=seed, cancelled=cancelled)
-    for size in usual_sizes(problem):
+    sizes = SIZES if problem.is_equal else tuple(size * problem.pp_degree for size in SIZES_DIFFERING)
+    for size in sizes:
         window_effort = size * EFFORT_PER_ACTION
         count = max(1, math.ceil(2 * len(orders) / size))
         # ``fruitless`` counts windows since the last gain. After a full round without one, the next size
@@ -107,13 +107,6 @@ def sweep_windows(
             fruitless = 0 if helped else fruitless + 1
             at = at - 1 if at > 0 else count - 1
     return search.better
-
-
-def usual_sizes(problem: Problem) -> tuple[int, ...]:
-    """Actions in a window, on average; larger windows come first."""
-    if problem.is_equal:
-        return SIZES
-    return tuple(size * problem.pp_degree for size in SIZES_DIFFERING)
 
 
 def refine(

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import Attempt, from_orders
-from zbv_solver.construct.board import Board, clear, value_of
+from zbv_solver.construct.board import Attempt, Board, clear, from_orders, value_of
 from zbv_solver.construct.dispatch import Candidates, ListScheduler, dispatch
 from zbv_solver.construct.rules import PEAKS, Rule, injection, mountain, no_delay
 from zbv_solver.construct.tables import Tables, fuse_options, mean_duration, sizes, swap

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.construct.attempt import from_orders
+from zbv_solver.construct.board import from_orders
 from zbv_solver.construct.tables import Tables
 from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
 from zbv_solver.kernels.jit import compiled_inline, compiled_leaf

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.board import Attempt
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
 from zbv_solver.construct.rules import changed
 from zbv_solver.construct.tables import make_tables, sizes

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.board import Attempt
 from zbv_solver.construct.dispatch import ListScheduler
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
 from zbv_solver.construct.rules import (
@@ -55,22 +54,6 @@ FINALISTS = 6
 """Number of parameter sets, tuned with few microbatches, that are tried with all of them."""
 
 
-class Climber(Protocol):
-    """A hill climber over one constructor's parameters."""
-
-    best: float
-    placed: int
-
-    def step(self, used: float) -> bool:
-        """Evaluate one parameter set after a share ``used`` of the budget; whether it is the best so far."""
-
-    def attempt(self) -> Attempt:
-        """The order of the last parameter set evaluated."""
-
-    def finalists(self, problem: Problem) -> Iterator[Attempt]:
-        """The orders of the best parameter sets on the same problem with more microbatches."""
-
-
 def parameter_search(
     problem: Problem,
     placements: int,
@@ -101,7 +84,7 @@ def parameter_search(
     if not problem.is_equal:
         for each in ENTRY_RULES:
             rules.start_from(entry_rule(problem, each), 0)
-    climbers: list[Climber] = [rules]
+    climbers: list[RuleClimber | GreedyClimber] = [rules]
     if problem.placement.kind == "v":
         climbers.append(GreedyClimber(small, seed, halt))
     best = np.inf
@@ -130,7 +113,7 @@ def at_few_microbatches(problem: Problem) -> Problem:
     )
 
 
-def _turn(used: float, climbers: list[Climber]) -> int:
+def _turn(used: float, climbers: list[RuleClimber | GreedyClimber]) -> int:
     """Index of the climber whose turn it is: equal shares at first, later most for the leading one."""
     if len(climbers) == 1:
         return 0

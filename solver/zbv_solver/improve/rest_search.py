@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from zbv_solver.construct.attempt import Attempt, from_orders
+from zbv_solver.construct.board import Attempt, from_orders
 from zbv_solver.construct.rules import Rule, changed
 from zbv_solver.improve.parameter_search import ENTRIES, FINE, RuleClimber
 from zbv_solver.kernels.arrays import FloatArray, IntArray

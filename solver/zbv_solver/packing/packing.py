@@ -233,13 +233,23 @@ def _balanced(
 
 def packing_json(packing: Packing) -> dict[str, Any]:
     """A packing as a JSON document."""
+    lengths = packing.batch.sequences
     return {
         "objective": packing.batch.problem.objective,
         "step_time": number(packing.step_time),
         "lower_bound": number(packing.lower_bound),
         "gap": packing.gap if isfinite(packing.gap) else None,
         "estimate": number(packing.estimate),
-        "replicas": [_replica_json(packing.batch, replica) for replica in packing.replicas],
+        "replicas": [
+            {
+                "microbatches": [list(contents) for contents in replica.microbatches],
+                "sequences": [[lengths[index] for index in contents] for contents in replica.microbatches],
+                "entry_order": list(replica.entry_order),
+                "step_time": number(replica.plan.objective),
+                "plan": plan_json(replica.plan),
+            }
+            for replica in packing.replicas
+        ],
         "baselines": [
             {
                 "name": baseline.name,
@@ -255,14 +265,4 @@ def packing_json(packing: Packing) -> dict[str, Any]:
             "seed": packing.seed,
             "seconds": packing.seconds,
         },
-    }
-
-
-def _replica_json(batch: Batch, replica: ReplicaPlan) -> dict[str, Any]:
-    return {
-        "microbatches": [list(contents) for contents in replica.microbatches],
-        "sequences": [[batch.sequences[index] for index in contents] for contents in replica.microbatches],
-        "entry_order": list(replica.entry_order),
-        "step_time": number(replica.plan.objective),
-        "plan": plan_json(replica.plan),
     }

@@ -32,21 +32,7 @@ TIMED, MOVED = 4_000, 400
 
 
 class CutDescent:
-    """Moves over the cuts of a space.
-
-    Attributes
-    ----------
-    best, value
-        The best cut that fits, if any, and its objective.
-    closest, excess
-        The cut with the least memory beyond the limits, and that excess as a share of the limit.
-    left
-        Actions that may still be timed.
-    recompute
-        What is recomputed; None lets moves choose the stages.
-    is_over
-        Whether descents must end.
-    """
+    """Moves over the cuts of a space."""
 
     def __init__(
         self,
@@ -56,11 +42,13 @@ class CutDescent:
         seed: int,
         recompute: Recomputed | First | None,
     ):
-        self.runs, self.order, self.left = runs, order, actions
-        self.random, self.recompute = Random(seed), recompute
-        self.best: Choice | None = None
-        self.value = self.excess = math.inf
-        self.closest: Choice | None = None
+        self.runs, self.order, self.random = runs, order, Random(seed)
+        self.left = actions  # that may still be timed
+        self.recompute = recompute  # None lets moves choose the stages
+        self.best: Choice | None = None  # the best cut that fits, and its objective
+        self.value = math.inf
+        self.closest: Choice | None = None  # the least memory beyond the limits, as a share of the limit
+        self.excess = math.inf
         self.is_over: Callable[[], bool] = lambda: False
 
     def may_go_on(self) -> bool:
@@ -169,9 +157,7 @@ ACTIONS = 5_000_000
 """Actions that the search for one order may time: some tenths of a second."""
 
 
-def cut_for_order(
-    problem: LayeredProblem, orders: Orders, also: Sequence[Cut] = (), actions: int = ACTIONS
-) -> Cut:
+def cut_for_order(problem: LayeredProblem, orders: Orders, also: Sequence[Cut] = ()) -> Cut:
     """The best cut of layers that was found for an order, on the problem's only placement.
 
     If no cut is found that fits the memory limit, the cut is the best one without it, and nothing is
@@ -182,14 +168,13 @@ def cut_for_order(
     also
         Cuts that the result must not be worse than.
     """
-    found = _searched(problem, orders, also, actions)
-    found = found or _searched(replace(problem, limit=None), orders, also, actions)
+    found = _searched(problem, orders, also) or _searched(replace(problem, limit=None), orders, also)
     if found is None:
         raise RuntimeError("no cut was timed; this is a bug in zbv, please report it.")
     return found
 
 
-def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], actions: int) -> Cut | None:
+def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut]) -> Cut | None:
     """The best cut that fits; None if none was found."""
     (placement,) = problem.placements
     space = CutSpace(problem, placement, CutTables.of(problem))
@@ -201,7 +186,7 @@ def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut], acti
         return _best_of(space, orders, starts)
     order = FixedOrder.of(problem.cut_into(placement, starts[0]), orders)
     can_choose = problem.limit is not None and problem.model.can_recompute
-    local = CutDescent(runs, order, actions, 0, None if can_choose else (0,) * space.n_stages)
+    local = CutDescent(runs, order, ACTIONS, 0, None if can_choose else (0,) * space.n_stages)
     for cut in starts:
         if (allowed := runs.repaired(space.bounds_of(cut))) is not None:
             local.consider((allowed, tuple(WHOLE * again for again in cut.recompute)))

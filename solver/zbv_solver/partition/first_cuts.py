@@ -122,7 +122,12 @@ def roomy_cuts(space: CutSpace, start: Boundaries, least: float = 0.0) -> Iterat
         least_with_room = max([least, *(worst for less, worst in known if (less <= times).all())])
         if least_with_room == np.inf:
             continue
-        found = _most_even(with_room(space, times), start, least_with_room)
+        roomy = with_room(space, times)
+        if space.placement.kind != "loop":
+            found = balanced_cut(roomy, start, least_with_room)
+        else:  # The bounds stay as they are: they were settled, and will be moved.
+            cut = roomy.fitting(start)
+            found = None if cut is None else ScoredCut(cut, least_with_room)
         known.append((times, np.inf if found is None else found.value))
         if found is not None:
             yield found.cut
@@ -148,11 +153,3 @@ def with_room(space: CutSpace, times: FloatArray) -> CutSpace:
     # Row 3 holds activations and static memory. Only activations are multiplied.
     sums[:, :, 3, 1:] += np.cumsum(np.diff(tables.held) * (times - 1), axis=2)
     return replace(space, tables=tables._replace(sums=sums))
-
-
-def _most_even(space: CutSpace, start: Boundaries, least: float) -> ScoredCut | None:
-    """Under loop the bounds stay as they are: they were settled, and will be moved."""
-    if space.placement.kind != "loop":
-        return balanced_cut(space, start, least)
-    cut = space.fitting(start)
-    return None if cut is None else ScoredCut(cut, least)

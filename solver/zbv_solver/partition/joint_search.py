@@ -106,13 +106,7 @@ RULES = (
 
 
 class Judge:
-    """Estimates cuts of one space, each of them once, and counts the actions that this places.
-
-    Attributes
-    ----------
-    placed
-        Actions placed so far.
-    """
+    """Estimates cuts of one space, each of them once, and counts the actions ``placed`` for it."""
 
     def __init__(self, space: CutSpace):
         self.space, self.placed = space, 0

@@ -76,16 +76,15 @@ class _Model:
         from ortools.sat.python import cp_model
 
         self.space, self.tables = space, space.tables
-        self.model = cp_model.CpModel()
-        tables = self.tables
+        self.model, tables, stages = cp_model.CpModel(), space.tables, space.n_stages
         held, workspace = np.diff(tables.sums[:, :, 3]), tables.workspace
         self.held = held
         self.workspace = np.diagonal(workspace, offset=1, axis1=2, axis2=3)
         self.largest = float(held.max(axis=(0, 1)).sum() + workspace.max() + np.abs(tables.room).max())
         self.step = self.largest / GRID if self.largest > 0 else 1.0
-        self.before = [[self.model.new_bool_var("") for _ in range(tables.n)] for _ in range(self.stages + 1)]
+        self.before = [[self.model.new_bool_var("") for _ in range(tables.n)] for _ in range(stages + 1)]
         self._keep_the_rules()
-        self.again = [self.model.new_bool_var("") for _ in range(self.stages)]
+        self.again = [self.model.new_bool_var("") for _ in range(stages)]
         if tables.variants == 1:
             for stage in self.again:
                 self.model.add(stage == 0)
@@ -93,11 +92,6 @@ class _Model:
         for rank in range(space.placement.pp_degree):
             self._need(rank)
         self.model.minimize(self.excess)
-
-    @property
-    def stages(self) -> int:
-        """Number of stages S."""
-        return self.space.n_stages
 
     def _keep_the_rules(self) -> None:
         """Boundaries ascend within their ranges, by at least one part if no stage may be empty."""

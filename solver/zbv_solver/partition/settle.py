@@ -38,7 +38,6 @@ class _Settling(NamedTuple):
     upper: IntArray
     least: int
     mean: float
-    warmest: float
     costs: FloatArray
 
 
@@ -68,7 +67,6 @@ def _annealed(space: CutSpace, start: Boundaries, mode: int, seed: int) -> Bound
         upper,
         space.least,
         mean,
-        WARMEST[mode],
         np.empty((tables.variants, space.placement.chunks, 4)),
     )
     moves = min(MOVES_PER_STAGE * space.n_stages, MOST_SHIFTS // space.n_stages)
@@ -124,7 +122,7 @@ def _settle(
 ) -> IntArray:  # pragma: no cover - compiled
     """The best boundaries that annealing found."""
     rank_of, lower, upper, least = settling.rank_of, settling.lower, settling.upper, settling.least
-    warmest = settling.warmest
+    warmest = WARMEST[settling.mode]
     np.random.seed(seed)
     bounds, best = start.copy(), start.copy()
     p = len(tables.room)

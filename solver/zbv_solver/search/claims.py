@@ -299,8 +299,8 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
         When there is no proof, or when a better plan refutes the bound.
     """
     from zbv_solver.bounds import lower_bound
+    from zbv_solver.search.assemble import in_search_unit
     from zbv_solver.search.options import budgets_of
-    from zbv_solver.search.unit import in_search_unit
 
     # In the caller's unit, CP-SAT's grid may be coarser and prove less.
     problem, unit = in_search_unit(plan.problem)

@@ -27,13 +27,11 @@ from zbv_solver.plans.plan import Plan, SimulatedBaseline, Simulation, Spans, ga
 from zbv_solver.problem.jitter import MAX_SEED, Jitter, check_quantile, jitter_json
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import compare, make_plan, stated, without_useless_splits
-from zbv_solver.search.incumbent import Cancelled, OnProgress
+from zbv_solver.search.assemble import compare, in_search_unit, make_plan, stated
+from zbv_solver.search.incumbent import CHAINS, Cancelled, Halt, OnProgress, without_useless_splits
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.phases import Search
-from zbv_solver.search.race import CHAINS, Halt
 from zbv_solver.search.run import search
-from zbv_solver.search.unit import in_search_unit
 from zbv_solver.timing.step_times import iteration_times
 
 SCENARIOS = 256

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from zbv_solver.bounds import BoundEffort, lower_bound
-from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.board import Attempt
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.rules import first_rule, in_flight_caps
@@ -19,11 +19,20 @@ from zbv_solver.improve.rest_search import rest_search
 from zbv_solver.plans.orders import Orders, first_in_first_out, in_entry_order
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import make_plan, without_useless_splits
-from zbv_solver.search.incumbent import Cancelled, Incumbent, OnProgress, Solution
+from zbv_solver.search.assemble import in_search_unit, make_plan
+from zbv_solver.search.incumbent import (
+    CHAINS,
+    Cancelled,
+    Chain,
+    Halt,
+    Incumbent,
+    OnProgress,
+    Solution,
+    is_over,
+    race,
+    without_useless_splits,
+)
 from zbv_solver.search.options import SearchOptions, budgets_of
-from zbv_solver.search.race import CHAINS, Chain, Halt, is_over, race
-from zbv_solver.search.unit import in_search_unit
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
@@ -53,7 +62,7 @@ class Search:
     Attributes
     ----------
     problem, unit
-        The problem in the unit of the search (:mod:`zbv_solver.search.unit`), and that unit.
+        The problem in the unit of the search (:mod:`zbv_solver.search.assemble`), and that unit.
     budget
         How long every phase may run.
     starts

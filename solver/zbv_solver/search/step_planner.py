@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zbv_solver.bounds import lower_bound
-from zbv_solver.construct.attempt import Attempt
+from zbv_solver.construct.board import Attempt
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.construct.rules import ENTRY_RULES, Rule, entry_rule
 from zbv_solver.construct.tables import mean_duration, sizes
@@ -28,8 +28,7 @@ from zbv_solver.kernels.arrays import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
-from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.unit import in_search_unit
+from zbv_solver.search.assemble import in_search_unit, make_plan
 
 REMEMBERED, TRIED = 12, 4
 """Rules of earlier steps that a step begins with; how many of these if it has no time to search, and how many

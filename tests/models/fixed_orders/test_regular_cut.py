@@ -20,7 +20,7 @@ from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch
 from zbv_solver.partition.runs import WHOLE, First, Recomputed
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.search.unit import OwnUnit
+from zbv_solver.search.assemble import OwnUnit
 from zbv_solver.timing.start_times import evaluate
 
 Bounds = tuple[int, ...]

@@ -65,7 +65,7 @@ async def test_no_malformed_body_causes_a_server_error(serving: Serving) -> None
             assert status < 500, (request, text)
             if status >= 400:
                 body: dict[str, Any] = json.loads(text)
-                assert body["type"].startswith("/problems/"), (request, text)
+                assert body["type"].startswith("/errors/"), (request, text)
             statuses[status] = statuses.get(status, 0) + 1
         assert (await service.http.get("/readyz")).status_code == 200
     # The bodies were refused for many reasons, also after they were parsed.

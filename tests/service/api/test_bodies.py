@@ -15,7 +15,7 @@ from support.tokens import kind_of
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
 from zbv_service.api.limits import SLICE, Limited
 from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
-from zbv_service.errors import ProblemError
+from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
 from zbv_solver.errors import MOST_ISSUES, InvalidInput
 
@@ -34,7 +34,7 @@ async def test_bodies_in_memory_are_limited_in_total_and_per_caller() -> None:
     with ExitStack() as stack:
         hold(memory, stack, "a", 60)
         for caller, size in (("a", 1), ("b", 41)):
-            with pytest.raises(ProblemError) as caught:
+            with pytest.raises(ApiError) as caught:
                 hold(memory, stack, caller, size)
             assert caught.value.kind.status == 503
             assert int(caught.value.headers["Retry-After"]) > 0
@@ -52,7 +52,7 @@ async def test_a_body_beyond_the_memory_limit_is_refused_with_503(serving: Servi
         headers = {"Content-Type": "application/json"}
         with service.app.state.body_memory.reserved(2 * FREE):
             answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
-            assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+            assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
             assert (await service.submit()).status_code == 202  # a small body
         answer = await service.http.post("/v1/problems/check", content=content, headers=headers)
         assert (answer.status_code, answer.json()["is_valid"]) == (200, True)
@@ -69,7 +69,7 @@ async def test_a_log_counts_as_a_body_in_memory_until_it_is_stored(
             pass
 
         async def put(*_: Any) -> None:
-            with pytest.raises(ProblemError), memory.reserved(5 * FREE):
+            with pytest.raises(ApiError), memory.reserved(5 * FREE):
                 pass
 
         parts = service.app.state.application.parts

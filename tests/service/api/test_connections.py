@@ -57,7 +57,7 @@ def test_input_that_is_not_http_gets_a_problem_document(live: Live) -> None:
     client_hello = bytes.fromhex("16030100c8010000c40303") + bytes(100)
     for nonsense in (client_hello, b"HELLO\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"):
         status, _, body = answer_to(live, nonsense)
-        assert (status, body["type"]) == ("HTTP/1.1 400 Bad Request", "/problems/malformed-request")
+        assert (status, body["type"]) == ("HTTP/1.1 400 Bad Request", "/errors/malformed-request")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_an_endless_request_head_is_refused(live: Live, beginning: bytes) -> Non
     pieces = [PIECE] * (2 + 2 * MAX_HEAD_BYTES // len(PIECE))
     status, _, body = answer_to(live, beginning, *pieces)
     assert status == "HTTP/1.1 431 Request Header Fields Too Large"
-    assert body["type"] == "/problems/headers-too-large"
+    assert body["type"] == "/errors/headers-too-large"
 
 
 def test_an_endless_trailer_is_refused(live: Live) -> None:
@@ -96,7 +96,7 @@ def test_a_connection_above_the_limit_is_refused_with_retry_after(live: Live) ->
         status, fields, body = answer_to(live, GET + b"\r\n")
         assert (status, body["type"]) == (
             "HTTP/1.1 503 Service Unavailable",
-            "/problems/too-many-connections",
+            "/errors/too-many-connections",
         )
         assert int(fields["retry-after"]) >= 1
         assert body["request_id"] == fields["x-request-id"]

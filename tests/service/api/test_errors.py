@@ -6,8 +6,8 @@ import json
 
 import pytest
 from support.serving import Serving
-from zbv_service.api.problem_advice import ADVICE
-from zbv_service.errors import kinds, problem_document
+from zbv_service.api.error_advice import ADVICE
+from zbv_service.errors import error_document, kinds
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +42,6 @@ TYPES = {
     "unknown-host": (421, "The service does not have this name"),
     "too-much-stored": (429, "The token has stored too much"),
     "too-many-searches": (429, "The token has too many unfinished searches"),
-    "too-many-attempts": (429, "A wrong token came from this address too often"),
     "internal-error": (500, "The service failed"),
     "contradicted-bound": (500, "A verified plan undercuts a lower bound"),
     "search-crashed": (500, "The search process died"),
@@ -67,11 +66,11 @@ def test_every_type_has_a_meaning_and_a_remedy() -> None:
 async def test_every_type_is_the_address_of_its_page(serving: Serving) -> None:
     async with serving("immediate") as service:
         for name, kind in kinds().items():
-            page = await service.http.get(problem_document(kind, "")["type"])
+            page = await service.http.get(error_document(kind, "")["type"])
             assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
             assert name in page.text
             assert str(kind.status) in page.text
-        assert (await service.http.get("/problems/none")).status_code == 404
+        assert (await service.http.get("/errors/none")).status_code == 404
 
 
 async def test_a_wrong_method_and_options_list_the_allowed_methods(serving: Serving) -> None:
@@ -84,7 +83,7 @@ async def test_a_wrong_method_and_options_list_the_allowed_methods(serving: Serv
             ("POST", "/static/zbv.css", {"GET", "HEAD", "OPTIONS"}),
         ):
             answer = await service.http.request(method, path)
-            assert (answer.status_code, answer.json()["type"]) == (405, "/problems/method-not-allowed"), path
+            assert (answer.status_code, answer.json()["type"]) == (405, "/errors/method-not-allowed"), path
             assert set(answer.headers["allow"].split(", ")) == allowed, path
             options = await service.http.options(path)
             assert (options.status_code, options.content) == (204, b""), path
@@ -129,8 +128,8 @@ async def test_long_addresses_and_headers_are_refused(serving: Serving) -> None:
     async with serving("immediate") as service:
         long = await service.http.get("/healthz", params={"x": "y" * 10_000})
         large = await service.http.get("/healthz", headers={"X-Large": "y" * 40_000})
-    assert (long.status_code, long.json()["type"]) == (414, "/problems/address-too-long")
-    assert (large.status_code, large.json()["type"]) == (431, "/problems/headers-too-large")
+    assert (long.status_code, long.json()["type"]) == (414, "/errors/address-too-long")
+    assert (large.status_code, large.json()["type"]) == (431, "/errors/headers-too-large")
 
 
 async def test_readiness_names_every_failed_check(serving: Serving) -> None:
@@ -140,7 +139,7 @@ async def test_readiness_names_every_failed_check(serving: Serving) -> None:
         await service.app.state.application.runner.stop()
         answer = await service.http.get("/readyz")
         assert (await service.http.get("/healthz")).status_code == 200
-    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+    assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
     assert [entry["check"] for entry in answer.json()["errors"]] == ["searches"]
     assert int(answer.headers["retry-after"]) >= 1
 
@@ -155,7 +154,7 @@ async def test_a_crash_shows_its_request_id_and_only_the_log_has_details(
         monkeypatch.setattr(service.app.state.application.searches, "get", failing)
         answer = await service.http.get("/v1/searches/x")
     body = answer.json()
-    assert (answer.status_code, body["type"]) == (500, "/problems/internal-error")
+    assert (answer.status_code, body["type"]) == (500, "/errors/internal-error")
     assert body["request_id"] == answer.headers["x-request-id"]
     assert "secret" not in json.dumps(body)
     assert "secret" in caplog.text

@@ -31,7 +31,6 @@ OPERATIONS = {
     "discard_layouts": ("delete", "/v1/layouts/{search_id}"),
     "follow_layouts": ("get", "/v1/layouts/{search_id}/events"),
     "compare_problem": ("post", "/v1/problems/compare"),
-    "compare": ("post", "/v1/compare"),
     "check_problem": ("post", "/v1/problems/check"),
     "estimate_problem": ("post", "/v1/problems/estimate"),
     "pack_batch": ("post", "/v1/problems/pack"),
@@ -153,7 +152,7 @@ def test_schemas_are_named_and_complete(document: dict[str, Any]) -> None:
     assert {"ProblemDocument", "SearchRequest", "SearchDocument", "PlanDocument", "RankDocument"} <= set(
         schemas
     )
-    assert "ProblemDetails" in schemas
+    assert "ErrorDetails" in schemas
     for reference in references(document):
         prefix, _, name = reference.rpartition("/")
         assert (prefix, name in schemas) == ("#/components/schemas", True), reference
@@ -173,7 +172,7 @@ def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any
                 content = answer["content"]
                 assert list(content) == ["application/problem+json"], (path, status)
                 schema = content["application/problem+json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/ProblemDetails"}
+                assert schema == {"$ref": "#/components/schemas/ErrorDetails"}
 
 
 def test_every_body_is_documented(document: dict[str, Any]) -> None:
@@ -186,7 +185,6 @@ def test_every_body_is_documented(document: dict[str, Any]) -> None:
         "submit_search": "#/components/schemas/SearchRequest",
         "submit_layouts": "#/components/schemas/LayoutRequest",
         "compare_problem": "#/components/schemas/CompareRequest",
-        "compare": "#/components/schemas/CompareRequest",
         "check_problem": "#/components/schemas/CheckRequest",
         "estimate_problem": "#/components/schemas/EstimateRequest",
         "pack_batch": "#/components/schemas/PackRequest",

@@ -163,6 +163,6 @@ async def test_a_wrong_parameter_is_named(serving: Serving) -> None:
                 limited = "limit=10001" if path == "/v1/agents" and query == "limit=1001" else query
                 answer = await service.http.get(f"{path}?{limited}")
                 assert answer.status_code == 422, (path, query)
-                assert answer.json()["type"] == "/problems/invalid-parameter"
+                assert answer.json()["type"] == "/errors/invalid-parameter"
                 (error,) = answer.json()["errors"]
                 assert re.fullmatch(rf"{query.partition('=')[0]}(\.0)?", error["parameter"]), error

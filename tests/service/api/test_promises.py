@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from support.runs_over_http import MODEL, import_plan
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.api.problem_advice import ADVICE
+from zbv_service.api.error_advice import ADVICE
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.database.models import Base
 
@@ -78,7 +78,7 @@ async def test_a_lost_answer_to_a_commit_is_not_reported_as_a_failure(
             with monkeypatch.context() as patch:
                 lose_the_answers_to_commits(patch, 1)
                 answer = await send()
-            assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+            assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
             assert "may still have been carried out" in answer.json()["detail"]
             (stored,) = (await service.http.get(f"/v1/{listed}")).json()[listed]
             again = await send()
@@ -97,7 +97,7 @@ async def test_a_crash_after_a_commit_says_that_the_request_may_have_succeeded(
         with monkeypatch.context() as patch:
             patch.setattr(service.app.state.application.dispatcher, "wake", failing)
             answer = await submit_run(service, plan_id)
-        assert (answer.status_code, answer.json()["type"]) == (500, "/problems/internal-error")
+        assert (answer.status_code, answer.json()["type"]) == (500, "/errors/internal-error")
         assert "may still have been carried out" in answer.json()["detail"]
         (stored,) = (await service.http.get("/v1/runs")).json()["runs"]
         assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
@@ -132,7 +132,7 @@ async def test_a_body_that_breaks_a_rule_stores_nothing(serving: Serving) -> Non
         before = await rows(service.app.state.application.database)
         for path, body in WRONG_BODIES:
             answer = await service.http.post(path, json=body, headers=KEY)
-            assert (answer.status_code, answer.json()["type"]) == (422, "/problems/invalid-body"), answer.text
+            assert (answer.status_code, answer.json()["type"]) == (422, "/errors/invalid-body"), answer.text
             assert await rows(service.app.state.application.database) == before, body
 
 
@@ -143,5 +143,5 @@ async def test_requests_from_another_site_change_nothing(serving: Serving) -> No
             answer = await service.http.post(
                 path, json={"problem": PROBLEM}, headers={"Origin": "http://evil"}
             )
-            assert (answer.status_code, answer.json()["type"]) == (403, "/problems/other-origin"), path
+            assert (answer.status_code, answer.json()["type"]) == (403, "/errors/other-origin"), path
         assert await rows(service.app.state.application.database) == before

@@ -75,9 +75,9 @@ async def test_the_fast_path_requires_a_token(serving: Serving, monkeypatch: pyt
         for scope in ("read", "agent"):
             assert (await service.http.get(path, headers=tokens[scope])).status_code == 200
         refused = await service.http.get(path, headers=tokens["launch"])
-        assert (refused.status_code, refused.json()["type"]) == (403, "/problems/insufficient-scope")
+        assert (refused.status_code, refused.json()["type"]) == (403, "/errors/insufficient-scope")
         unknown = await service.http.get(path)
-        assert (unknown.status_code, unknown.json()["type"]) == (401, "/problems/unauthenticated")
+        assert (unknown.status_code, unknown.json()["type"]) == (401, "/errors/unauthenticated")
         assert unknown.headers["www-authenticate"].startswith("Bearer")
         assert unknown.json()["request_id"] == unknown.headers["x-request-id"]
         assert short == [0] * 4

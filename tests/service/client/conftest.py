@@ -1,52 +1,44 @@
-"""Clients of both kinds with given answers."""
+"""Clients with given answers."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from support.client_answers import Answering, Chunks, Given
-from support.clients import AT_ONCE, KINDS, Driver
-from zbv_service.client import AsyncClient, Client
-from zbv_service.client.asynchronous import connection as asynchronous
-from zbv_service.client.synchronous import connection as synchronous
+from zbv_service.client import Client, Retries, connection
+
+AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
 
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Records the pauses between requests instead of sleeping."""
     found: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        found.append(seconds)
-
-    monkeypatch.setattr(synchronous, "time", SimpleNamespace(sleep=found.append))
-    monkeypatch.setattr(asynchronous, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(connection, "time", SimpleNamespace(sleep=found.append))
     return found
 
 
-@pytest.fixture(params=KINDS)
-def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Driver]]:
-    """Makes clients of both kinds; a function answers their requests."""
-    with asyncio.Runner() as runner:
+@pytest.fixture
+def connect() -> Callable[..., Client]:
+    """Makes clients; a function answers their requests."""
 
-        def make(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> Driver:
-            kind = Client if request.param == "sync" else AsyncClient
-            options = {"retries": AT_ONCE, "transport": httpx.MockTransport(answer), **options}
-            return Driver(kind("http://zbv", **options), runner)
+    def make(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> Client:
+        return Client(
+            "http://zbv", **{"retries": AT_ONCE, "transport": httpx.MockTransport(answer), **options}
+        )
 
-        yield make
+    return make
 
 
 @pytest.fixture
-def answering(connect: Callable[..., Driver]) -> Answering:
+def answering(connect: Callable[..., Client]) -> Answering:
     """Makes a client that gets the given answers in order; returns it with the list of its requests."""
 
-    def make(*answers: Given, **options: Any) -> tuple[Driver, list[httpx.Request]]:
+    def make(*answers: Given, **options: Any) -> tuple[Client, list[httpx.Request]]:
         left, requests = iter(answers), []
 
         def answer(request: httpx.Request) -> httpx.Response:

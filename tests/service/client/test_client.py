@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import httpx
 import pytest
 from support.client_answers import SEARCH, Answering, found, problem
-from support.paths import ROOT
 from zbv_service.client import (
     Client,
     ClientError,
@@ -21,14 +18,6 @@ from zbv_service.client import (
 )
 
 
-def test_the_generated_blocking_client_is_up_to_date() -> None:
-    script = ROOT / "service" / "make_synchronous_client.py"
-    made = subprocess.run(
-        [sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (made.returncode, made.stdout) == (0, ""), "run: make client"
-
-
 @pytest.mark.parametrize(
     ("status", "kind"),
     [(404, NotFound), (409, InvalidRequest), (422, InvalidRequest), (500, ServiceFailed)],
@@ -36,7 +25,7 @@ def test_the_generated_blocking_client_is_up_to_date() -> None:
 def test_each_problem_is_its_own_error(answering: Answering, status: int, kind: type[ClientError]) -> None:
     client, requests = answering(problem(status, request_id="r"))
     with pytest.raises(kind) as caught:
-        client.do(lambda made: made.search("a"))
+        client.search("a")
     assert type(caught.value) is kind
     assert (caught.value.status, caught.value.request_id) == (status, "r")  # type: ignore[attr-defined]
     assert len(requests) == 1
@@ -58,14 +47,14 @@ def test_an_answer_that_breaks_the_api_is_an_invalid_answer(
 ) -> None:
     client, requests = answering(answer)
     with pytest.raises(InvalidAnswer):
-        client.do(lambda made: made.search("a"))
+        client.search("a")
     assert len(requests) == 1
 
 
 def test_an_invalid_request_lists_the_broken_rules_with_pointers(answering: Answering) -> None:
     client, _ = answering(problem(422, errors=[{"pointer": "/problem/costs", "detail": "wrong"}]))
     with pytest.raises(InvalidRequest) as caught:
-        client.do(lambda made: made.submit({}))
+        client.submit({})
     assert [str(issue) for issue in caught.value.issues] == ["/problem/costs: wrong"]
 
 
@@ -83,24 +72,24 @@ def test_a_problem_document_with_odd_members_is_an_ordinary_error(
 ) -> None:
     client, _ = answering(httpx.Response(422, json={"detail": "D", **odd}))
     with pytest.raises(InvalidRequest) as caught:
-        client.do(lambda made: made.search("a"))
+        client.search("a")
     assert caught.value.status == 422
     assert all(isinstance(str(issue), str) for issue in caught.value.issues)
 
 
 def test_a_token_is_sent_with_every_request(answering: Answering) -> None:
     client, requests = answering(found(), token="secret")
-    client.do(lambda made: made.search("a"))
+    client.search("a")
     assert requests[0].headers["authorization"] == "Bearer secret"
     client, requests = answering(found())
-    client.do(lambda made: made.search("a"))
+    client.search("a")
     assert "authorization" not in requests[0].headers
 
 
 def test_an_id_stays_one_segment_of_the_path(answering: Answering) -> None:
     client, requests = answering(found(), found())
-    client.do(lambda made: made.search("../plans/x?y#z"))
-    client.do(lambda made: made.search(".."))
+    client.search("../plans/x?y#z")
+    client.search("..")
     assert [request.url.raw_path for request in requests] == [
         b"/v1/searches/..%2Fplans%2Fx%3Fy%23z",
         b"/v1/searches/%2E%2E",
@@ -116,7 +105,7 @@ def test_all_searches_reads_every_page(answering: Answering) -> None:
     first = {"searches": [{**SEARCH, "id": "a"}, {**SEARCH, "id": "b"}], "next": "/v1/searches?after=b"}
     last = {"searches": [{**SEARCH, "id": "c"}], "next": None}
     client, requests = answering(httpx.Response(200, json=first), httpx.Response(200, json=last))
-    listed = client.do(lambda made: made.all_searches(2, state="done"))
+    listed = list(client.all_searches(2, state="done"))
     assert [search.id for search in listed] == ["a", "b", "c"]
     assert [request.url.query for request in requests] == [b"limit=2&state=done", b"after=b"]
 
@@ -126,7 +115,7 @@ def test_a_link_to_the_next_page_on_another_site_is_refused(answering: Answering
     """The client would send its token there."""
     client, requests = answering(httpx.Response(200, json={"searches": [], "next": following}))
     with pytest.raises(InvalidAnswer):
-        client.do(lambda made: made.all_searches())
+        list(client.all_searches())
     assert len(requests) == 1
 
 
@@ -157,10 +146,10 @@ _RANK: dict[str, Any] = {
 def test_a_malformed_rank_is_an_invalid_answer(answering: Answering, change: dict[str, Any]) -> None:
     client, _ = answering(httpx.Response(200, json={**_RANK, **change}))
     with pytest.raises(InvalidAnswer):
-        client.do(lambda made: made.rank("p", 0))
+        client.rank("p", 0)
 
 
 def test_another_plan_than_requested_is_an_invalid_answer(answering: Answering) -> None:
     client, _ = answering(httpx.Response(200, json={"problem": {}, "ranks": []}))
     with pytest.raises(InvalidAnswer):
-        client.do(lambda made: made.plan("p"))
+        client.plan("p")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 from support.client_answers import Answering, found, problem, stream, streaming
-from support.clients import Driver
 from zbv_service.client import (
+    Client,
     InvalidAnswer,
     NotFound,
     SearchEnded,
@@ -21,14 +21,14 @@ from zbv_service.client import (
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_events_are_read_however_the_network_splits_them(connect: Callable[..., Driver], size: int) -> None:
+def test_events_are_read_however_the_network_splits_them(connect: Callable[..., Client], size: int) -> None:
     text = (
         ': awake\r\nid: 1\r\nevent: bound\r\ndata: {"method":\r\ndata: "é\u2028"}\r\n\r\nevent: empty\n\n'
         'retry: 5\ndata:{"x": 1}\n\nid: 2\nevent: end\ndata: {}\n\n'
     ).encode()
     chunks = [text[at : at + size] for at in range(0, len(text), size)]
     client = connect(lambda _request: streaming(chunks))
-    assert [(event.id, event.kind, event.data) for event in client.do(lambda made: made.events("a"))] == [
+    assert [(event.id, event.kind, event.data) for event in list(client.events("a"))] == [
         ("1", "bound", {"method": "é\u2028"}),
         ("1", "message", {"x": 1}),
         ("2", "end", {}),
@@ -40,7 +40,7 @@ def test_an_event_that_is_not_a_json_object_is_refused(answering: Answering, dat
     headers = {"Content-Type": "text/event-stream"}
     client, _ = answering(httpx.Response(200, text=f"data: {data}\n\n", headers=headers))
     with pytest.raises(InvalidAnswer):
-        client.do(lambda made: made.events("a"))
+        list(client.events("a"))
 
 
 def test_events_continue_after_a_broken_connection(answering: Answering) -> None:
@@ -48,7 +48,7 @@ def test_events_continue_after_a_broken_connection(answering: Answering) -> None
         stream(("1", "state", {"state": "running"}), cut='id: 2\nevent: bound\ndata: {"lower'),
         stream(("2", "bound", {"lower_bound": 1.0}), ("3", "end", {"state": "done"})),
     )
-    events = client.do(lambda made: made.events("a"))
+    events = list(client.events("a"))
     assert [(event.id, event.kind) for event in events] == [("1", "state"), ("2", "bound"), ("3", "end")]
     assert [request.headers.get("last-event-id") for request in requests] == [None, "1"]
 
@@ -58,7 +58,7 @@ def test_the_events_of_a_run_continue_after_a_broken_connection_until_the_end(an
         stream(("7", "starting", {"id": 7, "kind": "starting"})),
         stream(("9", "succeeded", {"id": 9, "kind": "succeeded"}), ("9", "end", {"state": "succeeded"})),
     )
-    events = client.do(lambda made: made.follow_run("r"))
+    events = client.follow_run("r")
     assert [event.kind for event in events] == ["starting", "succeeded", "end"]
     assert [request.headers.get("last-event-id") for request in requests] == [None, "7"]
     assert {request.url.path for request in requests} == {"/v1/runs/r/events"}
@@ -68,11 +68,11 @@ def test_a_stream_that_is_unavailable_for_now_is_requested_again(answering: Answ
     client, requests = answering(
         stream(("1", "state", {"state": "running"})), problem(503), stream(("2", "end", {"state": "done"}))
     )
-    assert [event.id for event in client.do(lambda made: made.events("a"))] == ["1", "2"]
+    assert [event.id for event in list(client.events("a"))] == ["1", "2"]
     assert [request.headers.get("last-event-id") for request in requests] == [None, "1", "1"]
     client, requests = answering(*[problem(503)] * 3)
     with pytest.raises(ServiceFailed):
-        client.do(lambda made: made.events("a"))
+        list(client.events("a"))
     assert len(requests) == 3
 
 
@@ -84,19 +84,19 @@ def test_a_connection_that_lasted_resets_the_retries(
     cut = [silence] * 5
     client, _ = answering(*cut, stream(("1", "end", {"state": "done"})))
     with pytest.raises(ServiceUnreachable, match="ended before"):
-        client.do(lambda made: made.events("a"))
+        list(client.events("a"))
     monkeypatch.setattr(streams, "STEADY_SECONDS", -1.0)
     client, _ = answering(*cut, stream(("1", "end", {"state": "done"})))
-    assert [event.kind for event in client.do(lambda made: made.events("a"))] == ["end"]
+    assert [event.kind for event in list(client.events("a"))] == ["end"]
 
 
 def test_an_unavailable_stream_is_an_error(answering: Answering) -> None:
     client, _ = answering(*[httpx.ConnectError("refused")] * 3)
     with pytest.raises(ServiceUnreachable):
-        client.do(lambda made: made.events("a"))
+        list(client.events("a"))
     client, _ = answering(problem(404))
     with pytest.raises(NotFound):
-        client.do(lambda made: made.events("a"))
+        list(client.events("a"))
 
 
 def test_wait_follows_the_events_and_returns_the_final_state(answering: Answering) -> None:
@@ -107,9 +107,7 @@ def test_wait_follows_the_events_and_returns_the_final_state(answering: Answerin
         found(state="done", plan_id="p", objective=8.0),
     )
     seen: list[tuple[str, float | None]] = []
-    ended = client.do(
-        lambda made: made.wait("a", lambda search: seen.append((search.state, search.objective)))
-    )
+    ended = client.wait("a", lambda search: seen.append((search.state, search.objective)))
     assert (ended.plan_id, ended.objective) == ("p", 8.0)
     assert seen == [("queued", None), ("running", None), ("running", 9.0), ("done", 8.0)]
     assert [request.url.path.rpartition("/")[2] for request in requests] == ["a", "events", "a"]
@@ -127,37 +125,37 @@ def test_wait_ignores_events_of_an_earlier_attempt(answering: Answering) -> None
         found(state="done", plan_id="p", attempts=1),
     )
     seen: list[str] = []
-    client.do(lambda made: made.wait("a", lambda search: seen.append(search.state)))
+    client.wait("a", lambda search: seen.append(search.state))
     assert seen == ["running", "queued", "done"], "its process died, and it waits again"
 
 
 def test_wait_polls_when_events_are_unavailable(answering: Answering) -> None:
     client, _ = answering(found(), problem(406), found(state="running"), found(state="done", plan_id="p"))
     seen: list[str] = []
-    assert client.do(lambda made: made.wait("a", lambda search: seen.append(search.state))).plan_id == "p"
+    assert client.wait("a", lambda search: seen.append(search.state)).plan_id == "p"
     assert seen == ["queued", "running", "done"]
 
 
 def test_wait_raises_the_reason_when_a_search_ends_without_a_plan(answering: Answering) -> None:
     client, _ = answering(found(state="infeasible", error={"detail": "too tight"}))
     with pytest.raises(SearchEnded, match="too tight") as caught:
-        client.do(lambda made: made.wait("a"))
+        client.wait("a")
     assert caught.value.search.state == "infeasible"
 
 
 def test_wait_returns_a_cancelled_search_with_a_plan(answering: Answering) -> None:
     client, _ = answering(found(state="cancelled", plan_id="p"))
-    assert client.do(lambda made: made.wait("a")).state == "cancelled"
+    assert client.wait("a").state == "cancelled"
 
 
 def test_wait_raises_after_its_timeout(answering: Answering) -> None:
     client, _ = answering(found(state="running"))
     with pytest.raises(SearchTimeout, match="running"):
-        client.do(lambda made: made.wait("a", timeout=0.0))
+        client.wait("a", timeout=0.0)
 
 
 def test_wait_raises_in_time_although_comments_keep_the_stream_alive(
-    connect: Callable[..., Driver],
+    connect: Callable[..., Client],
 ) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("/events"):
@@ -165,7 +163,7 @@ def test_wait_raises_in_time_although_comments_keep_the_stream_alive(
         return streaming(_comments())
 
     with pytest.raises(SearchTimeout):
-        connect(answer).do(lambda made: made.wait("a", timeout=0.05))
+        connect(answer).wait("a", timeout=0.05)
 
 
 def _comments() -> Iterator[bytes]:
@@ -175,7 +173,7 @@ def _comments() -> Iterator[bytes]:
     raise AssertionError("the client still reads after its deadline")
 
 
-def test_wait_raises_in_time_although_the_stream_is_silent(connect: Callable[..., Driver]) -> None:
+def test_wait_raises_in_time_although_the_stream_is_silent(connect: Callable[..., Client]) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("/events"):
             return found(state="running")
@@ -184,4 +182,4 @@ def test_wait_raises_in_time_although_the_stream_is_silent(connect: Callable[...
         raise httpx.ReadTimeout("silent", request=request)
 
     with pytest.raises(SearchTimeout):
-        connect(answer).do(lambda made: made.wait("a", timeout=0.05))
+        connect(answer).wait("a", timeout=0.05)

@@ -29,7 +29,7 @@ from zbv_service.compute.computations import (
 )
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import KEPT_BYTES, IsolatedProcesses, memory_of_all
-from zbv_service.errors import ProblemError
+from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER, CLIENT, Client
 from zbv_solver.errors import InvalidInput
 
@@ -92,7 +92,7 @@ def double(content: Any) -> bytes:
 
 async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_path: Path) -> None:
     async with computing(seconds=0.5) as found:
-        with pytest.raises(ProblemError) as caught:
+        with pytest.raises(ApiError) as caught:
             await found.run(partial(sleep, str(tmp_path)), None)
         assert caught.value.kind.status == 503
         assert "longer than 0.5 seconds" in caught.value.detail
@@ -101,7 +101,7 @@ async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_pa
         if started.exists():  # otherwise the deadline passed before it began
             await until(lambda: not is_alive(int(started.read_text())), "the process ends")
     async with computing() as found:
-        with pytest.raises(ProblemError, match=r"longer than 0\.5 seconds, the limit of such requests"):
+        with pytest.raises(ApiError, match=r"longer than 0\.5 seconds, the limit of such requests"):
             await found.run(partial(sleep, str(tmp_path)), None, seconds=0.5)
         assert await found.run(process_of, None) != os.getpid()
 
@@ -110,7 +110,7 @@ async def test_a_computation_that_needs_too_much_memory_is_refused_and_later_one
     async with computing() as found:
         # Only a lost process may have another fate next time, so only it is answered by 503.
         for function, status in ((allocate, 422), (end, 503)):
-            with pytest.raises(ProblemError) as caught:
+            with pytest.raises(ApiError) as caught:
                 await found.run(function, None)
             assert caught.value.kind.status == status
             assert "memory" in caught.value.detail
@@ -138,7 +138,7 @@ async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp
         await asyncio.sleep(5 * computations.LOOK_SECONDS)
         assert not large.done(), "both fit"
         search = searches.submit(hold, str(files[2]), 400 * MEBIBYTE)
-        with pytest.raises(ProblemError, match="needed its memory") as caught:
+        with pytest.raises(ApiError, match="needed its memory") as caught:
             await large
         assert (caught.value.kind.status, "Retry-After" in caught.value.headers) == (503, True)
         await until(lambda: not is_alive(int(files[0].read_text())), "its process ends")
@@ -171,7 +171,7 @@ async def test_an_error_of_a_computation_is_raised() -> None:
     async with computing() as found:
         with pytest.raises(InvalidInput, match="is wrong"):
             await found.run(refuse, None)
-        with pytest.raises(ProblemError, match="not JSON") as caught:
+        with pytest.raises(ApiError, match="not JSON") as caught:
             await found.of_body(process_of, b"[" * (LIGHT_BYTES + 1))
         assert caught.value.kind.status == 400
 
@@ -263,12 +263,12 @@ async def test_a_computation_ends_when_its_client_disconnects(tmp_path: Path) ->
         waiting = asyncio.create_task(asked)
         await until(lambda: begun(tmp_path), "it begins")
         client.leave()
-        with pytest.raises(ProblemError, match="disconnected"):
+        with pytest.raises(ApiError, match="disconnected"):
             await waiting
         assert not is_alive(int((tmp_path / "process").read_text()))
         # Other computations continue, and waiting callers can leave, too.
         assert await found.run(process_of, None)
-        with pytest.raises(ProblemError, match="disconnected"):
+        with pytest.raises(ApiError, match="disconnected"):
             await asyncio.create_task(compute_for(client, found.run(partial(sleep, str(tmp_path)), None)))
         assert found._turns.waiting == 0
 
@@ -285,11 +285,11 @@ async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_pa
         await until(lambda: begun(tmp_path), "it begins")
         process = int((tmp_path / "process").read_text())
         clients[0].leave()  # the one that started it
-        with pytest.raises(ProblemError, match="disconnected"):
+        with pytest.raises(ApiError, match="disconnected"):
             await waiting[0]
         assert is_alive(process)
         clients[1].leave()
-        with pytest.raises(ProblemError, match="disconnected"):
+        with pytest.raises(ApiError, match="disconnected"):
             await waiting[1]
         await until(lambda: not is_alive(process), "the process ends")
 
@@ -423,7 +423,7 @@ async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPat
     async with computing() as found:
         CALLER.set("mine")
         async with found._turn(found._turns):
-            with pytest.raises(ProblemError, match="Your token") as caught:
+            with pytest.raises(ApiError, match="Your token") as caught:
                 await found.run(process_of, None)
             assert int(caught.value.headers["Retry-After"]) > 0
             CALLER.set("another")

@@ -47,12 +47,12 @@ async def test_a_service_survives_a_restart_of_its_database(
             await asyncio.to_thread(server.stop)
             (directory / "release").touch()  # it ends while its plan cannot be stored
             for answer in (await service.http.get(f"/v1/searches/{search_id}"), await service.submit(seed=1)):
-                assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+                assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
                 assert int(answer.headers["Retry-After"]) >= 1
             # Cached plans are served to known tokens; other tokens get no access.
             assert (await service.http.get(rank)).status_code == 200
             unknown = await service.http.get(rank, headers=bearer(str(TokenText.new())))
-            assert (unknown.status_code, unknown.json()["type"]) == (503, "/problems/not-ready")
+            assert (unknown.status_code, unknown.json()["type"]) == (503, "/errors/not-ready")
             with caplog.at_level("INFO"):
                 for _ in range(3):
                     assert (await service.http.get("/readyz")).status_code == 503

@@ -195,7 +195,7 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
 
 
 def test_an_infeasible_limit_shows_the_need_of_the_closest_cut() -> None:
-    error = {"title": "x", "detail": "y", "type": "/problems/infeasible-memory", "smallest_limit": [25, 24]}
+    error = {"title": "x", "detail": "y", "type": "/errors/infeasible-memory", "smallest_limit": [25, 24]}
     found = record(state="infeasible", plan_id=None, objective=None, error=error)
     view = search_view(found, layered(), AT)
     assert view.shortages == (Shortage(0, 0, "24 MiB", "25 MiB"),)

@@ -107,7 +107,7 @@ async def test_names_are_escaped(serving: Serving) -> None:
     async with serving("immediate") as service:
         name = "<script>alert(1)</script>"
         node = {"name": name, "address": '"><b>', "port": 1, "slots": 1, "devices": ["A", "B", "A"]}
-        agent = {"id": "a" * 32, **node, "allowed_models": ["<i>"]}
+        agent = {"id": "a" * 32, **node, "allows": {"models": ["<i>"]}}
         assert (await service.http.post("/v1/agents", json=agent)).status_code == 201
         text = await shown(service.http, "/agents?q=%22%3E%3Cb")
         assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text

@@ -98,14 +98,14 @@ def test_a_search_without_a_plan_shows_the_reason_and_the_next_step() -> None:
     error = {
         "title": "It <died>",
         "detail": "memory ran out",
-        "type": "/problems/search-crashed",
+        "type": "/errors/search-crashed",
         "status": 500,
     }
     failed = page_of(replace(nothing, state="failed", error=error), root="/zbv")
     for words in (
         "It &lt;died&gt;",
         "memory ran out",
-        'href="/zbv/problems/search-crashed"',
+        'href="/zbv/errors/search-crashed"',
         "/zbv/new?from=",
     ):
         assert words in failed, words

@@ -86,7 +86,7 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
             answer = await service.http.post("/v1/plans", json={"problem": PROBLEM, "ranks": ranks, **change})
             body = answer.json()
             assert answer.status_code == 422, (name, body)
-            assert body["type"] in ("/problems/invalid-plan", "/problems/invalid-body"), name
+            assert body["type"] in ("/errors/invalid-plan", "/errors/invalid-body"), name
             assert body["errors"], name
         assert await service.app.state.application.plans.newest(10) == []
 

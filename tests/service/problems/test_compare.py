@@ -49,12 +49,6 @@ async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(serving: 
         }
 
 
-async def test_the_deprecated_address_gives_the_same_answer(serving: Serving) -> None:
-    async with serving("honest") as service:
-        former = await service.http.post("/v1/compare", json={"problem": PROBLEM})
-        assert (former.status_code, former.json()) == (200, (await compared(service)).json())
-
-
 async def test_a_wrong_problem_is_refused(serving: Serving) -> None:
     async with serving("honest") as service:
         for problem, pointer in (
@@ -76,5 +70,5 @@ async def test_too_many_comparisons_at_once_are_refused_with_retry_after(
     monkeypatch.setattr("zbv_service.compute.computations.AT_A_TIME_EACH", 0)
     async with serving("honest") as service:
         answer = await compared(service)
-        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+        assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
         assert int(answer.headers["retry-after"]) > 0

@@ -62,6 +62,6 @@ async def test_a_batch_that_cannot_be_packed_is_refused(serving: Serving) -> Non
             assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer), change
         tight = {**PIPELINE, "memory": {**PIPELINE["memory"], "limit": 9}}
         answer = await packed(service, {**BATCH, "problem": tight})
-        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/infeasible-memory")
+        assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
         assert answer.json()["errors"][0]["pointer"] == "/batch/problem/memory/limit"
         assert (await packed(service, PROBLEM)).status_code == 422

@@ -144,7 +144,7 @@ async def test_a_problem_that_cannot_be_estimated_is_refused(serving: Serving) -
         assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/problem/chunks")
         tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
         answer = await service.http.post("/v1/problems/estimate", json={"problem": tight})
-        assert (answer.status_code, answer.json()["type"]) == (422, "/problems/infeasible-memory")
+        assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
         assert answer.json()["errors"][0]["detail"] == "rank 1 has 1 and needs 2."
         answer = await service.http.post("/v1/problems/estimate", json={"problem": {**PROBLEM, "costs": 1}})
         assert answer.json()["errors"][0]["pointer"] == "/problem/costs"

@@ -27,7 +27,7 @@ async def service(serving: Serving) -> AsyncIterator[Service]:
 
 async def register(service: Service, digit: str, fields: Fields) -> httpx.Response:
     body = {"id": digit * 32, "name": f"host-{digit}", "address": f"10.0.0.{ord(digit)}", "port": 29500}
-    body |= {"slots": 1, "allowed_models": ["a.*"]}
+    body |= {"slots": 1, "allows": {"models": ["a.*"]}}
     return await service.http.post("/v1/agents", json=body, headers=fields)
 
 
@@ -97,20 +97,9 @@ async def test_an_agent_of_another_token_gets_no_node_of_a_run(service: Service)
     assert (await service.http.get(f"/v1/runs/{run_id}")).json()["state"] == "starting"
 
 
-async def test_an_agent_without_owner_belongs_to_the_first_token_that_acts_for_it(service: Service) -> None:
-    own, foreign = await add(service, "agent", name="own"), await add(service, "agent", name="foreign")
-    admin = await add(service, "admin", name="admin")
-    assert (await register(service, "a", own)).status_code == 201
-    async with service.app.state.application.database.writing() as session:
-        await session.execute(text("UPDATE agents SET owner = NULL"))
-    address = f"/v1/agents/{'a' * 32}/heartbeat"
-    for fields, status in ((admin, 200), (own, 200), (foreign, 403), (own, 200)):
-        assert (await service.http.post(address, json={}, headers=fields)).status_code == status
-
-
 def test_the_client_reports_a_replaced_token_as_a_gone_agent() -> None:
     """The agent then registers again with the new token. The service is below a root path here."""
-    told = {"type": "/planner/problems/agent-of-others", "title": "T", "status": 403, "detail": "D"}
+    told = {"type": "/planner/errors/agent-of-others", "title": "T", "status": 403, "detail": "D"}
     transport = httpx.MockTransport(lambda _request: httpx.Response(403, json=told))
     with AgentClient("http://zbv", transport=transport, retries=0) as client, pytest.raises(AgentGone):
         client.heartbeat("a", {})

@@ -115,7 +115,7 @@ async def test_a_refused_run_waits_for_another_agent_without_using_a_retry(servi
 
 async def test_a_run_is_assigned_only_to_agents_that_allow_it(serving: Serving) -> None:
     async with serving("immediate") as service:
-        closed = [await register(service, digit, allowed_models=[], slots=2) for digit in "ab"]
+        closed = [await register(service, digit, allows={}, slots=2) for digit in "ab"]
         allows = {"models": ["a.*"], "checkpoint_directories": ["/elsewhere"]}
         await register(service, "c", allows=allows, slots=2)
         checkpoint = {"directory": "/data/run", "every": 5}
@@ -136,8 +136,8 @@ async def test_the_cause_of_each_failed_generation_is_kept(serving: Serving) -> 
     async with serving("immediate") as service:
         run_id, first, second = await started(service, retries=3)
         await beat(service, second, run_id, 7)
-        hang = {"rank": 0, "step": None, "action": None, "peer": 1, "message": "no answer for 20 s"}
-        await end(service, second, run_id, "failed", {"kind": "peer", "failure": hang})
+        hang = {"rank": 0, "peer": 1, "detail": "no answer for 20 s"}
+        await end(service, second, run_id, "failed", {"kind": "peer", **hang})
         await end(service, first, run_id, "failed", {"kind": "peer", "rank": 1, "detail": "d"})
         for agent in (first, second):
             await work(service, agent)

@@ -112,7 +112,7 @@ async def test_a_waiting_run_can_change_its_plan(serving: Serving, directory: Pa
         plan_id = await import_plan(service)
         run = (await submit_problem(service)).json()
         early = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": plan_id})
-        assert (early.status_code, early.json()["type"]) == (409, "/problems/run-state")
+        assert (early.status_code, early.json()["type"]) == (409, "/errors/run-state")
         waiting = (await submit(service)).json()["id"]
         other = {**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}}
         another = await import_plan(service, other)

@@ -128,7 +128,7 @@ async def test_a_failure_stops_other_nodes_and_the_cause_is_the_error_of_the_run
         await end(service, second, run_id, "failed", {"kind": "killed", "rank": 1, "detail": "SIGKILL"})
         found = await run_of(service, run_id)
         assert (found["state"], found["error"]["detail"]) == ("failed", "SIGKILL")
-        assert found["error"]["type"] == "/problems/run-failed"
+        assert found["error"]["type"] == "/errors/run-failed"
         assert [failure["agent"] for failure in found["error"]["failures"]] == ["host-b", "host-a"]
         assert [failure["peer"] for failure in found["error"]["failures"]] == [None, 1]
 
@@ -164,7 +164,7 @@ async def test_only_silent_agents_are_lost(serving: Serving) -> None:
         assert found["state"] == "failed"
         assert found["error"]["detail"].startswith("agent host-b (10.0.0.1, node 1) gave no sign of life")
         gone = await service.http.post(f"/v1/agents/{second}/heartbeat", json={})
-        assert (gone.status_code, gone.json()["type"]) == (410, "/problems/agent-gone")
+        assert (gone.status_code, gone.json()["type"]) == (410, "/errors/agent-gone")
         listed = (await service.http.get("/v1/agents")).json()["agents"]
         assert [agent["name"] for agent in listed] == ["host-a"]
 
@@ -273,4 +273,4 @@ async def test_unknown_ids_are_not_found(serving: Serving) -> None:
     async with serving("immediate") as service:
         for address in ("/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"):
             answer = await service.http.get(address)
-            assert (answer.status_code, answer.json()["type"]) == (404, "/problems/not-found"), address
+            assert (answer.status_code, answer.json()["type"]) == (404, "/errors/not-found"), address

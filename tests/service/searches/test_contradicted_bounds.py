@@ -40,7 +40,7 @@ def require_report(failed: dict[str, Any], *numbers: str) -> None:
     """The error has its own type, names the objective and the bound, and links to the problem."""
     error = failed["error"]
     assert (failed["state"], failed["plan_id"]) == ("failed", None)
-    assert (error["type"], error["status"]) == ("/problems/contradicted-bound", 500)
+    assert (error["type"], error["status"]) == ("/errors/contradicted-bound", 500)
     assert error["problem"] == f"/v1/searches/{failed['id']}/problem"
     for said in (*numbers, error["problem"], "please report it"):
         assert said in error["detail"]
@@ -81,7 +81,7 @@ async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
         events = await service.http.get(
             f"/v1/searches/{search_id}/events", headers={"Accept": "application/json"}
         )
-        assert events.json()["events"][-1]["error"]["type"] == "/problems/contradicted-bound"
+        assert events.json()["events"][-1]["error"]["type"] == "/errors/contradicted-bound"
         assert await counted(service, "zbv_contradicted_bounds_total") == 1
         assert (await service.http.get("/v1/plans")).json()["plans"] == []
 
@@ -106,7 +106,7 @@ async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
     await database.close()
     async with serving("immediate") as service:
         answer = await service.http.post("/v1/problems/compare", json={"problem": PROBLEM})
-        assert (answer.status_code, answer.json()["type"]) == (500, "/problems/contradicted-bound")
+        assert (answer.status_code, answer.json()["type"]) == (500, "/errors/contradicted-bound")
         assert "the objective 0.5" in answer.json()["detail"]
         assert await counted(service, "zbv_contradicted_bounds_total") == 1
 

@@ -87,7 +87,7 @@ async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_pos
         assert "the smallest that some plan fits" in form
         assert '"limit":[19.4' in form.replace(" ", "").replace("19.400000000000002", "19.4")
         estimated = await service.http.post("/v1/problems/estimate", json={"problem": tight})
-        assert (estimated.status_code, estimated.json()["type"]) == (422, "/problems/infeasible-memory")
+        assert (estimated.status_code, estimated.json()["type"]) == (422, "/errors/infeasible-memory")
 
         checked = await service.http.post("/v1/problems/check", json={"problem": RECOMPUTED})
         least = checked.json()["layers"]["least_busy"]

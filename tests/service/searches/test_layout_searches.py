@@ -154,7 +154,7 @@ async def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(
         search_id = await submitted(service, {**large, "options": {"time_limit": 0.3}})
         found = await once(service, search_id, "failed")
         assert (found["attempts"], found["cancel_requested"], found["objective"]) == (1, False, None)
-        assert found["error"]["type"] == "/problems/time-limit"
+        assert found["error"]["type"] == "/errors/time-limit"
         assert "0.3 s" in found["error"]["detail"]
         assert found["lower_bound"] == 0, "nothing is known about layouts that were not enumerated"
         search_id = await submitted(service, large)

@@ -70,7 +70,7 @@ async def test_a_search_that_always_crashes_fails(serving: Serving, directory: P
     async with serving("dying", max_crashes=2) as service:
         ended = await service.ended((await service.submit()).json()["id"])
         assert (ended["state"], ended["attempts"]) == ("failed", 2)
-        assert ended["error"]["type"] == "/problems/search-crashed"
+        assert ended["error"]["type"] == "/errors/search-crashed"
         assert "died 2 times" in ended["error"]["detail"]
 
 
@@ -184,7 +184,7 @@ async def test_a_search_that_is_killed_at_its_time_limit_without_a_plan_fails_fo
     async with serving("mute", stop_seconds=0.2) as service:
         ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
         assert (ended["state"], ended["attempts"], ended["plan_id"]) == ("failed", 1, None)
-        assert ended["error"]["type"] == "/problems/time-limit"
+        assert ended["error"]["type"] == "/errors/time-limit"
         assert "time limit of 0.1 s" in ended["error"]["detail"]
     assert len(started_in(directory)) == 1
 
@@ -211,7 +211,7 @@ async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
     async with serving("greedy", search_memory=64) as service:
         ended = await service.ended((await service.submit()).json()["id"])
         assert (ended["state"], ended["attempts"]) == ("failed", 1), "another attempt would need as much"
-        assert ended["error"]["type"] == "/problems/too-much-memory"
+        assert ended["error"]["type"] == "/errors/too-much-memory"
         assert "64 MiB" in ended["error"]["detail"]
     assert os.listdir(directory / "starts") == ["0"]
 
@@ -365,4 +365,4 @@ async def test_readiness_follows_the_runner(serving: Serving) -> None:
         assert (await service.http.get("/readyz")).json() == {"status": "ok"}
         await service.app.state.application.runner.stop()
         answer = await service.http.get("/readyz")
-        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
+        assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")

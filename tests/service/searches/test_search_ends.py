@@ -134,7 +134,7 @@ async def test_a_search_that_a_run_waits_for_cannot_be_discarded(serving: Servin
         run = (await service.http.post("/v1/runs", json=RUN)).json()
         search_id = run["search_id"]
         refused = await service.http.delete(f"/v1/searches/{search_id}")
-        assert (refused.status_code, refused.json()["type"]) == (409, "/problems/search-in-use")
+        assert (refused.status_code, refused.json()["type"]) == (409, "/errors/search-in-use")
         assert run["id"] in refused.json()["detail"]
         (directory / "release").touch()
         await service.ended(search_id)

@@ -180,7 +180,7 @@ async def test_an_infeasible_memory_limit_ends_the_search_as_infeasible(serving:
         ended = await service.ended(search_id)
         assert (ended["state"], ended["plan_id"]) == ("infeasible", None)
         error = ended["error"]
-        assert error["type"] == "/problems/infeasible-memory"
+        assert error["type"] == "/errors/infeasible-memory"
         assert error["smallest_limit"] == [2, 3]
         assert [entry["pointer"] for entry in error["errors"]] == ["/problem/memory/limit"]
         assert "rank 1" in error["detail"]
@@ -193,7 +193,7 @@ async def test_a_failed_search_reports_its_error_and_can_be_submitted_again(serv
         search_id = (await service.submit()).json()["id"]
         ended = await service.ended(search_id)
         assert ended["state"] == "failed"
-        assert ended["error"]["type"] == "/problems/internal-error"
+        assert ended["error"]["type"] == "/errors/internal-error"
         assert "secret" not in str(ended)
         again = await service.submit()
         assert again.json()["id"] != search_id

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -15,7 +13,6 @@ from support.runs_over_http import MODEL, register
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
-from zbv_service.security import attempts
 from zbv_service.security.scheme import needs, require_declared, scopes_of
 from zbv_service.security.scopes import SCOPES
 from zbv_service.security.token_text import TokenText
@@ -26,7 +23,7 @@ pytestmark = pytest.mark.anyio
 PUBLIC = {
     ("GET", "/healthz"),
     ("GET", "/readyz"),
-    ("GET", "/problems/{name}"),
+    ("GET", "/errors/{name}"),
     ("GET", "/sign-in"),
     ("POST", "/sign-in"),
     ("POST", "/sign-out"),
@@ -120,9 +117,8 @@ async def test_wrong_credentials_are_invalid_tokens(service: Service) -> None:
 
 async def test_credentials_of_another_scheme_may_be_for_a_proxy_and_are_ignored(service: Service) -> None:
     for credentials in ("Basic dXNlcjpwYXNz", "", str(TokenText.new())):
-        for _ in range(attempts.ALLOWED + 1):  # they do not count as wrong tokens
-            answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
-            assert answer.status_code == 401, credentials
+        answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
+        assert answer.status_code == 401, credentials
         assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"', credentials
         assert "Authorization: Bearer" in answer.json()["detail"]
 
@@ -132,74 +128,12 @@ async def test_the_authorization_scheme_is_case_insensitive(service: Service) ->
     assert (await service.http.get("/v1/searches", headers={"Authorization": f"bEARER {token}"})).is_success
 
 
-async def test_a_repeated_wrong_token_must_wait_but_a_valid_one_need_not(service: Service) -> None:
+async def test_wrong_tokens_never_lock_out_a_valid_one(service: Service) -> None:
     right = await add(service, "read")
-    assert (await service.http.get("/v1/searches", headers=right)).is_success
-    wrong = bearer(str(TokenText.new()))
-    statuses = [
-        (await service.http.get("/v1/searches", headers=wrong)).status_code
-        for _ in range(attempts.ALLOWED + 1)
-    ]
-    assert statuses == [401] * attempts.ALLOWED + [429]
-    refused = await service.http.get("/v1/searches", headers=wrong)
-    assert kind_of(refused) == "too-many-attempts"
-    assert int(refused.headers["retry-after"]) > 0
-    assert (await service.http.get("/v1/searches", headers=right)).is_success
-
-
-async def test_a_stale_client_behind_a_proxy_does_not_lock_out_others(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All requests come from one address, as they do from a proxy that is not trusted."""
-    monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.0)
-    stale, tokens = bearer(str(TokenText.new())), service.app.state.application.access.tokens
-    for _ in range(2 * attempts.ALLOWED):
-        refused = await service.http.get("/v1/searches", headers=stale)
-    assert refused.status_code == 429
-    for _ in range(2 * attempts.ALLOWED):  # and another client guesses from the same address
-        wrong = bearer(str(TokenText.new()))
-        assert (await service.http.get("/v1/searches", headers=wrong)).status_code == 401
-    right = await add(service, "read", name="never seen before")
-    assert not tokens.is_known(right["Authorization"].partition(" ")[2])
     guessed = right["Authorization"].rpartition("_")[0] + "_" + TokenText.new().secret
-    for _ in range(2 * attempts.ALLOWED):  # with the right id, which is not secret
-        assert not (await service.http.get("/v1/searches", headers={"Authorization": guessed})).is_success
+    for wrong in [bearer(str(TokenText.new()))] * 30 + [{"Authorization": guessed}] * 30:
+        assert (await service.http.get("/v1/searches", headers=wrong)).status_code == 401
     assert (await service.http.get("/v1/searches", headers=right)).is_success
-
-
-async def test_guesses_are_looked_up_one_at_a_time_and_answered_with_a_delay(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempts, "DELAY_SECONDS", 0.2)
-    tokens = service.app.state.application.access.tokens
-    at_once, most = 0, 0
-    look = tokens.grant
-
-    async def watched(text: str) -> object:
-        nonlocal at_once, most
-        at_once += 1
-        most = max(most, at_once)
-        await asyncio.sleep(0)
-        found = await look(text)
-        at_once -= 1
-        return found
-
-    monkeypatch.setattr(tokens, "grant", watched)
-
-    async def guess() -> int:
-        answer = await service.http.get("/v1/searches", headers=bearer(str(TokenText.new())))
-        return answer.status_code
-
-    for _ in range(attempts.ALLOWED):
-        assert await guess() == 401
-    began = time.monotonic()
-    assert set(await asyncio.gather(*(guess() for _ in range(10)))) == {401}
-    assert most == 1
-    assert time.monotonic() - began >= 0.2
-    most = 0
-    monkeypatch.setattr(attempts, "WINDOW_SECONDS", 0.0)
-    assert set(await asyncio.gather(*(guess() for _ in range(10)))) == {401}
-    assert most > 1, "after the window, lookups are not serialised"
 
 
 async def test_a_cached_rank_plan_requires_a_token(service: Service) -> None:

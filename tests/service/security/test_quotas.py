@@ -27,7 +27,7 @@ def refusal(answer: httpx.Response) -> str:
     """The detail of a refusal."""
     assert answer.status_code == 429, answer.text
     document = answer.json()
-    assert document["type"].endswith("/problems/too-much-stored")
+    assert document["type"].endswith("/errors/too-much-stored")
     assert "retry-after" not in answer.headers  # waiting does not help
     return str(document["detail"])
 
@@ -65,7 +65,7 @@ async def agents(service: Service, digits: str) -> list[int]:
     found = []
     for digit in digits:
         body = {"id": digit * 32, "name": "n", "address": "10.0.0.1", "port": 29500, "slots": 1}
-        answer = await service.http.post("/v1/agents", json={**body, "allowed_models": ["a.*"]})
+        answer = await service.http.post("/v1/agents", json={**body, "allows": {"models": ["a.*"]}})
         found.append(answer.status_code)
     return found
 
@@ -86,7 +86,7 @@ async def test_runs_and_idempotency_keys_are_limited(serving: Serving) -> None:
 
         for _ in range(3):
             assert (await submit()).status_code == 202
-        assert "--keep-run-days" in refusal(await submit())
+        assert "--keep-plan-days" in refusal(await submit())
     async with serving("immediate", max_stored_rows_per_token=3) as service:
         for number in range(3):
             assert (await search_again(service, f"key-{number}")).status_code in (200, 201, 202)

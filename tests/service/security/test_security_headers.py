@@ -57,7 +57,7 @@ async def test_every_response_has_one_cache_control(serving: Serving) -> None:
             ("/nothing", "no-store"),
             ("/healthz", "no-store"),
             ("/static/zbv.css", "no-cache"),
-            ("/problems/not-found", "public, max-age=3600"),
+            ("/errors/not-found", "public, max-age=3600"),
         ):
             answer = await service.http.get(path)
             assert answer.headers.get_list("cache-control") == [kept], path

@@ -230,14 +230,14 @@ def test_a_missing_body_is_answered_with_408(certificates: Certificates, address
         while part := connection.recv(10_000):
             answer += part
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b"/problems/body-too-slow" in answer
+    assert b"/errors/body-too-slow" in answer
 
 
 def test_a_slow_response_keeps_its_connection(certificates: Certificates, address: str) -> None:
     with httpx.Client(base_url=address, verify=certificates.context(certificates.client), timeout=60) as http:
         fields = {"Authorization": f"Bearer {find_token(address)}"}
         body = {"id": "a" * 32, "name": "a", "address": "10.0.0.1", "port": 29500, "slots": 1}
-        assert http.post("/v1/agents", json={**body, "allowed_models": []}, headers=fields).status_code == 201
+        assert http.post("/v1/agents", json={**body, "allows": {}}, headers=fields).status_code == 201
         began = time.monotonic()
         answer = http.get(f"/v1/agents/{'a' * 32}/work", params={"wait": 1}, headers=fields)
         assert answer.status_code == 204

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.problems import differing_problems, limited_problems, uniform, with_sizes
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
 from zbv_solver.construct.rules import EntryRule, entry_rule, first_rule
-from zbv_solver.problem.problem import Problem, W
-from zbv_solver.timing.start_times import evaluate
+from zbv_solver.improve.overtaking_search import only
+from zbv_solver.problem.problem import F, I, Problem, W
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.timing.start_times import earliest_start_values, evaluate
 from zbv_solver.verify.verifier import verify_orders
 
 
@@ -36,15 +41,6 @@ def test_every_attempt_is_valid_and_states_its_value(problem: Problem) -> None:
         assert attempt.span >= timing.span * (1 - 1e-12)
 
 
-@given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
-def test_list_scheduling_never_gets_stuck(problem: Problem) -> None:
-    """Its admission of forwards keeps a way out at every feasible limit, whatever the placement."""
-    attempts = list(priority_schedules(problem, (1.0, 0.5)))
-    assert len(attempts) in (12, 36)
-    for attempt in attempts[:2]:
-        verify_orders(problem, attempt.orders)
-
-
 @given(differing_problems())
 @settings(max_examples=40)
 def test_a_rank_with_memory_for_all_microbatches_needs_no_look_at_those_in_flight(problem: Problem) -> None:
@@ -53,11 +49,6 @@ def test_a_rank_with_memory_for_all_microbatches_needs_no_look_at_those_in_fligh
     scheduler.tables = scheduler.tables._replace(is_ample=np.zeros(problem.pp_degree, np.bool_))
     assert scheduler.value(rule) == value
     assert (scheduler.board.code == code).all()
-
-
-@given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
-def test_serial_fits_the_smallest_limit(problem: Problem) -> None:
-    verify_orders(problem, serial(problem).orders)
 
 
 def test_small_microbatches_do_not_delay_a_large_one_that_they_defer_to() -> None:
@@ -79,3 +70,81 @@ def test_cheap_fused_backwards_are_used() -> None:
     split = min(a.span for a in get_v_schedule(problem))
     fused = min(a.span for a in get_v_schedule(cheap))
     assert fused < split
+
+
+def around(problem: Problem, chosen: list[int]) -> OvertakingScheduler:
+    """A scheduler around the chosen microbatches, which run one after another."""
+    large = np.array(chosen)
+    alone = only(problem, large)
+    return OvertakingScheduler(problem, Large.of(problem, large, alone, serial(alone).orders))
+
+
+def rule(problem: Problem, **changes: Any) -> OvertakingRule:
+    m, chunks = problem.microbatches, problem.placement.chunks
+    usual = OvertakingRule(1000.0, 0.2, np.arange(m, dtype=np.float64), np.zeros(4 * chunks), m, 0.5, True)
+    return usual._replace(**changes)
+
+
+@given(
+    differing_problems(),
+    st.integers(0, 4),
+    st.sampled_from([0.0, 1.0, 50.0, 1e9]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([1, 2, 100]),
+    st.booleans(),
+)
+@settings(max_examples=80)
+def test_complete_orders_are_valid_and_state_their_value(
+    problem: Problem, which: int, deadline: float, slack: float, cap: int, by_arrival: bool
+) -> None:
+    scheduler = around(problem, [which % problem.microbatches])
+    value = scheduler.value(
+        rule(problem, deadline=deadline, slack=slack, cap=cap, by_arrival=by_arrival, patience=slack)
+    )
+    if value == np.inf:  # what a microbatch may need on a rank does not fit
+        assert not scheduler.tables.is_ample.all() or (problem.arrays.delta[I] > 0).any()
+        return
+    orders = scheduler.orders()
+    verify_orders(problem, orders)
+    makespan, span = earliest_start_values(problem, orders)
+    assert value == pytest.approx(span if problem.objective == "span" else makespan)
+
+
+def test_small_microbatches_overtake_while_the_large_one_is_on_its_way() -> None:
+    """All enter after it, do not delay it, and return before it."""
+    costs = {name: {"size": 1} for name in ("forward", "backward_input", "backward_weight")}
+    problem = parse_problem(
+        {
+            "pp_degree": 8,
+            "microbatches": 21,
+            "features": {"size": [20] + [1] * 20},
+            "costs": costs | {"p2p": {"size": 0.5}},
+        }
+    )
+    scheduler = around(problem, [0])
+    path = 20 * 2 * 16 + 10 * 4 * 7
+    assert scheduler.value(rule(problem, slack=0.0, patience=0.0, deadline=float(path))) == path + 20
+    board = scheduler.board
+    code, microbatch = (row[0, : board.length[0]] for row in (board.code, board.microbatch))
+    assert microbatch[code == F][0] == 0
+    assert microbatch[code == I][-1] == 0
+
+
+def test_slack_lets_small_microbatches_enter_before_a_large_one() -> None:
+    problem = with_sizes(uniform(4, 1), [9.0] + [0.0] * 4)
+    scheduler = around(problem, [0])
+    first = []
+    for slack in (0.0, 1.0):
+        assert scheduler.value(rule(problem, slack=slack)) < np.inf
+        first.append(int(scheduler.board.microbatch[0, 0]))
+    assert first[0] == 0
+    assert first[1] != 0
+
+
+@given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
+def test_list_scheduling_never_gets_stuck(problem: Problem) -> None:
+    """Its admission of forwards keeps a way out at every feasible limit, whatever the placement."""
+    attempts = list(priority_schedules(problem, (1.0, 0.5)))
+    assert len(attempts) in (12, 36)
+    for attempt in (serial(problem), *attempts[:2]):
+        verify_orders(problem, attempt.orders)

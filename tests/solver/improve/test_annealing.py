@@ -1,4 +1,4 @@
-"""Annealing: orders stay valid, repaired times stay true, and tight problems get better."""
+"""Annealing: orders stay valid, repaired values stay true, and tight problems get better."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited, limited_problems, uniform, with_sizes
-from zbv_solver.construct.attempt import from_orders, to_orders
+from zbv_solver.construct.board import from_orders, to_orders
 from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import (
@@ -27,47 +27,10 @@ from zbv_solver.improve.moves import Move
 from zbv_solver.improve.order_state import Kept, State, compute_all, critical_path
 from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.problem import Problem
-from zbv_solver.timing.start_times import evaluate, objective_of
+from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 TIGHT = limited(uniform(4, 12, p2p=1, objective="makespan"), 2.0)
-
-
-def best_constructed(problem: Problem) -> Orders:
-    return min(priority_schedules(problem), key=lambda attempt: attempt.value).orders
-
-
-@given(
-    limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")),
-    st.integers(0, 3),
-    st.sampled_from([0.01, 1.0, 30.0]),
-)
-@settings(max_examples=60)
-def test_orders_stay_valid_and_never_get_worse(problem: Problem, which: int, temperature: float) -> None:
-    """Mixed I's and B's, growing I's, zero costs; hot rounds walk far from where they began."""
-    start = list(priority_schedules(problem))[which].orders
-    result = anneal(problem, start, moves=300, temperature=temperature, seed=1)
-    verify_orders(problem, result.orders)
-    verify_orders(problem, result.last)
-    assert result.value <= objective_of(problem, start) * (1 + 1e-12)
-
-
-@given(differing_problems(max_m=7), st.integers(0, 3), st.sampled_from([0.01, 30.0]), st.booleans())
-@settings(max_examples=60)
-def test_small_microbatches_may_overtake(
-    problem: Problem, which: int, temperature: float, overtakes: bool
-) -> None:
-    """A second round begins at an order that has none for all stages."""
-    orders = list(priority_schedules(problem))[which].orders
-    for seed in (1, 2):
-        value = objective_of(problem, orders)
-        result = anneal(problem, orders, moves=200, temperature=temperature, seed=seed, overtakes=overtakes)
-        verify_orders(problem, result.orders)
-        verify_orders(problem, result.last)
-        assert result.value <= value * (1 + 1e-12)
-        if not overtakes:
-            assert in_entry_order(result.last, problem.n_stages) == result.last
-        orders = result.last
 
 
 def test_some_small_microbatches_do_overtake() -> None:
@@ -75,14 +38,6 @@ def test_some_small_microbatches_do_overtake() -> None:
     start = next(priority_schedules(problem)).orders
     result = anneal(problem, start, moves=500, temperature=5.0, seed=1, overtakes=True)
     assert is_overtaking(problem, result.last)
-
-
-@given(limited_problems(max_p=5, max_m=7, objective="makespan"))
-@settings(max_examples=30)
-def test_repaired_times_are_those_of_a_fresh_evaluation(problem: Problem) -> None:
-    start = next(priority_schedules(problem)).orders
-    result = anneal(problem, start, moves=300, temperature=5.0, seed=2)
-    assert result.judged == pytest.approx(evaluate(problem, result.orders).makespan)
 
 
 @given(
@@ -123,58 +78,57 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
     assert (move.path[:size] == path[:size]).all()
 
 
-@given(limited_problems(max_p=4, max_m=5, kinds=("v", "loop")))
-def test_codes_and_orders_tell_the_same(problem: Problem) -> None:
-    orders = next(priority_schedules(problem)).orders
+def test_levels_keep_fewer_orders_and_spend_all_moves() -> None:
+    assert sum(level.share for level in LEVELS) == 1
+    assert all(later.kept < earlier.kept for earlier, later in pairwise(LEVELS))
+
+
+ANY = st.one_of(
+    limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")), differing_problems(max_m=7)
+)
+"""Mixed I's and B's, growing I's, zero costs."""
+
+
+@given(ANY, st.integers(0, 3), st.sampled_from([0.01, 1.0, 30.0]), st.booleans())
+@settings(max_examples=100)
+def test_orders_stay_valid_and_never_get_worse(
+    problem: Problem, which: int, temperature: float, overtakes: bool
+) -> None:
+    """Hot rounds walk far from where they began. A second round may begin where stages differ in order."""
+    orders, overtakes = list(priority_schedules(problem))[which].orders, overtakes and not problem.is_equal
     assert to_orders(*from_orders(orders, problem)[:2], problem, from_orders(orders, problem)[2]) == orders
-
-
-def test_improves_a_tight_plan() -> None:
-    start = best_constructed(TIGHT)
-    before = evaluate(TIGHT, start).makespan
-    result = anneal(TIGHT, start, moves=20_000, temperature=0.1, seed=0)
-    assert result.value < before
-
-
-def test_the_seed_decides_everything() -> None:
-    start = best_constructed(TIGHT)
-    one, again, other = (anneal(TIGHT, start, moves=500, temperature=0.3, seed=s) for s in (1, 1, 2))
-    assert one.last == again.last
-    assert one.last != other.last
+    for seed in (1, 2):
+        value = objective_of(problem, orders)
+        result = anneal(problem, orders, moves=200, temperature=temperature, seed=seed, overtakes=overtakes)
+        verify_orders(problem, result.orders)
+        verify_orders(problem, result.last)
+        assert result.value == objective_of(problem, result.orders) <= value * (1 + 1e-12)
+        if problem.objective == "makespan":
+            assert result.judged == pytest.approx(result.value)
+        if not overtakes:
+            assert in_entry_order(result.last, problem.n_stages) == result.last
+        orders = result.last
 
 
 def test_a_set_flag_ends_the_round() -> None:
-    start = best_constructed(TIGHT)
+    start = next(priority_schedules(TIGHT)).orders
     result = anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=np.ones(1, np.uint8))
     assert result.moves == 0
     assert result.orders == start
 
 
-def rounds_of(seed: int) -> list[tuple[float, Orders]]:
+def test_rounds_are_never_worse_improve_a_tight_plan_and_follow_from_the_seed() -> None:
     start = next(priority_schedules(TIGHT))
-    rounds = 2 * THREE
-    return list(
-        anneal_in_rounds(TIGHT, start.orders, start.value, rounds=rounds, moves=300, factor=1.0, seed=seed)
-    )
 
+    def rounds(seed: int) -> list[tuple[float, Orders]]:
+        options = {"rounds": 2 * THREE, "moves": 300, "factor": 1.0, "seed": seed}
+        return list(anneal_in_rounds(TIGHT, start.orders, start.value, **options))
 
-def test_every_round_gives_a_valid_order_that_is_not_worse() -> None:
-    start = next(priority_schedules(TIGHT))
-    ended = rounds_of(0)
+    ended = rounds(0)
     assert len(ended) == 2 * THREE
+    assert all(later[0] <= earlier[0] for earlier, later in pairwise([(start.value, None), *ended]))
+    assert ended[-1][0] < start.value
     for value, orders in ended:
         verify_orders(TIGHT, orders)
         assert value == objective_of(TIGHT, orders)
-    assert all(later <= earlier for (earlier, _), (later, _) in pairwise([(start.value, None), *ended]))
-    assert ended[-1][0] < start.value
-
-
-def test_the_seed_decides_all_rounds() -> None:
-    one, again, other = (rounds_of(seed) for seed in (0, 0, 100))
-    assert one == again
-    assert one != other
-
-
-def test_levels_keep_fewer_orders_and_spend_all_moves() -> None:
-    assert sum(level.share for level in LEVELS) == 1
-    assert all(later.kept < earlier.kept for earlier, later in pairwise(LEVELS))
+    assert ended == rounds(0) != rounds(100)

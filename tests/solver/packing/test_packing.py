@@ -1,9 +1,11 @@
-"""Packings: documents in and out, plans of all replicas, and bounds."""
+"""Packings: what every arrangement satisfies, optima of small batches, plans of all replicas, documents."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,27 +16,134 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.batches import batch_document
 from support.orders import random_orders
+from zbv_solver.packing.arrange import Arrangement, Packer, arrangements, equal_tokens, improved
 from zbv_solver.packing.batch import parse_batch
-from zbv_solver.packing.packing import pack, packing_json
-from zbv_solver.packing.step_costs import StepCosts
+from zbv_solver.packing.packing import pack, packer_of, packing_json
+from zbv_solver.packing.step_costs import StepCosts, packing_bound
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.timing.start_times import evaluate
 
 QUICK = SearchOptions("quick")
 
 
+def packer(sequences: list[int], **options: Any) -> Packer:
+    return packer_of(parse_batch(batch_document(sequences, **options)))
+
+
+def bound_of(packer: Packer) -> float:
+    return packing_bound(packer.costs, packer.lengths, packer.capacity, packer.replicas)
+
+
+def step(costs: StepCosts, microbatches: list[list[int]]) -> float:
+    """The estimate of a replica's step, from the lengths of every microbatch's sequences."""
+    return costs.step(np.array([costs.moments(lengths) for lengths in microbatches]))
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to form microbatches."""
+    if not items:
+        yield []
+        return
+    first, *others = items
+    for formed in partitions(others):
+        yield [[first], *formed]
+        for place in range(len(formed)):
+            yield [*formed[:place], [first, *formed[place]], *formed[place + 1 :]]
+
+
+def smallest_estimate(packer: Packer) -> float:
+    """By trying all microbatches and all distributions."""
+    best = float("inf")
+    for made in partitions(list(range(len(packer.lengths)))):
+        if all(packer.fits(contents) for contents in made):
+            lengths = [[packer.lengths[index] for index in contents] for contents in made]
+            for where in product(range(packer.replicas), repeat=len(made)):
+                groups = [
+                    [each for each, on in zip(lengths, where, strict=True) if on == replica]
+                    for replica in range(packer.replicas)
+                ]
+                if all(groups):
+                    best = min(best, max(step(packer.costs, group) for group in groups))
+    return best
+
+
 def by_estimate(problem: Any, options: SearchOptions) -> Any:
-    """A planner that answers with the estimate, so that packings can be tested without searches."""
+    """A planner that answers with an estimate, so that packings can be tested without searches."""
     tokens, squares = (feature.value for feature in problem.features)
-    return SimpleNamespace(
-        objective=1e3 * (sum(tokens) + sum(squares)), problem=problem, effort=options.effort
+    objective = 1e3 * (sum(tokens) + sum(squares))
+    return SimpleNamespace(objective=objective, problem=problem, effort=options.effort)
+
+
+# --- arrangements
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.integers(1, 64), min_size=3, max_size=24),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from((0.001, 3.0, 1000.0)),
+)
+def test_every_sequence_is_packed_once_within_capacity_and_memory_whatever_the_unit_of_time(
+    sequences: list[int], replicas: int, is_tight: bool, scale: float
+) -> None:
+    most = max(40, *sequences) if is_tight else 64
+    # A token of a microbatch that is alone holds 2 on each of a rank's two stages.
+    options: Any = {"replicas": replicas, "limit": 4.0 * most if is_tight else None}
+    made = packer(sequences, **options)
+    found, usual = arrangements(made, seed=0), equal_tokens(made)
+    for packing in (usual, *(each.contents for each in found)):
+        contents = [indices for replica in packing for indices in replica]
+        assert sorted(index for indices in contents for index in indices) == list(range(len(sequences)))
+        assert all(contents)
+        assert (len(packing), all(packing)) == (replicas, True)
+        assert all(sum(sequences[index] for index in indices) <= min(64, most) for indices in contents)
+    start = Arrangement.of(made, usual)
+    assert improved(start, seed=0).estimate <= start.estimate
+    assert bound_of(made) <= found[0].estimate * (1 + 1e-9)
+    scaled = arrangements(packer(sequences, scale=scale, **options), seed=0)
+    assert scaled[0].estimate == pytest.approx(scale * found[0].estimate, rel=1e-6)
+
+
+@pytest.mark.parametrize("limit", [None, 260.0])
+@pytest.mark.parametrize(
+    "sequences",
+    [[60, 9, 8, 7, 5], [33, 32, 20, 13, 12], [10, 10, 10, 10, 50], [64, 1, 1, 1], [2, 3, 1, 2, 1, 2, 3]],
+)
+def test_small_batches_are_arranged_optimally(sequences: list[int], limit: float | None) -> None:
+    made = packer(sequences, limit=limit)
+    optimum = smallest_estimate(made)
+    assert bound_of(made) <= optimum * (1 + 1e-9)
+    assert arrangements(made, seed=0)[0].estimate == pytest.approx(optimum, rel=1e-9)
+
+
+def test_large_microbatches_cost_more_where_memory_is_tight() -> None:
+    roomy, tight = (packer([16] * 16, replicas=1, limit=limit, p2p=40).costs for limit in (None, 260.0))
+    large, small = [[16] * 4] * 4, [[16]] * 16
+    assert step(roomy, large) < step(roomy, small)
+    assert step(tight, large) > step(tight, small)
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=5), st.randoms(use_true_random=False))
+def test_no_order_undercuts_the_estimate_of_its_replica(lengths: list[int], random: Any) -> None:
+    """Any feasible order, in exactly the memory that it needs, takes at least the estimate."""
+    batch = parse_batch(batch_document(lengths, replicas=1, limit=None))
+    microbatches = [[index] for index in range(len(lengths))]
+    random.shuffle(microbatches)
+    unlimited = batch.problem_of(microbatches)
+    timing = evaluate(unlimited, random_orders(unlimited, random))
+    limited = replace(StepCosts.of(batch.problem), limit=np.array(timing.peak_memory))
+    assert step(limited, [[lengths[index] for index in own] for own in microbatches]) <= timing.span * (
+        1 + 1e-9
     )
 
 
+# --- packings
+
+
 def test_a_batch_is_packed_planned_and_written() -> None:
-    batch = zbv.parse_batch(batch_document([8] * 12, max_tokens=8, replicas=3))
-    found = zbv.pack(batch, compare=True)
-    assert [len(each.microbatches) for each in found.replicas] == [4, 4, 4]
+    found = zbv.pack(zbv.parse_batch(batch_document([8] * 12, max_tokens=8, replicas=3)), compare=True)
     assert found.lower_bound <= found.step_time == max(each.plan.objective for each in found.replicas)
     assert found.gap == 0
     document = json.loads(json.dumps(packing_json(found)))
@@ -42,15 +151,17 @@ def test_a_batch_is_packed_planned_and_written() -> None:
     (usual,) = document["baselines"]
     assert usual["name"] == "equal-tokens"
     assert usual["step_time"] >= found.step_time * (1 - 1e-9)
+    assert len(document["replicas"]) == 3
     for replica in document["replicas"]:
-        assert sorted(replica["entry_order"]) == list(range(len(replica["microbatches"])))
+        assert sorted(replica["entry_order"]) == list(range(4))
         assert replica["sequences"] == [[8]] * 4
         assert zbv.check(replica["plan"]).problem.microbatches == 4
 
 
-def test_problems_of_replicas_have_the_features_of_their_microbatches() -> None:
-    batch = parse_batch(batch_document([30, 40, 30, 20, 4, 60]))
-    found = pack(batch, QUICK, planner=by_estimate)
+def test_problems_have_the_features_of_their_microbatches_and_a_seed_packs_the_same() -> None:
+    batch = parse_batch(batch_document(list(range(1, 41)), replicas=3))
+    found, same = (pack(batch, QUICK, planner=by_estimate) for _ in range(2))
+    assert [each.microbatches for each in found.replicas] == [each.microbatches for each in same.replicas]
     for replica in found.replicas:
         lengths = [[batch.sequences[index] for index in own] for own in replica.microbatches]
         tokens, squares = (feature.value for feature in replica.plan.problem.features)
@@ -85,30 +196,6 @@ def test_batches_without_costs_of_tokens_give_every_replica_work(cost: float) ->
     assert (found.step_time > 0) == (cost > 0)
 
 
-def test_the_same_seed_packs_the_same() -> None:
-    batch = parse_batch(batch_document(list(range(1, 41)), replicas=3))
-    first, second = (pack(batch, QUICK, planner=by_estimate) for _ in range(2))
-    assert [each.microbatches for each in first.replicas] == [each.microbatches for each in second.replicas]
-
-
-@settings(max_examples=15)
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=5), st.randoms(use_true_random=False))
-def test_no_order_undercuts_the_estimate_of_its_replica(lengths: list[int], random: Any) -> None:
-    """Any feasible order, in exactly the memory that it needs, takes at least the estimate."""
-    batch = parse_batch(batch_document(lengths, replicas=1, limit=None))
-    microbatches = [[index] for index in range(len(lengths))]
-    random.shuffle(microbatches)
-    unlimited = batch.problem_of(microbatches)
-    orders = random_orders(unlimited, random)
-    timing = evaluate(unlimited, orders)
-    limited = replace(StepCosts.of(batch.problem), limit=np.array(timing.peak_memory))
-    moments = np.array([limited.moments([lengths[index] for index in own]) for own in microbatches])
-    assert limited.step(moments) <= timing.span * (1 + 1e-9)
-
-
-FALLING = batch_document([8, 8], forward={"fixed": 100, "tokens": -1})["problem"]
-
-
 @pytest.mark.parametrize(
     ("changes", "pointer", "message"),
     [
@@ -119,11 +206,13 @@ FALLING = batch_document([8, 8], forward={"fixed": 100, "tokens": -1})["problem"
         ({"replicas": 9}, "/replicas", "found 9 replicas for 2 sequences"),
         ({"max_tokens": 0}, "/max_tokens", "greater than or equal to 1"),
         ({"problem": {"microbatches": 4}}, "/problem/microbatches", "a packing chooses this"),
-        ({"problem": {"sequences": [[4]]}}, "/problem/sequences", "a packing chooses this"),
         ({"problem": {"layers": []}}, "/problem/layers", "Cut the layers first"),
         ({"problem": {"pp_degree": 0}}, "/problem/pp_degree", "found 0"),
-        ({"problem": {"costs": {"forward": {"pixels": 1}}}}, "/problem/costs/backward_input", "required"),
-        ({"problem": FALLING}, "/problem/costs/forward/tokens", "must not be negative"),
+        (
+            {"problem": batch_document([8], forward={"fixed": 100, "tokens": -1})["problem"]},
+            "/problem/costs/forward/tokens",
+            "must not be negative",
+        ),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], pointer: str, message: str) -> None:

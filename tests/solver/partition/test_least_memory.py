@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition import first_cuts, least_memory
-from zbv_solver.partition.cut_space import CutSpace, CutTables, ScoredCut
+from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.partition.first_cuts import level_cut
 from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
@@ -26,15 +26,23 @@ def space_of(problem: LayeredProblem) -> CutSpace:
     return CutSpace(problem, problem.placements[0], CutTables.of(problem))
 
 
-def lacking(space: CutSpace, found: ScoredCut) -> float:
-    """What the worst rank of a cut lacks, by the problem of its stages."""
-    problem = space.problem.cut_into(space.placement, found.cut)
-    return excess(problem.smallest_limit, space.problem.limit)
+def loop(*amounts: tuple[int, int, int], **more: Any) -> LayeredProblem:
+    """Layers of equal times in a loop, each with what F holds, static memory and workspace."""
+    layers = [
+        {"name": f"l{at}", "forward": 1, "backward_input": 1, "backward_weight": 1}
+        | {"memory": {"forward": f, "backward_weight": -f, "static": static, "workspace": workspace}}
+        for at, (f, static, workspace) in enumerate(amounts)
+    ]
+    return layered(placement="loop", layers=layers, **more)
 
 
 def excess(needs: tuple[float, ...], limits: tuple[float, ...] | None) -> float:
     assert limits is not None
     return max(need - limit for need, limit in zip(needs, limits, strict=True))
+
+
+FRONT_HEAVY = loop(*[(6, 0, 0)] * 4, *[(1, 0, 0)] * 8, memory={"limit": 17})
+"""All of the memory is at the front: what is level in work lacks 12 on rank 0."""
 
 
 @settings(max_examples=25)
@@ -47,104 +55,86 @@ def test_it_is_the_least_of_all_cuts(problem: LayeredProblem) -> None:
     unlimited = replace(problem, limit=None)
     least = min(excess(cut.smallest_limit, problem.limit) for cut in every_cut(unlimited, space.placement))
     found = least_memory_cut(space, level_cut(space))
-    assert lacking(space, found) == pytest.approx(least, abs=1e-4)
-    assert found.value == pytest.approx(least, abs=1e-4)
-    assert found.bound == pytest.approx(least, abs=1e-4)
+    made = problem.cut_into(space.placement, found.cut)
+    assert excess(made.smallest_limit, problem.limit) == pytest.approx(least, abs=1e-4)
+    assert (found.value, found.bound) == pytest.approx((least, least), abs=1e-4)
     assert surely_lacking(space.tables) <= least + 1e-4
 
 
-def test_what_one_part_or_all_of_them_lack_needs_no_search() -> None:
-    layers = [layer(number, 2, 1, 1) for number in range(8)]
-    tight = space_of(layered(placement="loop", layers=layers, memory={"limit": [3, 2]}))
-    assert surely_lacking(tight.tables) == pytest.approx((8 * 3 - 5) / 2, abs=1e-4)
-    large = [layer(0, 9, 9, 1), *layers[1:]]
-    uneven = space_of(layered(placement="loop", layers=large, memory={"limit": [16, 30]}))
-    assert surely_lacking(uneven.tables) == pytest.approx(-3.5, abs=1e-4)  # 39 of 46; and 19 fits rank 1
-    small = space_of(layered(placement="loop", layers=large, memory={"limit": 18}))
-    assert surely_lacking(small.tables) == pytest.approx(1.5, abs=1e-4)
+SEVEN = [(2, 1, 1)] * 7
 
 
-def layer(number: int, held: int, static: int, workspace: int) -> dict[str, Any]:
-    memory = {"forward": held, "backward_weight": -held, "static": static, "workspace": workspace}
-    return {"name": f"l{number}", "forward": 1, "backward_input": 1, "backward_weight": 1, "memory": memory}
+@pytest.mark.parametrize(
+    ("first", "limit", "lacking"),
+    [
+        ((2, 1, 1), [3, 2], (8 * 3 - 5) / 2),
+        ((9, 9, 1), [16, 30], -3.5),  # 39 of 46; and 19 fits rank 1
+        ((9, 9, 1), 18, 1.5),
+    ],
+)
+def test_what_one_part_or_all_of_them_lack_needs_no_search(
+    first: tuple[int, int, int], limit: Any, lacking: float
+) -> None:
+    space = space_of(loop(first, *SEVEN, memory={"limit": limit}))
+    assert surely_lacking(space.tables) == pytest.approx(lacking, abs=1e-4)
 
 
-def test_a_false_optimum_of_the_presolve_is_not_believed() -> None:
-    # OR-Tools 9.15 answers 4 with "optimal", unless its detection of included sets is off.
-    each = [(2, 3, 1), (2, 0, 1), (2, 3, 0), (2, 0, 0), (2, 0, 0), (2, 0, 0), (2, 0, 1), (1, 3, 0)]
-    problem = layered(
-        pp_degree=3,
-        placement="loop",
-        layers=[layer(number, *amounts) for number, amounts in enumerate(each)],
-        memory={"limit": [5, 8, 5]},
-        cut={"first": 1},
-    )
-    space = space_of(problem)
-    found = least_memory_cut(space, level_cut(space))
-    assert found.value == pytest.approx(3, abs=1e-6)
-    assert found.bound == pytest.approx(3, abs=1e-6)
+FALSE_OPTIMUM = ((2, 3, 1), (2, 0, 1), (2, 3, 0), (2, 0, 0), (2, 0, 0), (2, 0, 0), (2, 0, 1), (1, 3, 0))
 
 
-def test_a_stage_is_a_run_of_layers_in_the_proof_too() -> None:
-    layers = [layer(number, held, 0, 0) for number, held in enumerate((9, 2, 1, 9, 2, 5, 2))]
-    space = space_of(layered(placement="loop", layers=layers, memory={"limit": 6}))
-    found = least_memory_cut(space, level_cut(space))
-    assert found.value == pytest.approx(10, abs=1e-4)  # with layers picked at will it would be 9
-    assert found.bound == pytest.approx(10, abs=1e-4)
+@pytest.mark.parametrize(
+    ("problem", "least"),
+    [
+        # OR-Tools 9.15 answers 4 with "optimal", unless its detection of included sets is off.
+        (loop(*FALSE_OPTIMUM, pp_degree=3, memory={"limit": [5, 8, 5]}, cut={"first": 1}), 3),
+        # A stage is a run of layers: with layers picked at will it would be 9.
+        (loop(*((held, 0, 0) for held in (9, 2, 1, 9, 2, 5, 2)), memory={"limit": 6}), 10),
+    ],
+)
+def test_the_proof_is_right_where_it_is_easily_wrong(problem: LayeredProblem, least: float) -> None:
+    found = least_memory_cut(space_of(problem), level_cut(space_of(problem)))
+    assert (found.value, found.bound) == pytest.approx((least, least), abs=1e-4)
 
 
-def test_asked_for_any_cut_that_fits_it_proves_no_more_than_that() -> None:
-    roomy = space_of(layered(placement="loop", memory={"limit": 40}))
-    found = least_memory_cut(roomy, level_cut(roomy), enough=0)
-    assert found.value <= 0
-    assert found.bound == -np.inf
-    tight = space_of(layered(placement="loop", memory={"limit": 10}))
-    none = least_memory_cut(tight, level_cut(tight), enough=0)
-    assert none.value > 0
-    assert 0 < none.bound <= none.value
+@pytest.mark.parametrize("limit", [40, 10])
+def test_asked_for_any_cut_that_fits_it_proves_no_more_than_that(limit: float) -> None:
+    space = space_of(layered(placement="loop", memory={"limit": limit}))
+    found = least_memory_cut(space, level_cut(space), enough=0)
+    assert (found.value <= 0) == (found.bound == -np.inf) == (limit == 40)
+    assert limit == 40 or 0 < found.bound <= found.value
 
 
-def test_settling_goes_where_it_fits_from_where_it_does_not() -> None:
-    # All of the memory is at the front: what is level in work lacks 12 on rank 0.
-    layers = [layer(number, 6 if number < 4 else 1, 0, 0) for number in range(12)]
-    space = space_of(layered(placement="loop", layers=layers, memory={"limit": 17}))
+def test_a_cut_that_fits_is_settled_or_else_searched_in_earnest(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(FRONT_HEAVY)
     level = level_cut(space)
     assert space.fitting(level) is None
     assert space.fitting(settled_cut(space, level)) is not None
-
-
-def test_a_cut_that_settling_misses_is_searched_in_earnest(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (first_cuts, least_memory):
         monkeypatch.setattr(module, "settled_cut", lambda space, start, seed=0: start)
-    layers = [layer(number, 6 if number < 4 else 1, 0, 0) for number in range(12)]
-    space = space_of(layered(placement="loop", layers=layers, memory={"limit": 17}))
-    found = least_memory_cut(space, level_cut(space), enough=0)
+    found = least_memory_cut(space, level, enough=0)
     assert found.value <= 0
     assert found.bound == -np.inf  # it stopped at the first that fits
-    plan = search(layered(placement="loop", layers=layers, memory={"limit": 17}), QUICK)
-    assert max(plan.metrics.peak_memory) <= 17
+    assert max(search(FRONT_HEAVY, QUICK).metrics.peak_memory) <= 17
 
 
 @pytest.mark.parametrize("placement", ["v", "loop", "auto"])
 def test_that_nothing_fits_is_proved(placement: str) -> None:
-    layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
-    with pytest.raises(InfeasibleMemory) as caught:
-        search(layered(placement=placement, layers=layers, memory={"limit": 9}), QUICK)
-    error = caught.value
-    assert error.is_proved
-    assert "no plan fits" in str(error)
-    assert "the closest cut would need" in str(error)
-    least = max(error.smallest)
-    search(layered(placement=placement, layers=layers, memory={"limit": least}), QUICK)
+    def plan(limit: float) -> None:
+        layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
+        search(layered(placement=placement, layers=layers, memory={"limit": limit}), QUICK)
+
+    with pytest.raises(InfeasibleMemory, match=r"no plan fits.*the closest cut would need") as caught:
+        plan(9)
+    assert caught.value.is_proved
+    least = max(caught.value.smallest)
+    plan(least)
     with pytest.raises(InfeasibleMemory):
-        search(layered(placement=placement, layers=layers, memory={"limit": least - 0.01}), QUICK)
+        plan(least - 0.01)
 
 
 def test_what_the_effort_does_not_prove_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbv_solver.partition.least_memory.EFFORT", 0.0)
     # 11 layers of 2 on two ranks: 22 is less than 2 * 11.5, and one rank has 12.
-    layers = [layer(number, 2, 0, 0) for number in range(11)]
-    with pytest.raises(InfeasibleMemory) as caught:
-        search(layered(placement="loop", layers=layers, memory={"limit": 11.5}), QUICK)
+    with pytest.raises(InfeasibleMemory, match="It is not proved that no other cut fits") as caught:
+        search(loop(*[(2, 0, 0)] * 11, memory={"limit": 11.5}), QUICK)
     assert not caught.value.is_proved
-    assert "It is not proved that no other cut fits" in str(caught.value)

@@ -26,9 +26,9 @@ from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.stages import Memory
 from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.assemble import in_search_unit
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
-from zbv_solver.search.unit import in_search_unit
 from zbv_solver.verify.verifier import verify, verify_orders
 
 MANY = 1 << 40

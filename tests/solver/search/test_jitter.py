@@ -9,19 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import zbv_solver as zbv
-from support.problems import uniform
+from support.problems import uniform, with_sizes
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.plan import Plan, plan_json, simulation_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.jitter import Jitter
-from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import Problem, Times
+from zbv_solver.problem.layered_problem import AnyProblem
+from zbv_solver.problem.problem import Times
 from zbv_solver.search import jitter as jitter_search
+from zbv_solver.search.options import Effort, SearchOptions
 from zbv_solver.timing.step_times import iteration_times
+from zbv_solver.verify.verifier import verify
 
 JITTER = Jitter.of(action=0.1, transfer=0.3)
 PROBLEM = uniform(4, 8, limit=8, p2p=1)
+
+
 BLOCK = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 6}
+
+
 LAYERS = zbv.parse({"pp_degree": 2, "microbatches": 3, "layers": [BLOCK]})
 
 
@@ -31,40 +37,27 @@ def planned() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def chosen() -> Plan:
-    return zbv.plan(PROBLEM, "quick", jitter=JITTER, quantile=0.95)
+def document(planned: Plan) -> dict[str, Any]:
+    return plan_json(
+        replace(planned, simulation=zbv.simulate(planned, "action=5%,transfer=20%", scenarios=64))
+    )
 
 
-def test_the_plan_states_jitter_quantile_and_its_own_simulation(planned: Plan, chosen: Plan) -> None:
+def test_the_plan_states_how_it_was_chosen_and_is_better_when_durations_vary(planned: Plan) -> None:
+    chosen = zbv.plan(PROBLEM, "quick", jitter=JITTER, quantile=0.95)
     extra = chosen.provenance.extra
-    assert extra["jitter"] == {"action": 0.1, "rank": 0, "transfer": 0.3}
-    assert extra["quantile"] == 0.95
+    assert (extra["jitter"], extra["quantile"]) == ({"action": 0.1, "rank": 0, "transfer": 0.3}, 0.95)
     assert chosen.simulation == zbv.simulate(chosen, JITTER)
     assert chosen.metrics.lower_bound == planned.metrics.lower_bound
     assert chosen.metrics.gap == pytest.approx(chosen.objective / chosen.metrics.lower_bound - 1)
-    checked = zbv.check(plan_json(chosen), PROBLEM)
-    assert any(claim.pointer == "/simulation" and claim.is_verified for claim in checked.claims)
-
-
-def test_the_plan_is_better_when_durations_vary(planned: Plan, chosen: Plan) -> None:
+    zbv.check(plan_json(chosen), PROBLEM)
     before, after = (
         np.quantile(iteration_times(PROBLEM, plan.orders, JITTER, scenarios=2000, seed=5).span, 0.95)
         for plan in (planned, chosen)
     )
     assert after < before
-
-
-def test_the_number_of_threads_does_not_change_the_plan(chosen: Plan) -> None:
-    again = zbv.plan(PROBLEM, "quick", jitter=JITTER, quantile=0.95, workers=2)
-    assert again.plan_id == chosen.plan_id
-    assert again.simulation == chosen.simulation
-
-
-def test_without_jitter_the_plan_is_the_planned_one(planned: Plan) -> None:
-    found = zbv.plan(PROBLEM, "quick", jitter="0")
-    assert found.plan_id == planned.plan_id
-    assert found.simulation is not None
-    assert found.simulation.spans.p95_span == pytest.approx(planned.metrics.span)
+    threads = zbv.plan(PROBLEM, "quick", jitter=JITTER, quantile=0.95, workers=2)
+    assert (threads.plan_id, threads.simulation) == (chosen.plan_id, chosen.simulation)
 
 
 def test_layers_keep_their_cut_and_its_bound() -> None:
@@ -103,102 +96,83 @@ def test_simulations_that_take_long_after_the_time_limit_are_left_out(
     assert (found.plan_id, found.simulation) == (planned.plan_id, None)
 
 
+@pytest.mark.parametrize("effort", ["quick", "standard"])
+def test_plans_of_microbatches_that_differ_may_be_chosen_for_jitter(effort: Effort) -> None:
+    """The search with longer latencies has a problem of its kind, too."""
+    problem = with_sizes(uniform(2, 4, limit=30.0), [0.0, 0.0, 4.0, 0.0])
+    options = SearchOptions(effort, without=("tune", "inject"))
+    plan = jitter_search.search_for_jitter(problem, options, jitter=Jitter.of(action=0.05))
+    verify(plan)
+    assert plan.simulation is not None
+
+
+def test_without_jitter_the_plan_is_the_planned_one(planned: Plan) -> None:
+    plan = zbv.plan(PROBLEM, "quick", jitter="0")
+    assert plan.plan_id == planned.plan_id
+    assert plan.simulation is not None
+    spans = plan.simulation.spans
+    assert (spans.expected_span, spans.p95_span) == pytest.approx((planned.metrics.span,) * 2)
+
+
 def test_a_time_limit_ends_the_choice() -> None:
-    found = zbv.plan(PROBLEM, "thorough", time_limit=0.3, jitter=JITTER)
-    assert found.provenance.extra["cut"] == "time limit"
-    zbv.check(plan_json(found), PROBLEM)
+    plan = zbv.plan(PROBLEM, "thorough", time_limit=0.3, jitter=JITTER)
+    assert plan.provenance.extra["cut"] == "time limit"
+    zbv.check(plan_json(plan), PROBLEM)
+
+
+OTHER_RANKS = replace(JITTER, rank=JITTER.rank * 5)
 
 
 @pytest.mark.parametrize(
-    ("jitter", "quantile", "pointer"),
+    ("problem", "jitter", "quantile", "pointer"),
     [
-        (None, 0.95, "/quantile"),
-        (JITTER, 0.49, "/quantile"),
-        (JITTER, 0.995, "/quantile"),
-        (JITTER, float("nan"), "/quantile"),
+        (PROBLEM, None, 0.95, "/quantile"),
+        *((PROBLEM, JITTER, quantile, "/quantile") for quantile in (0.49, 0.995, float("nan"))),
+        *((problem, OTHER_RANKS, None, "/jitter/rank") for problem in (PROBLEM, LAYERS)),
     ],
 )
-def test_wrong_options_are_refused(jitter: Jitter | None, quantile: float, pointer: str) -> None:
+def test_wrong_options_are_refused(
+    problem: AnyProblem, jitter: Jitter | None, quantile: float | None, pointer: str
+) -> None:
     with pytest.raises(InvalidInput) as caught:
-        zbv.plan(PROBLEM, "quick", jitter=jitter, quantile=quantile)
+        zbv.plan(problem, "quick", jitter=jitter, quantile=quantile)
     assert caught.value.issues[0].pointer == pointer
 
 
-@pytest.mark.parametrize("problem", [PROBLEM, LAYERS])
-def test_jitter_of_other_ranks_is_refused(problem: Problem | LayeredProblem) -> None:
-    jitter = replace(JITTER, rank=JITTER.rank * 5)
-    with pytest.raises(InvalidInput, match="one per rank") as caught:
-        zbv.plan(problem, "quick", jitter=jitter)
-    assert caught.value.issues[0].pointer == "/jitter/rank"
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return zbv.plan(uniform(4, 8, limit=8, p2p=0.25), "quick")
-
-
-@pytest.fixture(scope="module")
-def document(plan: Plan) -> dict[str, Any]:
-    return plan_json(replace(plan, simulation=zbv.simulate(plan, "action=5%,transfer=20%", scenarios=64)))
-
-
-def test_a_plan_and_all_baselines_are_simulated(plan: Plan) -> None:
-    found = zbv.simulate(plan, zbv.Jitter.of(action=0.05, transfer=0.2), scenarios=64)
-    assert [(each.name, each.fits) for each in found.baselines] == [
-        (each.name, each.fits) for each in plan.baselines
-    ]
-    everything: list[Times] = [plan.metrics, *plan.baselines]
-    for spans, metrics in zip(
-        [found.spans, *(each.spans for each in found.baselines)], everything, strict=True
-    ):
+def test_a_plan_and_all_baselines_are_simulated(planned: Plan) -> None:
+    simulation = zbv.simulate(planned, zbv.Jitter.of(action=0.05, transfer=0.2), scenarios=64)
+    rows = [(row.name, row.fits) for row in simulation.baselines]
+    assert rows == [(row.name, row.fits) for row in planned.baselines]
+    spans = [simulation.spans, *(row.spans for row in simulation.baselines)]
+    metrics: list[Times] = [planned.metrics, *planned.baselines]
+    for simulated, times in zip(spans, metrics, strict=True):
         # The expectation of a maximum is at least the maximum of the means, up to the error of a sample.
-        assert 0.99 * metrics.span < spans.expected_span < spans.p95_span < 1.2 * metrics.span
-        assert 0.99 * metrics.makespan < spans.expected_makespan < spans.p95_makespan < 1.2 * metrics.makespan
-
-
-def test_without_jitter_everything_is_as_planned(plan: Plan) -> None:
-    spans = zbv.simulate(plan, "0", scenarios=32).spans
-    assert (spans.expected_span, spans.p95_span) == pytest.approx((plan.metrics.span,) * 2)
-
-
-def test_a_seed_gives_the_same_simulation_and_another_one_a_similar_one(plan: Plan) -> None:
-    first, again, other = (zbv.simulate(plan, "5%", seed=seed) for seed in (3, 3, 4))
+        for mean, expected, p95 in (
+            (times.span, simulated.expected_span, simulated.p95_span),
+            (times.makespan, simulated.expected_makespan, simulated.p95_makespan),
+        ):
+            assert 0.99 * mean < expected < p95 < 1.2 * mean
+    first, again, other = (zbv.simulate(planned, "5%", seed=seed) for seed in (3, 3, 4))
     assert first == again != other
     assert other.spans.p95_span == pytest.approx(first.spans.p95_span, rel=0.01)
 
 
-def test_a_document_keeps_its_simulation(document: dict[str, Any]) -> None:
-    found = parse_plan(document).simulation
-    assert found is not None
-    assert simulation_json(found) == document["simulation"]
+def test_a_stated_simulation_is_kept_and_repeated(document: dict[str, Any]) -> None:
+    read = parse_plan(document).simulation
+    assert read is not None
+    assert simulation_json(read) == document["simulation"]
 
+    def is_verified(**changes: Any) -> bool:
+        claims = zbv.check({**document, "simulation": {**document["simulation"], **changes}}).claims
+        return next(claim.is_verified for claim in claims if claim.pointer == "/simulation")
 
-def test_a_stated_simulation_is_repeated(document: dict[str, Any]) -> None:
-    (claim,) = [claim for claim in zbv.check(document).claims if claim.pointer == "/simulation"]
-    assert claim.is_verified
-    better = {**document, "simulation": {**document["simulation"], "p95_span": 1.0}}
-    with pytest.raises(InvalidPlan, match="p95_span of the plan in the simulation"):
-        zbv.check(better)
-
-
-def test_a_stated_simulation_of_an_unknown_baseline_is_refused(document: dict[str, Any]) -> None:
-    simulation = document["simulation"]
-    row = {**simulation["baselines"][0], "name": "magic"}
-    with pytest.raises(InvalidPlan, match="zbv knows none of this name"):
-        zbv.check({**document, "simulation": {**simulation, "baselines": [row]}})
-
-
-def test_errors_point_into_the_simulation(document: dict[str, Any]) -> None:
-    wrong = {**document["simulation"], "jitter": {"rank": [0, 0]}}
-    with pytest.raises(InvalidInput, match="/simulation/rank: found 2 values"):
-        zbv.check({**document, "simulation": wrong})
-
-
-def test_a_simulation_that_would_take_too_long_is_not_repeated(document: dict[str, Any]) -> None:
-    large = {**document["simulation"], "scenarios": 10**7}
-    (claim,) = [
-        claim
-        for claim in zbv.check({**document, "simulation": large}).claims
-        if claim.pointer == "/simulation"
-    ]
-    assert not claim.is_verified
+    assert is_verified()
+    assert not is_verified(scenarios=10**7)
+    unknown = {**document["simulation"]["baselines"][0], "name": "magic"}
+    for changes, says in (
+        ({"p95_span": 1.0}, "p95_span of the plan in the simulation"),
+        ({"baselines": [unknown]}, "zbv knows none of this name"),
+        ({"jitter": {"rank": [0, 0]}}, "/simulation/rank: found 2 values"),
+    ):
+        with pytest.raises((InvalidPlan, InvalidInput), match=says):
+            is_verified(**changes)

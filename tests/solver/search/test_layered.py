@@ -1,30 +1,40 @@
-"""Plans from layers: cut, placement and order chosen together."""
+"""Plans from layers: cut, placement, order and what is recomputed are chosen together."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems
 from zbv_solver.bounds import lower_bound
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutSpace, CutTables, ScoredCut
-from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.partition.joint_search import Judge, improve_cut
+from zbv_solver.partition.first_cuts import (
+    even_cut,
+    histogram_cut,
+    level_cut,
+    rooms,
+    roomy_cuts,
+    with_room,
+)
+from zbv_solver.partition.joint_search import Judge, improve_cut, neighbour
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.cut import Cut
-from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.incumbent import Progress
+from zbv_solver.search.layered import first_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
-
-QUICK = SearchOptions("quick")
 
 
 @pytest.fixture(scope="module")
@@ -35,33 +45,6 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def small() -> Plan:
     return search(layered(), QUICK)
-
-
-def test_published_times_of_layers_can_be_planned() -> None:
-    """Llama 2 7B as Galvatron measured it: 4.396 ms for F of a block, which keeps 514.6 MiB."""
-    block = {
-        **{"name": "block", "repeat": 32, "forward": 4.396, "backward_input": 5.0, "backward_weight": 3.8},
-        "memory": {"forward": 514.6, "backward_input": 0, "backward_weight": -514.6, "static": 3104},
-    }
-    problem = parse_any_problem(
-        {
-            **{"pp_degree": 4, "microbatches": 16, "placement": "auto"},
-            "layers": [
-                {"name": "embedding", "forward": 0.2, "backward_input": 0, "backward_weight": 1.3},
-                block,
-                {"name": "head", "forward": 6.09, "backward_input": 6.0, "backward_weight": 4.0},
-            ],
-            "memory": {"limit": 80000},
-            "units": {"time": "ms", "memory": "MiB"},
-        }
-    )
-    found = search(problem, QUICK)
-    verify(found)
-    # The rank with both ends has room for 7 blocks within the time of 9, so another rank has 9.
-    assert found.metrics.span == pytest.approx(16 * 9 * (4.396 + 5.0 + 3.8))
-    assert found.cut is not None
-    assert found.cut.lower_bound == pytest.approx(found.metrics.span)
-    assert max(found.metrics.peak_memory) <= 80000
 
 
 @pytest.mark.parametrize("placement", ["v", "single"])
@@ -78,31 +61,6 @@ def test_the_smallest_cases_agree_with_brute_force_over_all_cuts(placement: str,
             best = search(cut, options)
             assert best.metrics.status == "optimal"
             assert best.objective >= found.objective * (1 - 1e-9)
-
-
-def test_a_plan_states_the_layers_of_every_stage(plan: Plan) -> None:
-    written = plan_json(plan)
-    names = [name for stage in written["partition"] for name in stage]
-    assert names == ["embedding", *(f"block.{k}" for k in range(8)), "head"]
-    assert written["problem"]["partition"] == written["partition"]
-    assert len(written["partition"]) == plan.problem.n_stages
-    assert set(written["cut"]) == {"method", "lower_bound", "gap"}
-    assert 0 <= written["cut"]["lower_bound"] <= plan.metrics.lower_bound
-
-
-def test_a_written_plan_is_read_back_unchanged(plan: Plan) -> None:
-    read = parse_plan(json.loads(json.dumps(plan_json(plan))))
-    assert read.plan_id == plan.plan_id
-    assert read.problem == plan.problem
-    assert read.cut == plan.cut
-    verify(read)
-
-
-def test_a_plan_whose_partition_was_altered_is_refused(plan: Plan) -> None:
-    altered = plan_json(plan)
-    altered["partition"] = [*altered["partition"][:-1], []]
-    with pytest.raises(InvalidInput, match="differs from the problem's"):
-        parse_plan(altered)
 
 
 def test_baselines_include_the_other_placements_and_the_simple_cuts(plan: Plan) -> None:
@@ -126,67 +84,10 @@ def test_a_placement_without_a_cut_that_fits_is_left_out() -> None:
     assert "loop-2" not in names
 
 
-@pytest.mark.parametrize("placement", ["v", "loop", "single"])
-def test_a_placement_can_be_forced(placement: str) -> None:
-    found = search(layered(placement=placement), QUICK)
-    assert found.problem.placement.kind == placement
-
-
-def test_a_plan_is_never_worse_than_the_same_search_on_a_simple_cut() -> None:
-    problem = layered(microbatches=8)
-    found = search(problem, QUICK).objective
-    space = CutSpace(problem, problem.placements[0], CutTables.of(problem))
-    for bounds in (even_cut(space), histogram_cut(space)):
-        cut = problem.cut_into(space.placement, space.cut(bounds, (False,) * space.n_stages))
-        assert found <= search(cut, QUICK).objective * (1 + 1e-9)
-
-
-def test_the_certificate_states_the_bound_over_all_cuts() -> None:
-    problem = layered(microbatches=8, memory={"limit": 24})
-    space = CutSpace(problem, problem.placements[0], CutTables.of(problem))
-    balanced = balanced_cut(space, level_cut(space))
-    assert balanced is not None
-    found = search(problem, QUICK)
-    assert found.cut is not None
-    assert found.cut.lower_bound == pytest.approx(8 * balanced.value)
-    assert found.objective > found.cut.lower_bound
-    assert found.cut.gap == pytest.approx(found.objective / found.cut.lower_bound - 1)
-
-
-def test_a_wrong_estimate_of_cuts_does_not_change_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    def worst_first(judge: Judge, cut: Cut) -> float:
-        return -judge.floor(cut)
-
-    problem = layered(microbatches=8)
-    right = search(problem, QUICK).objective
-    monkeypatch.setattr(Judge, "value", worst_first)
-    assert search(problem, QUICK).objective == pytest.approx(right)
-
-
-def test_the_same_problem_gets_the_same_plan(plan: Plan) -> None:
-    assert search(layered(placement="auto"), QUICK).plan_id == plan.plan_id
-
-
-def test_progress_only_improves_and_carries_its_own_problem() -> None:
-    heard: list[Progress] = []
-    found = search(layered(microbatches=8), QUICK, heard.append)
-    values = [progress.objective for progress in heard]
-    assert values == sorted(values, reverse=True)
-    assert found.objective <= values[-1] * (1 + 1e-9)
-    assert all(progress.lower_bound <= progress.objective for progress in heard)
-    assert all(progress.problem.model is not None for progress in heard)
-
-
 def test_a_cancelled_search_returns_the_best_so_far() -> None:
     found = search(layered(microbatches=16, memory={"limit": 30}), cancelled=lambda: True)
     verify(found)
     assert found.provenance.extra["cut"] == "cancelled"
-
-
-def test_the_first_plan_is_reported_before_cuts_are_estimated() -> None:
-    heard: list[Progress] = []
-    search(layered(placement="auto", microbatches=8), QUICK, heard.append, lambda: bool(heard))
-    assert len(heard) == 1
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.3])
@@ -232,48 +133,6 @@ def test_the_metrics_of_an_incumbent_are_recomputed(small: Plan) -> None:
         search(layered(), QUICK, incumbent=replace(small, orders=Orders.of_rows([])))
 
 
-def test_memory_decides_what_is_recomputed() -> None:
-    layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
-    free = search(layered(layers=layers), QUICK)
-    assert free.problem.model is not None
-    assert not any(free.problem.model.cut.recompute)
-    tight = search(layered(layers=layers, memory={"limit": 17}), QUICK)
-    assert tight.problem.model is not None
-    assert any(tight.problem.model.cut.recompute)
-    assert max(tight.metrics.peak_memory) <= 17
-    assert plan_json(tight)["recompute"] == list(tight.problem.model.cut.recompute)
-    assert tight.objective > free.objective
-
-
-@pytest.mark.parametrize("placement", ["v", "loop", "single", "auto"])
-def test_an_infeasible_limit_is_reported_with_a_feasible_one(placement: str) -> None:
-    with pytest.raises(InfeasibleMemory) as caught:
-        search(layered(placement=placement, memory={"limit": 10}), QUICK)
-    least = caught.value.smallest
-    assert max(least) > 10
-    search(layered(placement=placement, memory={"limit": list(least)}), QUICK)
-
-
-@pytest.mark.parametrize("placement", ["auto", "v", "single", "loop"])
-def test_one_rank_has_all_layers(placement: str) -> None:
-    found = search(layered(pp_degree=1, placement=placement, memory={"limit": 70}), QUICK)
-    assert found.metrics.status == "optimal"
-    assert len(plan_json(found)["partition"]) == found.problem.n_stages
-
-
-def test_a_single_stage_has_no_neighbours() -> None:
-    problem = layered(pp_degree=1, placement="single")
-    judge = Judge(CutSpace(problem, problem.placements[0], CutTables.of(problem)))
-    start = ScoredCut(Cut.at((0, 10)), 1e9)
-    assert improve_cut(judge, start, 10_000, 0, lambda: False) == start
-
-
-def test_a_given_partition_is_kept(small: Plan) -> None:
-    written = plan_json(search(small.problem, QUICK))
-    assert small.problem.model is not None
-    assert written["partition"] == [list(names) for names in small.problem.model.partition]
-
-
 def test_baselines_hold_the_static_memory_of_their_layers() -> None:
     """1F1B's last rank has the last stage of the model; in a V, the first rank has it."""
     heavy = {**HEAD, "memory": {"static": 100}}
@@ -297,8 +156,193 @@ def test_checking_a_plan_against_its_layers(plan: Plan) -> None:
         kept.as_cut_in(plan.problem)
 
 
-def test_layers_are_refused_where_a_cut_problem_is_required() -> None:
-    from zbv_solver.problem.reading import parse_problem
+QUICK = SearchOptions(effort="quick", seed=1)
 
-    with pytest.raises(InvalidInput, match="not cut into stages"):
-        parse_problem(document())
+
+BLOCKS = 16
+
+
+def short_of_memory(limit: float | None, placement: str = "v") -> LayeredProblem:
+    """A model of 16 blocks that hold 4 each, or 1 when recomputed, on four ranks."""
+    layers = [EMBEDDING, {**BLOCK, "repeat": BLOCKS, "recompute": RECOMPUTE}, HEAD]
+    return layered(pp_degree=4, microbatches=16, layers=layers, placement=placement, memory={"limit": limit})
+
+
+def space_of(problem: LayeredProblem) -> CutSpace:
+    return CutSpace(problem, problem.placements[0], CutTables.of(problem))
+
+
+@pytest.mark.parametrize("limit", [4, 5, 6])
+def test_the_first_plan_of_layers_has_the_full_bound_of_its_stages(limit: float) -> None:
+    layer = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 8}
+    layer["memory"] = {"forward": 1, "backward_weight": -1}
+    plan = first_plan(layered(pp_degree=4, microbatches=12, layers=[layer], memory={"limit": limit}))
+    quick, full = (lower_bound(plan.problem, effort).value for effort in ("quick", "full"))
+    assert quick < full
+    assert plan.metrics.lower_bound == pytest.approx(full)
+
+
+def test_room_is_made_for_activations_and_not_for_parameters() -> None:
+    space = space_of(short_of_memory(32))
+    n = space.tables.n
+    twice = with_room(space, np.full((2, n), 2.0))
+    plain = [bool(value) for value in np.zeros(space.n_stages)]
+    bounds = level_cut(space)
+    for rank, stages in enumerate(space.placement.stages_of):
+        blocks = sum(min(bounds[stage + 1], BLOCKS + 1) - max(bounds[stage], 1) for stage in stages)
+        chosen = tuple(plain[stage] for stage in stages)
+        assert space.needs(bounds, rank, chosen) == blocks * (4 + 1)
+        assert twice.needs(bounds, rank, chosen) == blocks * (2 * 4 + 1)
+
+
+@given(st.lists(st.booleans(), min_size=8, max_size=8))
+def test_what_is_recomputed_in_any_case_stays_so(kept: list[bool]) -> None:
+    space = space_of(short_of_memory(32))
+    bounds = level_cut(space)
+    fitting = space.fitting(bounds, tuple(kept))
+    assert fitting is not None
+    assert all(again or not keep for again, keep in zip(fitting.recompute, kept, strict=True))
+
+
+def test_a_plan_states_the_layers_of_every_stage_and_is_read_back_unchanged(plan: Plan) -> None:
+    written = plan_json(plan)
+    names = [name for stage in written["partition"] for name in stage]
+    assert names == ["embedding", *(f"block.{k}" for k in range(8)), "head"]
+    assert written["problem"]["partition"] == written["partition"]
+    assert len(written["partition"]) == plan.problem.n_stages
+    assert 0 <= written["cut"]["lower_bound"] <= plan.metrics.lower_bound
+    read = parse_plan(json.loads(json.dumps(written)))
+    assert (read.plan_id, read.problem, read.cut) == (plan.plan_id, plan.problem, plan.cut)
+    with pytest.raises(InvalidInput, match="differs from the problem's"):
+        parse_plan(written | {"partition": [*written["partition"][:-1], []]})
+
+
+@pytest.mark.parametrize("placement", ["v", "loop", "single", "auto"])
+def test_a_placement_can_be_forced_and_one_rank_has_all_layers(placement: str) -> None:
+    kinds = {search(layered(placement=placement), QUICK).problem.placement.kind, placement}
+    assert len(kinds - {"auto"}) == 1
+    one = search(layered(pp_degree=1, placement=placement, memory={"limit": 70}), QUICK)
+    assert one.metrics.status == "optimal"
+    assert len(plan_json(one)["partition"]) == one.problem.n_stages
+    with pytest.raises(InfeasibleMemory) as caught:
+        search(layered(placement=placement, memory={"limit": 10}), QUICK)
+    least = caught.value.smallest
+    assert max(least) > 10
+    search(layered(placement=placement, memory={"limit": list(least)}), QUICK)
+
+
+def test_progress_only_improves_and_carries_its_own_problem() -> None:
+    """The first plan is reported before cuts are estimated."""
+    reports: list[Progress] = []
+    plan = search(layered(microbatches=8), QUICK, reports.append)
+    values = [progress.objective for progress in reports]
+    assert values == sorted(values, reverse=True)
+    assert plan.objective <= values[-1] * (1 + 1e-9)
+    for progress in reports:
+        assert progress.lower_bound <= progress.objective
+        assert progress.problem.model is not None
+    reports.clear()
+    search(layered(placement="auto", microbatches=8), QUICK, reports.append, lambda: bool(reports))
+    assert len(reports) == 1
+
+
+def test_a_plan_is_no_worse_than_one_of_a_simple_cut_and_states_the_bound_over_all_cuts() -> None:
+    problem = layered(microbatches=8, memory={"limit": 24})
+    plan, space = search(problem, QUICK), space_of(problem)
+    for bounds in (even_cut(space), histogram_cut(space)):
+        cut = space.fitting(bounds)
+        if cut is not None:
+            simple = search(problem.cut_into(space.placement, cut), QUICK)
+            assert plan.objective <= simple.objective * (1 + 1e-9)
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    assert plan.cut is not None
+    assert plan.cut.lower_bound == pytest.approx(8 * balanced.value)
+    assert plan.objective > plan.cut.lower_bound
+    assert plan.cut.gap == pytest.approx(plan.objective / plan.cut.lower_bound - 1)
+
+
+def test_a_given_partition_is_kept(small: Plan) -> None:
+    assert small.problem.model is not None
+    assert search(small.problem, QUICK).problem == small.problem
+
+
+@pytest.mark.parametrize("limit", [24, 40, 200])
+def test_memory_decides_what_is_recomputed(limit: float) -> None:
+    """As much as pays: no worse than all stages or none, and more than what is needed to be possible."""
+    problem = short_of_memory(limit)
+    plan, space = search(problem, QUICK), space_of(problem)
+    assert plan.problem.model is not None
+    recompute = plan.problem.model.cut.recompute
+    assert plan_json(plan)["recompute"] == list(recompute)
+    assert max(plan.metrics.peak_memory) <= limit
+    balanced = balanced_cut(space_of(replace(problem, limit=None)), level_cut(space))
+    assert balanced is not None
+    for again in (False, True):
+        cut = problem.cut_into(space.placement, replace(balanced.cut, recompute=(again,) * 8))
+        with suppress(InfeasibleMemory):
+            assert plan.objective <= search(cut, QUICK).objective * (1 + 1e-9)
+    assert any(recompute) == (limit < 200)
+    least = balanced_cut(space, level_cut(space))
+    assert least is not None
+    assert sum(recompute) >= sum(least.cut.recompute)
+    if limit == 24:
+        assert plan.objective < 0.9 * search(problem.cut_into(space.placement, least.cut), QUICK).objective
+
+
+@settings(max_examples=40)
+@given(layered_problems(placements=("v", "single", "loop"), memory={"limit": 12}))
+def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem) -> None:
+    """What is known of less room saves work and changes no load."""
+    space = space_of(problem)
+    loads = []
+    for cut in roomy_cuts(space, level_cut(space)):
+        assert space.allows(space.bounds_of(cut))
+        assert space.excess(cut) <= 0
+        loads.append(space.worst_load(cut))
+    if space.placement.kind != "loop":  # a loop has no exact cut for given room
+        alone = [balanced_cut(with_room(space, times), level_cut(space)) for times in rooms(space)]
+        assert loads == pytest.approx([scored.value for scored in alone if scored is not None])
+
+
+def test_room_reaches_from_what_is_needed_to_everything_and_from_early_to_late_stages() -> None:
+    assert list(roomy_cuts(space_of(short_of_memory(None)), level_cut(space_of(short_of_memory(None))))) == []
+    space = space_of(short_of_memory(32))
+    chosen = [cut.recompute for cut in roomy_cuts(space, level_cut(space))]
+    counts = {sum(recompute) for recompute in chosen}
+    # The last stage is the head alone, which has no alternative.
+    assert (min(counts) <= 2, max(counts), len(counts) >= 5) == (True, 7, True)
+    falling = [recompute for recompute in chosen if list(recompute) == sorted(recompute, reverse=True)]
+    assert any(0 < sum(recompute) < 7 for recompute in falling)
+
+
+def test_the_climb_changes_stages_alone_in_runs_and_in_place_of_each_other() -> None:
+    space = space_of(short_of_memory(200))
+    bounds, random = level_cut(space), np.random.default_rng(1)
+
+    def drawn(recompute: tuple[bool, ...]) -> set[tuple[bool, ...]]:
+        start = space.cut(bounds, recompute)
+        moves = (neighbour(space, start, random) for _ in range(1000))
+        return {move.recompute for move in moves if move is not None and move.bounds == start.bounds}
+
+    assert {sum(recompute) for recompute in drawn((False,) * 8)} == set(range(9))
+    assert (False,) * 7 + (True,) in drawn((True,) + (False,) * 7)
+    space = space_of(short_of_memory(40))
+    for cut in (space.fitting(bounds), space.cut(bounds, (True,) * 8)):
+        assert cut is not None
+        judge = Judge(space)
+        start = ScoredCut(cut, judge.value(cut))
+        climbed = improve_cut(judge, start, 300_000, 1, lambda: False)
+        assert climbed.value < start.value
+        assert space.excess(climbed.cut) <= 0
+
+
+def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:
+    """16 microbatches are judged by 8 and 4; the most loaded rank's work alone would promise half of it."""
+    problem = short_of_memory(32)
+    space = space_of(problem)
+    balanced = balanced_cut(space, level_cut(space))
+    assert balanced is not None
+    real = search(problem.cut_into(space.placement, balanced.cut), QUICK).objective
+    assert Judge(space).value(balanced.cut) == pytest.approx(real, rel=0.15)
+    assert Judge(space).floor(balanced.cut) < 0.7 * real

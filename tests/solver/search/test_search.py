@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -17,20 +19,20 @@ from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
 from zbv_solver.bounds import Bound, BoundEffort, lower_bound
-from zbv_solver.construct.attempt import Attempt, from_orders
+from zbv_solver.construct.board import Attempt, from_orders
 from zbv_solver.construct.dispatch import ListScheduler, serial
 from zbv_solver.construct.rules import simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.stages import Costs
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.incumbent import Progress, Solution
+from zbv_solver.search.incumbent import Halt, Incumbent, Progress, Solution, race, without_useless_splits
 from zbv_solver.search.options import PHASES, Effort, SearchOptions
 from zbv_solver.search.phases import Search
 from zbv_solver.search.run import search
-from zbv_solver.timing.start_times import evaluate
-from zbv_solver.timing.start_times import objective_of as evaluate_objective
+from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
 
 QUICK = SearchOptions(effort="quick")
@@ -59,26 +61,6 @@ def test_a_limit_below_the_smallest_is_infeasible(problem: Problem, data: st.Dat
     assert caught.value.smallest == smallest
 
 
-def test_zero_bubble_with_the_memory_of_1f1b() -> None:
-    plan = search(uniform(8, 32, limit=16))
-    assert plan.metrics.span == 192
-    assert plan.metrics.status == "optimal"
-    assert plan.metrics.bubble_rate == 0
-    assert max(plan.metrics.peak_memory) == 16
-
-
-def test_small_cases_are_proved_optimal() -> None:
-    plan = search(uniform(2, 4, limit=4, p2p=1, objective="makespan"), SearchOptions(effort="thorough"))
-    assert plan.metrics.status == "optimal"
-
-
-@given(problems(max_p=3, max_m=1, fused=False, objective="makespan"))
-def test_one_microbatch_is_scheduled_as_well_as_possible(problem: Problem) -> None:
-    """There is little to decide, and even the quick effort decides it correctly."""
-    best = min(evaluate(problem, orders).makespan for orders in all_orders_of_one_microbatch(problem))
-    assert search(problem, QUICK).metrics.makespan == pytest.approx(best)
-
-
 @given(limited_problems(max_p=2, max_m=3))
 @settings(max_examples=8)
 def test_progress_gets_ever_better_and_ends_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
@@ -92,52 +74,11 @@ def test_progress_gets_ever_better_and_ends_at_the_optimum_of_a_plain_model(prob
     for progress in reports:
         make_plan(problem, progress.orders, method="test")
     try:
-        least = optimum(problem, evaluate_objective(problem, serial(problem).orders), effort=0.05)
+        least = optimum(problem, objective_of(problem, serial(problem).orders), effort=0.05)
     except RuntimeError:
         event("the plain model was too slow")
     else:
         assert plan.objective == pytest.approx(least)
-
-
-@given(
-    limited_problems(max_p=3, max_m=4),
-    st.lists(st.sampled_from(PHASES), unique=True).map(tuple),
-)
-@settings(max_examples=6)
-def test_stages_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> None:
-    plan = search(problem, SearchOptions(without=without))
-    constructed = search(problem, SearchOptions(effort="quick", without=("anneal",)))
-    assert plan.objective <= constructed.objective * (1 + 1e-12)
-    assert plan.provenance.extra.get("without", []) == list(without)
-
-
-@given(limited_problems(max_p=3, max_m=4))
-@settings(max_examples=2)
-def test_the_number_of_workers_does_not_change_the_plan(problem: Problem) -> None:
-    plans = [search(problem, SearchOptions(seed=3, workers=workers)) for workers in (1, 2)]
-    assert plans[0].plan_id == plans[1].plan_id
-
-
-@pytest.mark.parametrize("seed", [6, 21])
-def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
-    """On these problems tuning meets the bound, in one chain after many more steps than in the other."""
-    chance = random.Random(seed)
-    forward, backward_input, backward_weight = (
-        [chance.randint(8, 12) * base // 10 for _ in range(6)] for base in (10, 12, 8)
-    )
-    costs = {
-        "forward": forward,
-        "backward_input": backward_input,
-        "backward_weight": backward_weight,
-    }
-    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 12}
-    problem = parse_problem(
-        {"pp_degree": 3, "microbatches": 8, "objective": "makespan", "costs": costs, "memory": memory}
-    )
-    plans = [search(problem, SearchOptions(workers=workers)) for workers in (1, 2, 2)]
-    assert plans[0].metrics.status == "optimal"
-    assert plans[0].provenance.method.startswith("parameters")
-    assert len({plan.plan_id for plan in plans}) == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -199,7 +140,7 @@ def test_a_search_resumes_from_any_verified_order(effort: Effort, problem: Probl
     verify_orders(problem, orders)
     resumed = search(problem, SearchOptions(effort, without=("windows", "exact")), incumbent=orders)
     verify(resumed)
-    assert resumed.objective <= evaluate_objective(problem, orders) * (1 + 1e-9)
+    assert resumed.objective <= objective_of(problem, orders) * (1 + 1e-9)
 
 
 def test_the_rest_of_an_order_may_follow_weights_in_any_order() -> None:
@@ -216,20 +157,6 @@ def test_the_rest_of_an_order_may_follow_weights_in_any_order() -> None:
     for until in [*(np.array([4, kept]) for kept in range(4, 9)), length]:
         assert scheduler.value(rule, kept=(code, until)) < float("inf")
         verify_orders(problem, Attempt.of("rest", problem, scheduler.tables, scheduler.board).orders)
-
-
-def test_an_incumbent_of_another_problem_is_refused() -> None:
-    with pytest.raises(InvalidPlan):
-        search(uniform(2, 3), QUICK, incumbent=serial(uniform(2, 2)).orders)
-
-
-def test_a_plan_of_another_problem_is_refused_even_if_its_orders_are_valid() -> None:
-    plan = search(uniform(2, 3), QUICK)
-    assert search(uniform(2, 3), QUICK, incumbent=plan).plan_id == plan.plan_id
-    with pytest.raises(InvalidPlan, match="they differ in costs"):
-        search(uniform(2, 3, p2p=1), QUICK, incumbent=plan)
-    with pytest.raises(InvalidPlan, match="they differ in"):
-        search(uniform(3, 3), QUICK, incumbent=plan)
 
 
 def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,58 +180,217 @@ def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None
     assert ended == [True]
 
 
-def test_a_cancelled_search_keeps_its_incumbent() -> None:
-    plan = search(limited(uniform(4, 8), 2.0), cancelled=lambda: True)
+@pytest.mark.parametrize(
+    ("meets", "winner", "made"),
+    [((5, 2), 1, (6, 3)), ((2, 5), 0, (3, 3)), ((2, 2), 0, (3, 3)), ((None, 2), 1, (9, 3))],
+)
+def test_the_chain_that_meets_the_bound_in_fewer_steps_wins_and_the_other_ends(
+    meets: tuple[int | None, int], winner: int, made: tuple[int, int]
+) -> None:
+    """On one thread the first chain runs before the second; the steps alone decide."""
+    orders = serial(uniform(2, 2)).orders
+    steps = [0, 0]
+
+    def chain(number: int, halt: Halt) -> Iterator[Solution | None]:
+        for step in range(9):
+            steps[number] += 1
+            yield Solution(100.0, orders, f"chain {number}") if step == meets[number] else None
+
+    best = Incumbent(uniform(2, 2), 1.0, None)
+    best.bound = 100.0
+    race(chain, best, Halt(None, None))
+    assert best.current is not None
+    assert best.current.method == f"chain {winner}"
+    assert tuple(steps) == made
+
+
+def test_the_end_of_its_time_stops_the_kernels_of_a_chain() -> None:
+    """Rounds of annealing are long: only the flag that kernels poll ends one early."""
+    stopped: list[int] = []
+
+    def chain(number: int, halt: Halt) -> Iterator[Solution | None]:
+        while not halt.flag[0]:
+            time.sleep(0.001)
+        stopped.append(number)
+        yield None
+
+    race(chain, Incumbent(uniform(2, 2), 1.0, None), Halt(None, None), seconds=0.08)
+    assert stopped == [0, 1]
+
+
+def with_empty_weights(problem: Problem, stages: set[int]) -> Problem:
+    """The problem with W = 0 and B = I in some stages, and B < I + W in no other."""
+    costs = problem.costs
+    weights = tuple(0.0 if at in stages else w for at, w in enumerate(costs.backward_weight))
+    fused = tuple(map(sum, zip(costs.backward_input, weights, strict=True)))
+    return replace(
+        problem,
+        costs=Costs(costs.forward, costs.backward_input, weights, costs.p2p, tuple(map(float, fused))),
+    )
+
+
+@given(problems(fused=False), st.data())
+def test_neither_time_nor_memory_grows_and_no_useless_split_is_left(
+    problem: Problem, data: st.DataObject
+) -> None:
+    stages = data.draw(st.sets(st.integers(0, problem.n_stages - 1)))
+    problem = with_empty_weights(problem, stages)
+    before = random_orders(problem, Random(data.draw(st.integers(0, 99))))
+    after = without_useless_splits(problem, before)
+    verify_orders(problem, after)
+    old, new = evaluate(problem, before), evaluate(problem, after)
+    assert new.span <= old.span * (1 + 1e-12)
+    assert new.makespan <= old.makespan * (1 + 1e-12)
+    assert all(now <= then * (1 + 1e-9) for now, then in zip(new.peak_memory, old.peak_memory, strict=True))
+    empty = {at for at, w in enumerate(problem.costs.backward_weight) if w == 0}
+    for rank in range(problem.pp_degree):
+        splits = {a.stage for a in after.actions(rank) if a.letter in "IW"}
+        assert not splits & empty
+        others = [a for a in before.actions(rank) if a.stage not in empty]
+        assert [a for a in after.actions(rank) if a.stage not in empty] == others
+
+
+def test_zero_bubble_with_the_memory_of_1f1b() -> None:
+    plan = search(uniform(8, 32, limit=16))
+    assert (plan.metrics.span, plan.metrics.status, plan.metrics.bubble_rate) == (192, "optimal", 0)
+    assert max(plan.metrics.peak_memory) == 16
+    assert "cut" not in plan.provenance.extra
+
+
+@given(problems(max_p=3, max_m=1, fused=False, objective="makespan"))
+def test_one_microbatch_is_scheduled_as_well_as_possible(problem: Problem) -> None:
+    """There is little to decide, and even the quick effort decides it correctly."""
+    best = min(evaluate(problem, orders).makespan for orders in all_orders_of_one_microbatch(problem))
+    assert search(problem, QUICK).metrics.makespan == pytest.approx(best)
+
+
+@given(limited_problems(max_p=3, max_m=4), st.lists(st.sampled_from(PHASES), unique=True).map(tuple))
+@settings(max_examples=6)
+def test_phases_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> None:
+    plan = search(problem, SearchOptions(without=without))
+    constructed = search(problem, SearchOptions(effort="quick", without=PHASES))
+    assert plan.objective <= constructed.objective * (1 + 1e-12)
+    assert plan.provenance.extra.get("without", []) == list(without)
+
+
+@pytest.mark.parametrize("seed", [6, 21])
+def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
+    """On these problems tuning meets the bound, in one chain after many more steps than in the other."""
+    chance = random.Random(seed)
+    names = {"forward": 10, "backward_input": 12, "backward_weight": 8}
+    costs = {name: [chance.randint(8, 12) * base // 10 for _ in range(6)] for name, base in names.items()}
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 12}
+    problem = parse_problem(
+        {"pp_degree": 3, "microbatches": 8, "objective": "makespan", "costs": costs, "memory": memory}
+    )
+    plans = [search(problem, SearchOptions(workers=workers)) for workers in (1, 2, 2)]
+    assert plans[0].metrics.status == "optimal"
+    assert plans[0].provenance.method.startswith("parameters")
+    assert len({plan.plan_id for plan in plans}) == 1
+
+
+def test_an_incumbent_of_another_problem_is_refused() -> None:
+    """A plan is refused even if its orders are valid."""
+    problem, plan = uniform(2, 3), search(uniform(2, 3), QUICK)
+    assert search(problem, QUICK, incumbent=plan).plan_id == plan.plan_id
+    for other, incumbent, says in (
+        (problem, serial(uniform(2, 2)).orders, "microbatch"),
+        (uniform(2, 3, p2p=1), plan, "they differ in costs"),
+        (uniform(3, 3), plan, "they differ in"),
+    ):
+        with pytest.raises(InvalidPlan, match=says):
+            search(other, QUICK, incumbent=incumbent)
+
+
+@pytest.mark.parametrize("time_limit", [None, 1e-9])
+def test_a_search_that_ends_early_has_a_plan_and_says_why(time_limit: float | None) -> None:
+    """A thorough search would take minutes."""
+    options = SearchOptions("thorough", time_limit=time_limit)
+    plan = search(limited(uniform(4, 16, p2p=1), 2.0), options, cancelled=lambda: time_limit is None)
     verify(plan)
-    assert plan.provenance.extra["cut"] == "cancelled"
-
-
-def test_a_plan_records_that_a_time_limit_ended_its_search() -> None:
-    problem = limited(uniform(4, 16, p2p=1), 2.0)
-    began = time.monotonic()
-    plan = search(problem, SearchOptions(effort="thorough", time_limit=1e-9))
-    verify(plan)
-    assert plan.provenance.extra["cut"] == "time limit"
-    assert time.monotonic() - began < 60  # thorough would take minutes
-
-
-def test_a_plan_of_a_complete_search_records_no_cut() -> None:
-    assert "cut" not in search(uniform(2, 2), QUICK).provenance.extra
+    assert plan.provenance.extra["cut"] == ("cancelled" if time_limit is None else "time limit")
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"effort": "heroic"},
-        {"time_limit": 0},
-        {"time_limit": -1},
-        {"time_limit": float("nan")},
-        {"workers": 0},
-        {"seed": -1},
-        {"without": ("construct",)},
-    ],
-    ids=str,
+    ("option", "value"),
+    [("effort", "heroic"), ("workers", 0), ("seed", -1), ("seed", 2**31), ("without", ("construct",))]
+    + [("time_limit", seconds) for seconds in (0, -1, float("nan"), float("inf"))],
 )
-def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+def test_wrong_options_are_refused(option: str, value: object) -> None:
     with pytest.raises(InvalidInput) as caught:
-        SearchOptions(**options)  # type: ignore[arg-type]  # on purpose
-    assert caught.value.issues[0].pointer == f"/{next(iter(options))}"
+        SearchOptions(**{option: value})  # type: ignore[arg-type]  # on purpose
+    assert caught.value.issues[0].pointer == f"/{option}"
 
 
-def test_orders_of_a_caller_are_verified() -> None:
+def test_orders_of_a_caller_are_verified_and_metrics_are_checked_by_other_code() -> None:
     problem = uniform(1, 1)
     good = Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
     assert make_plan(problem, good, method="mine").metrics.span == 6
     with pytest.raises(InvalidPlan):
         make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")
+    right = evaluate(problem, good)
+    for name in ("span", "makespan", "bubble_rate", "peak_memory"):
+        wrong: Any = replace(right, **{name: (9.0,) if name == "peak_memory" else 1 + getattr(right, name)})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("zbv_solver.search.assemble.evaluate", lambda *_, wrong=wrong: wrong)
+            with pytest.raises(InvalidPlan, match=name):
+                make_plan(problem, good, method="mine", lower_bound=1.0)
 
 
-@pytest.mark.parametrize("name", ["span", "makespan", "bubble_rate", "peak_memory"])
-def test_metrics_of_a_plan_are_checked_by_other_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = uniform(2, 2)
-    orders = serial(problem).orders
-    right = evaluate(problem, orders)
-    wrong: dict[str, Any] = {name: (9.0, 9.0) if name == "peak_memory" else 1.5 * getattr(right, name)}
-    monkeypatch.setattr("zbv_solver.search.assemble.evaluate", lambda *_: replace(right, **wrong))
-    with pytest.raises(InvalidPlan, match=name):
-        make_plan(problem, orders, method="mine", lower_bound=1.0)
+def test_weaker_bounds_are_not_reported_and_the_best_order_may_be_in_reserve() -> None:
+    reports: list[Progress] = []
+    incumbent, orders = Incumbent(uniform(2, 2), 1.0, reports.append), serial(uniform(2, 2)).orders
+    incumbent.accept(Solution(5.0, orders, "current"))
+    incumbent.raise_bound(3.0, "bounds")
+    before = len(reports)
+    for weaker in (3.0, 2.0, 0.0):
+        incumbent.raise_bound(weaker, "cp-sat")
+    assert (incumbent.bound, incumbent.source, len(reports)) == (3.0, "bounds", before)
+    incumbent.raise_bound(4.0, "cp-sat")
+    assert (incumbent.bound, incumbent.source, len(reports)) == (4.0, "cp-sat", before + 1)
+    for value, best in ((6.0, 5.0), (4.0, 4.0), (4.5, 4.0)):
+        incumbent.put_aside(Solution(value, orders, "reserve"))
+        assert incumbent.best is not None
+        assert incumbent.best.value == best
+    assert incumbent.current is not None
+    assert incumbent.current.value == 5.0
+    assert incumbent.is_optimal
+
+
+@pytest.mark.parametrize("steps_of_first", [10, None])
+def test_one_worker_divides_a_time_limit_between_the_chains(
+    monkeypatch: pytest.MonkeyPatch, steps_of_first: int | None
+) -> None:
+    """The second chain may use the time that the first one leaves; every step takes a second."""
+    now, steps = 0.0, [0, 0]
+    monkeypatch.setattr("zbv_solver.search.incumbent.time", SimpleNamespace(monotonic=lambda: now))
+
+    def chain(number: int, halt: Halt) -> Iterator[Solution | None]:
+        nonlocal now
+        while number == 1 or steps[0] != steps_of_first:
+            now += 1.0
+            steps[number] += 1
+            yield None
+
+    race(chain, Incumbent(uniform(2, 2), 1.0, None), Halt(None, None), seconds=800)
+    assert steps == pytest.approx([400, 400] if steps_of_first is None else [10, 790], abs=4)
+
+
+def test_the_planner_splits_only_stages_that_have_a_w() -> None:
+    costs = {"forward": 1, "backward_input": [2, 2, 1, 1], "backward_weight": [0, 0, 1, 1], "backward": 2}
+    stages = {"pp_degree": 2, "microbatches": 6, "placement": "v", "costs": costs | {"p2p": 0.05}}
+    costs = {"forward": 1, "backward_input": 2, "backward_weight": 0, "backward": 2}
+    layer = {"name": "layer", "repeat": 8, **costs}
+    layers = {"pp_degree": 2, "microbatches": 4, "placement": "v", "layers": [layer]}
+    for document, expected in ((stages, ["BF", "BF", "FIW", "FIW"]), (layers, ["BF"] * 4)):
+        plan = search(parse_any_problem(document))
+        actions = [action for rank in range(2) for action in plan.orders.actions(rank)]
+        for stage, letters in enumerate(expected):
+            assert {action.letter for action in actions if action.stage == stage} == set(letters)
+
+
+def test_a_split_whose_fused_backward_takes_longer_is_kept() -> None:
+    problem = with_empty_weights(uniform(2, 6), {0, 1, 2, 3})
+    slow = replace(problem, costs=replace(problem.costs, backward=(9.0,) * 4))
+    orders = random_orders(slow, random.Random(0))
+    assert without_useless_splits(slow, orders) == orders

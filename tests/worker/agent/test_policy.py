@@ -7,14 +7,11 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from support.paths import ROOT
-from zbv_service.client import InvalidRequest, NodeWork, Registration
+from zbv_service.client import NodeWork
 from zbv_service.client.admission import is_model_allowed, is_script_allowed
-from zbv_worker.agent.daemon import Agent
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.commands.cli import _parser
 from zbv_worker.errors import InvalidRun
@@ -162,41 +159,14 @@ def test_files_of_a_model_are_read_in_allowed_folders_and_nowhere_else(tmp_path:
         assert "does not load model" in str(refusal(model, data)), (model, data)
 
 
-def test_an_agent_sends_its_policy_unless_the_service_is_too_old(tmp_path: Path) -> None:
+def test_an_agent_sends_its_policy_with_directories_as_given_and_resolved(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert allowing(tmp_path / "link").allows == {
         "models": ["a.*"],
+        "scripts": [],
         "checkpoint_directories": [str(tmp_path / "link"), str(tmp_path / "real")],
     }
-    sent: list[dict[str, Any]] = []
-
-    def register(body: dict[str, Any]) -> Registration:
-        sent.append(dict(body))
-        if "allows" in body:
-            raise InvalidRequest({"errors": [{"pointer": "/allows", "detail": "is not permitted"}]})
-        return Registration(2.0, 30.0)
-
-    agent = Agent(AgentOptions("http://zbv", "n", "127.0.0.1", 1, tmp_path, ("a.*",), (tmp_path / "link",)))
-    agent._client = cast(Any, SimpleNamespace(register_agent=register))
-    agent._register()
-    assert [("allows" in body, body["allowed_models"]) for body in sent] == [
-        (True, ["a.*"]),
-        (False, ["a.*"]),
-    ]
-    assert agent._timeout_seconds == 30.0
-
-
-def test_an_agent_sends_no_scripts_to_a_service_that_does_not_know_them(tmp_path: Path) -> None:
-    def register(body: dict[str, Any]) -> Registration:
-        if "scripts" in body["allows"]:
-            raise InvalidRequest({"errors": [{"pointer": "/allows/scripts", "detail": "is not permitted"}]})
-        return Registration(2.0, 30.0)
-
-    agent = Agent(replace(allowing(), state_dir=tmp_path, allowed_scripts=("/shared/*",)))
-    agent._client = cast(Any, SimpleNamespace(register_agent=register))
-    agent._register()
-    assert agent._timeout_seconds == 30.0
 
 
 def commands(document: str) -> list[list[str]]:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zbv_service.client import (
     AgentClient,
@@ -24,7 +24,6 @@ from zbv_service.client import (
     InvalidRequest,
     NodeWork,
     Overloaded,
-    Registration,
 )
 
 from zbv_worker.agent.folder_sync import FolderSync
@@ -135,31 +134,15 @@ class Agent:
             "slots": options.slots,
             "devices": list(options.devices),
             "versions": inventory.versions(),
-            "allowed_models": list(options.allowed_models),
             "allows": options.allows,
         }
         while not self._ending.is_requested:
-            found = self._interruptibly(lambda: self._ask(lambda: self._offer(body)))
+            found = self._interruptibly(lambda: self._ask(lambda: self._client.register_agent(body)))
             if found is not None:
                 self._heartbeat_seconds = found.heartbeat_seconds
                 self._timeout_seconds = found.timeout_seconds
                 logger.info("agent %s (%s) is registered at %s", options.name, self._id, options.server)
                 return
-
-    def _offer(self, body: dict[str, Any]) -> Registration:
-        """Register; without ``allows``, or its scripts, if the service is too old to know them."""
-        try:
-            return self._client.register_agent(body)
-        except InvalidRequest as error:
-            unknown = {issue.pointer for issue in error.issues}
-            if "/allows" in unknown and "allows" in body:
-                del body["allows"]
-            elif "/allows/scripts" in unknown:
-                del body["allows"]["scripts"]
-                logger.warning("%s is too old for runs of scripts", self._options.server)
-            else:
-                raise
-            return self._client.register_agent(body)
 
     def _wait_for_work(self) -> NodeWork | None:
         fresh = self._options.port or inventory.free_port_at(self._options.address, self._port)

@@ -56,9 +56,11 @@ class AgentOptions:
         directories = {
             str(path) for given in self.checkpoint_directories for path in (given, given.resolve())
         }
-        found = {"models": list(self.allowed_models), "checkpoint_directories": sorted(directories)}
-        # Older services do not know scripts.
-        return found | ({"scripts": list(self.allowed_scripts)} if self.allowed_scripts else {})
+        return {
+            "models": list(self.allowed_models),
+            "scripts": list(self.allowed_scripts),
+            "checkpoint_directories": sorted(directories),
+        }
 
     def refusal_of(self, work: NodeWork) -> str | None:
         """Why the agent refuses its part of a run; None if it accepts.

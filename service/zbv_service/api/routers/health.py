@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
 from zbv_service.database.tally import tally
-from zbv_service.errors import NOT_READY, ProblemError
+from zbv_service.errors import NOT_READY, ApiError
 from zbv_service.security.scheme import ANYBODY, READ
 
 RETRY_SECONDS = 1
@@ -43,7 +43,7 @@ async def get_readiness(request: Request, response: Response) -> Health:
     """
     failed = await state_of(request).readiness.failed_checks()
     if failed:
-        raise ProblemError(
+        raise ApiError(
             NOT_READY,
             " ".join(found.detail for found in failed),
             [asdict(found) for found in failed],
@@ -75,7 +75,7 @@ async def get_metrics(request: Request) -> Response:
         async with asyncio.timeout(COUNT_SECONDS):
             found.metrics.take(await tally(found.database))
     except TimeoutError:
-        raise ProblemError(NOT_READY, "The database does not answer in time; ask again.") from None
+        raise ApiError(NOT_READY, "The database does not answer in time; ask again.") from None
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     text = await found.computations.write(encode, found.metrics.registry)
     return Response(text, media_type=None, headers={"Content-Type": media_type})

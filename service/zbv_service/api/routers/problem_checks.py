@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -29,7 +28,6 @@ from zbv_service.security.scheme import needs
 SEARCH = needs("search")
 
 router = APIRouter(prefix="/v1/problems", tags=["problems"], generate_unique_id_function=operation_id)
-former_router = APIRouter(tags=["problems"])
 
 
 @router.post(
@@ -80,25 +78,13 @@ async def pack_batch(request: Request) -> Response:
     return Response(text, media_type="application/json")
 
 
-_COMPARE: dict[str, Any] = {
-    "dependencies": [SEARCH],
-    "response_description": "The metrics of each schedule, and the best stored plan.",
-    "openapi_extra": body_of(CompareRequest),
-    "responses": documented(INVALID_BODY),
-}
-
-
-@former_router.post(
-    "/v1/compare",
-    deprecated=True,
-    operation_id="compare",
-    summary="Former address of `POST /v1/problems/compare`",
-    **_COMPARE,
-)
 @router.post(
     "/compare",
+    dependencies=[SEARCH],
     summary="Compare the classical schedules of a problem",
-    **_COMPARE,
+    response_description="The metrics of each schedule, and the best stored plan.",
+    openapi_extra=body_of(CompareRequest),
+    responses=documented(INVALID_BODY),
 )
 async def compare_problem(request: Request) -> Comparison:
     """Searches and stores nothing."""

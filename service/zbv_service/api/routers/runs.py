@@ -233,7 +233,7 @@ async def _response(record: RunRecord, status: int) -> Response:
 def _text(record: RunRecord) -> bytes:
     """A run as JSON, node by node, because it may have thousands of ranks.
 
-    The stored error is a problem document already, without members that are null.
+    The stored error is an error document already, without members that are null.
     """
     document = RunDocument.model_validate(replace(record, members=(), error=None)).model_dump(mode="json")
     error = None if record.error is None else located(record.error)

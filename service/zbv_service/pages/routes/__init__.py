@@ -7,13 +7,13 @@ from fastapi import APIRouter, FastAPI
 from zbv_service.pages.assets import assets_app
 from zbv_service.pages.routes import (
     compare,
+    errors,
     frontier,
     home,
     layouts,
     lists,
     new_search,
     plans,
-    problems,
     runs,
     searches,
     sign_in,
@@ -30,7 +30,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     compare.router,
     frontier.router,
     runs.router,
-    problems.router,
+    errors.router,
     sign_in.router,
 )
 """The routers of all pages, in the order in which addresses are compared."""

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from zbv_service.api.caching import derived
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
-from zbv_service.errors import NOT_FOUND, ProblemError
+from zbv_service.errors import NOT_FOUND, ApiError
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.compare import CompareView, compare_view
 from zbv_service.plans.compared import USUAL, ComparedPlan
@@ -47,7 +47,7 @@ async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Res
     found = state_of(request)
     baseline = await found.compared.baseline(await found.plans.facts(plan_id), name)
     if baseline is None:
-        raise ProblemError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")
+        raise ApiError(NOT_FOUND, f"found no classical schedule {name[:LONGEST_NAME]!r}.")
     headers, known = derived(request, f"{plan_id}-{name}-actions")
     return known or Response(
         await found.computations.run(actions_of, baseline),

@@ -12,7 +12,7 @@ from zbv_solver.problem.problem import Problem
 
 from zbv_service.api.state import state_of
 from zbv_service.documents.problems import asked_of
-from zbv_service.errors import ProblemError
+from zbv_service.errors import ApiError
 from zbv_service.pages.answers import html, shell_of
 from zbv_service.pages.views.new_search import (
     Start,
@@ -45,7 +45,7 @@ async def get_new_search_page(request: Request) -> HTMLResponse:
             return html(await _earlier(request, source, at_smallest_limit=asked.get("limit") == "smallest"))
         named = {each.name: each for each in presets()}
         start = start_at(named.get(preset, presets()[0]))
-    except ProblemError as error:
+    except ApiError as error:
         start = start_at(presets()[0], f"{error.detail} This is the form as it is without it.")
     return html(new_search_page(start, shell, max_effort=most))
 

@@ -16,16 +16,14 @@ from zbv_service.api.state import state_of
 from zbv_service.errors import (
     INSUFFICIENT_SCOPE,
     OTHER_ORIGIN,
-    TOO_MANY_ATTEMPTS,
     TOO_MUCH_STORED,
     UNAUTHENTICATED,
-    ProblemError,
+    ApiError,
     response_to,
 )
 from zbv_service.pages.answers import NO_STORE, html, shell_of
 from zbv_service.pages.shell import render
 from zbv_service.security.access import (
-    TooManyAttempts,
     Unauthenticated,
     require_same_origin,
 )
@@ -41,8 +39,7 @@ router = APIRouter()
 
 def install(app: FastAPI) -> None:
     """Show browsers the sign-in page when a token or session is missing or wrong."""
-    for error in (Unauthenticated, TooManyAttempts):
-        app.add_exception_handler(error, _on_refusal)
+    app.add_exception_handler(Unauthenticated, _on_refusal)
 
 
 @router.get("/sign-in", dependencies=[ANYBODY], include_in_schema=False)
@@ -69,15 +66,14 @@ async def post_sign_in(request: Request) -> Response:
             return _see_other(request, destination)
         link = form.get("link", [""])[0].strip()
         if link:
-            async with found.access.guarded(request, link):
-                session = await found.sign_in.follow_link(link)
+            session = await found.sign_in.follow_link(link)
         else:
-            grant = await found.access.check(request, form.get("token", [""])[0].strip())
+            grant = await found.access.check(form.get("token", [""])[0].strip())
             session = await found.sign_in.begin(grant)
     except LinkUnusable as error:
         return _sign_in_page(request, destination, 401, f"{error} To get a new one: zbv-service token link")
-    except ProblemError as error:
-        if error.kind not in (UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN, TOO_MANY_ATTEMPTS):
+    except ApiError as error:
+        if error.kind not in (UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN):
             raise
         return _refused_page(request, error)
     before = session_of(request)
@@ -130,15 +126,14 @@ async def get_openapi(request: Request) -> Response:
 
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
-    if not isinstance(error, ProblemError):
+    if not isinstance(error, ApiError):
         raise error
     if request.method != "GET" or not wants_page(request):
         return response_to(error)
     query = f"?{request.url.query}" if request.url.query else ""
     path = request.url.path.removeprefix(root_of(request))
     # A sign-in page also replaces the pages of a session that has ended, because its cookie is still sent.
-    complaint = error.detail if isinstance(error, TooManyAttempts) else ""
-    answer = _sign_in_page(request, path + query, error.kind.status, complaint)
+    answer = _sign_in_page(request, path + query, error.kind.status)
     answer.headers.update(error.headers)
     return answer
 
@@ -158,7 +153,7 @@ def _sign_in_page(
     return html(content, status)
 
 
-def _refused_page(request: Request, error: ProblemError) -> HTMLResponse:
+def _refused_page(request: Request, error: ApiError) -> HTMLResponse:
     answer = _sign_in_page(request, "/", error.kind.status, error.detail)
     answer.headers.update(error.headers)
     return answer

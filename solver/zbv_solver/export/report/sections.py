@@ -94,13 +94,8 @@ def layers_view(plan: Plan) -> LayersView | None:
     )
 
 
-def layers_text(cut: CutModel, stage: int) -> str:
-    """The layers of a stage as text, with consecutive copies as a range."""
-    begin, end = cut.cut.bounds[stage], cut.cut.bounds[stage + 1]
-    return ", ".join(_ranges(cut, begin, end)) or "no layer"
-
-
 def _ranges(cut: CutModel, begin: int, end: int) -> Iterator[str]:
+    """The names of layers, with consecutive copies as a range."""
     names, each = cut.model.names, cut.model.each
     first = begin
     for place in range(begin + 1, end + 1):
@@ -155,7 +150,7 @@ def _rank_cut(
         tuple(
             StageCut(
                 stage,
-                layers_text(cut, stage),
+                ", ".join(_ranges(cut, bounds[stage], bounds[stage + 1])) or "no layer",
                 bounds[stage + 1] - bounds[stage],
                 cut.cut.recompute[stage],
             )

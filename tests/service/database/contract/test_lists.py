@@ -169,7 +169,7 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
 async def test_ended_agents_are_listed_only_on_request(database: Database) -> None:
     table = AgentTable(database)
     for name in ("Gpu-1", "gpu-2", "cpu"):
-        await table.add(NewAgent(name.lower(), name, f"{name}.cluster", 1000, 1, [], {}, ["*"]))
+        await table.add(NewAgent(name.lower(), name, f"{name}.cluster", 1000, 1, [], {}, ["*"], owner="t"))
     await table.leave("cpu")
     await table.drain("gpu-2")
 

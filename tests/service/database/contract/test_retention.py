@@ -31,8 +31,8 @@ from zbv_service.records.searches import NamedRequest, NewRanking, SearchFilter,
 
 pytestmark = pytest.mark.anyio
 
-KEEP = Keep(ended=10, failed=40, plans=20, runs=30, agents=5, tokens=15)
-FOREVER = Keep(*[36_500.0] * 6)
+KEEP = Keep(others=10, plans=20)
+FOREVER = Keep(others=36_500, plans=36_500)
 NAMES = {
     "searches": SearchRow.id,
     "events": SearchEventRow.search_id,
@@ -50,7 +50,7 @@ Stored = dict[str, set[str]]
 
 @pytest.fixture
 async def database(any_database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Database]:
-    for name in ("BATCH", "SEARCH_BATCH"):
+    for name in ("BATCH", "LARGE_BATCH"):
         monkeypatch.setattr(f"zbv_service.database.retention.{name}", 2)
     opened = Database(any_database_url)
     yield opened
@@ -107,6 +107,7 @@ def an_agent(now: datetime, name: str, state: str) -> AgentRow:
         versions={},
         allowed_models=[],
         allowed_scripts=[],
+        owner="t",
         created_at=now,
         seen_at=now,
         **values,
@@ -198,33 +199,30 @@ async def fill(database: Database, of: str) -> None:
 
 AFTER: list[tuple[float, dict[str, set[str]]]] = [
     # Days since the old rows were stored, and the rows that the sweep of this day removes.
-    (4.9, {"keys": {"old-key"}}),
-    (5.1, {"agents": {"old-left", "old-lost"}}),
+    (9.9, {"keys": {"old-key"}}),
     (
         10.1,
         {
             "searches": {"old-done", "old-infeasible", "old-cancelled"},
             "events": {"old-done", "old-infeasible", "old-cancelled"},
             "parts": {"old-ended"},
+            "agents": {"old-left", "old-lost"},
+            "tokens": {"old-expired", "old-revoked", "old-s1", "old-s3", "old-l1"},
         },
     ),
     (
-        15.1,
-        {"tokens": {"old-expired", "old-revoked", "old-s1", "old-s3", "old-l1"}},
-    ),
-    (20.1, {"plans": {"old-alone", "old-traced"}}),
-    (
-        30.1,
+        20.1,
         {
             "runs": {"old-ended"},
             "run events": {"old-ended"},
             "nodes": {"old-ended"},
-            "plans": {"old-ran"},
+            "searches": {"old-failed"},
+            "events": {"old-failed"},
+            "plans": {"old-alone", "old-traced", "old-ran"},
             "agents": {"old-of-run"},
         },
     ),
     (32.1, {"plans": {"old-fetched"}}),
-    (40.1, {"searches": {"old-failed"}, "events": {"old-failed"}}),
 ]
 
 
@@ -272,7 +270,7 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Datab
     assert record is not None
     assert (record.state, record.plan_id, record.gap, record.progress) == ("done", "best", 0.25, counts)
     with days_later(30):
-        await Retention(database).sweep(replace(KEEP, ended=40))
+        await Retention(database).sweep(replace(KEEP, others=40))
         assert (await stored(database))["plans"] == {"best", "second"}
         gone = await Retention(database).sweep(KEEP)
     assert gone == {"searches": 1, "plans": 2}
@@ -294,7 +292,7 @@ async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None
     def is_enough() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 7  # once for each of the five earlier kinds; searches take two batches
+        return asked > 5  # once for each of the three earlier kinds; searches take two batches
 
     with days_later(100):
         assert await Retention(database).sweep(KEEP, is_enough) == {"searches": 4}

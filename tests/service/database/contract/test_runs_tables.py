@@ -189,19 +189,12 @@ async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_
     await database.close()
 
 
-async def test_an_agent_belongs_to_the_token_that_registered_it_or_used_it_first(
-    any_database_url: str,
-) -> None:
+async def test_an_agent_keeps_the_owner_that_registered_it(any_database_url: str) -> None:
     database = Database(any_database_url)
     agents = AgentTable(database)
     await agents.add(replace(an_agent("a"), owner="one"))
-    assert not (await agents.add(replace(an_agent("a"), owner="two")))[1]
-    assert await agents.owned("a", "two") == "one"
-    await agents.add(an_agent("older"))
-    found = await asyncio.gather(*(agents.owned("older", f"token-{index}") for index in range(8)))
-    assert len(set(found)) == 1, "all hear of the same owner"
-    assert await agents.owned("older", "late") == found[0]
-    assert await agents.owned("nobody", "one") is None
+    record, is_new = await agents.add(replace(an_agent("a"), owner="two"))
+    assert (record.owner, is_new) == ("one", False)
     await database.close()
 
 

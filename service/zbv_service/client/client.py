@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from zbv_solver.plans.plan import Plan
@@ -24,8 +23,8 @@ from zbv_service.client.answers import (
     read_rank,
     read_run,
 )
-from zbv_service.client.asynchronous.connection import AsyncConnection
 from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
+from zbv_service.client.connection import Connection
 from zbv_service.client.errors import ClientError, RunTimeout, SearchTimeout
 from zbv_service.client.watch import SILENCE_SECONDS, Watch
 
@@ -34,10 +33,10 @@ S = TypeVar("S", bound=Search)
 _RUN_POLL_SECONDS = 0.2
 
 
-class AsyncClient(AsyncConnection):
-    """A client of the service, for asyncio. Its parameters are those of :class:`AsyncConnection`."""
+class Client(Connection):
+    """A client of the service. Its parameters are those of :class:`Connection`."""
 
-    async def submit(
+    def submit(
         self, problem: Any, options: Mapping[str, Any] | None = None, *, key: str | None = None
     ) -> Search:
         """Start a search for a problem document; an identical submission returns the same search.
@@ -53,38 +52,37 @@ class AsyncClient(AsyncConnection):
             When the problem or an option breaks a rule.
         """
         body = {"problem": problem, "options": dict(options or {})}
-        return await self._post(as_type(Search), "searches", json=body, key=key or uuid.uuid4().hex)
+        return self._post(as_type(Search), "searches", json=body, key=key or uuid.uuid4().hex)
 
-    async def search(self, search_id: str) -> Search:
+    def search(self, search_id: str) -> Search:
         """The state of a search."""
-        return await self._get(as_type(Search), "searches", search_id)
+        return self._get(as_type(Search), "searches", search_id)
 
-    async def searches(self, limit: int = 100, **filters: Any) -> list[Search]:
+    def searches(self, limit: int = 100, **filters: Any) -> list[Search]:
         """Searches, newest first; ``filters`` are those of the API, such as ``state``."""
-        return list((await self._search_page("/v1/searches", limit=limit, **filters)).searches)
+        return list((self._search_page("/v1/searches", limit=limit, **filters)).searches)
 
-    async def all_searches(self, page: int = 100, **filters: Any) -> AsyncIterator[Search]:
+    def all_searches(self, page: int = 100, **filters: Any) -> Iterator[Search]:
         """All searches, newest first, fetched ``page`` at a time."""
-        found = await self._search_page("/v1/searches", limit=page, **filters)
+        found = self._search_page("/v1/searches", limit=page, **filters)
         while True:
-            for search in found.searches:
-                yield search
+            yield from found.searches
             if found.next is None:
                 return
-            found = await self._search_page(found.next)
+            found = self._search_page(found.next)
 
-    async def _search_page(self, path: str, **params: Any) -> SearchPage:
-        return await self._call(Call("GET", path, as_type(SearchPage), params=params))
+    def _search_page(self, path: str, **params: Any) -> SearchPage:
+        return self._call(Call("GET", path, as_type(SearchPage), params=params))
 
-    async def cancel(self, search_id: str) -> Search:
+    def cancel(self, search_id: str) -> Search:
         """Stop a search; it keeps the best plan found."""
-        return await self._post(as_type(Search), "searches", search_id, "cancel")
+        return self._post(as_type(Search), "searches", search_id, "cancel")
 
-    async def delete(self, search_id: str) -> None:
+    def delete(self, search_id: str) -> None:
         """Delete a search."""
-        await self._call(Call("DELETE", below("searches", search_id), as_nothing))
+        self._call(Call("DELETE", below("searches", search_id), as_nothing))
 
-    async def events(self, search_id: str, last_event_id: str | None = None) -> AsyncIterator[Event]:
+    def events(self, search_id: str, last_event_id: str | None = None) -> Iterator[Event]:
         """The events of a search until its end, starting after ``last_event_id``.
 
         When the connection breaks, the client reconnects and continues with the next event.
@@ -95,14 +93,13 @@ class AsyncClient(AsyncConnection):
             When it cannot reconnect.
         """
         stream = self._stream(below("searches", search_id, "events"), last_event_id)
-        async for event in self._events(stream, lambda: SILENCE_SECONDS):
-            yield event
+        yield from self._events(stream, lambda: SILENCE_SECONDS)
 
-    async def wait(
+    def wait(
         self,
         search_id: str,
         on_progress: Callable[[Search], None] | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - the blocking client has it, too
+        timeout: float | None = None,
     ) -> Search:
         """Wait until a search ends with a plan. Calls ``on_progress`` with every new state.
 
@@ -115,34 +112,34 @@ class AsyncClient(AsyncConnection):
         SearchTimeout
             When it has not ended after ``timeout`` seconds.
         """
-        return await self._wait("searches", search_id, self.search, on_progress, timeout)
+        return self._wait("searches", search_id, self.search, on_progress, timeout)
 
-    async def _wait(
+    def _wait(
         self,
         folder: str,
         search_id: str,
-        read: Callable[[str], Awaitable[S]],
+        read: Callable[[str], S],
         on_progress: Callable[[S], None] | None,
-        timeout: float | None,  # noqa: ASYNC109 - as in wait
+        timeout: float | None,
     ) -> S:
-        watch = Watch(await read(search_id), on_progress, timeout)
+        watch = Watch(read(search_id), on_progress, timeout)
         stream, has_events = self._stream(below(folder, search_id, "events")), True
         while not watch.search.is_finished:
             if has_events:
                 try:
-                    async for event in self._events(stream, watch.patience):
+                    for event in self._events(stream, watch.patience):
                         watch.apply(event)
                 except SearchTimeout:
                     raise
                 except ClientError:
                     has_events = False  # perhaps a proxy does not let streams pass
             else:
-                await asyncio.sleep(watch.pause())
+                time.sleep(watch.pause())
             # Events carry only what changed; the search itself has every field.
-            watch.update(await read(search_id))
+            watch.update(read(search_id))
         return watch.result()
 
-    async def submit_layouts(self, request: Mapping[str, Any], *, key: str | None = None) -> LayoutSearch:
+    def submit_layouts(self, request: Mapping[str, Any], *, key: str | None = None) -> LayoutSearch:
         """Start a search for the best layouts of a model on a cluster; equal requests return the same search.
 
         Parameters
@@ -159,41 +156,40 @@ class AsyncClient(AsyncConnection):
             When the request breaks a rule.
         """
         body = dict(request)
-        return await self._post(as_type(LayoutSearch), "layouts", json=body, key=key or uuid.uuid4().hex)
+        return self._post(as_type(LayoutSearch), "layouts", json=body, key=key or uuid.uuid4().hex)
 
-    async def layouts(self, search_id: str) -> LayoutSearch:
+    def layouts(self, search_id: str) -> LayoutSearch:
         """The state of a search for layouts."""
-        return await self._get(as_type(LayoutSearch), "layouts", search_id)
+        return self._get(as_type(LayoutSearch), "layouts", search_id)
 
-    async def layout_searches(self, limit: int = 100, **filters: Any) -> list[LayoutSearch]:
+    def layout_searches(self, limit: int = 100, **filters: Any) -> list[LayoutSearch]:
         """Searches for layouts, newest first, without their answers."""
         read = as_type(list[LayoutSearch], "searches")
-        return await self._get(read, "layouts", limit=limit, **filters)
+        return self._get(read, "layouts", limit=limit, **filters)
 
-    async def cancel_layouts(self, search_id: str) -> LayoutSearch:
+    def cancel_layouts(self, search_id: str) -> LayoutSearch:
         """Stop a search for layouts; it keeps those planned so far."""
-        return await self._post(as_type(LayoutSearch), "layouts", search_id, "cancel")
+        return self._post(as_type(LayoutSearch), "layouts", search_id, "cancel")
 
-    async def delete_layouts(self, search_id: str) -> None:
+    def delete_layouts(self, search_id: str) -> None:
         """Delete a search for layouts."""
-        await self._call(Call("DELETE", below("layouts", search_id), as_nothing))
+        self._call(Call("DELETE", below("layouts", search_id), as_nothing))
 
-    async def layout_events(self, search_id: str, last_event_id: str | None = None) -> AsyncIterator[Event]:
+    def layout_events(self, search_id: str, last_event_id: str | None = None) -> Iterator[Event]:
         """The events of a search for layouts, as :meth:`events`."""
         stream = self._stream(below("layouts", search_id, "events"), last_event_id)
-        async for event in self._events(stream, lambda: SILENCE_SECONDS):
-            yield event
+        yield from self._events(stream, lambda: SILENCE_SECONDS)
 
-    async def wait_layouts(
+    def wait_layouts(
         self,
         search_id: str,
         on_progress: Callable[[LayoutSearch], None] | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - as in wait
+        timeout: float | None = None,
     ) -> LayoutSearch:
         """Wait until a search ends with layouts, as :meth:`wait` does."""
-        return await self._wait("layouts", search_id, self.layouts, on_progress, timeout)
+        return self._wait("layouts", search_id, self.layouts, on_progress, timeout)
 
-    async def check(
+    def check(
         self,
         problem: Any,
         options: Mapping[str, Any] | None = None,
@@ -215,9 +211,9 @@ class AsyncClient(AsyncConnection):
             body["limit_fraction"] = limit_fraction
         if plan is not None:
             body["plan"] = plan
-        return await self._post(as_type(Check), "problems", "check", json=body)
+        return self._post(as_type(Check), "problems", "check", json=body)
 
-    async def estimate(self, problem: Any) -> Estimate:
+    def estimate(self, problem: Any) -> Estimate:
         """Search a problem document for a fraction of a second; the service stores nothing.
 
         Raises
@@ -226,13 +222,13 @@ class AsyncClient(AsyncConnection):
             When the problem breaks a rule, or no plan fits its memory limit.
         """
         body = {"problem": problem}
-        return await self._post(as_type(Estimate), "problems", "estimate", json=body)
+        return self._post(as_type(Estimate), "problems", "estimate", json=body)
 
-    async def compare(self, problem: Any) -> dict[str, Any]:
+    def compare(self, problem: Any) -> dict[str, Any]:
         """Evaluate every classical schedule for a problem document; the service stores nothing."""
-        return await self._post(as_type(dict[str, Any]), "problems", "compare", json={"problem": problem})
+        return self._post(as_type(dict[str, Any]), "problems", "compare", json={"problem": problem})
 
-    async def pack(self, batch: Any) -> dict[str, Any]:
+    def pack(self, batch: Any) -> dict[str, Any]:
         """Pack a batch into microbatches for its replicas; the service stores nothing.
 
         The answer has each replica's problem, to be submitted for a plan.
@@ -242,29 +238,29 @@ class AsyncClient(AsyncConnection):
         InvalidRequest
             When the batch breaks a rule or is too large, or its longest sequence does not fit.
         """
-        return await self._post(as_type(dict[str, Any]), "problems", "pack", json={"batch": batch})
+        return self._post(as_type(dict[str, Any]), "problems", "pack", json={"batch": batch})
 
-    async def plan_document(self, plan_id: str) -> dict[str, Any]:
+    def plan_document(self, plan_id: str) -> dict[str, Any]:
         """A plan as its JSON document."""
-        return await self._get(as_type(dict[str, Any]), "plans", plan_id)
+        return self._get(as_type(dict[str, Any]), "plans", plan_id)
 
-    async def simulation(
+    def simulation(
         self, plan_id: str, jitter: str | None = None, *, scenarios: int | None = None, seed: int = 0
     ) -> dict[str, Any]:
         """A plan and the classical schedules when durations vary; ``jitter`` such as ``"5%"``."""
         given = {"jitter": jitter, "scenarios": scenarios, "seed": seed}
         query = {name: value for name, value in given.items() if value is not None}
-        return await self._get(as_type(dict[str, Any]), "plans", plan_id, "simulation", params=query)
+        return self._get(as_type(dict[str, Any]), "plans", plan_id, "simulation", params=query)
 
-    async def plan(self, plan_id: str) -> Plan:
+    def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`InvalidAnswer` when it does not hash to its id."""
-        return read_plan(plan_id, await self.plan_document(plan_id))
+        return read_plan(plan_id, self.plan_document(plan_id))
 
-    async def rank(self, plan_id: str, rank: int) -> RankPlan:
+    def rank(self, plan_id: str, rank: int) -> RankPlan:
         """One rank's part of a plan."""
-        return await self._get(as_json(read_rank), "plans", plan_id, "ranks", str(rank))
+        return self._get(as_json(read_rank), "plans", plan_id, "ranks", str(rank))
 
-    async def import_plan(self, document: Mapping[str, Any]) -> str:
+    def import_plan(self, document: Mapping[str, Any]) -> str:
         """Store a plan and return its id.
 
         Raises
@@ -272,17 +268,17 @@ class AsyncClient(AsyncConnection):
         InvalidRequest
             When the plan is invalid.
         """
-        return await self._post(as_type(str, "plan_id"), "plans", json=dict(document))
+        return self._post(as_type(str, "plan_id"), "plans", json=dict(document))
 
-    async def export(self, plan_id: str, format_name: str) -> str:
+    def export(self, plan_id: str, format_name: str) -> str:
         """A plan in another format, as ``zbv export`` writes it."""
-        return await self._get(as_text, "plans", plan_id, "export", format_name)
+        return self._get(as_text, "plans", plan_id, "export", format_name)
 
-    async def sign_in_link(self) -> str:
+    def sign_in_link(self) -> str:
         """A link that signs one browser in, once, with this client's permissions."""
-        return await self._post(as_type(str, "url"), "sign-in-links")
+        return self._post(as_type(str, "url"), "sign-in-links")
 
-    async def submit_run(
+    def submit_run(
         self,
         plan_id: str | None,
         model: Mapping[str, Any] | None = None,
@@ -319,24 +315,23 @@ class AsyncClient(AsyncConnection):
             "nodes": nodes,
             "options": dict(options or {}),
         }
-        # Older services do not know scripts.
         body |= {"model": dict(model)} if model is not None else {}
         body |= {"script": dict(script)} if script is not None else {}
         body |= {"steps": steps} if steps is not None else {}
         if problem is not None:
             body["problem"] = problem
-        return await self._post(as_json(read_run), "runs", json=body, key=key or uuid.uuid4().hex)
+        return self._post(as_json(read_run), "runs", json=body, key=key or uuid.uuid4().hex)
 
-    async def run(self, run_id: str) -> Run:
+    def run(self, run_id: str) -> Run:
         """The state of a run."""
-        return await self._get(as_json(read_run), "runs", run_id)
+        return self._get(as_json(read_run), "runs", run_id)
 
-    async def runs(self, limit: int = 100) -> list[Run]:
+    def runs(self, limit: int = 100) -> list[Run]:
         """Runs, newest first."""
-        found = await self._get(as_type(list[dict[str, Any]], "runs"), "runs", limit=limit)
+        found = self._get(as_type(list[dict[str, Any]], "runs"), "runs", limit=limit)
         return [read_run(each) for each in found]
 
-    async def follow_run(self, run_id: str, last_event_id: str | None = None) -> AsyncIterator[Event]:
+    def follow_run(self, run_id: str, last_event_id: str | None = None) -> Iterator[Event]:
         """The events of a run until its end, as :meth:`events` of a search; the last event is ``end``.
 
         Raises
@@ -345,39 +340,38 @@ class AsyncClient(AsyncConnection):
             When it cannot reconnect.
         """
         stream = self._stream(below("runs", run_id, "events"), last_event_id)
-        async for event in self._events(stream, lambda: SILENCE_SECONDS):
-            yield event
+        yield from self._events(stream, lambda: SILENCE_SECONDS)
 
-    async def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
+    def run_events(self, run_id: str, after: int = 0) -> list[dict[str, Any]]:
         """The events of a run so far, starting after the event with the id ``after``."""
         read = as_type(list[dict[str, Any]], "events")
-        return await self._get(read, "runs", run_id, "events", after=after)
+        return self._get(read, "runs", run_id, "events", after=after)
 
-    async def cancel_run(self, run_id: str) -> Run:
+    def cancel_run(self, run_id: str) -> Run:
         """Stop a run on all of its nodes."""
-        return await self._post(as_json(read_run), "runs", run_id, "cancel")
+        return self._post(as_json(read_run), "runs", run_id, "cancel")
 
-    async def change_plan(self, run_id: str, plan_id: str) -> Run:
+    def change_plan(self, run_id: str, plan_id: str) -> Run:
         """Switch a run to another plan of the same shape; raises :class:`InvalidRequest`."""
-        return await self._post(as_json(read_run), "runs", run_id, "plan", json={"plan_id": plan_id})
+        return self._post(as_json(read_run), "runs", run_id, "plan", json={"plan_id": plan_id})
 
-    async def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
+    def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
         """The newest step that all ranks measured, in the Trace Event Format; raises :class:`NotFound`."""
-        return await self._get(as_type(dict[str, Any]), "runs", run_id, "trace", generation=generation)
+        return self._get(as_type(dict[str, Any]), "runs", run_id, "trace", generation=generation)
 
-    async def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
+    def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
         """The end of a rank's log; raises :class:`NotFound`."""
-        return await self._get(as_text, "runs", run_id, "ranks", str(rank), "log", generation=generation)
+        return self._get(as_text, "runs", run_id, "ranks", str(rank), "log", generation=generation)
 
-    async def wait_run(self, run_id: str, timeout: float) -> Run:  # noqa: ASYNC109 - as in wait
+    def wait_run(self, run_id: str, timeout: float) -> Run:
         """Wait until a run ends; raises :class:`RunTimeout` after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        while not (found := await self.run(run_id)).is_finished:
+        while not (found := self.run(run_id)).is_finished:
             if time.monotonic() > deadline:
                 raise RunTimeout(found, timeout)
-            await asyncio.sleep(_RUN_POLL_SECONDS)
+            time.sleep(_RUN_POLL_SECONDS)
         return found
 
-    async def agents(self) -> list[dict[str, Any]]:
+    def agents(self) -> list[dict[str, Any]]:
         """The agents that are present."""
-        return await self._get(as_type(list[dict[str, Any]], "agents"), "agents")
+        return self._get(as_type(list[dict[str, Any]], "agents"), "agents")

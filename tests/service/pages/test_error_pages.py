@@ -22,7 +22,7 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
         ("GET", "/v1/plans/nothing/export/svg", 404, "Found no plan"),
         ("GET", "/plans?cursor=x", 422, "it must come from an earlier page"),
         ("POST", "/", 405, "accepts GET"),
-        ("GET", "/problems/nothing", 404, "found no type of error"),
+        ("GET", "/errors/nothing", 404, "found no type of error"),
     ],
 )
 async def test_a_browser_gets_errors_as_pages_and_others_as_documents(
@@ -60,7 +60,7 @@ async def test_a_temporary_error_has_a_link_to_try_again(
         answer = await service.http.get("/searches?q=a&state=done", headers=BROWSER)
         assert answer.status_code == status
         assert 'href="/searches?q=a&amp;state=done">Try again' in answer.text
-        assert f"/problems/{kind}" in answer.text
+        assert f"/errors/{kind}" in answer.text
         assert "secret" not in answer.text
         assert kind_of(await service.http.get("/searches")) == kind
 

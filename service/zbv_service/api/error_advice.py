@@ -144,10 +144,6 @@ ADVICE: dict[str, Advice] = {
         "Remove what is not needed any more; the detail says how. The operator can raise the limits: "
         "--max-stored-bytes-per-token, --max-stored-rows-per-token, --max-agents-per-token.",
     ),
-    "too-many-attempts": Advice(
-        "The same wrong token came from this address too often in a short time.",
-        "Use a valid token, which is accepted at once. This one is checked again after Retry-After.",
-    ),
     "internal-error": Advice(
         "The service failed; the request may have been valid.",
         "Give the operator the request_id, under which the log has details. A GET may be repeated. Any other "
@@ -157,7 +153,7 @@ ADVICE: dict[str, Advice] = {
         "A verified plan is better than a lower bound allows, so the plan or the bound is wrong. This is a "
         "bug in zbv, not a mistake in the problem. No plan is returned: its certificate could be false.",
         "Please report it with the problem. A failed search is kept, with its problem, as long as "
-        "ZBV_KEEP_FAILED_DAYS says. Searching again with another effort or seed may find a plan.",
+        "ZBV_KEEP_PLAN_DAYS says. Searching again with another effort or seed may find a plan.",
     ),
     "search-crashed": Advice(
         "The process of the search died several times, most often because memory ran out.",

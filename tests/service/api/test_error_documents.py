@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.runs_over_http import MODEL, until_run
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.documents.parsing import parse_json
-from zbv_service.errors import INVALID_BODY, ProblemError, problem_document, problem_response
+from zbv_service.errors import INVALID_BODY, ApiError, error_document, error_response
 from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
@@ -161,7 +161,7 @@ async def test_every_error_is_a_problem_document_and_stores_nothing(serving: Ser
             assert answer.headers["content-type"] == "application/problem+json", name
             body = answer.json()
             assert (answer.status_code, body["status"]) == (wrong.status, wrong.status), (name, body)
-            assert body["type"] == f"/problems/{wrong.kind}", (name, body)
+            assert body["type"] == f"/errors/{wrong.kind}", (name, body)
             assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, name
             assert body["title"], name
             assert len(body["detail"]) > 10, name
@@ -201,11 +201,11 @@ async def test_types_are_addresses_below_the_root_path(serving: Serving) -> None
             runs = (await http.get("/planner/v1/runs")).json()["runs"]
             errors = [(await http.get(search)).json()["error"], listed[-1]["error"], events[-1]["error"]]
             for error in (missing, *errors, runs[0]["error"]):
-                assert error["type"].startswith("/planner/problems/"), error
+                assert error["type"].startswith("/planner/errors/"), error
                 assert (await http.get(error["type"])).status_code == 200
             page = await http.get("/planner/v1/searches/x/problem", headers={"accept": "text/html"})
-            assert 'href="/planner/problems/not-found"' in page.text
-    assert failed["error"]["type"].startswith("/problems/"), "without a root path"
+            assert 'href="/planner/errors/not-found"' in page.text
+    assert failed["error"]["type"].startswith("/errors/"), "without a root path"
 
 
 async def test_a_body_without_a_declared_length_is_limited(serving: Serving) -> None:
@@ -215,7 +215,7 @@ async def test_a_body_without_a_declared_length_is_limited(serving: Serving) -> 
 
     async with serving("immediate") as service:
         answer = await service.http.post("/v1/searches", content=endless(), headers=JSON)
-        assert (answer.status_code, answer.json()["type"]) == (413, "/problems/body-too-large")
+        assert (answer.status_code, answer.json()["type"]) == (413, "/errors/body-too-large")
 
 
 _NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -236,7 +236,7 @@ def test_strict_parsing_accepts_valid_json(value: Any) -> None:
 def test_strict_parsing_accepts_or_refuses_any_bytes(body: bytes) -> None:
     try:
         value = parse_json(body)
-    except ProblemError as error:
+    except ApiError as error:
         refused_with = error.kind
     except InvalidInput:
         return
@@ -258,7 +258,7 @@ def test_any_value_at_any_key_is_accepted_or_refused(key: str, value: Any) -> No
     try:
         parse_request(body, Settings())
     except InvalidInput as error:
-        answered = problem_response(problem_document(INVALID_BODY, str(error)))
+        answered = error_response(error_document(INVALID_BODY, str(error)))
     else:
         return
     json.loads(bytes(answered.body))

@@ -1,4 +1,4 @@
-"""Errors as pages, and ``/problems/{name}``: the meaning of a type of error, linked from every error."""
+"""Errors as pages, and ``/errors/{name}``: the meaning of a type of error, linked from every error."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from zbv_service.api.caching import HOUR
+from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import root_of, wants_page
-from zbv_service.api.problem_advice import ADVICE
-from zbv_service.errors import MEDIA_TYPE, NOT_FOUND, ProblemError, kinds
-from zbv_service.pages.answers import html, problem_answer, shell_of
+from zbv_service.errors import MEDIA_TYPE, NOT_FOUND, ApiError, kinds
+from zbv_service.pages.answers import error_answer, html, shell_of
 from zbv_service.pages.shell import render
 from zbv_service.security.scheme import ANYBODY
 
@@ -31,18 +31,18 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(key, as_page(cast("Handler", handler)))
 
 
-@router.get("/problems/{name}", dependencies=[ANYBODY])
-async def get_problem_type(request: Request, name: str) -> HTMLResponse:
+@router.get("/errors/{name}", dependencies=[ANYBODY])
+async def get_error_type(request: Request, name: str) -> HTMLResponse:
     """The page of one type."""
     kind = kinds().get(name)
     if kind is None:
-        raise ProblemError(NOT_FOUND, f"found no type of error {name!r}; there are {', '.join(kinds())}.")
-    content = render("problem_type.html.j2", shell_of(request), name=name, kind=kind, advice=ADVICE[name])
+        raise ApiError(NOT_FOUND, f"found no type of error {name!r}; there are {', '.join(kinds())}.")
+    content = render("error_type.html.j2", shell_of(request), name=name, kind=kind, advice=ADVICE[name])
     return html(content, headers={"Cache-Control": HOUR})
 
 
 def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """The handler of an error, except that browsers get the problem document as a page."""
+    """The handler of an error, except that browsers get the error document as a page."""
 
     async def handle(request: Request, error: Exception) -> Response:
         answer = handler(request, error)
@@ -53,6 +53,6 @@ def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Respon
         headers = {name: answer.headers[name] for name in _KEPT_HEADERS if name in answer.headers}
         document = json.loads(bytes(answer.body))
         document["type"] = document["type"].removeprefix(root_of(request))  # pages add it themselves
-        return problem_answer(document, request, headers)
+        return error_answer(document, request, headers)
 
     return handle

@@ -1,0 +1,204 @@
+"""``zbv check`` of plans, and of schedules that PyTorch and other programs wrote."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+from zbv_models.fixed_orders.schedules import torch_schedule
+from zbv_solver.commands.cli import main
+from zbv_solver.export.torch_csv import parse
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Placement
+from zbv_solver.timing.start_times import evaluate
+
+Check = Callable[..., tuple[int, str]]
+COSTS = {"forward": 1, "backward_input": 1.5, "backward_weight": 0.5, "p2p": 0.25}
+MEMORY = {"forward": 2, "backward_input": -1, "backward_weight": -1}
+SPLIT_AS_B = """\
+0F0,0F1,2F0,,2F1,2B0,2W0,2B1,2W1,0B0,0W0,0B1,0W1
+,1F0,1F1,3F0,3B0,3F1,3B1,3W0,1B0,3W1,1B1,1W0,1W1
+"""
+"""Two ranks of interleaved ZB1P as versions before 2.6 wrote it: ``B`` is the gradient of the input."""
+BLOCK = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1}
+
+
+def document(p: int, m: int, placement: str) -> dict[str, Any]:
+    sizes = {"pp_degree": p, "microbatches": m, "placement": placement}
+    return {**sizes, "costs": COSTS, "memory": MEMORY}
+
+
+def dumped(name: str, folder: Path, communication: bool) -> Path:
+    """A schedule of 4 ranks and 8 microbatches as PyTorch's own ``_dump_csv`` writes it."""
+    placement = Placement.of("v" if name in ("ZBVZeroBubble", "DualPipeV") else "loop", 4)
+    stages = [
+        Mock(stage_index=at, num_stages=8, group_size=4, group_rank=0, is_first=at == 0, is_last=at == 7,
+             stage_index_to_group_rank=dict(enumerate(placement.rank_of)))
+        for at in placement.stages_of[0]
+    ]  # fmt: skip
+    made: Any = torch_schedules.get_schedule_class(name)(stages, 8, loss_fn=Mock())
+    path = folder / "schedule.csv"
+    with path.open("w", newline="") as file:
+        for rank in made.pipeline_order:
+            csv.writer(file).writerow(["" if a is None else a for a in made.pipeline_order[rank]])
+    if communication:
+        runtime: Any = torch_schedules._PipelineScheduleRuntime(stages, 8, loss_fn=Mock())  # type: ignore
+        runtime.stage_index_to_group_rank = dict(enumerate(placement.rank_of))
+        runtime._load_csv(str(path))
+        runtime._dump_csv(str(path))
+    return path
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Run ``zbv check SCHEDULE --problem PROBLEM``; returns the exit status and what it printed."""
+
+    def run(schedule: str | Path, problem: object, *flags: str) -> tuple[int, str]:
+        path = schedule if isinstance(schedule, Path) else tmp_path / "given.csv"
+        if isinstance(schedule, str):
+            path.write_text(schedule)
+        (tmp_path / "problem.json").write_text(json.dumps(problem))
+        status = main(["check", str(path), "--problem", f"{tmp_path}/problem.json", *flags])
+        shown = capsys.readouterr()
+        return status, shown.out + shown.err
+
+    return run
+
+
+# --- schedules of PyTorch
+
+
+@pytest.mark.parametrize("communication", [False, True])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
+    name: str, communication: bool, tmp_path: Path, check: Check
+) -> None:
+    order = torch_schedule(name, 4, 8)
+    given = document(4, 8, order.placement.kind)
+    status, shown = check(dumped(name, tmp_path, communication), given, "--json")
+    assert status == 0, shown
+    found, expected = json.loads(shown), evaluate(parse_problem(given), order.orders())
+    for metric in ("span", "makespan", "bubble_rate"):
+        assert found["metrics"][metric] == pytest.approx(getattr(expected, metric))
+    assert found["metrics"]["peak_memory"] == pytest.approx(list(expected.peak_memory))
+    verified = {claim["text"] for claim in found["claims"] if claim["is_verified"]}
+    assert ("every tensor is sent and received in order" in verified) == communication
+    assert "losses and reductions come in the order that PyTorch's runtime needs" in verified
+    assert any("overlap" in claim["text"] for claim in found["claims"]) == (name == "DualPipeV")
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8)])
+def test_the_last_rank_of_pytorchs_own_1f1b_counts_forwards_from_1(p: int, m: int, check: Check) -> None:
+    stage = Mock(stage_index=0, num_stages=p, group_size=p, group_rank=0, is_first=True, is_last=p == 1)
+    order = torch_schedules.Schedule1F1B(stage, m, loss_fn=Mock())._get_pipeline_order()
+    assert order is not None
+    rows = [",".join("" if action is None else str(action) for action in order[rank]) for rank in range(p)]
+    assert f"{p - 1}F{m}" in rows[-1]
+    status, shown = check("\n".join(rows) + "\n", document(p, m, "single"), "--json")
+    assert status == 0, shown
+    found = json.loads(shown)
+    expected = evaluate(parse_problem(document(p, m, "single")), torch_schedule("1F1B", p, m).orders())
+    assert found["metrics"]["span"] == pytest.approx(expected.span)
+    assert any("1, 2, …" in claim["text"] and not claim["is_verified"] for claim in found["claims"])
+
+
+@pytest.mark.parametrize(
+    ("text", "placement", "unverified", "times"),
+    [
+        (SPLIT_AS_B, "loop", "8 B with a separate W are I", True),
+        (SPLIT_AS_B.replace("B", "I"), "loop", "", True),
+        # Without reductions, newer versions would not divide gradients.
+        ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "single", "0REDUCE_GRAD", False),
+        # PyTorch writes reductions of 1F1B and GPipe without transfers, which is no communication.
+        ("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n", "single", "", False),
+    ],
+)
+def test_old_and_partial_files_say_what_is_not_verified(
+    text: str, placement: str, unverified: str, times: bool, check: Check
+) -> None:
+    status, shown = check(text, document(2, 2 if "F1" in text else 1, placement))
+    assert status == 0, shown
+    assert unverified in shown.partition("not verified:")[2]
+    assert ("every tensor is sent" in shown) == ("SEND" in text)
+    assert not times or "\nspan 15, makespan 15," in shown
+
+
+@pytest.mark.parametrize("text", ["0F0,0BW0,0F1,0B1,0W1", "\ufeff0F0,0B0,0F1,0I1,0W1\n"])
+def test_old_names_and_the_mark_of_other_editors_are_read(text: str) -> None:
+    assert parse(text).orders.all_text() == [["0F0", "0B0", "0F1", "0I1", "0W1"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "found 0 stages on 0 ranks"),
+        ("rank,actions\n0F0,0B0\n1F0,1B0", "row 1, entry 1: found 'rank'"),
+        ("0F0,0B0,0F1x", "row 1, entry 3: found '0F1x'"),
+        ("0F0,(0F1;0F0)OVERLAP_F_B", "row 1, entry 2"),
+        ("0F0,0B0\n\n1F0,1B0", "every rank has equally many"),
+        ("0F0,0B0\n0F1,0B1", "every stage is on one rank"),
+        ("0F0,0B0\n7F0,7B0", "numbered from 0"),
+        ("1F0,1B0\n0F0,0B0", "one stage per rank"),
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0", "found 3 ranks and 1 microbatches, numbered from 0; the problem has 2"),
+        ("0F0,0F1,0B0,0B1\n1F2,1B0,1F1,1B1\n", "found 2 ranks and 3 microbatches"),
+        ("0F0,2F0,0B0,2B0\n1F0,3F0,1B0,3B0", "found 4 stages with placement loop"),
+        ("0F0,0B0\n1B0,1F0", "1B0 comes before 1F0"),
+        ("0F0\n1F0,1B0", "stage 0 microbatch 0 has 1 F, 0 I, 0 W, 0 B"),
+        ("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0SEND_F0 has only one end"),
+        ("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "one order"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_with_its_place_and_the_rule(text: str, words: str, check: Check) -> None:
+    status, shown = check(text, document(2, 1, "single"))
+    assert (status, "given.csv: " in shown, words in shown) == (2, True, True), shown
+
+
+def test_the_limit_and_the_rules_of_layers_hold_for_schedules(check: Check) -> None:
+    full = {**document(1, 2, "single"), "memory": {**MEMORY, "limit": 3}}
+    assert "rank 0 needs 4 of memory; its limit is 3" in check("0F0,0F1,0B0,0B1", full)[1]
+    layers = {"pp_degree": 2, "microbatches": 2, "layers": [{**BLOCK, "repeat": 6}], "placement": "auto"}
+    status, shown = check("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", {**layers, "cut": {"first": 2, "last": 2}})
+    assert status == 2
+    assert "problem.json: /cut: found first 2 and last 2 on 2 ranks" in shown
+
+
+def test_layers_get_the_best_cut_for_the_order_of_a_schedule(
+    tmp_path: Path, check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The head is as long as two blocks: with one block less in its stage, all stages are equal."""
+    head = {"name": "head", "forward": 2, "backward_input": 2, "backward_weight": 2}
+    layers = {
+        "pp_degree": 4,
+        "microbatches": 8,
+        "placement": "auto",
+        "layers": [{**BLOCK, "repeat": 14}, head],
+    }
+    made = tmp_path / "plan.json"
+    status, shown = check(dumped("Interleaved1F1B", tmp_path, True), layers, "-o", str(made))
+    assert status == 0, shown
+    assert "layers per stage: 2 2 2 2 2 2 2 1" in shown
+    assert main(["simulate", str(made), "--scenarios", "32"]) == 0
+    assert f"schedule {tmp_path}"[:30] in capsys.readouterr().out, "a plan has the name of its schedule"
+
+
+# --- plans
+
+
+def test_a_plan_without_metrics_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = {"problem": document(1, 2, "single"), "ranks": [["0F0", "0B0", "0F1", "0B1"]]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert main(["check", str(tmp_path / "plan.json")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("valid\nspan 6, makespan 6, bubble rate 0.00%\n")
+    assert "peak memory 2 on rank 0" in shown
+    assert main(["simulate", str(tmp_path / "plan.json"), "--scenarios", "32"]) == 0
+    table = capsys.readouterr().out
+    assert ("this plan" in table, "zbv" in table) == (True, False)

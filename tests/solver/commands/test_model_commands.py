@@ -1,0 +1,282 @@
+"""``zbv estimate``, ``zbv cut`` and ``zbv layout``: tables, documents, settings and plans of a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import executor_layers
+from zbv_solver.commands.cli import main
+from zbv_solver.commands.messages import flag_of
+from zbv_solver.commands.model_flags import SECTIONS, add_estimate_flags, flags
+
+Run = Callable[..., tuple[str, Any]]
+SHAPE = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128}
+CONFIG = {
+    "model": SHAPE,
+    "parallel": {"pp_degree": 2, "microbatches": 4},
+    "device": {"achieved_tflops": 100, "link_latency": 5, "memory_limit": 1e9, "reserved": 1000},
+}
+layer = partial(executor_layers.layer, held=2)
+LAYERS = [layer("embedding", 1), layer("block", 2, repeat=6), layer("head", 3)]
+MODEL = {"pp_degree": 2, "microbatches": 4, "layers": LAYERS}
+GPT = {"model": {**SHAPE, "vocabulary": 1024, "sequence": 512}, "global_batch": 8}
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 512, "moe_intermediate_size": 128, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "vocab_size": 1024, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command on ``model.json``; returns what it printed, and ``out.json`` or that as JSON."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(text: str, model: dict[str, Any]) -> tuple[str, Any]:
+        for name, document in (
+            ("model", model),
+            ("h100", {"nodes": 1, "gpus_per_node": 2, "device": "h100"}),
+        ):
+            (tmp_path / f"{name}.json").write_text(json.dumps(document))
+        assert main(text.split()) == 0
+        out, err = capsys.readouterr()
+        if "-o out.json" in text:
+            assert err == ""
+            return out, json.loads((tmp_path / "out.json").read_text())
+        return out + err, json.loads(out) if out.startswith("{") else None
+
+    return command
+
+
+def check(plan: Any) -> Any:
+    """Return the plan, which ``zbv check`` accepts."""
+    Path("plan.json").write_text(json.dumps(plan))
+    assert main(["check", "plan.json"]) == 0
+    return plan
+
+
+# --- zbv estimate
+
+
+def test_a_configuration_becomes_layers_and_flags_replace_its_values(run: Run) -> None:
+    problem = run("estimate --config model.json -o out.json", CONFIG)[1]
+    found = [(layer["name"], layer.get("repeat")) for layer in problem["layers"]]
+    assert found == [("embedding", None), ("block", 4), ("head", None)]
+    assert problem["layers"][1]["output_bytes"] == 2 * 128 * 512
+    assert problem["costs"] == {"p2p": 5}
+    assert problem["memory"] == {"static": 1000, "limit": 1_000_000_000}
+    assert problem["units"] == {"time": "us", "memory": "bytes"}
+    assert (problem["pp_degree"], problem["microbatches"], problem["placement"]) == (2, 4, "auto")
+    given = "--layers 6 --link-bandwidth 2 --granularity half --placement loop --chunks 3 --no-bias \
+--recompute none --objective makespan"
+    problem = run(f"estimate --config model.json {given}", CONFIG)[1]
+    assert len(problem["layers"]) == 2 + 2 * 6
+    assert problem["costs"] == {"link": {"latency": 5, "bandwidth": 2000}}
+    assert (problem["placement"], problem["chunks"], problem["objective"]) == ("loop", 3, "makespan")
+    assert problem["layers"][1]["parameters_bytes"] == 2 * (4 * 512**2 + 2 * 512)
+    assert not any("recompute" in layer for layer in problem["layers"])
+
+
+def test_tables_go_to_the_stream_without_the_problem(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    table, problem = run("estimate --config model.json --table -o out.json", CONFIG)
+    # 24 · 128 · 512² for the block's projections, and 4 · 128² · 512 / 2 for its scores
+    assert "│ block     │      4 │     0.8 │" in table
+    assert "0.0137 B parameters; 0.01" in table
+    assert main(["estimate", "--config", "model.json", "--table"]) == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out), err) == (problem, table)
+    halves = run("estimate --config model.json --table --granularity half -o out.json", CONFIG)[0]
+    assert halves.count(".attention") == 3, "equal layers share a row in each table"
+    assert "│ block.0.attention │      4 │" in halves
+    assert "qwen3-32b " in run("estimate --list-presets", {})[0]
+
+
+def test_none_undoes_every_value_that_may_be_absent() -> None:
+    """A word of a key keeps its meaning: --recompute none is no recomputation, and --no-qkv-bias is false."""
+    parser = argparse.ArgumentParser()
+    add_estimate_flags(parser)
+    optional = [
+        (section, key)
+        for section in SECTIONS
+        for key, field in flags(section).items()
+        if not field.is_required() and field.default is None and key != "qkv_bias"
+    ]
+    given = vars(parser.parse_args([word for _, key in optional for word in (flag_of(key), "none")]))
+    assert {key for section, key in optional if given[f"{section}.{key}"] is not None} == {"recompute"}
+
+
+def test_values_undo_those_of_a_preset(run: Run) -> None:
+    """DeepSeek-V3 is trained in FP8; without that, its products have the type of activations."""
+    preset = "estimate --preset deepseek-v3"
+    memory = {
+        dtype: run(f"{preset} --product-dtype {dtype}", {})[1]["layers"][1]["memory"]
+        for dtype in ("none", "bfloat16", "fp8")
+    }
+    assert memory["none"] == memory["bfloat16"] != memory["fp8"]
+    run(f"{preset} --recompute selective --recompute-modules moe_act", {})
+
+
+# --- zbv cut
+
+MEGATRON = "cut model.json --effort quick --executor megatron"
+GIVEN = f"{MEGATRON} --layout Et*5|tL"
+ONE_STAGE = f"{MEGATRON} --no-free-order --virtual-stages 1"
+TORCH = "cut model.json --executor torch --schedule 1F1B GPipe --no-free-order"
+TITAN = "cut model.json --executor torchtitan --virtual-stages 1 --no-free-order"
+EVEN = {"layers": [layer("block", 2, repeat=8)]}
+VISION = {"layers": [layer("patches", 1), layer("vision", 1, repeat=3), layer("projector", 1), *LAYERS]}
+FULL = {"layers": [executor_layers.layer("embedding", 1, held=10), LAYERS[1], layer("head", 1)]}
+ENDS = {"cut": {"first": 3, "last": 3}}
+
+
+def test_the_best_cut_is_printed_and_is_a_plan(run: Run) -> None:
+    out, plan = run(f"{MEGATRON} --json -o out.json", MODEL)
+    found = json.loads(out)
+    assert found["status"] == "optimal"
+    assert found["lower_bound"] == found["objective"] <= found["even_cut"]
+    assert "--pipeline-model-parallel-layout" in found["settings"]
+    assert found["free_order"]["lower_bound"] <= found["free_order"]["objective"] <= found["objective"]
+    assert check(plan)["metrics"]["span"] == found["objective"]
+    assert plan["partition"] == found["partition"]
+    assert "\n0F0," in "\n" + run("export out.json --format torch-csv", MODEL)[0]
+
+
+def test_schedules_that_the_time_limit_left_out_are_named(run: Run) -> None:
+    flags = "cut model.json --executor megatron --no-free-order --effort thorough"
+    out, _ = run(f"{flags} --time-limit 1e-9", MODEL)
+    text, found = run(f"{flags} --time-limit 1e-9 --json", MODEL)
+    assert "The time limit ended the search before 6 of 7 schedules were tried" in out
+    assert out.count(" – ") == 2 * 6  # the best cut and the even cut
+    assert ("inf" in out, "Infinity" in text) == (False, False)
+    first, *others = found["schedules"]
+    assert (first["searched"], first["objective"]) == (True, found["objective"])
+    assert [(each["searched"], each["objective"]) for each in others] == [(False, None)] * 6
+    whole = run(f"{flags} --json", MODEL)[1]
+    assert (found["status"], whole["status"]) == ("feasible", "optimal")
+    assert found["lower_bound"] <= whole["objective"] < found["objective"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "command", "words", "absent"),
+    [
+        ({}, TITAN, 'proved optimal for this schedule|\n        ["tok_embeddings", "layers.0"', "any order"),
+        ({}, MEGATRON, "any order, placement", "inf"),
+        ({**FULL, "memory": {"limit": 28}}, TORCH, "above the even cut, which ignores|none fits", "inf"),
+        (EVEN, ONE_STAGE, "as long as the even cut", "0.0%"),
+        (VISION, ONE_STAGE, '--pipeline-model-parallel-layout "Ettt|tttL"', "inf"),
+        (ENDS, f"{ONE_STAGE} 2", "interleaved-1F1B with 2 virtual stages has no cut: found 3 transf", "inf"),
+        (ENDS, f"{ONE_STAGE} 2 --json", '"refused": [\n    {\n      "schedule": "interleaved-1F1B"', "inf"),
+        ({"memory": {"limit": 18}}, GIVEN, "It does not fit the memory of rank 0.", "all ranks"),
+        ({"memory": {"limit": 50}}, GIVEN, "It fits the memory of all ranks.", "not fit"),
+    ],
+)  # fmt: skip
+def test_the_summary_says_what_there_is_to_say(
+    changes: dict[str, Any], command: str, words: str, absent: str, run: Run
+) -> None:
+    out, _ = run(command, MODEL | changes)
+    assert all(word in out for word in words.split("|")) or words in out, out
+    assert absent not in out
+
+
+def test_a_given_cut_is_timed_and_compared(run: Run) -> None:
+    out, plan = run(f"{GIVEN} --json -o out.json", MODEL)
+    found = json.loads(out)
+    assert (found["layout"], found["schedule"], found["fits"]) == ("Et*5|tL", "1F1B", True)
+    assert found["lower_bound"] <= found["best_of_schedule"]["objective"] < found["objective"]
+    assert found["best"]["gain"] >= found["best_of_schedule"]["gain"] > 0
+    assert found["bottleneck"]["stage"] == found["bottleneck"]["rank"] == 0
+    assert [rank["busy"] for rank in found["ranks"]] == [132, 60]
+    assert all(rank["busy"] + rank["waiting"] == found["objective"] for rank in found["ranks"])
+    assert [stage["modules"] for stage in found["stages"]] == ["Ettttt", "tL"]
+    assert '"Et*5|tL"' in found["settings"]
+    assert check(plan)["metrics"]["span"] == found["objective"]
+    summary = run(GIVEN, MODEL)[0]
+    for words in ("Megatron-LM takes it.", "Stage 0 is the bottleneck.", "No cut under this schedule is sh"):
+        assert words in summary
+    assert "The best cut of all schedules (interleaved-1F1B" in summary
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        ("megatron --layout 1,2,1,2", ("interleaved-1F1B", 2, 2)),
+        ("megatron --layout 1,2,1,2 --group-size 4", ("interleaved-1F1B", 2, 4)),
+        ("torchtitan --layout 1,2,1,2 --schedule ZBVZeroBubble", ("ZBVZeroBubble", 2, None)),
+        ("torch --layout 3,3", ("1F1B", 1, None)),
+    ],
+)
+def test_the_schedule_of_a_given_cut_is_the_executors_unless_flags_fix_it(
+    flags: str, schedule: tuple[str, int, int | None], run: Run
+) -> None:
+    found = run(f"cut model.json --effort quick --json --executor {flags}", MODEL)[1]
+    assert (found["schedule"], found["virtual_stages"], found["group_size"]) == schedule
+
+
+# --- zbv layout
+
+LAYOUT = "layout model.json --cluster h100.json"
+
+
+def test_layouts_are_listed_and_written(run: Run) -> None:
+    out, found = run(f"{LAYOUT} --microbatch-size 1 --top 3 --time-limit 600 -o out.json", GPT)
+    assert "pipeline parallel" in out
+    assert "No layout has a step below" in " ".join(out.split())
+    assert "The search ended" not in out, "the time limit suffices"
+    steps = [each["step_time"] for each in found["layouts"]]
+    assert (len(steps), steps) == (3, sorted(steps))
+    assert found["considered"] >= found["pruned"] + 3
+    best = found["layouts"][0]
+    assert found["proof"]["no_layout_below"] <= best["lower_bound"] <= best["step_time"]
+    check(best["plan"])
+
+
+def test_parts_of_the_step_and_changes_are_printed(run: Run) -> None:
+    """And a full search of the best layouts is not worse."""
+    out, found = run(f"{LAYOUT} --tensor-parallel 1 --sensitivity --points -o out.json", GPT)
+    out = " ".join(out.split())
+    for words in ("the best step consists of", "backward weight", "memory x 0.9", "at most 4 pipelines are"):
+        assert words in out
+    assert sum(len(each["step_time"]) for each in found["points"].values()) == found["considered"]
+    step = found["layouts"][0]["step_time"]
+    assert found["sensitivity"]["step_time"] == step
+    assert main([*LAYOUT.split(), "--tensor-parallel", "1", "--effort", "quick", "-o", "full.json"]) == 0
+    assert json.loads(Path("full.json").read_text())["layouts"][0]["step_time"] <= step
+
+
+def test_the_document_may_go_to_standard_output(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"{LAYOUT} --tensor-parallel 2", GPT)
+    assert main([*LAYOUT.split(), "--tensor-parallel", "2", "-o", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert "reserved by PyTorch" in err
+    assert len(json.loads(out)["layouts"]) == 1
+
+
+def test_what_training_keeps_has_flags(run: Run) -> None:
+    fixed = f"{LAYOUT} -o out.json --data-parallel 2 --microbatch-size 1 --zero-stage 0 --recompute none"
+    given = (fixed, f"{fixed} --precision mixed", f"{fixed} --optimizer sgd")
+    memory = [run(each, GPT)[1]["layouts"][0]["peak_memory"] for each in given]
+    assert memory[0] > max(memory[1:])
+    flags = "--executor megatron --pipeline-parallel 2 --recompute selective --recompute-modules core_attn"
+    assert "--recompute-modules core_attn" in run(f"{LAYOUT} {flags}", GPT)[0]
+    flags = "-o out.json --global-batch 8 --sequence-length 512 --pipeline-parallel 2"
+    names = []
+    for more in ("", "--prediction-layers 0"):
+        best = run(f"{LAYOUT} {flags} {more}", DEEPSEEK)[1]["layouts"][0]
+        names.append({name.partition(".")[0] for stage in best["partition"] for name in stage})
+    assert names[0] - names[1] == {"prediction"}
+
+
+def test_a_given_cut_of_a_layout_is_timed(run: Run) -> None:
+    fixed = "--pipeline-parallel 2 --microbatch-size 1 --recompute none --executor megatron --cut 1,3"
+    out, found = run(f"{LAYOUT} {fixed} -o out.json", GPT)
+    assert found["layout"] == "Et|tttL"
+    assert found["peak_memory"] <= found["reserved_memory"]
+    assert f"A step takes {found['step_time']:.4g} s." in out

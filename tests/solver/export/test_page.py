@@ -1,0 +1,361 @@
+"""Pictures and the page of a plan: SVG, raster, data of the script, colours, numbers and words."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from base64 import b64decode
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.contrast import contrast
+from support.drawn_plans import COSTS, MEMORY, one_by_one, plan_of
+from zbv_solver.export import FORMATS, export, palette, quantities
+from zbv_solver.export.report import MODULES, gantt_canvas, plan_view, script_json
+from zbv_solver.export.report.figures import Card, RankBars, cost_facts, cost_values, idle_bars, memory_bars
+from zbv_solver.export.report.sections import MOST_MICROBATCHES
+from zbv_solver.export.svg import MAX_BARS, WIDTH
+from zbv_solver.export.timeline import (
+    coverage,
+    idle_shares,
+    image,
+    timeline,
+    timeline_bytes,
+    timeline_facts,
+    timeline_text,
+)
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import LETTERS, Units
+
+SVG = "{http://www.w3.org/2000/svg}"
+PERCENT = "\u202f%"
+NO_TIME = {"forward": 0, "backward_input": 0, "backward_weight": 0}
+LENGTHS = [4, 1, 3, 2]
+DIFFERING: dict[str, Any] = {
+    "placement": "single",
+    "features": {"tokens": LENGTHS},
+    "costs": {"forward": {"fixed": 1, "tokens": 2}, "backward_input": {"tokens": 2}}
+    | {"backward_weight": {"tokens": 1}, "p2p": {"tokens": 1}},
+    "memory": {"forward": {"tokens": 1}, "backward_input": 0, "backward_weight": {"tokens": -1}},
+    "units": {"time": "us"},
+}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(3, 5, units={"time": "us"})
+
+
+@pytest.fixture(scope="module")
+def differing() -> Plan:
+    return one_by_one(2, 4, **DIFFERING)
+
+
+def texts(plan: Plan) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(export(plan, "svg")).iter(f"{SVG}text")]
+
+
+def card(plan: Plan, label: str) -> Card:
+    return next(each for each in plan_view(plan).cards if each.label.startswith(label))
+
+
+def bars(plan: Plan) -> dict[str, RankBars]:
+    return {each.name: each for each in plan_view(plan).per_rank}
+
+
+# --- pictures
+
+
+def test_an_svg_draws_every_action_in_its_colour_and_inside_its_frame(plan: Plan) -> None:
+    root = ElementTree.fromstring(export(plan, "svg"))
+    drawn = [(str(p.get("fill")), str(p.get("d"))) for p in root.iter(f"{SVG}path") if p.get("fill")]
+    count = Counter({fill: outline.count("M") for fill, outline in drawn})
+    assert count == Counter(palette.KIND_FILLS[kind] for kind in timeline(plan).kind.tolist())
+    for left, width in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", "".join(outline for _, outline in drawn)):
+        assert 0 <= float(left) <= float(left) + float(width) <= WIDTH
+    background = next(root.iter(f"{SVG}rect"))
+    assert (background.get("width"), background.get("fill")) == ("100%", palette.BACKGROUND)
+    assert f"{SVG}script" not in {element.tag for element in root.iter()}
+
+
+def test_an_svg_names_ranks_units_letters_and_the_plans_metrics(plan: Plan) -> None:
+    found = texts(plan)
+    assert [text for text in found if text.startswith("rank")] == ["rank 0", "rank 1", "rank 2"]
+    assert found[0].startswith("3 ranks, 5 microbatches: span ")
+    assert {"time [µs]", "F forward"} <= {*found}
+    assert "time [<b>&]" in texts(one_by_one(1, 1, units={"time": "<b>&"})), "text of users is escaped"
+    numbers = Counter(text for text in texts(one_by_one(1, 2)) if text in "01")
+    assert numbers == {"0": 6 + 1, "1": 6}  # on bars that have room, and 0 on the axis
+
+
+@pytest.mark.parametrize("large", [one_by_one(16, 700), one_by_one(2, 1, costs=NO_TIME)], ids=["large", "0"])
+def test_svgs_of_large_plans_and_of_plans_that_take_no_time_are_small(large: Plan) -> None:
+    assert len(large.orders) > MAX_BARS or large.metrics.span == 0
+    ElementTree.fromstring(export(large, "svg"))
+    assert len(export(large, "svg")) < 2_000_000
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 50))
+def test_the_columns_of_a_raster_add_up_to_the_busy_time(p: int, m: int, columns: int) -> None:
+    line = timeline(one_by_one(p, m))
+    shares = coverage(line, columns)
+    assert np.all(shares >= -1e-5)
+    assert np.all(shares.sum(axis=2) <= 1 + 1e-5)
+    for rank in range(p):
+        part = line.slice_of(rank)
+        length = np.bincount(line.kind[part], (line.end - line.start)[part], len(palette.KIND_FILLS))
+        drawn = shares[rank].sum(axis=0) * line.makespan / columns
+        assert drawn == pytest.approx(length, rel=1e-4, abs=1e-2)
+
+
+def test_a_raster_column_inside_an_action_has_its_colour_and_idle_time_is_transparent() -> None:
+    pixels = image(timeline(one_by_one(2, 1)), 200).view(np.uint8).reshape(2, 200, 4)
+    assert tuple(pixels[0, 1]) == (*palette.rgb(palette.FILLS["F"][0]), 255)
+    assert pixels[1, 1, 3] == 0  # rank 1 waits for the first activation
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+@pytest.mark.parametrize("name", ["plan", "differing"])
+def test_the_facts_describe_the_packed_columns(
+    name: str, is_measured: bool, request: pytest.FixtureRequest
+) -> None:
+    plan: Plan = request.getfixturevalue(name)
+    line = timeline(plan)
+    facts = timeline_facts(line, plan.problem, is_measured=is_measured)
+    packed, n = timeline_bytes(line, is_measured=is_measured), len(plan.orders)
+    floats, size = 2 if is_measured else 1, facts["microbatch_bytes"]
+    numbers, rest = np.frombuffer(packed, "<f8", count=floats * n), packed[8 * floats * n :]
+    microbatches = np.frombuffer(rest, f"<u{size}", count=n)
+    letters, chunks = np.frombuffer(rest, "u1", count=2 * n, offset=size * n).reshape(2, n)
+    assert (facts["count"], len(rest)) == (n, n * (size + 2))
+    assert numbers[:n].tolist() == line.start.tolist()
+    assert numbers[n:].tolist() == (line.end.tolist() if is_measured else [])
+    columns = (line.rank.tolist(), chunks.tolist(), letters.tolist(), microbatches.tolist())
+    assert [
+        f"{facts['stages'][rank][chunk]}{facts['letters'][letter]}{j}"
+        for rank, chunk, letter, j in zip(*columns, strict=True)
+    ] == [text for row in plan.orders.all_text() for text in row]
+    kind = () if facts["kind_of"] is None else (np.array(facts["kind_of"])[microbatches],)
+    lengths = np.array(facts["durations"])[letters, line.stage, *kind]
+    assert (line.start + lengths).tolist() == line.end.tolist()
+    assert b64decode(timeline_text(line, is_measured=is_measured)) == packed
+    assert json.loads(json.dumps(facts)) == json.loads(str(script_json(facts)))
+
+
+@pytest.mark.parametrize(("most", "size"), [(65_535, 2), (65_536, 4)])
+def test_microbatches_beyond_16_bits_keep_their_number(most: int, size: int) -> None:
+    plan = one_by_one(1, 2)
+    line = timeline(plan)
+    moved = replace(line, microbatch=line.microbatch + np.int32(most - 1))
+    assert timeline_facts(moved, plan.problem)["microbatch_bytes"] == size
+    found = np.frombuffer(timeline_bytes(moved)[8 * len(line) :], f"<u{size}", count=len(line))
+    assert found.tolist() == moved.microbatch.tolist()
+
+
+# --- colours: distinguishable on both backgrounds, and with every common kind of colour vision
+
+# Machado, Oliveira, Fernandes (2009), severity 1, on linear RGB.
+VISION = {
+    "normal": "1 0 0; 0 1 0; 0 0 1",
+    "protanopia": "0.152286 1.052583 -0.204868; 0.114503 0.786281 0.099216; -0.003882 -0.048116 1.051998",
+    "deuteranopia": "0.367322 0.860646 -0.227968; 0.280085 0.672501 0.047413; -0.011820 0.042940 0.968881",
+    "tritanopia": "1.255528 -0.076749 -0.178779; -0.078411 0.930809 0.147602; 0.004733 0.691367 0.303900",
+}
+TO_LMS = "0.4122214708 0.5363325363 0.0514459929; 0.2119034982 0.6806995451 0.1073969566; \
+0.0883024619 0.2817188376 0.6299787005"
+TO_LAB = "0.2104542553 0.7936177850 -0.0040720468; 1.9779984951 -2.4285922050 0.4505937099; \
+0.0259040371 0.7827717662 -0.8086757660"
+
+
+def matrix(text: str) -> Any:
+    return np.array([[float(number) for number in row.split()] for row in text.split(";")])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_any_two_fills_differ(vision: str) -> None:
+    """By 0.07 in OKLab, where about 0.02 is just noticeable side by side."""
+    channel = np.array([palette.rgb(fill) for fill in palette.KIND_FILLS]) / 255
+    linear = np.where(channel <= 0.04045, channel / 12.92, ((channel + 0.055) / 1.055) ** 2.4)
+    lms = matrix(TO_LMS) @ np.clip(matrix(VISION[vision]) @ linear.T, 0, 1)
+    for one, other in combinations((matrix(TO_LAB) @ np.cbrt(lms)).T, 2):
+        assert np.linalg.norm(one - other) >= 0.07
+
+
+def test_text_and_fills_are_readable() -> None:
+    for text in (palette.TEXT, palette.MUTED):
+        assert contrast(text, palette.BACKGROUND) >= 4.5
+    for fill, ink in zip(palette.KIND_FILLS, palette.KIND_INKS, strict=True):
+        assert contrast(fill, palette.BACKGROUND) >= 2.98, fill  # 3:1 of WCAG 1.4.11, less 8-bit rounding
+        assert contrast(fill, ink) >= 4.5
+    assert set(palette.NAMES) == set(palette.FILLS) == set(LETTERS)
+
+
+# --- the page
+
+
+def test_the_page_shows_what_matters(plan: Plan) -> None:
+    view, metrics, units = plan_view(plan), plan.metrics, plan.problem.units
+    assert {each.label: each.value for each in view.cards if each.label != "Gap to the bound"} == {
+        "Span": quantities.time(metrics.span, units),
+        "Makespan": quantities.time(metrics.makespan, units),
+        "Bubble": quantities.percent(metrics.bubble_rate),
+        "Peak memory": quantities.figure(max(metrics.peak_memory)),
+    }
+    assert [row.name for row in view.baselines] == ["this plan", *(each.name for each in plan.baselines)]
+    spans = [metrics.span, *(each.span for each in plan.baselines)]
+    assert [row.share for row in view.baselines] == [span / max(spans) for span in spans]
+    assert [row.fits for row in view.baselines] == [True, *(each.fits for each in plan.baselines)]
+    assert [chip.text for chip in view.ranks[1].chips] == plan.orders.text(1)
+    assert view.canvas.idle.split(" ") == [quantities.percent(share, 1) for share in idle_shares(plan)]
+    assert view.canvas.axis == "time [µs]"
+
+
+@pytest.mark.parametrize(
+    ("gap", "value"),
+    [(0.0, "0"), (2e-9, f"< 0.01{PERCENT}"), (1e-4, f"0.01{PERCENT}"), (0.25, f"25.00{PERCENT}")],
+)
+def test_optimality_is_claimed_only_if_it_is_proved_and_a_tiny_gap_is_not_zero(
+    gap: float, value: str
+) -> None:
+    plan = one_by_one(1, 1)
+    status: Any = "feasible" if gap else "optimal"
+    found = card(replace(plan, metrics=replace(plan.metrics, gap=gap, status=status)), "Gap")
+    assert (found.value, found.tone) == (value, "" if gap else "good")
+    assert ("proved optimal" in found.note) == (gap == 0)
+
+
+@pytest.mark.parametrize(("limit", "note"), [(2.0, f"200{PERCENT}"), (8.0, f"50{PERCENT}"), (0.0, "∞")])
+def test_memory_over_the_limit_is_marked(limit: float, note: str) -> None:
+    """No such plan is made; a stored one of an older version must not be praised."""
+    plan = one_by_one(1, 1, memory={**MEMORY, "static": 0, "limit": None})
+    limited = replace(plan.problem, memory=replace(plan.problem.memory, limit=(limit,)))
+    found = card(replace(plan, problem=limited), "Peak memory")
+    assert (found.note, found.tone == "bad") == (f"{note} of the limit", limit < 4)
+    assert [bar.over for bar in memory_bars(replace(plan, problem=limited)).bars] == [limit < 4]
+
+
+def test_a_limit_is_drawn_unless_it_is_far_above_the_bars_and_no_memory_is_not_shown() -> None:
+    near, far = (bars(one_by_one(2, 4, memory={**MEMORY, "limit": limit}))["memory"] for limit in (14, 1000))
+    assert [bar.limit is None for bar in (*near.bars, *far.bars)] == [False, False, True, True]
+    assert near.summary.endswith("Dashed: the limit. Darker: static memory.")
+    assert ("of 1\u202f000." in far.summary, "Dashed" in far.summary) == (True, False)
+    without = one_by_one(2, 1)
+    assert {*bars(without)} == {"idle"}
+    assert {rank.peak for rank in plan_view(without).ranks} == {""}
+    assert {rank.peak for rank in plan_view(one_by_one(2, 1, memory=MEMORY)).ranks} == {"5"}
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (3, 1), (4, 6)])
+def test_the_bubble_rate_is_the_mean_of_the_ranks_idle_shares(p: int, m: int) -> None:
+    plan = one_by_one(p, m, costs={**COSTS, "forward": [900 + 50 * s for s in range(2 * p)]})
+    shares, picture = idle_shares(plan), idle_bars(plan)
+    assert np.mean(shares) == pytest.approx(plan.metrics.bubble_rate, abs=1e-12)
+    assert quantities.percent(plan.metrics.bubble_rate) in picture.summary
+    heights = np.array([bar.height for bar in picture.bars])
+    assert heights / max(*heights, 1e-9) == pytest.approx(np.array(shares) / max(*shares, 1e-9), abs=1e-3)
+
+
+def test_neither_rounding_nor_a_plan_that_takes_no_time_is_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = one_by_one(2, 1, costs=NO_TIME)
+    assert idle_shares(nothing) == [bar.height for bar in bars(nothing)["idle"].bars] == [0, 0]
+    monkeypatch.setattr("zbv_solver.export.report.figures.idle_shares", lambda plan: [2e-16, 0.0])
+    assert [bar.height for bar in idle_bars(nothing).bars] == [0, 0]
+
+
+def test_a_large_plan_lists_the_beginning_of_every_rank_and_draws_a_picture() -> None:
+    view = plan_view(one_by_one(2, 2600))
+    assert not view.has_bars
+    assert view.ranks[0].omitted == 6 * 2600 - len(view.ranks[0].text.split())
+    assert view.ranks[0].text.startswith("0F0 3F0 3I0")
+
+
+def test_the_legend_explains_dark_and_light_and_rows_are_high_enough_to_point_at() -> None:
+    placements: list[dict[str, Any]] = [{"placement": "single"}, {"placement": "v"}, {"chunks": 3}]
+    placements[-1] |= {"placement": "loop"}
+    assert [plan_view(one_by_one(2, 1, **each)).shades for each in placements] == [
+        "",
+        "dark: chunk 0, light: chunk 1",
+        "dark: even chunks, light: odd ones",
+    ]
+    heights = [gantt_canvas(ranks).rows / ranks for ranks in (1, 8, 64, 300)]
+    assert heights[0] == heights[1] > heights[2] > heights[3] >= 7
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_microbatches_that_differ_are_shown_and_every_format_is_written(name: str, differing: Plan) -> None:
+    assert len(export(differing, name)) > 10
+    facts, view = dict(cost_facts(differing.problem)), plan_view(differing).microbatches
+    assert facts["Forward F"] == "3 to 9 µs, by microbatch"
+    assert facts["Transfer"] == "1 to 4 µs, by microbatch"
+    assert facts["Feature tokens"] == "1 to 4"
+    assert cost_values(differing.problem)["memory forward"] == (4, 1, 3, 2, 4, 1, 3, 2)
+    assert view is not None
+    assert [row.features for row in view.rows] == [(str(length),) for length in LENGTHS]
+    heights = [100 * (2 + 10 * length) / 42 for length in LENGTHS]
+    assert [row.height for row in view.rows] == pytest.approx(heights, abs=0.01)
+    assert plan_view(one_by_one(2, 4, **DIFFERING | {"features": {"tokens": [2] * 4}})).microbatches is None
+
+
+def test_many_microbatches_are_shown_in_part() -> None:
+    count = MOST_MICROBATCHES + 10
+    view = plan_view(
+        one_by_one(1, count, **DIFFERING | {"features": {"tokens": [*range(count)]}})
+    ).microbatches
+    assert view is not None
+    assert len(view.rows) == MOST_MICROBATCHES
+    assert f"The first {MOST_MICROBATCHES} of {count} microbatches" in view.summary
+
+
+def test_the_file_refers_to_nothing_outside_and_contains_everything(plan: Plan) -> None:
+    text = export(plan, "html")
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', text[: text.index("<script")])
+    assert not any(word in text for word in ("<script src", "<nav"))
+    assert plan.plan_id in text
+    assert timeline_text(timeline(plan)) in text
+    script = text.rpartition('<script type="module">')[2].partition("</script>")[0]
+    assert not re.findall(r"^(?:import|export) ", script, re.MULTILINE)
+    names = re.findall(r"^(?:async )?(?:const|function|class) (\w+)", script, re.MULTILINE)
+    assert len(set(names)) == len(names) > len(MODULES), "modules share one scope: every name is defined once"
+    assert "<b>evil" not in export(one_by_one(1, 1, units={"time": "<b>evil"}), "html")
+    assert json.loads(str(script_json({"a": "</script><!--&"}))) == {"a": "</script><!--&"}
+    assert "<" not in str(script_json("</script>"))
+
+
+# --- numbers
+
+
+BYTES, SLOTS = Units(memory="bytes"), Units(memory="slots")
+WRITTEN: dict[Any, dict[Any, str]] = {
+    quantities.figure: {
+        (0,): "0", (7,): "7", (-0.5,): "−0.5", (1234567,): "1_234_567", (0.012345,): "0.01235",
+        (99.9999,): "100", (1e15,): "1e+15", (2.3454e-9,): "2.345e−9", (math.inf,): "∞",
+    },
+    quantities.time: {(1500, Units("us")): "1_500 µs", (3, Units()): "3"},
+    quantities.memory: {(3 * 2**30, BYTES): "3 GiB", (1024, BYTES): "1 KiB", (3000, SLOTS): "3_000 slots"},
+    quantities.percent: {(0.1234,): "12.34_%", (-1e-9,): "0.00_%", (-0.5, 0): "−50_%", (math.inf,): "∞"},
+    quantities.relative: {(110, 100): "+10.0_%", (90, 100): "−10.0_%", (100, 100): "0.0_%", (1, 0): "∞"},
+    quantities.counted: {(1, "rank"): "1 rank", (2, "rank"): "2 ranks", (2, "microbatch"): "2 microbatches"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITTEN)
+def test_quantities_are_readable(write: Any) -> None:
+    """An underscore stands for the narrow space."""
+    assert {given: write(*given).replace("\u202f", "_") for given in WRITTEN[write]} == WRITTEN[write]
+
+
+@given(st.floats(1e-6, 1e12), st.integers(4, 20))
+def test_ticks_are_even_and_few(length: float, at_most: int) -> None:
+    found = quantities.ticks(0.0, length, at_most)
+    assert found[0] == 0
+    assert found[-1] <= length * (1 + 1e-9)
+    assert 2 <= len(found) <= at_most + 1
+    assert np.allclose([b - a for a, b in pairwise(found)], found[1])

@@ -377,7 +377,8 @@ def test_too_few_layers_are_refused_with_what_the_executor_can_do(
     assert {word for word in ("virtual", "ranks", "allow_empty") if word in str(raised.value)} == advice
 
 
-MLP, OP = {"recompute_modules": ["mlp"]}, {"has_mtp": False, "recompute_modules": ["op"]}
+MLP: dict[str, Any] = {"recompute_modules": ["mlp"]}
+OP: dict[str, Any] = {"has_mtp": False, "recompute_modules": ["op"]}
 SPLIT: dict[str, Any] = {"schedules": ["ZBVZeroBubble"], "recompute": "all"}
 
 

@@ -190,10 +190,10 @@ def test_flags_say_what_a_given_cut_recomputes(
     assert f"--recompute-num-layers {count}" in (score.settings or "")
     assert score.lower_bound <= score.objective * (1 + 1e-9)
     # The printed flags are a layout themselves, and the number of first layers can be fixed.
-    asked = (
+    asked: dict[str, Any] = (
         {"text": score.settings or ""} if method == "uniform" else {"text": "4,4", "recompute_layers": count}
     )
-    same = score_layout(recomputable(36), "megatron", effort="quick", **asked)  # type: ignore[arg-type]
+    same = score_layout(recomputable(36), "megatron", effort="quick", **asked)
     assert (same.objective, same.settings) == (score.objective, score.settings)
 
 

@@ -103,7 +103,7 @@ def test_memory_is_compared_with_what_the_allocator_leaves_to_tensors() -> None:
 
 FAST = {"achieved_tflops": 300, "memory_bandwidth": 1500}
 SLOW = {"achieved_tflops": 120, "memory_bandwidth": 1000}
-LINKS = {
+LINKS: dict[str, Any] = {
     "between_nodes": {"latency": 20, "bandwidth": 25},
     "between_groups": {"latency": 50, "bandwidth": 5},
 }
@@ -213,33 +213,36 @@ def test_a_slow_group_gets_fewer_layers_or_none() -> None:
 
 # --- documents
 
-DEVICE = {"achieved_tflops": 300}
-ONE = {"nodes": 1, "gpus_per_node": 8}
-EQUAL = {**ONE, "device": DEVICE, "memory": 1e9, "links": {**group(FAST, 1, 1)["links"], **LINKS}}
-EQUAL["links"] = {key: EQUAL["links"][key] for key in ("in_node", "between_nodes")}
+DEVICE: dict[str, Any] = {"achieved_tflops": 300}
+ONE: dict[str, Any] = {"nodes": 1, "gpus_per_node": 8}
+IN_NODE = group(FAST, 1, 1)["links"]
+EQUAL = {
+    **ONE,
+    "device": DEVICE,
+    "memory": 1e9,
+    "links": {**IN_NODE, "between_nodes": LINKS["between_nodes"]},
+}
+OF_EQUAL_NODES: list[tuple[dict[str, Any], str]] = [
+    ({"nodes": 0}, "/nodes"),
+    ({"nodes": 100_000_000, "gpus_per_node": 100_000_000}, "/nodes"),
+    ({"reserve": 1e9}, "/reserve"),
+    ({"device": "llama-3.1-8b"}, "/device"),
+    ({"device": "h1000"}, "/device"),
+    ({"device": None}, "/device"),
+    ({"memory": 0}, "/memory"),
+    ({"memory": None}, "/memory"),
+    ({"memory": None, "device": {**DEVICE, "memory_limit": 0}}, "/device/memory_limit"),
+    ({"device": {"achieved_tflops": -1}}, "/device/achieved_tflops"),
+    ({"links": IN_NODE}, "/links/between_nodes"),
+    ({"links": None}, "/links"),
+    ({"gpus": 8}, "/gpus"),
+]
 
 
 @pytest.mark.parametrize(
     ("document", "pointers"),
     [
-        *(
-            ({**EQUAL, **change}, [pointer])
-            for change, pointer in [
-                ({"nodes": 0}, "/nodes"),
-                ({"nodes": 100_000_000, "gpus_per_node": 100_000_000}, "/nodes"),
-                ({"reserve": 1e9}, "/reserve"),
-                ({"device": "llama-3.1-8b"}, "/device"),
-                ({"device": "h1000"}, "/device"),
-                ({"device": None}, "/device"),
-                ({"memory": 0}, "/memory"),
-                ({"memory": None}, "/memory"),
-                ({"memory": None, "device": {**DEVICE, "memory_limit": 0}}, "/device/memory_limit"),
-                ({"device": {"achieved_tflops": -1}}, "/device/achieved_tflops"),
-                ({"links": {"in_node": EQUAL["links"]["in_node"]}}, "/links/between_nodes"),
-                ({"links": None}, "/links"),
-                ({"gpus": 8}, "/gpus"),
-            ]
-        ),
+        *(({**EQUAL, **change}, [pointer]) for change, pointer in OF_EQUAL_NODES),
         ({"groups": []}, ["/groups"]),
         ({"groups": [group(FAST, 1, 1)] * 5}, ["/groups"]),
         ({"groups": [ONE]}, ["/groups/0/device"]),

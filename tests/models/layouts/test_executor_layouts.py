@@ -144,7 +144,12 @@ def test_all_executors_together_are_as_good_as_each() -> None:
 def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it ends, its bound holds."""
     programs, solve = [], pywraplp.Solver.Solve
-    monkeypatch.setattr(pywraplp.Solver, "Solve", lambda of: (programs.append(of), solve(of))[1])
+
+    def solved(program: Any) -> Any:
+        programs.append(program)
+        return solve(program)
+
+    monkeypatch.setattr(pywraplp.Solver, "Solve", solved)
     request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1, pipeline_parallel=4)
 
     def search(cancelled: Cancelled) -> Ranking:

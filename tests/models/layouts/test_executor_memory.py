@@ -229,14 +229,13 @@ def test_plain_attention_asks_megatron_for_the_backend_that_keeps_scores(attenti
 def test_smaller_states_have_room_for_another_order() -> None:
     """Llama 3.1 70B on 64 H100, tp 4, pp 4; and a layout of 128 that would end out of memory."""
     fixed = Fixed(4, 1, pipeline_parallel=4, microbatch_size=1, zero_stage=1, recompute="none")
-    document = {"presets": ["llama-3.1-70b"], "global_batch": 256, "sequence_length": 8192}
+    document: dict[str, Any] = {"presets": ["llama-3.1-70b"], "global_batch": 256, "sequence_length": 8192}
+    precisions: list[dict[str, Any]] = [
+        {"parallel": {"precision": name}} for name in ("mixed-fp32-gradients", "bf16-states")
+    ]
     unnamed, named, smaller = (
         best_of(asked(cluster_of(8), fixed, **document, **parallel), "megatron")
-        for parallel in (
-            {},
-            {"parallel": {"precision": "mixed-fp32-gradients"}},
-            {"parallel": {"precision": "bf16-states"}},
-        )
+        for parallel in ({}, *precisions)
     )
     # Megatron-LM's default has a name.
     assert (named.settings, named.step_time) == (unnamed.settings, unnamed.step_time)

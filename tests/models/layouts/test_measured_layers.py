@@ -73,7 +73,7 @@ def layouts_of(**fixed: Any) -> list[Layout]:
 
 
 def costs_and_bytes(of: Running | None) -> list[float] | None:
-    return of and [*vars(of.times).values(), of.after_forward, of.after_input, of.workspace]
+    return None if of is None else [*vars(of.times).values(), of.after_forward, of.after_input, of.workspace]
 
 
 @pytest.mark.parametrize(("size", "tensor"), [(1, 1), (2, 2)])
@@ -171,7 +171,12 @@ def test_bounds_hold_for_measured_layers(factor: float) -> None:
     document = as_estimated(2, factor=factor)
     for layer in document["layers"]:
         layer["backward"] = 0.6 * (layer["backward_input"] + layer["backward_weight"])
-    fixed = {"tensor_parallel": 1, "context_parallel": 1, "zero_stage": 0, "placement": "tp-cp-dp-pp"}
+    fixed: Document = {
+        "tensor_parallel": 1,
+        "context_parallel": 1,
+        "zero_stage": 0,
+        "placement": "tp-cp-dp-pp",
+    }
     request = request_of(document, **fixed)
     each = [plan_layout(EstimatedLayout.of(layout, request.setting)) for layout in request.layouts]
     for planned in each:

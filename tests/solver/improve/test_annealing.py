@@ -121,8 +121,10 @@ def test_rounds_are_never_worse_improve_a_tight_plan_and_follow_from_the_seed() 
     start = next(priority_schedules(TIGHT))
 
     def rounds(seed: int) -> list[tuple[float, Orders]]:
-        options = {"rounds": 2 * THREE, "moves": 300, "factor": 1.0, "seed": seed}
-        return list(anneal_in_rounds(TIGHT, start.orders, start.value, **options))
+        made = anneal_in_rounds(
+            TIGHT, start.orders, start.value, rounds=2 * THREE, moves=300, factor=1.0, seed=seed
+        )
+        return list(made)
 
     ended = rounds(0)
     assert len(ended) == 2 * THREE

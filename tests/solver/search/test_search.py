@@ -330,7 +330,8 @@ def test_orders_of_a_caller_are_verified_and_metrics_are_checked_by_other_code()
         make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")
     right = evaluate(problem, good)
     for name in ("span", "makespan", "bubble_rate", "peak_memory"):
-        wrong: Any = replace(right, **{name: (9.0,) if name == "peak_memory" else 1 + getattr(right, name)})
+        changed: Any = (9.0,) if name == "peak_memory" else 1 + getattr(right, name)
+        wrong = replace(right, **{name: changed})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("zbv_solver.search.assemble.evaluate", lambda *_, wrong=wrong: wrong)
             with pytest.raises(InvalidPlan, match=name):

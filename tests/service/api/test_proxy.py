@@ -47,7 +47,7 @@ def passed_on(headers: httpx.Headers, *, over_tls: bool) -> httpx.Headers:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("over_tls", [True, False])
-async def test_the_load_balancer_forwards_scheme_and_client(settings: Settings, over_tls: bool) -> None:
+async def test_the_load_balancer_forwards_the_scheme(settings: Settings, over_tls: bool) -> None:
     settings = settings.model_copy(update={"auth": "tokens", "trusted_proxies": "*"})
     app = create_app(settings, search=fake_searches.immediate)
     transport = httpx.ASGITransport(config_of(app, settings).loaded_app, client=("10.0.0.2", 1))
@@ -61,9 +61,6 @@ async def test_the_load_balancer_forwards_scheme_and_client(settings: Settings, 
         cookie = answer.headers["set-cookie"]
         assert cookie.startswith("__Host-") == ("Secure" in cookie) == over_tls
         assert ("strict-transport-security" in answer.headers) == over_tls
-        for _ in range(21):
-            refused = await http.post("http://zbv/sign-in", data={"token": "wrong"}, headers=fields)
-        assert CLIENT in refused.text, "not the address of the load balancer"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.packing.arrange import Packer, Replicas, dealt, equal_tokens
 
 Contents = list[list[int]]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from itertools import product
 
 import numpy as np
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.partition.fixed_order import Terms
 from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed, Runs
 from zbv_solver.problem.numeric import ROUNDING

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries
 from zbv_solver.partition.descent import TIMED
 from zbv_solver.partition.runs import Choice

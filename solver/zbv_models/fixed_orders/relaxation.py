@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from ortools.linear_solver import pywraplp  # type: ignore[import-untyped]
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.partition.runs import Choice, First, Recomputed, Row, Runs
 from zbv_solver.search.incumbent import Cancelled

@@ -10,7 +10,7 @@ import numpy as np
 from zbv_solver.construct.baselines import without_limit
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.export.torchtitan import module_names
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.partition.fixed_order import FixedOrder
 from zbv_solver.partition.modules import Modules
 from zbv_solver.partition.runs import First, Groups

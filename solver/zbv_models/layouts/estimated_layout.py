@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.partition.cut_space import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking

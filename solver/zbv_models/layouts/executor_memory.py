@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layer import Layer
 from zbv_solver.problem.problem import F, Problem

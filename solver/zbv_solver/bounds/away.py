@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.bounds.differing import MicrobatchPaths
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE
 from zbv_solver.problem.problem import F, I, Problem
 

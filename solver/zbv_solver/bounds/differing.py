@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.bounds.quick import preemptive_bound
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.problem.problem import Problem
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from zbv_solver.bounds.away import UNITS, in_units, least_held, memory_of_cells
 from zbv_solver.bounds.away_prices import sets
 from zbv_solver.bounds.differing import MicrobatchPaths
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 from zbv_solver.problem.problem import F, Problem
 

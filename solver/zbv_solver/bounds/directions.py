@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import BoolArray, FloatArray, IntArray, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING, MEMORY_TOLERANCE, OPTIMAL_GAP, integer_scale
 from zbv_solver.problem.problem import B, F, I, Problem, W
 

@@ -23,7 +23,7 @@ from zbv_solver.bounds.directions import (
     directions,
 )
 from zbv_solver.bounds.states import EMPTY, Route, grow, least_shift
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 from zbv_solver.problem.numeric import integer_scale
 from zbv_solver.problem.problem import Problem

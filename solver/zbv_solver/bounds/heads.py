@@ -38,8 +38,7 @@ from zbv_solver.bounds.directions import (
     Direction,
     knapsack,
 )
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 

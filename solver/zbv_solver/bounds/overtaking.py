@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from zbv_solver.bounds.differing import MicrobatchPaths
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 from zbv_solver.problem.problem import Problem
 

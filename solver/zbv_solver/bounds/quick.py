@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.problem.problem import Problem
 
 

@@ -33,8 +33,7 @@ from zbv_solver.bounds.directions import (
 )
 from zbv_solver.bounds.heads import CELL_END, sweep
 from zbv_solver.bounds.quick import preemptive_bound
-from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.kernels.jit import ZERO, FloatArray, IntArray, compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 

@@ -12,8 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_inline, compiled_leaf
+from zbv_solver.kernels.jit import (
+    ZERO,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    compiled,
+    compiled_inline,
+    compiled_leaf,
+)
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
 
 EMPTY = -1

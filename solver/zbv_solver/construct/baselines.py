@@ -34,7 +34,7 @@ from zbv_solver.construct.classical import (
 from zbv_solver.construct.rules import practice_order
 from zbv_solver.construct.tables import sizes
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import AUTO_CHUNKS, uncut
 from zbv_solver.problem.numeric import SEARCH_MEMORY

@@ -15,8 +15,7 @@ import numpy as np
 
 from zbv_solver.construct.rules import Rule
 from zbv_solver.construct.tables import Tables
-from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_inline, compiled_leaf
+from zbv_solver.kernels.jit import ZERO, FloatArray, IntArray, compiled, compiled_inline, compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem, W
 from zbv_solver.timing.start_times import earliest_start_values

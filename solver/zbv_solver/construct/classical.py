@@ -17,8 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.kernels.arrays import IntArray
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import IntArray, compiled
 from zbv_solver.problem.problem import B, F, I, W
 
 Rows = NDArray[np.int32]

@@ -33,8 +33,7 @@ from zbv_solver.construct.board import (
 )
 from zbv_solver.construct.rules import Rule, portfolio, simple_rule
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables
-from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
+from zbv_solver.kernels.jit import ZERO, BoolArray, FloatArray, IntArray, compiled_inline, compiled_leaf
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, W
 

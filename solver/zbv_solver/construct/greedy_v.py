@@ -31,8 +31,7 @@ from zbv_solver.construct.board import (
 )
 from zbv_solver.construct.rules import PEAKS, mountain
 from zbv_solver.construct.tables import Tables, fuse_options, make_tables, sizes
-from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.kernels.jit import ZERO, BoolArray, FloatArray, IntArray, compiled, compiled_leaf
 from zbv_solver.problem.problem import B, F, I, Problem
 
 MAX_RERUNS = 8

@@ -16,8 +16,7 @@ import numpy as np
 
 from zbv_solver.construct.board import BACK, FRONT, NOTHING
 from zbv_solver.construct.tables import Tables, make_tables
-from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import ZERO, BoolArray, FloatArray, IntArray, compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem, W
 from zbv_solver.timing.start_times import earliest_times

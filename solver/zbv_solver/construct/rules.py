@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.construct.tables import memory_for_activations, sizes
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import F, I, Problem
 

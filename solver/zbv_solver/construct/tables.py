@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.bounds.directions import is_cheaper_fused
-from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import BoolArray, FloatArray, IntArray, compiled_leaf
 from zbv_solver.problem.numeric import SEARCH_MEMORY
 from zbv_solver.problem.problem import B, F, I, Problem, W
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.palette import KIND_FILLS, PALETTE_SHADES, rgb
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, F, Problem
 

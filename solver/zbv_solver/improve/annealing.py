@@ -35,8 +35,7 @@ from zbv_solver.improve.order_state import (
     sum_memory,
     sweep_ends,
 )
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled_leaf
 from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.numeric import OPTIMAL_GAP, ROUNDING
 from zbv_solver.problem.problem import Problem

@@ -27,12 +27,11 @@ from itertools import pairwise, product
 import numpy as np
 from ortools.sat.python import cp_model
 
-from zbv_solver.kernels.arrays import IntArray
+from zbv_solver.kernels.jit import IntArray
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.arrays import ProblemArrays
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, OPTIMAL_GAP, STEP_ROUNDING, integer_scale
 from zbv_solver.problem.problem import B, F, I, Problem, W
-from zbv_solver.problem.stages import Costs
+from zbv_solver.problem.stages import Costs, ProblemArrays
 from zbv_solver.timing.start_times import earliest_times, span_start_times
 
 Action = tuple[int, int, int]

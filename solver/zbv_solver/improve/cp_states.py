@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import BoolArray, FloatArray, IntArray
+from zbv_solver.kernels.jit import BoolArray, FloatArray, IntArray
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE
 from zbv_solver.problem.problem import B, F, I, Problem, W
 

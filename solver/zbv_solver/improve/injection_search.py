@@ -21,8 +21,7 @@ from zbv_solver.construct.dispatch import Candidates, ListScheduler, dispatch
 from zbv_solver.construct.rules import PEAKS, Rule, injection, mountain, no_delay
 from zbv_solver.construct.tables import Tables, fuse_options, mean_duration, sizes, swap
 from zbv_solver.improve.annealing import anneal
-from zbv_solver.kernels.arrays import ZERO, BoolArray, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.kernels.jit import ZERO, BoolArray, FloatArray, IntArray, compiled, compiled_leaf
 from zbv_solver.problem.problem import B, I, Problem, W
 
 SHARES_OF_OWN = (1.0, 0.3, 0.0, 0.6)

@@ -14,8 +14,7 @@ import numpy as np
 from zbv_solver.construct.tables import Tables
 from zbv_solver.improve.order_repair import Queue
 from zbv_solver.improve.order_state import State, duration_at
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled_leaf
 from zbv_solver.problem.problem import F
 
 REACH = 12

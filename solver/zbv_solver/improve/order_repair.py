@@ -28,8 +28,7 @@ from zbv_solver.improve.order_state import (
     sweep_ends,
     sweep_tails,
 )
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_leaf
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
 BUCKETS = 2

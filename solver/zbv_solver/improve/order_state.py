@@ -18,8 +18,7 @@ import numpy as np
 
 from zbv_solver.construct.board import from_orders
 from zbv_solver.construct.tables import Tables
-from zbv_solver.kernels.arrays import ZERO, FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_inline, compiled_leaf
+from zbv_solver.kernels.jit import ZERO, FloatArray, IntArray, compiled_inline, compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem

@@ -29,7 +29,7 @@ from zbv_solver.construct.rules import (
     no_delay,
 )
 from zbv_solver.construct.tables import fuse_options, memory_for_activations, sizes
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.problem import Problem
 
 PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])

@@ -17,7 +17,7 @@ import numpy as np
 from zbv_solver.construct.board import Attempt, from_orders
 from zbv_solver.construct.rules import Rule, changed
 from zbv_solver.improve.parameter_search import ENTRIES, FINE, RuleClimber
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import earliest_times

@@ -6,6 +6,7 @@ kernels is deleted before any is loaded.
 
 A kernel is compiled again for every combination of argument types, and Numba gives a literal such as 0 a
 separate type. Kernels therefore pass variables or NumPy integers to each other, never literal integers.
+They take arrays of floats and of integers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[Any]
+"""Integers of any width; a kernel's docstring states the width where it matters."""
+BoolArray = NDArray[np.bool_]
+
+ZERO = cast(int, np.int64(0))
+"""0 as an argument of a kernel. Numba would compile the kernel a second time for a literal 0."""
 
 Kernel = TypeVar("Kernel", bound=Callable[..., object])
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import AtMost
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import MAX_ACTIONS
 from zbv_solver.problem.problem import F, Problem, W

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.measure.rank_trace import RankTrace, Samples, collect, grouped_medians, latencies
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.jitter import MAX_FACTOR, NO_SPREAD, Jitter, Spread

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.packing.step_costs import StepCosts
 
 Contents = tuple[int, ...]

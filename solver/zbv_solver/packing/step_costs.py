@@ -20,7 +20,7 @@ from math import ceil
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.problem.numeric import FEASIBLE_MEMORY, MEMORY_TOLERANCE, exceeds
 from zbv_solver.problem.problem import B, F, I, Problem, W
 

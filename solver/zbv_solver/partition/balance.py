@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import ZERO, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.kernels.jit import ZERO, IntArray, compiled, compiled_leaf
 from zbv_solver.partition.cut_space import EXCESS, LOAD, Boundaries, CutSpace, CutTables, ScoredCut
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.numeric import ROUNDING

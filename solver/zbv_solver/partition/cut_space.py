@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import CUT_MEMORY, MEMORY_TOLERANCE

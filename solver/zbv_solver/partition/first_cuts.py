@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, ScoredCut
 from zbv_solver.partition.settle import settled_cut

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Objective, Problem, W

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.partition.cut_space import CutTables
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import ROUNDING

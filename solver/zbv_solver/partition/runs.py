@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.partition.cut_space import Boundaries, CutSpace
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.problem.layer import Layer, Model

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled, compiled_leaf
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled, compiled_leaf
 from zbv_solver.partition.cut_space import EXCESS, LOAD, MOST_TRIED, Boundaries, CutSpace, CutTables
 from zbv_solver.problem.numeric import ROUNDING
 

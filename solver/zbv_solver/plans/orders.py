@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.arrays import BoolArray, IntArray
+from zbv_solver.kernels.jit import BoolArray, IntArray
 from zbv_solver.problem.numeric import MAX_CELLS
 from zbv_solver.problem.problem import LETTERS, B, F, I, W
 

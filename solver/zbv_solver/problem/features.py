@@ -8,10 +8,9 @@ from dataclasses import fields
 import numpy as np
 
 from zbv_solver.errors import Issue
-from zbv_solver.kernels.arrays import BoolArray, FloatArray
-from zbv_solver.problem.arrays import Kinds
+from zbv_solver.kernels.jit import BoolArray, FloatArray
 from zbv_solver.problem.numeric import MAX_NUMBER, MEMORY_TOLERANCE, MIN_NUMBER, broken_rule
-from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory
+from zbv_solver.problem.stages import Costs, Deltas, Feature, Kinds, Memory
 
 FIXED = "fixed"
 """The name, in a document, of the part that does not depend on the microbatch."""

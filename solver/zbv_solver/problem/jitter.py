@@ -26,7 +26,7 @@ from zbv_solver.documents.fields import AtMost, Document, Number
 from zbv_solver.documents.files import number
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.problem.numeric import MAX_PP_DEGREE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 

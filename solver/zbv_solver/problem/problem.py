@@ -17,7 +17,6 @@ from pydantic import Field
 
 from zbv_solver.documents.fields import Record
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
-from zbv_solver.problem.arrays import ProblemArrays
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.features import feature_rules
 from zbv_solver.problem.numeric import (
@@ -31,7 +30,7 @@ from zbv_solver.problem.numeric import (
     delta_rule,
     exceeds,
 )
-from zbv_solver.problem.stages import PLACEMENT_KINDS, Costs, Feature, Memory, Placement
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Costs, Feature, Memory, Placement, ProblemArrays
 
 Objective = Literal["span", "makespan"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)

@@ -30,7 +30,7 @@ from zbv_solver.construct.baselines import (
     without_limit,
 )
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, certify
 from zbv_solver.problem.cut import Cut, Link

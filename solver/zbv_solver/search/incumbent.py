@@ -20,7 +20,7 @@ from types import TracebackType
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import IntArray
+from zbv_solver.kernels.jit import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import certify, verdict
 from zbv_solver.problem.numeric import OPTIMAL_GAP

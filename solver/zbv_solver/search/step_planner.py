@@ -24,7 +24,7 @@ from zbv_solver.construct.tables import mean_duration, sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.annealing import anneal
 from zbv_solver.improve.parameter_search import RuleClimber
-from zbv_solver.kernels.arrays import IntArray
+from zbv_solver.kernels.jit import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem

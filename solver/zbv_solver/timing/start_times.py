@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.kernels.arrays import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, objective_value

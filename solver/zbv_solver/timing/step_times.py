@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.jitter import Draws, Jitter, action_rows, draw
 from zbv_solver.problem.problem import F, Problem

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 
 
 @compiled

@@ -13,8 +13,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import can_compile, compiled_where_possible
+from zbv_solver.kernels.jit import FloatArray, IntArray, can_compile, compiled_where_possible
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
 

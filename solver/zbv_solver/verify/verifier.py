@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.kernels.arrays import FloatArray, IntArray
-from zbv_solver.kernels.jit import compiled_where_possible
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled_where_possible
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC

@@ -18,7 +18,7 @@ from zbv_solver.bounds.differing import MicrobatchPaths
 from zbv_solver.bounds.differing_ramps import Ramps
 from zbv_solver.bounds.overtaking import passing_of_ranks
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.kernels.arrays import FloatArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.options import SearchOptions

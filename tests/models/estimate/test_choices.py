@@ -1,4 +1,4 @@
-"""What each choice of a model adds to a part: parameters, and per token operations, traffic and memory."""
+"""What a choice of a model, or more devices, add to a part: parameters, and per token all other sizes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,66 @@ LATENT = llama(
     **{"qk_rope_head_dim": 32, "v_head_dim": 48, "window": 256},
 )
 INDEXER = {"index_heads": 4, "index_dim": 32}
+GIVEN = {"parameters": 1000, "flops": 2000.0, "core_flops": 300.0, "memory_traffic": 50.0,
+         "after_forward": 9000.0, "after_input": 700.0}  # fmt: skip
+
+
+DOWN, UP, QUERIES = 512 + 128 + 32, 16 * (64 + 48), 16 * (64 + 32)
+"""Widths of LATENT's projections down and up, and of its queries."""
+SP = {"tensor": 4, "sequence_parallel": True}
+NODES = {"expert": 8, "expert_in_node": 2, "data": 8}
 
 
 def sizes_of(model: Transformer, name: str, **degrees: Any) -> dict[str, float]:
     part = parts(model, **degrees)[name]
     per_token = {
         "workspace": part.workspace,
-        "sent": sum(each.sent.forward for each in part.exchanges),
-        "sent_back": sum(each.sent.backward_input for each in part.exchanges),
         "flops": part.flops.forward,
+        "flops_back": part.flops.backward_input,
         "weight_flops": part.flops.backward_weight,
         "moved": part.moved.forward + part.streamed.forward,
         "moved_back": part.moved.backward_input + part.streamed.backward_input,
         "after_forward": part.after_forward,
         "after_input": part.after_input,
+        "in_node": sum(each.sent.forward for each in part.exchanges if each.group == "expert_in_node"),
+        "rows": sum(product.rows for product in part.products),
     }
-    return {"parameters": part.parameters.total} | {
-        key: size / model.tokens for key, size in per_token.items()
-    }
+    for key, action in (("", "forward"), ("_back", "backward_input"), ("_weight", "backward_weight")):
+        per_token[f"sent{key}"] = sum(getattr(each.sent, action) for each in part.exchanges)
+        per_token[f"calls{key}"] = model.tokens * sum(getattr(each.calls, action) for each in part.exchanges)
+    count = part.parameters
+    whole = {"parameters": count.total, "replicated": count.replicated, "chosen": count.chosen}
+    return whole | {key: size / model.tokens for key, size in per_token.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "sizes"),
+    [
+        # DeepSeek-V2, §2.1: matrices down, up and back, a norm of each latent vector. It keeps the stream, its
+        # norm, latent vectors twice, queries, keys, values and output. I has three products as wide as keys.
+        (but(LATENT, window=None), "attention", {
+            "parameters": 2048 * DOWN + 512 * QUERIES + 128 * UP + 16 * 48 * 2048 + 2048 + 512 + 128,
+            "replicated": 2048 * DOWN + 2048 + 512 + 128,
+            "weight_flops": 2 * (MATRICES := 2048 * (DOWN + 768) + 512 * QUERIES + 128 * UP),
+            "flops": 2 * MATRICES + 2048 * 16 * 2 * (96 + 48),
+            "flops_back": 2 * MATRICES + 2048 * 16 * 2 * (3 * 96 + 2 * 48),
+            "after_forward": 2 * (2 * 2048 + 2 * 640 + 2 * QUERIES + 2 * 768) + 3 * 4 + 4 * 16,
+            "after_input": 2 * (2048 + 640 + 32 + 128 + UP + 512 + QUERIES + 16 * 48 + 2048)}),
+        # Norm and statistic, the router's input, probabilities and map, and tensors of routed tokens.
+        (SPARSE, "experts", {
+            "after_forward": 2 * H + 4 + 2 * H + 4 * 16 + 16 + 4 * (2 * H + 2 * 2 * F + 2 * F),
+            "after_input": 2 * H + 4 * 16 + 4 * (2 * H + 2 * F + 2 * 2 * F + 2 * H),
+            "chosen": 4 * 3 * H * F, "sent": 0}),
+        (llama(layers=1, pattern="M", state_space=GIVEN), "state-space", {
+            "parameters": 1000, "flops": 2300, "flops_back": 2600, "weight_flops": 2000, "moved": 50,
+            "moved_back": 100, "after_forward": 9000, "after_input": 700}),
+    ],
+)  # fmt: skip
+def test_a_part_has_the_sizes_of_its_tensors(
+    model: Transformer, name: str, sizes: dict[str, float]
+) -> None:
+    found = sizes_of(model, name)
+    assert {key: found[key] for key in sizes} == pytest.approx(sizes)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +149,44 @@ def test_a_choice_adds_what_it_needs(
     [
         # The stream stays whole.
         (LLAMA, "attention", {}, {"tensor": 4}, {"after_forward": -3 / 4 * (4 * (4096 + 1024) + 4 * 32)}),
+        # Every device projects down: all tokens, or with sequence parallelism its own. Then latent vectors
+        # are gathered instead of the stream, and again before W; otherwise their gradients are summed.
+        (LATENT, "attention", {}, SP, {
+            "parameters": 0, "weight_flops": -3 / 4 * 2 * (2048 * (DOWN + 768) + 512 * QUERIES + 128 * UP),
+            "sent": 3 / 4 * 2 * (DOWN + 2048), "sent_back": 3 / 4 * 2 * (DOWN + 2048),
+            "sent_weight": 3 / 4 * 2 * DOWN, "calls": 2, "calls_back": 2, "calls_weight": 1}),
+        (LATENT, "attention", {}, {"tensor": 4}, {
+            "weight_flops": -3 / 4 * 2 * (2048 * 768 + 512 * QUERIES + 128 * UP),
+            "sent": 3 / 4 * 2 * 2 * 2048, "sent_back": 3 / 4 * 2 * 2 * DOWN, "calls": 1, "calls_back": 1}),
         # Latent keys are those of all heads, so every device of a group sends them.
         (but(LATENT, **INDEXER), "attention", {"context": 2}, {"tensor": 4}, {
             "sent": 2 * 3 / 4 * 4096 / 2}),
+        # Early and late pieces make equal work. A device sends its quarter of keys and values to three
+        # others, and in I with gradients: around a ring, or gathered at once.
+        *((LLAMA, "attention", {}, {"context": 4, "gathers_context": gathers}, {
+            "parameters": 0, "flops": -3 / 4 * (2 * 4096 * (4096 + 6144) + 2 * 4096 * 4096),
+            "after_forward": -3 / 4 * (2 * (4 * 4096 + 2 * 1024) + 4 + 4 * 32), "sent": 3 / 4 * 2 * 2048,
+            "sent_back": 3 / 2 * 2 * 2048, "sent_weight": 0, "calls": calls, "calls_back": calls_back})
+          for gathers, calls, calls_back in ((False, 3, 3), (True, 1, 2))),
         # A ring holds two pieces of keys and values with their gradients, and an all-gather all four.
         (LLAMA, "attention", {"context": 4}, {"gathers_context": True}, {"workspace": 2 * 2 * 1024}),
-        # Tokens are copied once more after they arrive, and before they return.
-        (SPARSE, "experts", {"data": 4}, {"expert": 4}, {"moved": 2 * 2 * 2 * 4 * H}),
+        # Tokens are copied once more after they arrive, and before they return. k copies of each are sent to
+        # the 3 of 4 devices with other experts, and back, in F and in I.
+        (SPARSE, "experts", {"data": 4}, {"expert": 4}, {
+            "moved": 2 * 2 * 2 * 4 * H, "flops": 0, "rows": 2 * 4 / 16 * (4 - 1), "sent": 2 * 2 * 4 * H * 3 / 4,
+            "sent_back": 2 * 2 * 4 * H * 3 / 4, "sent_weight": 0, "calls": 2, "calls_back": 2}),
+        (SPARSE, "experts", {"data": 16}, {"expert": 16}, {"moved": 0}),  # one expert each is not sorted
+        (but(SPARSE, expert_hidden=H // 4), "experts", {"data": 4}, {"expert": 4}, {
+            "sent": 2 * 2 * 4 * H / 4 * 3 / 4}),
+        (SPARSE, "experts", {"expert": 4, "data": 4}, {"tensor": 2, "sequence_parallel": True}, {
+            "sent": -2 * 2 * 4 * H * 3 / 4 / 2}),
+        # Four nodes of two devices: a token with four experts is on 4 (1 - (3/4)⁴) of them, to each of which it
+        # is sent once, and copied there; or on one of them at most; or all devices are on one node.
+        (SPARSE, "experts", {}, NODES, {
+            "sent": 2 * 2 * H * (4 * (1 - 0.75**4) * 3 / 4 + 4 / 2), "in_node": 2 * 2 * H * 4 / 2}),
+        (but(SPARSE, expert_nodes=1), "experts", {}, NODES, {"sent": 2 * 2 * H * (3 / 4 + 4 / 2)}),
+        (SPARSE, "experts", {}, {**NODES, "expert_in_node": 8}, {
+            "sent": 2 * 2 * 4 * H * 7 / 8, "in_node": 2 * 2 * 4 * H * 7 / 8}),
         # torchtitan's gate and first matrix are apart, so each computes a gradient of the stream.
         (llama(ffn=2048), "mlp", {"tensor": 2, "sequence_parallel": True}, {"keeps_gathered": True}, {
             "workspace": 2 * (8192 + 2048) - (8192 + 3 * 2048), "after_forward": 8192 / 2}),

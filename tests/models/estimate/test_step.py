@@ -1,16 +1,96 @@
-"""What a layer costs per step: volumes of ZeRO, and the optimizer's memory traffic."""
+"""What training keeps per parameter, and what a layer costs per step: ZeRO, optimizers, tables."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from support.estimates import but, estimate_config, llama
-from zbv_models.estimate.config import EstimateConfig, estimate_layers
+from hypothesis import given
+from hypothesis import strategies as st
+from support.estimates import but, estimate_config, llama, parts
+from zbv_models.estimate.config import PRECISIONS, EstimateConfig, Precision, estimate_layers
 from zbv_models.estimate.config import estimate_config as estimate
 from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.states import OPTIMIZER_STATES, StateBytes, StaticBytes, by_zero
 
 DATA = {"data_parallel_bandwidth": 20.0, "data_parallel_latency": 3.0}
+
+
+def held(
+    precision: Precision, optimizer: str = "adam", count: int = 1, stage: int = 0, replicas: int = 1
+) -> StaticBytes:
+    state = StateBytes(**precision.model_dump(), optimizer=optimizer)
+    return by_zero(state, stage).of(count, replicas)
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_on_7_5_billion_parameters_and_64_replicas(stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, figure 1."""
+    kept = held(PRECISIONS["mixed"], "adam", 7_500_000_000, stage, 64)
+    assert kept.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "per_parameter"),
+    [
+        ("mixed", "adam", (2, 2, 12)),
+        ("mixed-fp32-gradients", "adam", (2, 4, 12)),
+        ("bf16-states", "adam", (2, 4, 8)),
+        ("fp8-states", "adam", (2, 4, 6)),
+        ("single", "adam", (4, 4, 8)),
+        ("half", "adam", (2, 2, 4)),
+        ("mixed", "muon", (2, 2, 8)),
+        ("mixed", "lion", (2, 2, 8)),
+        ("mixed", "sgd", (2, 2, 4)),
+        ("single", "sgd", (4, 4, 0)),
+    ],
+)
+def test_bytes_per_parameter(precision: str, optimizer: str, per_parameter: tuple[int, int, int]) -> None:
+    assert held(PRECISIONS[precision], optimizer) == StaticBytes(*per_parameter)
+
+
+@given(
+    parameters=st.integers(0, 10**12),
+    replicas=st.integers(1, 1000),
+    optimizer=st.sampled_from(sorted(OPTIMIZER_STATES)),
+    sizes=st.tuples(*[st.integers(0, 8)] * 4),
+)
+def test_every_stage_of_zero_holds_at_most_as_much_as_the_previous_one(
+    parameters: int, replicas: int, optimizer: str, sizes: tuple[int, int, int, int]
+) -> None:
+    precision = Precision(parameters=sizes[0], gradients=sizes[1], master=sizes[2], state=sizes[3])
+    totals = [held(precision, optimizer, parameters, stage, replicas).total for stage in range(4)]
+    assert totals == pytest.approx(sorted(totals, reverse=True))
+    assert totals[3] == pytest.approx(totals[0] / replicas)
+
+
+def test_muon_leaves_the_tables_to_adam() -> None:
+    """Megatron-LM, ``_is_nonlinear_or_embedding``: matrices of blocks have one state, tables two."""
+    adam, muon = (
+        estimate_layers(estimate_config(llama(layers=2), optimizer=name, zero_stage=1, data_parallel=4))
+        for name in ("adam", "muon")
+    )
+    assert muon[0] == adam[0]
+    less = [first.static.optimizer - then.static.optimizer for first, then in zip(adam, muon, strict=True)]
+    assert less[1] == pytest.approx(4 * adam[1].parameters / 4, abs=4)
+    assert less[2] == 4 * 4096 / 4  # the norm
+    assert muon[1].step.optimizer < adam[1].step.optimizer
+
+
+def test_replicas_of_experts_share_their_optimizer() -> None:
+    """Eight replicas with eight-way expert parallelism have no copies of experts, so ZeRO saves nothing."""
+    h, f, e = 1024, 512, 16
+    model = llama(hidden=h, heads=8, experts=e, experts_per_token=4, expert_ffn=f)
+    dense = parts(model)["attention"].parameters.total + parts(model)["experts"].parameters.replicated
+
+    def optimizer(replicas: int, stage: int) -> float:
+        parallel = {"data_parallel": replicas, "expert_parallel": 8, "zero_stage": stage}
+        return estimate_layers(estimate_config(model, **parallel))[1].static.optimizer
+
+    of_experts = 12 * (e // 8) * 3 * h * f
+    assert optimizer(8, 0) == 12 * dense + of_experts
+    assert optimizer(8, 1) == pytest.approx(12 * dense / 8 + of_experts, abs=2)
+    assert optimizer(16, 1) == pytest.approx(12 * dense / 16 + of_experts / 2, abs=2)
 
 
 def config(stage: int, **changes: Any) -> EstimateConfig:
@@ -20,8 +100,14 @@ def config(stage: int, **changes: Any) -> EstimateConfig:
     return but(made, device=but(made.device, **DATA))
 
 
-def block(stage: int, **changes: Any) -> LayerEstimate:
-    return estimate_layers(config(stage, **changes))[1]
+def block(stage: int, device: dict[str, float] | None = None, **changes: Any) -> LayerEstimate:
+    made = config(stage, **changes)
+    return estimate_layers(but(made, device=but(made.device, **(device or {}))))[1]
+
+
+COUNT = block(0).parameters
+SHARE = 2 * COUNT * 3 / 4
+"""Bytes of gradients or parameters that a device sends once."""
 
 
 def time(size: float, calls: int = 2) -> float:
@@ -29,88 +115,75 @@ def time(size: float, calls: int = 2) -> float:
     return size / 20e9 * 1e6 + calls * 3
 
 
-def test_an_all_reduce_sends_gradients_twice_and_zero_sends_them_once() -> None:
-    """Rajbhandari et al. 2020, §7: the volume is the same, 2 Ψ."""
-    share = 2 * block(0).parameters * 3 / 4
-    assert block(0).step.gradient_reduction == pytest.approx(time(2 * share))
-    assert block(0).step.parameter_gathering == 0
-    assert block(1).step.gradient_reduction == pytest.approx(time(share))
-    assert block(1).step.parameter_gathering == pytest.approx(time(share))
-
-
-def test_shared_gradients_are_reduced_in_every_w() -> None:
-    """Compute hides none here, because the overlap is 0."""
-    share = 2 * block(1).parameters * 3 / 4
-    before, after = block(1).plain.times, block(2).plain.times
-    assert after.backward_weight - before.backward_weight == pytest.approx(time(share))
-    assert after.forward == before.forward
-    assert block(2).step.gradient_reduction == 0
-    assert block(2).step.parameter_gathering == pytest.approx(time(share))
-
-
-def test_shared_parameters_are_gathered_in_every_f_and_i() -> None:
-    """Rajbhandari et al. 2020, §7: 3 Ψ."""
-    share = 2 * block(1).parameters * 3 / 4
-    before, after = block(1).plain.times, block(3).plain.times
-    for action in ("forward", "backward_input", "backward_weight"):
-        assert getattr(after, action) - getattr(before, action) == pytest.approx(time(share))
-    assert block(3).step.gradient_reduction == block(3).step.parameter_gathering == 0
+@pytest.mark.parametrize(
+    ("stage", "reduction", "gathering", "forward", "weight"),
+    [
+        (0, 2 * SHARE, 0, 0, 0),  # an all-reduce sends gradients twice
+        (1, SHARE, SHARE, 0, 0),
+        (2, 0, SHARE, 0, SHARE),  # shared gradients are reduced in every W
+        (3, 0, 0, SHARE, SHARE),  # shared parameters are gathered in every F and I: 3 Ψ
+    ],
+)
+def test_replicas_exchange_the_volumes_of_zero(
+    stage: int, reduction: float, gathering: float, forward: float, weight: float
+) -> None:
+    """Rajbhandari et al. 2020, §7; compute hides none here, because the overlap is 0."""
+    layer = block(stage)
+    found = [layer.step.gradient_reduction, layer.step.parameter_gathering]
+    longer = layer.plain.times + block(0).plain.times.scaled(-1)
+    found += [longer.forward, longer.backward_input, longer.backward_weight]
+    expected = [time(size) if size else 0 for size in (reduction, gathering, forward, forward, weight)]
+    assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_an_action_holds_what_it_gathers() -> None:
     """A whole block is gathered at once, or half of it: of the MLP, 3 · 4096 · 16384 and a norm."""
-    assert block(3).plain.workspace == block(1).plain.workspace + 2 * block(1).parameters
+    assert block(3).plain.workspace == block(1).plain.workspace + 2 * COUNT
     halves = [estimate_layers(config(stage, granularity="half"))[2].plain.workspace for stage in (1, 3)]
     assert halves[1] == halves[0] + 2 * (3 * 4096 * 16384 + 4096)
 
 
 def test_compute_hides_at_most_its_own_time() -> None:
-    slow = config(3)
-    hidden = but(slow, device=but(slow.device, data_parallel_overlap=1.0, data_parallel_bandwidth=0.1))
-    found, alone = (estimate_layers(each)[1].plain.times.forward for each in (hidden, config(1)))
-    share = 2 * block(1).parameters * 3 / 4
-    assert found == pytest.approx(share / 0.1e9 * 1e6 + 2 * 3)
-    assert found > alone
-    fast = but(slow, device=but(slow.device, data_parallel_overlap=1.0))
-    assert estimate_layers(fast)[1].plain.times == block(1).plain.times
+    slow = block(3, {"data_parallel_overlap": 1.0, "data_parallel_bandwidth": 0.1})
+    assert slow.plain.times.forward == pytest.approx(SHARE / 0.1e9 * 1e6 + 2 * 3)
+    assert block(3, {"data_parallel_overlap": 1.0}).plain.times == block(1).plain.times
 
 
 @pytest.mark.parametrize(
-    ("precision", "per_parameter"),
+    ("stage", "precision", "per_parameter"),
     [
         # Gradients twice, master copy and two states both ways, parameters; gradients set to zero.
-        ("mixed", 2 * 2 + 2 * 12 + 2 + 2),
-        ("single", 2 * 4 + 2 * 8 + 2 * 4 + 4),
+        (0, "mixed", 2 * 2 + 2 * 12 + 2 + 2),
+        (0, "single", 2 * 4 + 2 * 8 + 2 * 4 + 4),
+        # ZeRO divides the update, but not the gradients that every replica holds.
+        (1, "mixed", (4 + 24 + 2) / 4 + 2),
+        (2, "mixed", (4 + 24 + 2 + 2) / 4),
     ],
 )
-def test_the_optimizer_reads_and_writes_its_states(precision: str, per_parameter: int) -> None:
-    found = block(0, precision=precision)
-    assert found.step.optimizer == pytest.approx(found.parameters * per_parameter / 1000e9 * 1e6)
-
-
-def test_the_optimizer_moves_large_tensors() -> None:
-    made = config(0)
-    faster = but(made, device=but(made.device, product_bandwidth=4000.0))
-    assert estimate_layers(faster)[1].step.optimizer == pytest.approx(block(0).step.optimizer / 4)
-    assert estimate_layers(faster)[1].plain == block(0).plain
-
-
-def test_zero_divides_the_update_but_not_the_gradients_that_every_replica_holds() -> None:
-    count = block(0).parameters
-    assert block(1).step.optimizer == pytest.approx(count * ((4 + 24 + 2) / 4 + 2) / 1e6)
-    assert block(2).step.optimizer == pytest.approx(count * (4 + 24 + 2 + 2) / 4 / 1e6)
+def test_the_optimizer_reads_and_writes_its_states(stage: int, precision: str, per_parameter: float) -> None:
+    expected = COUNT * per_parameter / 1000e9 * 1e6
+    assert block(stage, precision=precision).step.optimizer == pytest.approx(expected)
+    faster = block(stage, {"product_bandwidth": 4000.0}, precision=precision)
+    assert faster.step.optimizer == pytest.approx(expected / 4)
+    assert faster.plain == block(stage, precision=precision).plain
 
 
 def test_devices_of_a_sequence_are_replicas_too() -> None:
     shared = block(1, data_parallel=2, context_parallel=2)
-    assert shared.static == block(1).static
-    assert shared.step == block(1).step
+    assert (shared.static, shared.step) == (block(1).static, block(1).step)
 
 
-def test_two_copies_of_a_table_are_summed_over_the_pipeline() -> None:
-    tied = estimate_config(llama(tied_embeddings=True), placement="loop", chunks=2)
-    assert estimate(tied).table_reduction == pytest.approx(4 * 32000 * 4096 / 50e9 * 1e6 + 7)
-    predicting = estimate_config(llama(prediction_layers=1), placement="loop", chunks=2)
-    assert estimate(predicting).table_reduction == estimate(tied).table_reduction
-    assert estimate(estimate_config(llama(tied_embeddings=True))).table_reduction == 0
-    assert estimate(estimate_config(llama())).table_reduction == 0
+@pytest.mark.parametrize(
+    ("model", "parallel", "copies"),
+    [
+        ({"tied_embeddings": True}, {"placement": "loop", "chunks": 2}, True),
+        ({"prediction_layers": 1}, {"placement": "loop", "chunks": 2}, True),
+        ({"tied_embeddings": True}, {}, False),  # the ends of a V are on one rank
+        ({}, {}, False),
+    ],
+)
+def test_two_copies_of_a_table_are_summed_over_the_pipeline(
+    model: dict[str, Any], parallel: dict[str, Any], copies: bool
+) -> None:
+    expected = 4 * 32000 * 4096 / 50e9 * 1e6 + 7 if copies else 0
+    assert estimate(estimate_config(llama(**model), **parallel)).table_reduction == pytest.approx(expected)

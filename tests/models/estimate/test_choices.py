@@ -54,8 +54,9 @@ def sizes_of(model: Transformer, name: str, **degrees: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("model", "name", "sizes"),
     [
-        # DeepSeek-V2, §2.1: matrices down, up and back, a norm of each latent vector. It keeps the stream, its
-        # norm, latent vectors twice, queries, keys, values and output. I has three products as wide as keys.
+        # DeepSeek-V2, §2.1: matrices down, up and back, a norm of each latent vector. It keeps the stream,
+        # its norm, latent vectors twice, queries, keys, values and output. I has three products as wide as
+        # keys.
         (but(LATENT, window=None), "attention", {
             "parameters": 2048 * DOWN + 512 * QUERIES + 128 * UP + 16 * 48 * 2048 + 2048 + 512 + 128,
             "replicated": 2048 * DOWN + 2048 + 512 + 128,
@@ -74,9 +75,7 @@ def sizes_of(model: Transformer, name: str, **degrees: Any) -> dict[str, float]:
             "moved_back": 100, "after_forward": 9000, "after_input": 700}),
     ],
 )  # fmt: skip
-def test_a_part_has_the_sizes_of_its_tensors(
-    model: Transformer, name: str, sizes: dict[str, float]
-) -> None:
+def test_a_part_has_the_sizes_of_its_tensors(model: Transformer, name: str, sizes: dict[str, float]) -> None:
     found = sizes_of(model, name)
     assert {key: found[key] for key in sizes} == pytest.approx(sizes)
 
@@ -173,15 +172,16 @@ def test_a_choice_adds_what_it_needs(
         # Tokens are copied once more after they arrive, and before they return. k copies of each are sent to
         # the 3 of 4 devices with other experts, and back, in F and in I.
         (SPARSE, "experts", {"data": 4}, {"expert": 4}, {
-            "moved": 2 * 2 * 2 * 4 * H, "flops": 0, "rows": 2 * 4 / 16 * (4 - 1), "sent": 2 * 2 * 4 * H * 3 / 4,
+            "moved": 2 * 2 * 2 * 4 * H, "flops": 0, "rows": 2 * 4 / 16 * (4 - 1),
+            "sent": 2 * 2 * 4 * H * 3 / 4,
             "sent_back": 2 * 2 * 4 * H * 3 / 4, "sent_weight": 0, "calls": 2, "calls_back": 2}),
         (SPARSE, "experts", {"data": 16}, {"expert": 16}, {"moved": 0}),  # one expert each is not sorted
         (but(SPARSE, expert_hidden=H // 4), "experts", {"data": 4}, {"expert": 4}, {
             "sent": 2 * 2 * 4 * H / 4 * 3 / 4}),
         (SPARSE, "experts", {"expert": 4, "data": 4}, {"tensor": 2, "sequence_parallel": True}, {
             "sent": -2 * 2 * 4 * H * 3 / 4 / 2}),
-        # Four nodes of two devices: a token with four experts is on 4 (1 - (3/4)⁴) of them, to each of which it
-        # is sent once, and copied there; or on one of them at most; or all devices are on one node.
+        # Four nodes of two devices: a token with four experts is on 4 (1 - (3/4)⁴) of them, to each of which
+        # it is sent once, and copied there; or on one of them at most; or all devices are on one node.
         (SPARSE, "experts", {}, NODES, {
             "sent": 2 * 2 * H * (4 * (1 - 0.75**4) * 3 / 4 + 4 / 2), "in_node": 2 * 2 * H * 4 / 2}),
         (but(SPARSE, expert_nodes=1), "experts", {}, NODES, {"sent": 2 * 2 * H * (3 / 4 + 4 / 2)}),

@@ -17,7 +17,12 @@ from zbv_models.estimate.times import step_times
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
-EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64, "state_space": {"parameters": 1, "flops": 1}}
+EXPERTS = {
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn": 64,
+    "state_space": {"parameters": 1, "flops": 1},
+}
 VISION = {"hidden": 64, "layers": 3, "heads": 4, "patches": 16, "merged": 4, "images": 2, "bias": False}
 LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
 SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
@@ -139,7 +144,10 @@ def test_sequences_of_a_microbatch_are_an_argument(config: EstimateConfig) -> No
 def test_equal_neighbours_are_one_layer_with_copies(model: dict[str, Any], names: str) -> None:
     experts = EXPERTS if {"pattern", "state_space"} & set(model) else {}
     found = layers({**experts, **model})
-    assert " ".join(name + (f"*{layer.repeat}" if layer.repeat else "") for name, layer in found.items()) == names
+    assert (
+        " ".join(name + (f"*{layer.repeat}" if layer.repeat else "") for name, layer in found.items())
+        == names
+    )
 
 
 def test_halves_are_layers_of_every_copy() -> None:
@@ -174,7 +182,9 @@ def test_a_prediction_module_is_a_projection_and_layers() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("placement", ["v", "loop"])
-def test_a_tied_head_needs_a_copy_only_if_the_embedding_is_on_another_rank(tied: bool, placement: str) -> None:
+def test_a_tied_head_needs_a_copy_only_if_the_embedding_is_on_another_rank(
+    tied: bool, placement: str
+) -> None:
     """The first and the last stage of a V are on one rank."""
     head = layers({"tied_embeddings": tied}, placement=placement)["head"].parameters
     assert head == (0 if tied and placement == "v" else 32000 * 256) + 256
@@ -226,7 +236,7 @@ H, PATCHES = 64, 2 * 16
         # GLM-4.1V: the last matrix but one has a second one, and its activation reads both.
         ({"projector": [256, 512], "projector_gated": True}, "projector", {
             "parameters": 4 * H * 256 + 2 * 256 * 512 + 512 * 256 + 2 * H,
-            "after_forward": 2 * PATCHES * H + 8 * PATCHES + 2 * PATCHES * H + 8 * 2 * (256 + 1024 + 256 + 512),
+            "after_forward": 4 * PATCHES * H + 8 * PATCHES + 8 * 2 * (256 + 1024 + 256 + 512),
         }),
     ],
 )  # fmt: skip

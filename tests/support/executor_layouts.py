@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbv_models.layouts.cluster import Cluster, equal_cluster
+from zbv_models.layouts.cluster import Cluster, MixedCluster, equal_cluster
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
@@ -34,7 +34,7 @@ def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.
 
 
 def request_of(
-    model: dict[str, Any], cluster: Cluster, batch: int, executor: str = "zbv", **fixed: Any
+    model: dict[str, Any], cluster: Cluster | MixedCluster, batch: int, executor: str = "zbv", **fixed: Any
 ) -> Request:
     return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed), executor=executor)
 

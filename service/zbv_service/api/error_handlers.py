@@ -1,4 +1,4 @@
-"""Turns every error of the application into a error document (RFC 9457).
+"""Turns every error of the application into an error document (RFC 9457).
 
 This includes errors of the framework, such as unknown routes and wrong methods, and crashes.
 """

@@ -315,8 +315,8 @@ def _open_once(path: str) -> None:
 def _make_private(path: Path) -> None:
     """Make a database file and its ``-wal`` and ``-shm`` files private to this user.
 
-    New files are private from the start, because SQLite copies the permissions of the main file. This fixes
-    files that an earlier version created under the umask.
+    New files are private from the start, because SQLite copies the permissions of the main file. A file that
+    somebody copied here, such as a backup, may not be.
     """
     for suffix in ("", "-wal", "-shm", "-journal"):
         file = path.with_name(path.name + suffix)

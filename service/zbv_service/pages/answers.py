@@ -35,7 +35,7 @@ async def page(request: Request, template: str, status: int = 200, **values: Any
 
 
 def error_answer(document: Mapping[str, Any], request: Request, headers: Mapping[str, str]) -> HTMLResponse:
-    """A error document (RFC 9457) as a page."""
+    """An error document (RFC 9457) as a page."""
     shell = shell_of(request)
     again = f"{shell.path}?{request.url.query}" if request.url.query else shell.path
     values = _error_values(document, again if request.method == "GET" else None)
@@ -44,7 +44,7 @@ def error_answer(document: Mapping[str, Any], request: Request, headers: Mapping
 
 
 def _error_values(document: Mapping[str, Any], again: str | None) -> dict[str, Any]:
-    """The template's values for a error document (RFC 9457).
+    """The template's values for an error document (RFC 9457).
 
     Parameters
     ----------

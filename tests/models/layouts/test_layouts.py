@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice, pairwise, product
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_layouts_use_all_devices_and_the_batch_and_fixed_parts_only_restrict_the
 def test_families_have_every_layout_once_and_the_search_of_them_finds_the_same(is_mixed: bool) -> None:
     group = {"nodes": 1, "gpus_per_node": 2, "device": "h100", "memory": 12e9}
     groups = parse_cluster({"groups": [group, {**group, "device": "a100"}]})
-    request = request_of(EXPERTS, groups if is_mixed else cluster_of(1, 4, 12.0), 8, microbatch_size=1)  # type: ignore[arg-type]
+    request = request_of(EXPERTS, groups if is_mixed else cluster_of(1, 4, 12.0), 8, microbatch_size=1)
     families, layouts = list(request.families()), request.layouts
     assert list(chain.from_iterable(families)) == layouts
     assert sum(map(len, families)) == len(layouts) == len(set(layouts)) > 2 * len(families)
@@ -205,8 +206,8 @@ def test_points_and_sensitivity_end_with_the_search() -> None:
     ]
     assert len(found) < len(list(changes(request))), "it ended in the middle"
     for is_stopped in (False, True):
-        assert Ends(lambda: is_stopped)() is is_stopped  # noqa: B023
-        assert Ends(lambda: is_stopped, 1000.0)() is is_stopped  # noqa: B023
+        for seconds in (None, 1000.0):
+            assert Ends(partial(bool, is_stopped), seconds)() is is_stopped
     assert Ends(lambda: False, 0.0)()
 
 

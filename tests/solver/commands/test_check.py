@@ -48,7 +48,7 @@ def dumped(name: str, folder: Path, communication: bool) -> Path:
         for rank in made.pipeline_order:
             csv.writer(file).writerow(["" if a is None else a for a in made.pipeline_order[rank]])
     if communication:
-        runtime: Any = torch_schedules._PipelineScheduleRuntime(stages, 8, loss_fn=Mock())  # type: ignore
+        runtime: Any = torch_schedules._PipelineScheduleRuntime(stages, 8, loss_fn=Mock())  # type: ignore[no-untyped-call]
         runtime.stage_index_to_group_rank = dict(enumerate(placement.rank_of))
         runtime._load_csv(str(path))
         runtime._dump_csv(str(path))

@@ -223,7 +223,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         static=_per_rank(static, p),
         limit=None if memory.limit is None else _per_rank(memory.limit, p),
         placement=document.placement,
-        chunks=document.chunks,
+        chunks=(document.chunks or 2) if document.placement == "loop" else None,
         objective=document.objective,
         p2p=0.0 if costs.p2p is None or isinstance(costs.p2p, list) else costs.p2p,
         link=costs.link if isinstance(costs.link, Link) else None,

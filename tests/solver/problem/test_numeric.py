@@ -15,9 +15,9 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
     MEMORY_TOLERANCE,
-    are_numbers,
     broken_rule,
     clean_deltas,
+    first_broken,
     integer_scale,
 )
 from zbv_solver.problem.problem import Problem
@@ -71,9 +71,9 @@ def test_costs_in_the_search_s_unit_equal_the_caller_s_costs(problem: Problem) -
 
 @example([1.0, math.nan], False)
 @given(st.lists(st.floats() | st.integers(-3, 3).map(float), max_size=5), st.booleans())
-def test_numbers_are_valid_together_if_each_of_them_is(values: list[float], signed: bool) -> None:
-    is_wrong = any(broken_rule(value, signed) is not None for value in values)
-    assert are_numbers(values, signed) == (not is_wrong and 0.0 not in values)
+def test_the_first_number_that_breaks_a_rule(values: list[float], signed: bool) -> None:
+    rules = ((index, broken_rule(value, signed)) for index, value in enumerate(values))
+    assert first_broken(values, signed) == next((broken for broken in rules if broken[1]), None)
 
 
 @given(decades(1e-100, 1e15), st.floats(-1.5, 1.5))

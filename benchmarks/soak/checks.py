@@ -262,7 +262,7 @@ class _Layers(_Examination):
         """The balanced cut has the least largest load of all cuts; the bound of all cuts is not above it."""
         loads = [_load(cut) / problem.microbatches for cut in cuts]
         # Loads are differences of sums over all layers, which may be much larger, on any device.
-        sums = sum(max(_work(costs) for costs in layer.every_costs) for layer in problem.model.each)
+        sums = sum(max(_work(costs) for _, costs in layer.costs_by_pointer()) for layer in problem.model.each)
         least, room = min(loads), min(loads) * TOLERANCE + Fraction(sums) * ROUNDED_SUMS
         tables = CutTables.of(problem)
         self.require(

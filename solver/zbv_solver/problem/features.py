@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 
 import numpy as np
 
 from zbv_solver.errors import Issue
 from zbv_solver.kernels.jit import BoolArray, FloatArray
 from zbv_solver.problem.numeric import MAX_NUMBER, MEMORY_TOLERANCE, first_broken
-from zbv_solver.problem.stages import Costs, Deltas, Feature, Kinds, Memory
+from zbv_solver.problem.stages import Costs, Feature, Kinds, Memory
 
 FIXED = "fixed"
 """The name, in a document, of the part that does not depend on the microbatch."""
@@ -23,7 +22,7 @@ def feature_rules(
 ) -> Iterator[Issue]:
     """The broken rules of features, and of the costs of every microbatch; pointers are into the document."""
     issues = [*_shape_rules(features, microbatches, costs)]
-    yield from issues or _sum_rules(Kinds.of(microbatches, features), features, costs, memory)
+    yield from issues or _sum_rules(Kinds.of(microbatches, features), costs, memory)
 
 
 def _shape_rules(features: Sequence[Feature], microbatches: int, costs: Costs) -> Iterator[Issue]:
@@ -65,23 +64,15 @@ def _coefficient_rules(feature: Feature, costs: Costs) -> Iterator[Issue]:
             yield Issue(at, broken[1])
 
 
-def _sum_rules(kinds: Kinds, features: Sequence[Feature], costs: Costs, memory: Memory) -> Iterator[Issue]:
+def _sum_rules(kinds: Kinds, costs: Costs, memory: Memory) -> Iterator[Issue]:
     """The rules of what a microbatch costs in all."""
-    for part in fields(Costs):
-        fixed = getattr(costs, part.name)
-        if fixed is not None:
-            table = kinds.table(fixed, [getattr(each.costs, part.name) for each in features])
-            place = "boundary" if part.name == "p2p" else "stage"
-            yield from _wrong_sums(f"/costs/{part.name}", place, table, kinds, is_signed=False)
-    tables = {
-        part.name: kinds.table(
-            getattr(memory, part.name), [getattr(each.memory, part.name) for each in features]
-        )
-        for part in fields(Deltas)
-    }
-    for name, table in tables.items():
+    for name, table in kinds.tables("costs", costs).items():
+        place = "boundary" if name == "p2p" else "stage"
+        yield from _wrong_sums(f"/costs/{name}", place, table, kinds, is_signed=False)
+    deltas = kinds.tables("memory", memory)
+    for name, table in deltas.items():
         yield from _wrong_sums(f"/memory/{name}", "stage", table, kinds, is_signed=name != "forward")
-    yield from _wrong_deltas(tables, kinds)
+    yield from _wrong_deltas(deltas, kinds)
 
 
 def _wrong_sums(at: str, place: str, table: FloatArray, kinds: Kinds, is_signed: bool) -> Iterator[Issue]:

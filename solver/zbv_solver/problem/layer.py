@@ -86,6 +86,11 @@ class OnDevice:
     costs: LayerCosts
     recompute: LayerCosts | None = None
 
+    @property
+    def pointer(self) -> str:
+        """The JSON pointer of these costs in the layer."""
+        return f"/on/{self.device.replace('~', '~0').replace('/', '~1')}"
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -114,11 +119,16 @@ class Layer:
         own = next((each for each in self.on if each.device == device), self)
         return own.recompute if recomputed and own.recompute is not None else own.costs
 
-    @property
-    def every_costs(self) -> tuple[LayerCosts, ...]:
-        """All of its costs: plain and recomputed, everywhere and on every device."""
-        of_devices = [costs for each in self.on for costs in (each.costs, each.recompute)]
-        return tuple(costs for costs in (self.costs, self.recompute, *of_devices) if costs is not None)
+    def costs_by_pointer(self) -> Iterator[tuple[str, LayerCosts]]:
+        """All of its costs, plain and recomputed, everywhere and on every device, by their JSON pointers."""
+        everywhere: list[tuple[str, Layer | OnDevice]] = [
+            ("", self),
+            *((each.pointer, each) for each in self.on),
+        ]
+        for at, of in everywhere:
+            yield at, of.costs
+            if of.recompute is not None:
+                yield f"{at}/recompute", of.recompute
 
     def with_costs(self, change: Callable[[LayerCosts], LayerCosts]) -> Layer:
         """The layer with all of its costs changed: plain, recomputed, and on every device."""
@@ -262,16 +272,13 @@ def _layer_issues(layer: Layer) -> Iterator[Issue]:
     if layer.repeat is not None and layer.repeat < 1:
         yield Issue("/repeat", f"found {layer.repeat}; must be at least 1.")
     yield from _number_issues("", layer, ("parameters_bytes", "output_bytes"))
-    yield from _cost_issues("", layer.costs)
-    if layer.recompute is not None:
-        yield from _cost_issues("/recompute", layer.recompute)
+    for at, costs in layer.costs_by_pointer():
+        yield from _cost_issues(at, costs)
     for each in layer.on:
-        at = f"/on/{each.device.replace('~', '~0').replace('/', '~1')}"
-        yield from _cost_issues(at, each.costs)
-        if each.recompute is not None:
-            yield from _cost_issues(f"{at}/recompute", each.recompute)
         if (each.recompute is None) != (layer.recompute is None):
-            lacking, other = (at, "the layer") if each.recompute is None else ("", "the layer on a device")
+            lacking, other = (
+                (each.pointer, "the layer") if each.recompute is None else ("", "the layer on a device")
+            )
             detail = f"this key is absent, and {other} has it. Give recompute on every device, or on none."
             yield Issue(f"{lacking}/recompute", detail)
 

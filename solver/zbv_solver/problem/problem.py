@@ -142,25 +142,24 @@ class Problem:
         """The problem with other durations and latencies, by kind of microbatch; without layers."""
         if self.is_equal and self.features:
             return self.averaged().with_arrays(arrays)
-        costs = self.costs
         if self.is_equal:
-            forward, inputs, weights, fused = map(tuple, arrays.duration[:, :, 0].tolist())
-            backward = None if costs.backward is None else fused
-            costs = Costs(forward, inputs, weights, tuple(arrays.latency[:, 0].tolist()), backward)
-        return replace(
-            self, costs=costs, given_arrays=None if self.is_equal else arrays, features=(), model=None
-        )
+            return replace(self, costs=self._costs_of(arrays), given_arrays=None, model=None)
+        return replace(self, given_arrays=arrays, features=(), model=None)
+
+    def _costs_of(self, arrays: ProblemArrays) -> Costs:
+        """The costs of the first kind of microbatch."""
+        forward, inputs, weights, fused = map(tuple, arrays.duration[:, :, 0].tolist())
+        backward = None if self.costs.backward is None else fused
+        return Costs(forward, inputs, weights, tuple(arrays.latency[:, 0].tolist()), backward)
 
     def averaged(self, microbatches: int | None = None) -> Problem:
         """The problem with equal microbatches that cost the average, as many as there are or as given."""
         average = self.arrays.average()
-        forward, inputs, weights, fused = map(tuple, average.duration[:, :, 0].tolist())
-        latency = tuple(average.latency[:, 0].tolist())
         held, by_inputs, by_weights = map(tuple, average.delta[: W + 1, :, 0].tolist())
         return replace(
             self,
             microbatches=microbatches or self.microbatches,
-            costs=Costs(forward, inputs, weights, latency, None if self.costs.backward is None else fused),
+            costs=self._costs_of(average),
             memory=Memory(held, by_inputs, by_weights, self.memory.static, self.memory.limit),
             features=(),
             given_arrays=None,

@@ -19,7 +19,6 @@ from zbv_solver.problem.documents import (
     LayeredProblemDocument,
     LayerMemoryDocument,
     MemoryDocument,
-    OnDeviceDocument,
     ProblemDocument,
     RecomputeDocument,
 )
@@ -244,20 +243,18 @@ def _layer(document: LayerDocument) -> Layer:
         document.backward,
         _layer_memory(document.memory, document.parameters_bytes),
     )
+    on = (
+        (name, _changed(costs, each) or costs, each.recompute) for name, each in (document.on or {}).items()
+    )
     return Layer(
         document.name,
         costs,
-        None if document.recompute is None else _changed(costs, document.recompute),
+        _changed(costs, document.recompute),
         document.parameters_bytes,
         document.output_bytes,
         document.repeat,
-        tuple(_on_device(name, costs, change) for name, change in (document.on or {}).items()),
+        tuple(OnDevice(name, own, _changed(own, again)) for name, own, again in on),
     )
-
-
-def _on_device(name: str, plain: LayerCosts, change: OnDeviceDocument) -> OnDevice:
-    costs = _changed(plain, change)
-    return OnDevice(name, costs, None if change.recompute is None else _changed(costs, change.recompute))
 
 
 def _layer_memory(document: LayerMemoryDocument | None, static: float) -> LayerMemory:
@@ -266,8 +263,10 @@ def _layer_memory(document: LayerMemoryDocument | None, static: float) -> LayerM
     return LayerMemory(**{"static": static, **given})
 
 
-def _changed(plain: LayerCosts, change: RecomputeDocument) -> LayerCosts:
-    """Costs of a recomputed layer, or of one on another device."""
+def _changed(plain: LayerCosts, change: RecomputeDocument | None) -> LayerCosts | None:
+    """Costs of a recomputed layer, or of one on another device; None without a change."""
+    if change is None:
+        return None
     given = change.model_dump(exclude_none=True, exclude={"memory", "recompute"})
     costs = replace(plain, **given)
     if change.backward is None and plain.backward is not None:

@@ -196,20 +196,16 @@ class ProblemArrays:
     ) -> ProblemArrays:
         """The arrays of a problem whose numbers have been checked."""
         kinds = Kinds.of(microbatches, features)
-        forward, inputs, weights = (
-            kinds.table(getattr(costs, name), [getattr(each.costs, name) for each in features])
-            for name in ("forward", "backward_input", "backward_weight")
-        )
-        fused = inputs + weights
-        if costs.backward is not None:
-            fused = kinds.table(costs.backward, [each.costs.backward or () for each in features])
-        latency = kinds.table(costs.p2p, [each.costs.p2p for each in features])
+        tables = kinds.tables("costs", costs)
+        inputs, weights, latency = (tables[name] for name in ("backward_input", "backward_weight", "p2p"))
+        held, by_inputs = (kinds.tables("memory", memory)[name] for name in ("forward", "backward_input"))
+        cleaned, by_weights = clean_deltas(held, by_inputs)
         local = [placement.is_local(boundary) for boundary in range(placement.n_stages - 1)]
         latency[np.array(local, dtype=np.bool_)] = 0.0
         unlimited = (math.inf,) * placement.pp_degree
         return cls(
-            duration=np.stack([forward, inputs, weights, fused]),
-            delta=_clean(kinds, memory, features),
+            duration=np.stack([tables["forward"], inputs, weights, tables.get("backward", inputs + weights)]),
+            delta=np.stack([held, cleaned, by_weights, 0.0 - held]),
             latency=latency,
             kind_of=kinds.kind_of,
             rank_of=np.array(placement.rank_of, dtype=np.int32),
@@ -284,6 +280,7 @@ class Kinds:
     """(m,) int32."""
     value: FloatArray
     """(features, K) the features of every kind."""
+    features: Sequence[Feature]
 
     @classmethod
     def of(cls, microbatches: int, features: Sequence[Feature]) -> Kinds:
@@ -291,30 +288,27 @@ class Kinds:
         values = np.array([each.value for each in features]).reshape(len(features), microbatches)
         matters = [any(any(row) for row in each.coefficients.values()) for each in features]
         if not any(matters):
-            return cls(np.zeros(microbatches, np.int32), values[:, :1])
+            return cls(np.zeros(microbatches, np.int32), values[:, :1], features)
         _, first, inverse = np.unique(values[matters], axis=1, return_index=True, return_inverse=True)
-        return cls(inverse.reshape(-1).astype(np.int32), values[:, first])
+        return cls(inverse.reshape(-1).astype(np.int32), values[:, first], features)
 
-    def table(self, fixed: PerStage, coefficients: Sequence[PerStage]) -> FloatArray:
-        """fixed + Σ coefficient · feature, as (length, K); sums that are 0 up to rounding are 0."""
-        own = np.array(fixed, dtype=np.float64)[:, None]
-        if not coefficients:
-            return own.copy()
-        rows = np.array(coefficients, dtype=np.float64).reshape(len(coefficients), len(fixed)).T
-        table: FloatArray = own + rows @ self.value
-        terms = np.abs(own) + np.abs(rows) @ np.abs(self.value)
-        return np.where(np.abs(table) <= ROUNDING * terms, 0.0, table)
+    def tables(self, section: str, fixed: Costs | Deltas) -> dict[str, FloatArray]:
+        """fixed + Σ coefficient · feature, as (length, K), by name; sums that are 0 up to rounding are 0."""
+        coefficients = [each.coefficients for each in self.features]
+        tables = {}
+        for name, values in vars(fixed).items():
+            if values is None or name in ("static", "limit"):
+                continue
+            own = np.array(values, dtype=np.float64)[:, None]
+            tables[name] = own.copy()
+            if coefficients:
+                rows = np.array([each[section, name] for each in coefficients], dtype=np.float64)
+                rows = rows.reshape(len(coefficients), len(values)).T
+                table = own + rows @ self.value
+                terms = np.abs(own) + np.abs(rows) @ np.abs(self.value)
+                tables[name] = np.where(np.abs(table) <= ROUNDING * terms, 0.0, table)
+        return tables
 
     def microbatch(self, kind: int) -> int:
         """The first microbatch of a kind."""
         return int(np.argmax(self.kind_of == kind))
-
-
-def _clean(kinds: Kinds, memory: Deltas, features: Sequence[Feature]) -> FloatArray:
-    """The deltas (4, S, K); those of F, I and W, and of F and B, sum to exactly 0."""
-    forward, inputs = (
-        kinds.table(getattr(memory, name), [getattr(each.memory, name) for each in features])
-        for name in ("forward", "backward_input")
-    )
-    cleaned, weights = clean_deltas(forward, inputs)
-    return np.stack([forward, cleaned, weights, 0.0 - forward])

@@ -270,7 +270,7 @@ class OwnUnit:
         transfers = [given.p2p]
         for each in given.links or (() if link is None else (link,)):
             transfers += [each.latency, *(each.transfer(layer.output_bytes) for layer in layers)]
-        times = [time for layer in layers for costs in layer.every_costs for time in _times(costs)]
+        times = [time for layer in layers for _, costs in layer.costs_by_pointer() for time in _times(costs)]
         unit = SearchUnit.of([*times, *transfers])
         latency = 0.0 if link is None else unit.converted([link.latency])[0]
 

@@ -42,7 +42,7 @@ def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions(problem: Problem) -
     assert sorted(set(found.rank[0].samples)) == [1.0, 2.0]
     assert len(found.rank[0].samples) == 2 * 4
     assert found.rank[0].samples.count(2.0) == 1
-    forward = found.forward.samples
+    forward = found.actions[0].samples
     assert (max(forward), forward.count(3.0)) == (3.0, 1)
 
 
@@ -54,8 +54,8 @@ def test_many_factors_become_quantiles(problem: Problem) -> None:
             for record in step["actions"]:
                 record[3] = record[2] + round((record[3] - record[2]) * noise.lognormal(0, 0.1))
     found = jitter_of_traces(problem, [parse_rank_trace(each) for each in documents])
-    assert len(found.forward.samples) == 1000
-    assert np.std(np.log(found.forward.samples)) == pytest.approx(0.1, rel=0.1)
+    assert len(found.actions[0].samples) == 1000
+    assert np.std(np.log(found.actions[0].samples)) == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_trace_of_another_problem_is_refused(problem: Problem) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered, layered_problems
 from support.paths import ROOT
@@ -67,6 +67,7 @@ def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         (STAGES, {"placement": "single", "chunks": 1}, {"placement": "single"}),
         (STAGES, {"measured": {"a": "b", "c": "d"}}, {"measured": {"c": "d", "a": "b"}}),
         (STAGES, {"costs.forward": {"fixed": 2}}, {"costs.forward": 2}),
+        (LAYERS, {"cut": {"first": 2, "last": 1}}, {"cut": {"first": 2, "last": 1, "together": []}}),
         (
             DIFFERING,
             {"features": None, "sequences": [[3, 1], [2], []]},
@@ -109,6 +110,7 @@ def any_problems(draw: st.DrawFn) -> AnyProblem:
     return replace(problem, units=units, measured=measured)
 
 
+@example(layered(layers=[EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD], recompute_modules=["mlp"]))
 @given(any_problems())
 def test_a_problem_is_read_as_it_was_written(problem: AnyProblem) -> None:
     written = json.loads(json.dumps(any_problem_json(problem)))

@@ -15,7 +15,6 @@ from pydantic_core import PydanticCustomError
 
 from zbv_solver.documents.fields import MAX_NAME, TOO_MANY, AtMost, Count, Document, Flag, Name, Number
 from zbv_solver.problem.cut import CutRules, Link
-from zbv_solver.problem.features import MAX_FEATURE_NAME, MAX_FEATURES
 from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.numeric import (
     MAX_CELLS,
@@ -26,7 +25,7 @@ from zbv_solver.problem.numeric import (
     MAX_STAGES,
 )
 from zbv_solver.problem.problem import Objective, Units
-from zbv_solver.problem.stages import PlacementKind
+from zbv_solver.problem.stages import MAX_FEATURE_NAME, MAX_FEATURES, PlacementKind
 
 
 def _list_or_one(value: Any) -> str:

@@ -22,12 +22,11 @@ from zbv_solver.problem.documents import (
     ProblemDocument,
     RecomputeDocument,
 )
-from zbv_solver.problem.features import FIXED
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import exceeds, first_broken
 from zbv_solver.problem.problem import Problem, Units, size_rule
-from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory, Placement
+from zbv_solver.problem.stages import FIXED, Costs, Deltas, Feature, Memory, Placement
 
 TOKENS, TOKENS_SQUARED = "tokens", "tokens_squared"
 """The features that ``sequences`` stands for."""

@@ -25,6 +25,10 @@ from zbv_solver.problem.numeric import ROUNDING, clean_deltas
 
 PlacementKind = Literal["v", "loop", "single"]
 PLACEMENT_KINDS: tuple[str, ...] = get_args(PlacementKind)
+FIXED = "fixed"
+"""The name, in a document, of the part of a cost that does not depend on the microbatch."""
+MAX_FEATURES = 16
+MAX_FEATURE_NAME = 64
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any
 
 from zbv_solver.documents.files import number, plain
 from zbv_solver.problem.cut import CutModel
-from zbv_solver.problem.features import FIXED
 from zbv_solver.problem.layer import Layer, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import FIXED
 
 
 def any_problem_json(problem: AnyProblem) -> dict[str, Any]:

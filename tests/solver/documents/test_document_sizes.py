@@ -13,7 +13,6 @@ from zbv_solver.documents.fields import BATCH
 from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.reading import parse_plan
-from zbv_solver.problem.numeric import MAX_LAYERS, MAX_STAGES
 from zbv_solver.problem.reading import parse_any_problem
 
 COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}
@@ -82,21 +81,6 @@ def test_ten_times_as_many_mistakes_need_no_more_memory_and_no_longer_message(na
     error = refusal_of(many)
     assert 1 <= len(error.issues) <= MOST_ISSUES
     assert len(str(error)) <= 500 + 200 * len(error.issues)
-
-
-@pytest.mark.parametrize(
-    ("document", "pointer", "most"),
-    [
-        ({**LAYERED, "layers": [{}] * (MAX_LAYERS + 1)}, "/layers", MAX_LAYERS),
-        ({**PROBLEM, "costs": {**COSTS, "p2p": ["x"] * (MAX_STAGES + 1)}}, "/costs/p2p", MAX_STAGES),
-    ],
-)
-def test_a_list_that_is_too_long_is_refused_before_its_entries(
-    document: dict[str, Any], pointer: str, most: int
-) -> None:
-    (issue,) = refusal_of(document).issues
-    assert issue.pointer == pointer
-    assert issue.detail.startswith(f"found {most + 1} entries; must be at most {most}")
 
 
 def test_an_error_counts_the_mistakes_that_it_does_not_list() -> None:

@@ -63,7 +63,6 @@ class Kind:
 
 MALFORMED_REQUEST = Kind("malformed-request", 400, "The request is not HTTP")
 MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
-INVALID_IDEMPOTENCY_KEY = Kind("invalid-idempotency-key", 400, "The Idempotency-Key breaks a rule")
 UNAUTHENTICATED = Kind("unauthenticated", 401, "The request has no valid token")
 INSUFFICIENT_SCOPE = Kind("insufficient-scope", 403, "The token does not allow this")
 AGENT_OF_OTHERS = Kind("agent-of-others", 403, "The agent belongs to another token")
@@ -73,11 +72,6 @@ METHOD_NOT_ALLOWED = Kind("method-not-allowed", 405, "This address does not acce
 BODY_TOO_SLOW = Kind("body-too-slow", 408, "The body took too long to arrive")
 RUN_STATE = Kind("run-state", 409, "The state of the run does not allow this")
 SEARCH_IN_USE = Kind("search-in-use", 409, "A run waits for the search")
-IDEMPOTENCY_KEY_IN_USE = Kind(
-    "idempotency-key-in-use", 409, "A request with this Idempotency-Key is being answered"
-)
-SEARCH_DISCARDED = Kind("search-discarded", 410, "The search that this Idempotency-Key named was discarded")
-RUN_REMOVED = Kind("run-removed", 410, "The run that this Idempotency-Key named was removed")
 AGENT_GONE = Kind("agent-gone", 410, "The agent is lost or has left")
 ADDRESS_TOO_LONG = Kind("address-too-long", 414, "The address is too long")
 HEADERS_TOO_LARGE = Kind("headers-too-large", 431, "The header fields are too large")

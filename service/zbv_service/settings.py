@@ -150,8 +150,8 @@ class Settings(BaseSettings):
     max_stored_rows_per_token: int = Field(
         100_000,
         ge=1,
-        description="Searches that a token may store, ended ones included; as many imported plans, runs, "
-        "sessions with sign-in links, and Idempotency-Keys.",
+        description="Searches that a token may store, ended ones included; as many imported plans, runs, and "
+        "sessions with sign-in links.",
     )
     max_agents_per_token: int = Field(
         2048, ge=1, description="Agents of a token that are registered at the same time."
@@ -184,9 +184,6 @@ class Settings(BaseSettings):
         gt=0,
         description="When a search has not stopped this long after it was cancelled or reached its time "
         "limit, its process is killed; its best plan is kept.",
-    )
-    idempotency_seconds: float = Field(
-        DAY, gt=0, le=YEAR, description="How long the service remembers the Idempotency-Key of a request."
     )
     keep_days: _Days = Field(
         90.0,

@@ -23,26 +23,9 @@ ADVICE: dict[str, Advice] = {
         "nested too deeply, or is declared as gzip and is not.",
         "Send one JSON document in UTF-8. The detail says at which line and column reading stopped.",
     ),
-    "invalid-idempotency-key": Advice(
-        "The header Idempotency-Key is repeated, empty, too long, or has invalid characters.",
-        "Send one key of up to 255 visible ASCII characters, such as a UUID.",
-    ),
-    "idempotency-key-in-use": Advice(
-        "An earlier request with this Idempotency-Key is still being answered.",
-        "Repeat the request after the seconds in Retry-After. If the first one was accepted, the answer "
-        "is the resource that it created.",
-    ),
     "idempotency-key-reused": Advice(
-        "An earlier request used this Idempotency-Key with another body or address.",
+        "An earlier request used this Idempotency-Key with another body.",
         "Send a new key with a new request; to repeat a request, send its body unchanged.",
-    ),
-    "search-discarded": Advice(
-        "The search that the request with this Idempotency-Key created was discarded.",
-        "To search it again, send the request with a new key.",
-    ),
-    "run-removed": Advice(
-        "The run that the request with this Idempotency-Key created was removed.",
-        "To run it again, send the request with a new key.",
     ),
     "search-in-use": Advice(
         "A run was submitted as a problem, and waits for the plan of this search.",
@@ -139,7 +122,7 @@ ADVICE: dict[str, Advice] = {
         "Wait for some to end, or cancel some. The operator may raise the limit, for all or for one token.",
     ),
     "too-much-stored": Advice(
-        "The token has as many searches, plans, runs, agents, sessions or Idempotency-Keys as it may, or "
+        "The token has as many searches, plans, runs, agents or sessions as it may, or "
         "they have too many bytes. Only requests that store something are refused.",
         "Remove what is not needed any more; the detail says how. The operator can raise the limits: "
         "--max-stored-bytes-per-token, --max-stored-rows-per-token, --max-agents-per-token.",
@@ -147,7 +130,7 @@ ADVICE: dict[str, Advice] = {
     "internal-error": Advice(
         "The service failed; the request may have been valid.",
         "Give the operator the request_id, under which the log has details. A GET may be repeated. Any other "
-        "request may have been carried out: check first, or repeat it with its Idempotency-Key.",
+        "request may have been carried out: check first; a run can be repeated with its Idempotency-Key.",
     ),
     "contradicted-bound": Advice(
         "A verified plan is better than a lower bound allows, so the plan or the bound is wrong. This is a "
@@ -170,7 +153,7 @@ ADVICE: dict[str, Advice] = {
     "not-ready": Advice(
         "The service starts, stops, or cannot reach its database.",
         "Try again in a moment; clients that respect Retry-After do so automatically. A request other than "
-        "GET may have been carried out: check first, or repeat it with its Idempotency-Key.",
+        "GET may have been carried out: check first; a run can be repeated with its Idempotency-Key.",
     ),
     "too-many-connections": Advice(
         "The service has reached its limit of connections.",

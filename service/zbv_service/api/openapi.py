@@ -11,16 +11,12 @@ from pydantic.json_schema import models_json_schema
 from zbv_solver.measure.rank_trace import RankTraceDocument
 
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.idempotency import HEADER
 from zbv_service.api.openapi_extras import enrich
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    IDEMPOTENCY_KEY_IN_USE,
-    IDEMPOTENCY_KEY_REUSED,
     INSUFFICIENT_SCOPE,
-    INVALID_IDEMPOTENCY_KEY,
     INVALID_PARAMETER,
     MALFORMED_JSON,
     NOT_FOUND,
@@ -111,9 +107,7 @@ def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Ki
     if "{" in path:
         kinds.append(NOT_FOUND)
     for parameter in operation.get("parameters", ()):
-        if parameter["name"] == HEADER:
-            kinds += [INVALID_IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED]
-        elif parameter["in"] != "path" or parameter["schema"]["type"] != "string":
+        if parameter["in"] != "path" or parameter["schema"]["type"] != "string":
             kinds.append(INVALID_PARAMETER)
     return kinds
 

@@ -133,6 +133,16 @@ class NewRun:
 
 
 @dataclass(frozen=True)
+class RequestKey:
+    """The Idempotency-Key of a request for a run."""
+
+    hash: str
+    """Hash of the caller and the key."""
+    fingerprint: str
+    """Hash of the body, which must be the same whenever the key is."""
+
+
+@dataclass(frozen=True)
 class NodeRecord:
     """One node's part in a generation of a run."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from contextlib import suppress
@@ -13,16 +14,15 @@ from typing import Any
 from zbv_solver.errors import InvalidInput, Issue
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
+from zbv_service.database import KeyReused, PlanTable, RunPlanTable, RunTable, SearchGone
 from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import is_deep, parse_body
-from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ApiError
+from zbv_service.errors import IDEMPOTENCY_KEY_REUSED, NOT_FOUND, RUN_STATE, ApiError
 from zbv_service.plans.plans import Plans
-from zbv_service.records.runs import EventRecord, NewRun, RunFilter, RunRecord
-from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
+from zbv_service.records.runs import EventRecord, NewRun, RequestKey, RunFilter, RunRecord
+from zbv_service.records.searches import NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.documents import RunRequest, ScriptDocument
-from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.searches import Searches, new_search
 from zbv_service.settings import Settings
 
@@ -70,13 +70,12 @@ class Runs:
         self._dispatcher = dispatcher
         self._computations = computations
         self._settings = settings
-        self._names = NamedRequests("run", settings.idempotency_seconds)
 
     async def submit(
         self,
         body: bytes | bytearray,
         *,
-        key: str | None = None,
+        key: tuple[str, str] | None = None,
         caller: str | None = None,
         most: int | None = None,
     ) -> RunRecord:
@@ -87,7 +86,7 @@ class Runs:
         body
             JSON text.
         key
-            Hash of the caller and its Idempotency-Key.
+            Names the request: the caller's name and its Idempotency-Key.
         caller
             The name of the caller.
         most
@@ -98,27 +97,23 @@ class Runs:
         InvalidInput
             The body breaks a rule.
         ApiError
-            409: a request with this key is being answered. 422: the key belongs to another body. 410: the run
-            of this key was removed. 429: a search is needed and the caller has too many searches.
+            422: the key belongs to another body. 429: a search is needed and the caller has too many.
         """
-        async with self._names.answering(key) as named:
-            try:
-                asked = await self._computations.of_body(partial(read_run, self._settings), body)
-                return await self._submit(asked, named(asked.fingerprint), caller, most)
-            except RunRemoved:
-                raise ApiError(
-                    RUN_REMOVED,
-                    "The run of this request was removed. Send the request with a new Idempotency-Key to run "
-                    "it again.",
-                ) from None
+        asked = await self._computations.of_body(partial(read_run, self._settings), body)
+        named = None if key is None else RequestKey(_hash(key), asked.fingerprint)
+        try:
+            # A repeated request gets its run, even if the plan was removed since.
+            known = None if named is None else await self._runs.of_request(named)
+            return known or await self._add(asked, named, caller, most)
+        except KeyReused:
+            raise ApiError(
+                IDEMPOTENCY_KEY_REUSED,
+                "This Idempotency-Key came with another body before; a new request needs a new key.",
+            ) from None
 
-    async def _submit(
-        self, asked: AskedRun, named: NamedRequest | None, caller: str | None, most: int | None
+    async def _add(
+        self, asked: AskedRun, named: RequestKey | None, caller: str | None, most: int | None
     ) -> RunRecord:
-        # A repeated request gets its run, even if the plan was removed since.
-        known = None if named is None else await self._runs.of_request(named)
-        if known is not None:
-            return known
         request = asked.request
         new = NewRun(
             id=uuid.uuid4().hex,
@@ -142,7 +137,7 @@ class Runs:
         return record
 
     async def _add_with_search(
-        self, new: NewRun, named: NamedRequest | None, wanted: NewSearch, most: int | None
+        self, new: NewRun, named: RequestKey | None, wanted: NewSearch, most: int | None
     ) -> RunRecord:
         while True:
             search = await self._searches.submit_for_run(wanted, caller=new.created_by, most=most)
@@ -246,17 +241,22 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
         _check_model(request)
     else:
         _check_script(request, request.script)
-    fingerprint, problem, options = fingerprint_of(body), request.problem, request.search_options
+    fingerprint, problem, options = _hash(body), request.problem, request.search_options
     packed = None if options is None else pack(options.stored())
     brief = request.model_copy(update={"problem": None, "search_options": None})
     if problem is None:
         return AskedRun(brief, fingerprint, None, None, packed)
     search = {"problem": body["problem"], "options": body.get("search_options") or {}}
     try:
-        new = new_search(search, settings)
+        new = new_search(settings, search)
     except InvalidInput as error:
         raise InvalidInput([*map(_in_run, error.issues)], error.more, error.is_partial) from None
     return AskedRun(brief, fingerprint, problem.pp_degree, new, packed)
+
+
+def _hash(value: Any) -> str:
+    """A hash of a JSON document that does not depend on the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_model(request: RunRequest) -> None:

@@ -19,30 +19,26 @@ from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
+from zbv_service.database import SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents.packing import pack, unpack, unpack_text
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, question_json, read_question, summary_of
 from zbv_service.documents.shared import OptionsDocument
 from zbv_service.errors import (
     NOT_FOUND,
-    SEARCH_DISCARDED,
     SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
     ApiError,
 )
 from zbv_service.records.searches import (
-    NamedRequest,
     NewSearch,
     Page,
     Position,
-    RequestKind,
     SearchFilter,
     SearchKind,
     SearchRecord,
 )
 from zbv_service.searches.documents import SearchRequest
-from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
 
@@ -63,7 +59,6 @@ class Searches:
     """
 
     kind: ClassVar[SearchKind] = "plan"
-    named: ClassVar[RequestKind] = "search"
     address: ClassVar[str] = "/v1/searches"
 
     def __init__(self, table: SearchTable, runner: Runner, settings: Settings, computations: Computations):
@@ -71,13 +66,11 @@ class Searches:
         self._computations = computations
         self._runner = runner
         self._settings = settings
-        self._names = NamedRequests(self.named, settings.idempotency_seconds)
 
     async def submit(
         self,
         body: Any,
         *,
-        key: str | None = None,
         caller: str | None = None,
         most: int | None = None,
     ) -> SearchRecord:
@@ -87,9 +80,6 @@ class Searches:
         ----------
         body
             JSON text, or the decoded document.
-        key
-            Hash of the caller and its Idempotency-Key. For ``settings.idempotency_seconds``, the same key
-            with the same body returns the same search in any state.
         caller
             The name of the caller.
         most
@@ -100,23 +90,18 @@ class Searches:
         InvalidInput
             The body breaks a rule; nothing was stored.
         ApiError
-            409: a request with this key is being answered. 422: the key belongs to another body. 410: the
-            search of this key was discarded. 429: the caller has too many searches. 503: too many bodies wait
-            to be read.
+            429: the caller has too many searches. 503: too many bodies wait to be read.
         """
-        async with self._names.answering(key) as named:
-            new, fingerprint = await self._read(body)
-            return await self._submit(replace(new, created_by=caller), named(fingerprint), most)
+        return await self.submit_read(await self._read(body), caller=caller, most=most)
 
-    async def _read(self, body: Any) -> tuple[NewSearch, str]:
-        """The search of a body, and the body's fingerprint."""
+    async def _read(self, body: Any) -> NewSearch:
         is_text = isinstance(body, bytes | bytearray)
         compute = self._computations.of_body if is_text else self._computations.of_document
-        return await compute(partial(read_search, self._settings), body)
+        return await compute(partial(new_search, self._settings), body)
 
     async def submit_read(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
-        """As :meth:`submit` for a search that :func:`new_search` has made in another process."""
-        return await self._submit(replace(new, created_by=caller), None, most)
+        """As :meth:`submit` for a search that :func:`new_search` has made."""
+        return await self._submit(replace(new, created_by=caller), most)
 
     async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
         """Queue the search that a run waits for, or return the search that already answers it.
@@ -124,19 +109,11 @@ class Searches:
         The run releases it with :meth:`cancel_unwanted`. Raises the errors of :meth:`submit`.
         """
         mine = replace(new, id=uuid.uuid4().hex, created_by=caller)  # the run may need another one
-        return await self._submit(mine, None, most, for_run=True)
+        return await self._submit(mine, most, for_run=True)
 
-    async def _submit(
-        self, new: NewSearch, named: NamedRequest | None, most: int | None, for_run: bool = False
-    ) -> SearchRecord:
+    async def _submit(self, new: NewSearch, most: int | None, for_run: bool = False) -> SearchRecord:
         try:
-            record, is_new = await self._table.add(new, named, most=most, for_run=for_run)
-        except SearchDiscarded:
-            raise ApiError(
-                SEARCH_DISCARDED,
-                "The search of this request was discarded. Send the request with a new Idempotency-Key to "
-                "search again.",
-            ) from None
+            record, is_new = await self._table.add(new, most=most, for_run=for_run)
         except TooManySearches:
             raise ApiError(
                 TOO_MANY_SEARCHES,
@@ -237,12 +214,7 @@ def parse_packed(packed: bytes) -> Question:
     return parse_any_problem(unpack(packed))
 
 
-def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
-    """The search of a decoded body, and the body's fingerprint; raises :class:`InvalidInput`."""
-    return new_search(body, settings), fingerprint_of(body)
-
-
-def new_search(body: Any, settings: Settings) -> NewSearch:
+def new_search(settings: Settings, body: Any) -> NewSearch:
     """The search of a decoded request body; raises :class:`InvalidInput`."""
     question, options = parse_request(body, settings)
     document, chosen = question_json(question), options.stored()

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.anyio
 TYPES = {
     "malformed-request": (400, "The request is not HTTP"),
     "malformed-json": (400, "The body is not JSON"),
-    "invalid-idempotency-key": (400, "The Idempotency-Key breaks a rule"),
     "unauthenticated": (401, "The request has no valid token"),
     "insufficient-scope": (403, "The token does not allow this"),
     "agent-of-others": (403, "The agent belongs to another token"),
@@ -24,9 +23,6 @@ TYPES = {
     "body-too-slow": (408, "The body took too long to arrive"),
     "run-state": (409, "The state of the run does not allow this"),
     "search-in-use": (409, "A run waits for the search"),
-    "idempotency-key-in-use": (409, "A request with this Idempotency-Key is being answered"),
-    "search-discarded": (410, "The search that this Idempotency-Key named was discarded"),
-    "run-removed": (410, "The run that this Idempotency-Key named was removed"),
     "agent-gone": (410, "The agent is lost or has left"),
     "address-too-long": (414, "The address is too long"),
     "headers-too-large": (431, "The header fields are too large"),

@@ -14,10 +14,6 @@ class Advice:
 
 
 ADVICE: dict[str, Advice] = {
-    "malformed-request": Advice(
-        "The request is not HTTP/1.1. Most often a client uses TLS and the service does not.",
-        "Check the scheme of the address, http:// or https://, and any proxy in between.",
-    ),
     "malformed-json": Advice(
         "The body cannot be decoded: it is not JSON, is truncated, contains NaN or infinity, is "
         "nested too deeply, or is declared as gzip and is not.",
@@ -72,12 +68,6 @@ ADVICE: dict[str, Advice] = {
         "the run failed, or starts again if it has retries left.",
         "Register again, under a new id.",
     ),
-    "address-too-long": Advice(
-        "Path and query together are longer than the service reads.", "Send a shorter address."
-    ),
-    "headers-too-large": Advice(
-        "The header fields together are larger than the service reads.", "Send fewer or shorter fields."
-    ),
     "body-too-large": Advice(
         "The body is larger than the operator allows; a compressed body counts with its decompressed size.",
         "Send less: fewer microbatches, or layers with repeat. The operator may raise the limit.",
@@ -111,11 +101,6 @@ ADVICE: dict[str, Advice] = {
     "time-limit": Advice(
         "The search ended at its time limit, before it had a plan.",
         "Raise options.time_limit, or make the problem smaller; for layouts, fix parts of the layout.",
-    ),
-    "unknown-host": Advice(
-        "The Host header is not one of the service's names. A service that listens on this "
-        "machine alone accepts no other names, so that no website can make browsers call it.",
-        "Use the address that the service printed. Behind a proxy, set ZBV_ALLOWED_HOSTS to the public name.",
     ),
     "too-many-searches": Advice(
         "This token has reached its limit of queued and running searches.",
@@ -154,10 +139,5 @@ ADVICE: dict[str, Advice] = {
         "The service starts, stops, or cannot reach its database.",
         "Try again in a moment; clients that respect Retry-After do so automatically. A request other than "
         "GET may have been carried out: check first; a run can be repeated with its Idempotency-Key.",
-    ),
-    "too-many-connections": Advice(
-        "The service has reached its limit of connections.",
-        "Ask again in a moment, and keep connections for several requests. The operator may allow more "
-        "(ZBV_MAX_CONNECTIONS).",
     ),
 }

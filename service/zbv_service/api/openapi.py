@@ -22,7 +22,6 @@ from zbv_service.errors import (
     NOT_FOUND,
     OTHER_ORIGIN,
     UNAUTHENTICATED,
-    UNKNOWN_HOST,
     UNSUPPORTED_MEDIA_TYPE,
     ErrorDetails,
     Kind,
@@ -98,7 +97,7 @@ def _add_errors(method: str, path: str, operation: dict[str, Any]) -> None:
 
 def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Kind]:
     """The errors that follow from the parameters, body and scopes of an operation."""
-    kinds = [UNKNOWN_HOST]
+    kinds: list[Kind] = []
     if "security" in operation:
         kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE]
         kinds += [] if method == "get" else [OTHER_ORIGIN]

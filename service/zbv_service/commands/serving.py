@@ -87,7 +87,7 @@ def _require_protection(address: str, settings: Settings) -> None:
     raise CannotServe(
         f"--host: found {settings.host} ({address}) without TLS: anyone who sees the traffic could read "
         f"the tokens in it. Use TLS (--tls-cert and --tls-key) or a proxy with TLS, on this machine with "
-        f"--host 127.0.0.1 or elsewhere with --trusted-proxies ADDRESS. In a network that only friends can see, "
+        f"--host 127.0.0.1 or elsewhere with --trusted-proxies ADDRESS. In a private network, "
         f"--plain-http anywhere permits it."
     )
 

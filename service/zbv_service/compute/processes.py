@@ -231,7 +231,8 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.is_alive()
+        """Whether it lives, while it is idle: it sends nothing, so only its end makes the pipe readable."""
+        return not self._pipe.poll()
 
     def make(self, call: _Call) -> Any:
         """The result of a call; raises its error, or :class:`BrokenExecutor` if the process dies."""

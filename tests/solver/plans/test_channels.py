@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
 from zbv_solver.errors import InvalidInput
-from zbv_solver.plans.channels import Channel, Transfer, channels, channels_of
+from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
 
@@ -26,7 +26,7 @@ def output(problem: Problem, action: Action) -> tuple[int, int, Transfer] | None
     if letter == "W" or not (0 <= stage < problem.n_stages and 0 <= target < problem.n_stages):
         return None
     sender, receiver = (problem.placement.rank_of[s] for s in (stage, target))
-    kind = "activation" if letter == "F" else "gradient"
+    kind: TransferKind = "activation" if letter == "F" else "gradient"
     return None if sender == receiver else (sender, receiver, Transfer(kind, min(stage, target), j))
 
 

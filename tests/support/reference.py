@@ -59,14 +59,6 @@ def makespan(problem: Problem, orders: Orders) -> float:
     return max(end for _, end in times) - min(start for start, _ in times)
 
 
-def steady_period(problem: Problem, orders: Orders, iterations: int = 60) -> float:
-    """Time per iteration once many have followed each other, optimizer steps taking none."""
-    times = simulate(problem, orders, iterations)
-    ends = [max(end for _, end in times[k].values()) for k in range(iterations)]
-    half = iterations // 2
-    return (ends[-1] - ends[half - 1]) / (iterations - half)
-
-
 def reach(problem: Problem, orders: Orders) -> list[list[float]]:
     """D[r][q]: the longest path from rank r's first start to rank q's last end, -inf if there is no path."""
     ranks = [orders.actions(rank) for rank in range(orders.pp_degree)]

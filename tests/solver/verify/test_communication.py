@@ -12,32 +12,52 @@ from support.orders import random_orders
 from support.problems import problems, uniform, uniform_document
 from support.torch_lists import loaded_lists, torch_runtime
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.export import export
 from zbv_solver.export.torch_comms_csv import lowered
 from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.assemble import make_plan
 from zbv_solver.verify.communication import verify_comms
 
 Lists = list[list[str]]
-
-any_problem = problems(kinds=("v", "loop", "single"))
-seeds = st.randoms(use_true_random=True)
 
 
 def orders_of(problem: Problem, random: Random) -> Orders:
     return relabelled(random_orders(problem, random), problem.n_stages)
 
 
-# --- exported lists
+def loaded(problem: Problem, rank: int, lists: Lists, kind: str, **options: bool) -> Lists:
+    """The lists with communication that a rank's runtime of PyTorch makes of a file."""
+    runtime = torch_runtime(problem, rank, **options)
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.writelines(",".join(texts) + "\n" for texts in lists)
+        file.flush()
+        runtime._load_csv(file.name, format=kind)
+    assert runtime.stage_index_to_group_rank == dict(enumerate(problem.placement.rank_of))
+    return loaded_lists(runtime)
 
 
-@given(any_problem, seeds)
-def test_the_check_accepts_exported_lists(problem: Problem, random: Random) -> None:
+@settings(max_examples=50, deadline=None)
+@given(problems(kinds=("v", "loop", "single")), st.randoms(use_true_random=True))
+def test_the_check_accepts_exported_lists_and_those_that_pytorch_makes_of_a_plan(
+    problem: Problem, random: Random
+) -> None:
     orders = orders_of(problem, random)
-    verify_comms(problem, orders, lowered(problem, orders))
+    lists = lowered(problem, orders)
+    verify_comms(problem, orders, lists)
+    for rank in range(problem.pp_degree):
+        assert loaded(problem, rank, lists, "compute_comms") == lists
+    if problem.placement.kind != "loop":
+        verify_comms(problem, orders, loaded(problem, 0, orders.all_text(), "compute_only"))
+
+
+def test_deferred_receives_on_a_v_are_refused() -> None:
+    """``defer_pp_recv=True`` gives wrong gradients and no error."""
+    problem = uniform(2, 4)
+    orders = orders_of(problem, Random(0))
+    lists = loaded(problem, 0, orders.all_text(), "compute_only", defer_pp_recv=True)
+    with pytest.raises(InvalidPlan, match=r"ranks 0 and 1: transfer .*in one order.*defer_pp_recv"):
+        verify_comms(problem, orders, lists)
 
 
 @pytest.mark.parametrize(
@@ -64,53 +84,6 @@ def test_an_order_that_deadlocks_is_refused() -> None:
     orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
     with pytest.raises(InvalidPlan, match="rank 0 waits forever at 3F0"):
         lowered(problem, orders)
-
-
-# --- PyTorch's runtime
-
-
-def loaded(problem: Problem, rank: int, csv: str, kind: str, **options: bool) -> Lists:
-    """The lists with communication that a rank's runtime makes of a file."""
-    runtime = torch_runtime(problem, rank, **options)
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write(csv)
-        file.flush()
-        runtime._load_csv(file.name, format=kind)
-    assert runtime.stage_index_to_group_rank == dict(enumerate(problem.placement.rank_of))
-    return loaded_lists(runtime)
-
-
-def lowered_by_torch(problem: Problem, orders: Orders, **options: bool) -> Lists:
-    lines = "".join(",".join(texts) + "\n" for texts in orders.all_text())
-    return loaded(problem, 0, lines, "compute_only", **options)
-
-
-@settings(max_examples=20, deadline=None)
-@given(any_problem, seeds)
-def test_pytorch_loads_the_exported_csv(problem: Problem, random: Random) -> None:
-    text = export(make_plan(problem, random_orders(problem, random), method="random"), "torch-comms-csv")
-    rows = [row.split(",") for row in text.splitlines()]
-    for rank in range(problem.pp_degree):
-        assert loaded(problem, rank, text, "compute_comms") == rows
-
-
-@settings(max_examples=20, deadline=None)
-@given(problems(kinds=("v", "single")), seeds)
-def test_the_check_accepts_the_lists_that_pytorch_makes_of_a_plan(problem: Problem, random: Random) -> None:
-    orders = orders_of(problem, random)
-    verify_comms(problem, orders, lowered_by_torch(problem, orders))
-
-
-def test_deferred_receives_on_a_v_are_refused() -> None:
-    """``defer_pp_recv=True`` gives wrong gradients and no error."""
-    problem = uniform(2, 4)
-    orders = orders_of(problem, Random(0))
-    lists = lowered_by_torch(problem, orders, defer_pp_recv=True)
-    with pytest.raises(InvalidPlan, match=r"ranks 0 and 1: transfer .*in one order.*defer_pp_recv"):
-        verify_comms(problem, orders, lists)
-
-
-# --- wrong lists
 
 
 @pytest.mark.parametrize(

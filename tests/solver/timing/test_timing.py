@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from random import Random
-from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +16,20 @@ from support.paths import ROOT
 from support.problems import problems, uniform
 from support.reference import Times, largest_cycle_mean, peak_memory, reach, simulate
 from zbv_solver.construct.baselines import baseline
-from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.jitter import Jitter, draw
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.timing import sweeps
-from zbv_solver.timing.start_times import earliest_start_values, evaluate, memory_profile, span_start_times
+from zbv_solver.timing.start_times import (
+    Graph,
+    earliest_start_values,
+    evaluate,
+    memory_profile,
+    policy_iteration,
+    span_start_times,
+)
 from zbv_solver.timing.step_times import WARM_UP, iteration_times, rehearsed_times
 
 VECTORS = json.loads((ROOT / "tests/solver/timing/vectors.json").read_text())["vectors"]
@@ -93,12 +96,12 @@ def test_policy_iteration_finds_the_largest_cycle_mean_of_any_matrix(
     """Cycles through several ranks are rare in real orders, but common in matrices."""
     weight, guess = case
     release = np.array(guess, dtype=np.float64)
-    span = sweeps.policy_iteration(graph_of(weight), release, ROUNDING)
+    span = policy_iteration(graph_of(weight), release, ROUNDING)
     assert span == pytest.approx(largest_cycle_mean(weight), rel=1e-12)
     assert np.all(release[:, None] + np.array(weight) - span <= release[None, :] + 1e-9)
 
 
-def graph_of(weight: Sequence[Sequence[float]]) -> sweeps.Graph:
+def graph_of(weight: Sequence[Sequence[float]]) -> Graph:
     """A graph whose longest paths are a matrix: rank q gathers one path of each length weight[r][q].
 
     A rank's first action takes no time and feeds the other p - 1 ranks. Its second takes weight[q][q]. The
@@ -114,7 +117,7 @@ def graph_of(weight: Sequence[Sequence[float]]) -> sweeps.Graph:
             source[place], latency[place] = firsts[r], weight[r][q]
     stops = [(q, at + length) for length in (1, p + 1) for q, at in enumerate(firsts)]
     offset, runs = np.array([*firsts, p * (p + 1)]), np.array(stops, dtype=np.int32)
-    return sweeps.Graph(source, offset, duration, latency, runs)
+    return Graph(source, offset, duration, latency, runs)
 
 
 @pytest.mark.parametrize(
@@ -144,32 +147,6 @@ def test_rounding_makes_no_negative_bubble() -> None:
     costs = {"forward": 0.3, "backward_input": 0.6, "backward_weight": 0.3}
     document = {"pp_degree": 1, "microbatches": 4, "placement": "single", "costs": costs}
     assert evaluate(*baseline("1f1b", parse_problem(document))).bubble_rate == 0
-
-
-def test_executing_takes_steps_in_proportion_to_the_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even with one microbatch in flight, when all ranks but one always wait."""
-    kernel, lines = cast(Any, sweeps.execute).py_func, 0
-
-    def count(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return count if frame.f_code is kernel.__code__ else None
-
-    def counted(*arguments: Any) -> Any:
-        before = sys.gettrace()
-        sys.settrace(count)
-        try:
-            return kernel(*arguments)
-        finally:
-            sys.settrace(before)
-
-    monkeypatch.setattr(sweeps, "execute", counted)
-    per_action = []
-    for p in (8, 32):
-        orders, lines = serial(uniform(p, 3)).orders, 0
-        earliest_start_values(uniform(p, 3), orders)
-        per_action.append(lines / len(orders))
-    assert per_action[1] < 1.2 * per_action[0]
 
 
 # --- iterations with jitter

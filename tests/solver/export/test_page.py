@@ -26,7 +26,7 @@ from zbv_solver.export.report.figures import Card, RankBars, cost_facts, cost_va
 from zbv_solver.export.report.sections import MOST_MICROBATCHES
 from zbv_solver.export.svg import MAX_BARS, WIDTH
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import LETTERS, Units
+from zbv_solver.problem.problem import Units
 
 SVG = "{http://www.w3.org/2000/svg}"
 PERCENT = "\u202f%"
@@ -172,12 +172,10 @@ def test_any_two_fills_differ(vision: str) -> None:
 
 
 def test_text_and_fills_are_readable() -> None:
-    for text in (palette.TEXT, palette.MUTED):
-        assert contrast(text, palette.BACKGROUND) >= 4.5
-    for fill, ink in zip(palette.KIND_FILLS, palette.KIND_INKS, strict=True):
-        assert contrast(fill, palette.BACKGROUND) >= 2.98, fill  # 3:1 of WCAG 1.4.11, less 8-bit rounding
-        assert contrast(fill, ink) >= 4.5
-    assert set(palette.NAMES) == set(palette.FILLS) == set(LETTERS)
+    assert min(contrast(text, palette.BACKGROUND) for text in (palette.TEXT, palette.MUTED)) >= 4.5
+    assert min(map(contrast, palette.KIND_FILLS, palette.KIND_INKS)) >= 4.5
+    # 3:1 of WCAG 1.4.11, less 8-bit rounding
+    assert min(contrast(fill, palette.BACKGROUND) for fill in palette.KIND_FILLS) >= 2.98
 
 
 # --- the page
@@ -260,16 +258,13 @@ def test_a_large_plan_lists_the_beginning_of_every_rank_and_draws_a_picture() ->
     assert view.ranks[0].text.startswith("0F0 3F0 3I0")
 
 
-@pytest.mark.parametrize(
-    ("placement", "shades"),
-    [
-        ({"placement": "single"}, ""),
-        ({"placement": "v"}, "dark: chunk 0, light: chunk 1"),
-        ({"placement": "loop", "chunks": 3}, "dark: even chunks, light: odd ones"),
-    ],
-)
-def test_the_legend_explains_dark_and_light(placement: dict[str, Any], shades: str) -> None:
-    assert plan_view(one_by_one(2, 1, **placement)).shades == shades
+def test_the_legend_explains_dark_and_light() -> None:
+    for placement, chunks, shades in (
+        ("single", 1, ""),
+        ("v", 2, "dark: chunk 0, light: chunk 1"),
+        ("loop", 3, "dark: even chunks, light: odd ones"),
+    ):
+        assert plan_view(one_by_one(2, 1, placement=placement, chunks=chunks)).shades == shades
 
 
 def test_rows_are_high_enough_to_point_at() -> None:
@@ -277,12 +272,8 @@ def test_rows_are_high_enough_to_point_at() -> None:
     assert heights[0] == heights[1] > heights[2] > heights[3] >= 7
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_written_of_microbatches_that_differ(name: str, differing: Plan) -> None:
-    assert len(export(differing, name)) > 10
-
-
-def test_microbatches_that_differ_are_shown_and_of_many_the_first(differing: Plan) -> None:
+def test_microbatches_that_differ_are_in_every_format_and_of_many_the_first(differing: Plan) -> None:
+    assert all(len(export(differing, name)) > 10 for name in FORMATS)
     facts, view = dict(cost_facts(differing.problem)), plan_view(differing).microbatches
     assert facts["Forward F"] == "3 to 9 µs, by microbatch"
     assert facts["Transfer"] == "1 to 4 µs, by microbatch"

@@ -88,6 +88,8 @@ def test_documents_and_plans_keep_devices_and_links() -> None:
             "/layers/0/on/slow/recompute",
             "absent",
         ),
+        ({"features": {"tokens": [1] * 4}}, "/features", "layers are the same for every microbatch"),
+        ({"sequences": [[1]] * 4}, "/sequences", "layers are the same for every microbatch"),
     ],
 )
 def test_wrong_devices_and_links_are_refused(change: dict[str, Any], pointer: str, words: str) -> None:

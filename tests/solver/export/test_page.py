@@ -22,7 +22,7 @@ from zbv_solver.export import FORMATS, export, palette, quantities
 from zbv_solver.export import timeline as times
 from zbv_solver.export.html import plan_html
 from zbv_solver.export.report import MODULES, gantt_canvas, plan_view, script_json
-from zbv_solver.export.report.figures import Card, RankBars, cost_facts, cost_values, idle_bars
+from zbv_solver.export.report.figures import cost_facts, cost_values, idle_bars
 from zbv_solver.export.report.sections import MOST_MICROBATCHES
 from zbv_solver.export.svg import MAX_BARS, WIDTH
 from zbv_solver.plans.plan import Plan
@@ -54,14 +54,6 @@ def differing() -> Plan:
 
 def texts(plan: Plan) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(export(plan, "svg")).iter(f"{SVG}text")]
-
-
-def card(plan: Plan, label: str) -> Card:
-    return next(each for each in plan_view(plan).cards if each.label.startswith(label))
-
-
-def bars(plan: Plan) -> dict[str, RankBars]:
-    return {each.name: each for each in plan_view(plan).per_rank}
 
 
 # --- pictures
@@ -206,32 +198,42 @@ def test_optimality_is_claimed_only_if_it_is_proved_and_a_tiny_gap_is_not_zero(
     gap: float, value: str
 ) -> None:
     plan = one_by_one(1, 1)
-    status: Any = "feasible" if gap else "optimal"
-    plan = replace(plan, metrics=replace(plan.metrics, gap=gap, status=status))
-    found = card(plan, "Gap")
+    metrics = replace(plan.metrics, gap=gap, status="feasible" if gap else "optimal")
+    plan = replace(plan, metrics=metrics)
+    found = plan_view(plan).cards[3]
     assert (found.value, found.tone) == (value, "" if gap else "good")
     assert ["proved optimal" in text for text in (found.note, plan_html(plan))] == [gap == 0] * 2
 
 
-@pytest.mark.parametrize(("limit", "note"), [(2.0, f"200{PERCENT}"), (8.0, f"50{PERCENT}"), (0.0, "∞")])
-def test_memory_over_the_limit_is_marked(limit: float, note: str) -> None:
-    """No such plan is made; a stored one of an older version must not be praised."""
+@pytest.mark.parametrize(
+    ("limit", "note", "summary"),
+    [
+        (2.0, f"200{PERCENT} of the limit", "on rank 0, of 2. Dashed: the limit."),
+        (8.0, f"50{PERCENT} of the limit", "on rank 0, of 8. Dashed: the limit."),
+        (0.0, "∞ of the limit", "on rank 0, of 0. Dashed: the limit."),
+        (1000.0, f"0{PERCENT} of the limit", "on rank 0, of 1\u202f000."),
+        (None, "no limit", "on rank 0. No limit."),
+    ],
+)
+def test_memory_over_the_limit_is_marked_and_the_limit_drawn_unless_it_is_far_above_the_bars(
+    limit: float | None, note: str, summary: str
+) -> None:
+    """No plan exceeds a limit; a stored one of an older version must not be praised."""
     plan = one_by_one(1, 1, memory={**MEMORY, "static": 0, "limit": None})
-    plan = replace(plan, problem=replace(plan.problem, memory=replace(plan.problem.memory, limit=(limit,))))
-    found = card(plan, "Peak memory")
-    assert (found.note, found.tone == "bad") == (f"{note} of the limit", limit < 4)
-    assert [bar.over for bar in bars(plan)["memory"].bars] == [limit < 4]
+    limits = None if limit is None else (limit,)
+    plan = replace(plan, problem=replace(plan.problem, memory=replace(plan.problem.memory, limit=limits)))
+    view, is_over = plan_view(plan), limit in (0, 2)
+    found, picture = view.cards[-1], view.per_rank[-1]
+    assert (found.value, found.note, found.tone) == ("4", note, "bad" if is_over else "")
+    assert [(bar.over, bar.limit is None) for bar in picture.bars] == [(is_over, limit in (1000, None))]
+    assert picture.summary == f"Highest: 4 {summary}"
 
 
-def test_a_limit_is_drawn_unless_it_is_far_above_the_bars_and_no_memory_is_not_shown() -> None:
-    near, far = (bars(one_by_one(2, 4, memory={**MEMORY, "limit": limit}))["memory"] for limit in (14, 1000))
-    assert [bar.limit is None for bar in (*near.bars, *far.bars)] == [False, False, True, True]
-    assert near.summary.endswith("Dashed: the limit. Darker: static memory.")
-    assert ("of 1\u202f000." in far.summary, "Dashed" in far.summary) == (True, False)
-    without = one_by_one(2, 1)
-    assert {*bars(without)} == {"idle"}
-    assert {rank.peak for rank in plan_view(without).ranks} == {""}
-    assert {rank.peak for rank in plan_view(one_by_one(2, 1, memory=MEMORY)).ranks} == {"5"}
+def test_no_memory_is_not_shown_and_static_memory_is() -> None:
+    without, static = plan_view(one_by_one(2, 1)), plan_view(one_by_one(2, 1, memory=MEMORY))
+    assert [each.name for each in without.per_rank] == ["idle"]
+    assert ({rank.peak for rank in without.ranks}, {rank.peak for rank in static.ranks}) == ({""}, {"5"})
+    assert static.per_rank[-1].summary.endswith(" Darker: static memory.")
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (3, 1), (4, 6)])
@@ -251,25 +253,25 @@ def test_neither_rounding_nor_a_plan_that_takes_no_time_is_idle_time(monkeypatch
     assert [bar.height for bar in idle_bars(nothing).bars] == [0, 0]
 
 
-def test_a_large_plan_lists_the_beginning_of_every_rank_and_draws_a_picture() -> None:
+def test_large_plans_list_the_beginning_of_every_rank_and_their_rows_can_be_pointed_at() -> None:
     view = plan_view(one_by_one(2, 2600))
     assert not view.has_bars
     assert view.ranks[0].omitted == 6 * 2600 - len(view.ranks[0].text.split())
     assert view.ranks[0].text.startswith("0F0 3F0 3I0")
+    heights = [gantt_canvas(ranks).rows / ranks for ranks in (1, 8, 64, 300)]
+    assert heights[0] == heights[1] > heights[2] > heights[3] >= 7
 
 
-def test_the_legend_explains_dark_and_light() -> None:
-    for placement, chunks, shades in (
+@pytest.mark.parametrize(
+    ("placement", "chunks", "shades"),
+    [
         ("single", 1, ""),
         ("v", 2, "dark: chunk 0, light: chunk 1"),
         ("loop", 3, "dark: even chunks, light: odd ones"),
-    ):
-        assert plan_view(one_by_one(2, 1, placement=placement, chunks=chunks)).shades == shades
-
-
-def test_rows_are_high_enough_to_point_at() -> None:
-    heights = [gantt_canvas(ranks).rows / ranks for ranks in (1, 8, 64, 300)]
-    assert heights[0] == heights[1] > heights[2] > heights[3] >= 7
+    ],
+)
+def test_the_legend_explains_dark_and_light(placement: str, chunks: int, shades: str) -> None:
+    assert plan_view(one_by_one(2, 1, placement=placement, chunks=chunks)).shades == shades
 
 
 def test_microbatches_that_differ_are_in_every_format_and_of_many_the_first(differing: Plan) -> None:

@@ -24,7 +24,6 @@ from zbv_solver.frontiers.frontier import (
     floor,
     frontier_points,
     layer_limits,
-    recomputed_stages,
     smallest_limit,
 )
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
@@ -80,12 +79,6 @@ def test_of_microbatches_that_differ_1_is_for_their_mean_or_the_largest(
     memory_fraction.at_fraction(problem, 1.0).require_feasible()
 
 
-def test_the_tightest_rank_says_what_fraction_a_limit_is() -> None:
-    problem = uniform(2, 4)
-    assert memory_fraction.of_limit(problem) is None
-    assert memory_fraction.of_limit(replace(problem, memory=replace(problem.memory, limit=(4.0, 6.0)))) == 1
-
-
 def test_stages_and_layers_that_hold_nothing_have_no_frontier() -> None:
     bare = [{name: value for name, value in layer.items() if name != "memory"} for layer in LAYERED["layers"]]
     stages = parse_any_problem({**uniform_document(2, 4), "memory": None})
@@ -101,6 +94,9 @@ def test_stages_and_layers_that_hold_nothing_have_no_frontier() -> None:
 def test_the_grid_is_the_smallest_limit_and_round_ones_up_to_twice_1f1bs() -> None:
     assert grid(uniform(4, 16)) == (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
     assert grid(uniform(16, 32))[:3] == (0.0625, 0.125, 0.25)
+    problem = uniform(2, 4)
+    limited = replace(problem, memory=replace(problem.memory, limit=(4.0, 6.0)))
+    assert (memory_fraction.of_limit(problem), memory_fraction.of_limit(limited)) == (None, 1), "the tightest"
     assert (fits(0.1 + 0.2, 0.3), fits(0.3001, 0.3)) == (True, False), "rounding excludes no plan"
 
 
@@ -141,30 +137,49 @@ def every_need(problem: LayeredProblem) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("problem", [uniform(2, 6, p2p=0.25), layered(microbatches=3)], ids=type)
-def test_more_memory_never_costs_time_and_bounds_hold(problem: AnyProblem) -> None:
-    points = frontier_points(problem, quick)
-    values, bounds = [point.plan.objective for point in points], [point.lower_bound for point in points]
+@pytest.mark.parametrize(
+    "document",
+    [uniform_document(2, 6, p2p=0.25, limit=1), RECOMPUTED | {"microbatches": 3, "memory": {"limit": 1}}],
+    ids=["stages", "layers"],
+)
+def test_more_memory_never_costs_time_and_bounds_hold(
+    document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ignores the problem's own limit, which nothing fits."""
+    problem, folder = parse_any_problem(document), tmp_path / "plans"
+    (tmp_path / "problem.json").write_text(json.dumps(document))
+    command = ["frontier", str(tmp_path / "problem.json")]
+    assert main([*command, "--json", "-o", str(folder)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "frontier.json").read_text()) == answer
+    points = answer["points"]
+    plans = [load_plan(folder / f"{point['plan_id'][:12]}.json") for point in points]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    values, bounds = [point["objective"] for point in points], [point["lower_bound"] for point in points]
     assert (values, bounds) == (sorted(values, reverse=True), sorted(bounds, reverse=True))
+    assert (answer["objective"], values) == ("span", [plan.objective for plan in plans])
     assert values[0] > values[-1]
-    for point in points:
-        assert point.lower_bound <= point.plan.objective * (1 + 1e-9)
-        assert point.gap == pytest.approx(point.plan.objective / point.lower_bound - 1)
-        limit = point.limit if point.fraction is None else point.fraction
-        assert point.needs <= limit * (1 + 1e-9)
+    assert [point["gap"] for point in points] == pytest.approx(np.array(values) / bounds - 1)
+    assert min(point["gap"] for point in points) >= 0
+    limits = [point["limit"] for point in points]
     if isinstance(problem, LayeredProblem):
-        assert [point.limit for point in points] == list(layer_limits(problem))
-        floors = [floor(at_limit(problem, point.limit)) for point in points]
+        assert limits == pytest.approx(list(layer_limits(problem)))
+        assert all(point["peak_memory"] <= point["limit"] * (1 + 1e-9) for point in points)
+        floors = [floor(at_limit(problem, limit)) for limit in limits]
         assert np.all(np.array(floors) <= np.array(values) * (1 + 1e-9))
-        assert recomputed_stages(points[0].plan) > recomputed_stages(points[-1].plan) == 0
-        cuts = {point.plan.problem.model.partition for point in points if point.plan.problem.model}
+        assert points[0]["recomputed"] > points[-1]["recomputed"] == 0
+        assert (points[0]["placement"], points[0]["chunks"]) == ("v", 2)
+        cuts = {plan.problem.model.partition for plan in plans if plan.problem.model}
         assert len(cuts) > 1, "every limit has its own"
+        assert all(words in table for words in ("cut again", f"{points[0]['recomputed']} of 4"))
     else:
-        assert [point.fraction for point in points] == list(grid(problem))
-        limits = [max(memory_fraction.limits(problem, fraction)) for fraction in grid(problem)]
-        assert [point.limit for point in points] == pytest.approx(limits)
-        schedules = {each.name: each for each in baseline_points(points[0].plan)}
+        assert [point["fraction"] for point in points] == list(grid(problem))
+        assert limits == [max(memory_fraction.limits(problem, fraction)) for fraction in grid(problem)]
+        assert all(point["needs"] <= point["fraction"] * (1 + 1e-9) for point in points)
+        schedules = {each.name: each for each in baseline_points(plans[0])}
         assert schedules["1f1b"].needs == pytest.approx(1.0)
+        assert " 1f1b " in table
 
 
 def test_a_plan_of_little_memory_counts_where_more_memory_was_searched_in_vain() -> None:
@@ -215,33 +230,3 @@ def test_a_bound_of_all_cuts_is_exact_in_the_loads_of_v_and_knows_the_limit() ->
     assert floor(layered(memory={}, placement="auto")) <= floor(problem)
     # The head and two blocks are the heavier stage.
     assert floor(layered(memory={}, placement="single")) == 4 * 124
-
-
-def test_the_command_prints_tables_and_documents_and_keeps_plans(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """The problem's own limit, which nothing fits, is ignored."""
-    changes: dict[str, Any] = {"microbatches": 2, "placement": "single"}
-    stages, layers, folder = tmp_path / "stages.json", tmp_path / "layers.json", tmp_path / "plans"
-    stages.write_text(json.dumps(uniform_document(2, 4, limit=1)))
-    layers.write_text(json.dumps({**RECOMPUTED, **changes, "memory": {"limit": 1}}))
-
-    def run(*arguments: object) -> str:
-        assert main(["frontier", *map(str, arguments)]) == 0
-        return capsys.readouterr().out
-
-    document = json.loads(run(stages, "--json", "-o", folder))
-    assert document["objective"] == "span"
-    assert [point["fraction"] for point in document["points"]] == list(grid(uniform(2, 4)))
-    assert json.loads((folder / "frontier.json").read_text()) == document
-    for point in document["points"]:
-        plan = load_plan(folder / f"{point['plan_id'][:12]}.json")
-        assert (plan.plan_id, plan.objective) == (point["plan_id"], point["objective"])
-    assert " 1f1b " in run(stages)
-    points = json.loads(run(layers, "--json"))["points"]
-    assert [point["limit"] for point in points] == pytest.approx(list(layer_limits(layered(**changes))))
-    assert all(point["peak_memory"] <= point["limit"] * (1 + 1e-9) for point in points)
-    assert (points[0]["placement"], points[0]["chunks"]) == ("single", 1)
-    assert points[0]["recomputed"] > points[-1]["recomputed"] == 0
-    table = run(layers)
-    assert all(words in table for words in ("cut again", "2 of 2"))

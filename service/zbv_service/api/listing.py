@@ -22,7 +22,8 @@ from zbv_solver.problem.stages import PlacementKind
 from zbv_service.api.negotiation import VARY, root_of, to_page, wants_page
 from zbv_service.api.state import state_of
 from zbv_service.errors import INVALID_PARAMETER, ApiError
-from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentState, RunFilter, RunState
+from zbv_service.records.agents import AGENT_PRESENT, AgentFilter, AgentState
+from zbv_service.records.runs import RunFilter, RunState
 from zbv_service.records.searches import Page, PlanFilter, Position, SearchFilter, SearchState
 
 LARGEST_PAGE = 1000

@@ -15,7 +15,7 @@ from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import columns_of, record_of
 from zbv_service.database.run_end import add_event, lock_run
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.records.runs import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
+from zbv_service.records.agents import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
 
 _AGENTS, _NODES = cast("Table", AgentRow.__table__), cast("Table", NodeRow.__table__)
 _IS_PRESENT = or_(*(_AGENTS.c.state == state for state in sorted(AGENT_PRESENT)))

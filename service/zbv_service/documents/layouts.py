@@ -19,7 +19,7 @@ from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.numeric import MAX_LAYERS
 
-from zbv_service.documents.shared import RequestDocument
+from zbv_service.records.shared import RequestDocument
 
 MAX_DEVICES = 65_536
 MAX_BATCH = 65_536

@@ -20,8 +20,8 @@ from zbv_solver.search.claims import Claim
 
 from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import MAX_SEED, NEXT, PREVIOUS, RequestDocument
 from zbv_service.records.searches import PlanSummary
+from zbv_service.records.shared import MAX_SEED, NEXT, PREVIOUS, RequestDocument
 
 MAX_JITTER = 4096
 """Most characters of a jitter in an address."""

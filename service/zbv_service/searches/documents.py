@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_service.documents.packing import unpack_text
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import (
+from zbv_service.errors import ErrorDetails
+from zbv_service.records.searches import SearchRecord, SearchState
+from zbv_service.records.shared import (
     NEXT,
     PREVIOUS,
     OptionsDocument,
@@ -18,8 +20,6 @@ from zbv_service.documents.shared import (
     json_bytes,
     json_with,
 )
-from zbv_service.errors import ErrorDetails
-from zbv_service.records.searches import SearchRecord, SearchState
 
 
 class SearchRequest(RequestDocument):

@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 
 from zbv_service.documents.layouts import LayoutOptions
 from zbv_service.documents.packing import unpack_text
-from zbv_service.documents.shared import NEXT, PREVIOUS, json_bytes, json_with
 from zbv_service.records.searches import SearchRecord
+from zbv_service.records.shared import NEXT, PREVIOUS, json_bytes, json_with
 from zbv_service.searches.documents import StoredSearch
 
 

@@ -23,7 +23,6 @@ from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooM
 from zbv_service.documents.packing import pack, unpack, unpack_text
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import Question, question_json, read_question, summary_of
-from zbv_service.documents.shared import OptionsDocument
 from zbv_service.errors import (
     NOT_FOUND,
     SEARCH_DISCARDED,
@@ -41,6 +40,7 @@ from zbv_service.records.searches import (
     SearchKind,
     SearchRecord,
 )
+from zbv_service.records.shared import OptionsDocument
 from zbv_service.searches.documents import SearchRequest
 from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.runner import Runner

@@ -20,7 +20,7 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
-from zbv_service.records.runs import EventRecord
+from zbv_service.records.runs import EventDocument
 from zbv_service.records.searches import Claim, SearchEvent, Update
 from zbv_service.searches import events as hub
 from zbv_service.searches.events import EventFeed
@@ -110,7 +110,7 @@ async def test_many_readers_of_a_run_share_its_queries(
     await runs.add(a_run("r", 1))
     await feed.start()
 
-    async def first() -> Sequence[EventRecord]:
+    async def first() -> Sequence[EventDocument]:
         return await anext(aiter(feed.follow("r", 1)))
 
     readers = [asyncio.create_task(first()) for _ in range(400)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
 from support.stored import a_plan, a_search
+from support.stored import a_run as new_run
 from zbv_service.database import (
     Database,
     Keep,
@@ -26,7 +27,6 @@ from zbv_service.database import (
 from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
-from zbv_service.records.runs import NewRun
 from zbv_service.records.searches import NamedRequest, NewRanking, SearchFilter, SearchState
 
 pytestmark = pytest.mark.anyio
@@ -328,9 +328,8 @@ async def test_a_request_after_its_search_was_removed_starts_a_new_search_for_th
 
 async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) -> None:
     await ended(database, "served", "done", "plan")
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     runs = RunTable(database)
-    await runs.add(NewRun("r", None, "served", None, model, 1, 1, 5, {}, datetime.now(UTC)))
+    await runs.add(new_run("r", plan_id=None, search_id="served"))
     await RunPlanTable(database).settle_planned()
     with days_later(11):
         await Retention(database).sweep(KEEP)
@@ -371,7 +370,6 @@ async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_
     database: Database, any_database_url: str
 ) -> None:
     """A run is never stored without its plan."""
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     names = [f"p{index}" for index in range(8)]
     for name in names:
         await PlanTable(database).add(a_plan(name))
@@ -379,7 +377,7 @@ async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_
     try:
         with days_later(25):
             runs = RunTable(second)
-            new = [NewRun(f"r-{p}", p, None, None, model, 1, 1, 5, {}, datetime.now(UTC)) for p in names]
+            new = [new_run(f"r-{p}", plan_id=p) for p in names]
             outcomes = await asyncio.gather(
                 Retention(database).sweep(KEEP), *(runs.add(each) for each in new), return_exceptions=True
             )

@@ -1,4 +1,4 @@
-"""Large JSON documents that several packages share: strict parsing, problems and layouts, packing for storage.
+"""Large JSON documents that packages share: strict parsing, problems and layouts, packing for storage.
 
 Nothing here does I/O.
 """

@@ -13,8 +13,9 @@ from sqlalchemy import Engine, event
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable
 from zbv_service.database.models import Base
 from zbv_service.records.agents import NewAgent
+from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary
+from zbv_service.records.searches import NewSearch
 from zbv_service.runs.scheduler import decide
 
 
@@ -28,9 +29,15 @@ def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:
     return NewSearch(name, key or name, b"problem", summary, {}, created_by)
 
 
+def a_layout_search(name: str) -> NewSearch:
+    """A search of layouts."""
+    summary = {"devices": 8, "global_batch": 64, "sequence_length": 128, "layouts": 3}
+    return NewSearch(name, name, b"request", summary, {}, kind="layouts")
+
+
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:
     """A plan with an objective and a problem's key; ``changes`` are of its summary."""
-    summary = PlanSummary(
+    summary = PlanSummaryDocument(
         **{
             "plan_id": name,
             "pp_degree": 2,

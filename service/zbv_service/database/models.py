@@ -41,17 +41,18 @@ class Base(DeclarativeBase):
 
 def record_of(kind: Callable[..., R], row: Base, **values: Any) -> R:
     """A record with the values of a row's columns of the same names, and with other values."""
-    return kind(**{name: getattr(row, name) for name in _names(kind) if name not in values}, **values)
+    known = {name: getattr(row, name) for name in _names(kind, type(row)) if name not in values}
+    return kind(**known, **values)
 
 
 def columns_of(kind: Callable[..., Any], table: type[Base]) -> tuple[Any, ...]:
     """The columns of a table that have the names of a record's fields, in their order."""
-    return tuple(getattr(table, name) for name in _names(kind))
+    return tuple(getattr(table, name) for name in _names(kind, table))
 
 
 @cache
-def _names(kind: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind).parameters)
+def _names(kind: Callable[..., Any], table: type[Base]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(kind).parameters if name in table.__table__.columns)
 
 
 class PlanRow(Base):

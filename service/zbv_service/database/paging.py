@@ -17,8 +17,9 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from zbv_service.database.models import PlanRow, SearchRow
 from zbv_service.database.run_models import RunRow
+from zbv_service.records.plans import Shape
 from zbv_service.records.runs import RunFilter
-from zbv_service.records.searches import Page, Position, Shape
+from zbv_service.records.searches import Page, Position
 
 T = TypeVar("T")
 

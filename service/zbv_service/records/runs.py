@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from zbv_service.errors import StoredError
 from zbv_service.records.run_options import ModelDocument, RunOptionsDocument, ScriptDocument
-from zbv_service.records.shared import NEXT, PREVIOUS, Record
+from zbv_service.records.shared import NEXT, PREVIOUS, Record, json_with
 
 RunState = Literal["planning", "waiting", "starting", "running", "succeeded", "failed", "cancelled"]
 NodeState = Literal["assigned", "running", "ended"]
@@ -156,6 +156,11 @@ class RunDocument(NewRun):
     started_at: datetime | None
     updated_at: datetime
     finished_at: datetime | None
+
+    def text(self) -> bytes:
+        """The document as JSON, written node by node, because it may have thousands of ranks."""
+        document = self.model_dump(mode="json", exclude={"members"})
+        return json_with(document, members=[node.text() for node in self.members])
 
 
 class RunList(BaseModel):

@@ -33,7 +33,11 @@ class Record(BaseModel):
     The docstring of a field is its description in the API.
     """
 
-    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, serialize_by_alias=True, use_attribute_docstrings=True)
+
+    def text(self) -> bytes:
+        """The document as JSON."""
+        return self.model_dump_json().encode()
 
 
 def _require_few_samples(jitter: JitterDocument) -> JitterDocument:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -30,7 +29,6 @@ from zbv_service.records.agents import (
     RegisteredAgent,
     WorkDocument,
 )
-from zbv_service.records.shared import json_with
 from zbv_service.runs.parts import MAX_LOG_BYTES, RankKey
 from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import STORES
@@ -94,7 +92,8 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
         request,
         query,
         lambda limit, after: agents.page(query.filter, limit, after),
-        lambda items, around: json_with({"agents": None, **asdict(around)}, agents=[*map(_text, items)]),
+        "agents",
+        AgentDocument.text,
     )
 
 
@@ -258,8 +257,3 @@ async def remove_agent(request: Request, agent_id: str) -> Response:
     """The agent's unfinished run fails."""
     await state_of(request).agents.leave(agent_id)
     return Response(status_code=204)
-
-
-def _text(record: AgentDocument) -> bytes:
-    """An agent of a list as JSON; pydantic would keep the interpreter while it writes the whole list."""
-    return record.model_dump_json().encode()

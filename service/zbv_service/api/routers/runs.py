@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -32,7 +31,6 @@ from zbv_service.errors import (
     TOO_MUCH_STORED,
 )
 from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
-from zbv_service.records.shared import json_with
 from zbv_service.runs.requests import PlanChange, RunRequest
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
@@ -83,7 +81,8 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
         request,
         query,
         lambda limit, after: runs.page(query.filter, limit, after),
-        lambda items, around: json_with({"runs": None, **asdict(around)}, runs=[*map(_text, items)]),
+        "runs",
+        RunDocument.text,
     )
 
 
@@ -218,13 +217,7 @@ async def _response(record: RunDocument, status: int) -> Response:
     headers = {**VARY, **_NO_STORE, "Location": f"/v1/runs/{record.id}"}
     if record.state not in RUN_ENDED:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return Response(await asyncio.to_thread(_text, record), status, headers, "application/json")
-
-
-def _text(record: RunDocument) -> bytes:
-    """A run as JSON, node by node, because it may have thousands of ranks."""
-    nodes = [node.model_dump_json().encode() for node in record.members]
-    return json_with(record.model_dump(mode="json", exclude={"members"}), members=nodes)
+    return Response(await asyncio.to_thread(record.text), status, headers, "application/json")
 
 
 async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:

@@ -14,9 +14,9 @@ from zbv_solver.measure.refit import NANOSECONDS
 
 from zbv_service.pages.views.run_charts import LossChart, StepChart, duration, loss_chart, step_chart
 from zbv_service.pages.views.words import reached_step
+from zbv_service.records.plans import PlanSummaryDocument
 from zbv_service.records.run_options import OF_SCRIPTS
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, place_of
-from zbv_service.records.searches import PlanSummary
 from zbv_service.runs.steps import StepLine
 
 SHOWN_RANKS = 256
@@ -83,7 +83,7 @@ class RunView:
 
 def run_view(
     run: RunDocument,
-    plan: PlanSummary | None,
+    plan: PlanSummaryDocument | None,
     index: Sequence[PartInfo],
     lines: Sequence[StepLine],
     first_rank: int | None = None,
@@ -133,7 +133,7 @@ def _share(run: RunDocument, step: int | None) -> float | None:
     return 0.0 if step is None else min(1.0, step / run.steps)
 
 
-def _seconds(plan: PlanSummary | None) -> float | None:
+def _seconds(plan: PlanSummaryDocument | None) -> float | None:
     """The planned time of a step; None if the plan has no time unit."""
     unit = None if plan is None else NANOSECONDS.get(plan.time_unit or "")
     return None if plan is None or unit is None else plan.value * unit / 1e9
@@ -141,7 +141,7 @@ def _seconds(plan: PlanSummary | None) -> float | None:
 
 def _facts(
     run: RunDocument,
-    plan: PlanSummary | None,
+    plan: PlanSummaryDocument | None,
     planned: float | None,
     lines: Sequence[StepLine],
     step: int | None,

@@ -16,7 +16,8 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from zbv_service.records.searches import Claim, Outcome, Refusal
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 
-from zbv_service.records.searches import Refusal, Update
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Update
 
 TOKEN_BYTES = 32
 HELLO_SECONDS = 10.0

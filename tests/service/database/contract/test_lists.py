@@ -11,8 +11,9 @@ from support.stored import a_plan, a_run, a_search, an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable, paging
 from zbv_service.database.models import SearchRow
 from zbv_service.records.agents import AgentFilter, NodeReport
+from zbv_service.records.plans import PlanFilter
 from zbv_service.records.runs import RunFilter
-from zbv_service.records.searches import NewSearch, Page, PlanFilter, Position, SearchFilter, SearchRecord
+from zbv_service.records.searches import NewSearch, Page, Position, SearchFilter, SearchRecord
 from zbv_service.runs.scheduler import decide
 
 pytestmark = pytest.mark.anyio

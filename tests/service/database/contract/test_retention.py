@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
-from support.stored import a_plan, a_search
+from support.stored import a_layout_search, a_plan, a_search
 from support.stored import a_run as new_run
 from zbv_service.database import (
     Database,
@@ -27,7 +27,14 @@ from zbv_service.database import (
 from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
-from zbv_service.records.searches import NamedRequest, NewRanking, SearchFilter, SearchState
+from zbv_service.records.searches import (
+    LayoutCounts,
+    LayoutSearchDocument,
+    NamedRequest,
+    NewRanking,
+    SearchFilter,
+    SearchState,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -257,7 +264,7 @@ async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Da
 
 async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Database) -> None:
     table = SearchTable(database)
-    await table.add(replace(a_search("s"), kind="layouts"))
+    await table.add(a_layout_search("s"))
     claim = await table.claim("me", 60)
     assert claim is not None
     plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan
@@ -267,8 +274,9 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Datab
     assert await table.ranked("s", claim.fence, ranking)
     assert await table.answer("s") == b"answer"
     record = await table.get("s")
-    assert record is not None
-    assert (record.state, record.plan_id, record.gap, record.progress) == ("done", "best", 0.25, counts)
+    assert isinstance(record, LayoutSearchDocument)
+    assert (record.state, record.plan_id, record.gap) == ("done", "best", 0.25)
+    assert record.progress == LayoutCounts(**counts)
     with days_later(30):
         await Retention(database).sweep(replace(KEEP, others=40))
         assert (await stored(database))["plans"] == {"best", "second"}

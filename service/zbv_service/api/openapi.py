@@ -11,22 +11,17 @@ from pydantic.json_schema import models_json_schema
 from zbv_solver.measure.rank_trace import RankTraceDocument
 
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.idempotency import HEADER
 from zbv_service.api.openapi_extras import enrich
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    IDEMPOTENCY_KEY_IN_USE,
-    IDEMPOTENCY_KEY_REUSED,
     INSUFFICIENT_SCOPE,
-    INVALID_IDEMPOTENCY_KEY,
     INVALID_PARAMETER,
     MALFORMED_JSON,
     NOT_FOUND,
     OTHER_ORIGIN,
     UNAUTHENTICATED,
-    UNKNOWN_HOST,
     UNSUPPORTED_MEDIA_TYPE,
     ErrorDetails,
     Kind,
@@ -102,7 +97,7 @@ def _add_errors(method: str, path: str, operation: dict[str, Any]) -> None:
 
 def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Kind]:
     """The errors that follow from the parameters, body and scopes of an operation."""
-    kinds = [UNKNOWN_HOST]
+    kinds: list[Kind] = []
     if "security" in operation:
         kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE]
         kinds += [] if method == "get" else [OTHER_ORIGIN]
@@ -111,9 +106,7 @@ def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Ki
     if "{" in path:
         kinds.append(NOT_FOUND)
     for parameter in operation.get("parameters", ()):
-        if parameter["name"] == HEADER:
-            kinds += [INVALID_IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED]
-        elif parameter["in"] != "path" or parameter["schema"]["type"] != "string":
+        if parameter["in"] != "path" or parameter["schema"]["type"] != "string":
             kinds.append(INVALID_PARAMETER)
     return kinds
 

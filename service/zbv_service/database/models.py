@@ -179,27 +179,6 @@ class SearchEventRow(Base):
     data: Mapped[dict[str, Any]]
 
 
-class IdempotencyRow(Base):
-    """A request with an Idempotency-Key, and the resource that it created or found.
-
-    ``kind`` is the table of ``resource_id``. The key may outlive that row.
-    """
-
-    __tablename__ = "idempotency_keys"
-
-    key_hash: Mapped[str] = mapped_column(String(64), primary_key=True)
-    fingerprint: Mapped[str] = mapped_column(String(64))
-    kind: Mapped[str] = mapped_column(String(16))
-    resource_id: Mapped[str] = mapped_column(String(32))
-    expires_at: Mapped[datetime]
-    created_by: Mapped[str | None] = mapped_column(String(200))
-
-    __table_args__ = (
-        Index("ix_idempotency_keys_expires_at", "expires_at"),
-        Index("ix_idempotency_keys_created_by", "created_by"),
-    )
-
-
 class TokenRow(Base):
     """A token, a browser session, or a sign-in link that becomes a session.
 

@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchRow, columns_of, record_of
-from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, created_between, read_page
 from zbv_service.database.run_end import (
     add_event,
@@ -40,11 +39,12 @@ from zbv_service.records.runs import (
     EventDocument,
     NewRun,
     NodeDocument,
+    RequestKey,
     RunDocument,
     RunFilter,
     WaitingRun,
 )
-from zbv_service.records.searches import NamedRequest, Page, Position
+from zbv_service.records.searches import Page, Position
 
 _CONSIDERED = 200
 """Waiting runs per pass."""
@@ -60,8 +60,8 @@ class SearchGone(Exception):
     """The search was discarded or cancelled."""
 
 
-class RunRemoved(Exception):
-    """The run that a request with this Idempotency-Key created was removed."""
+class KeyReused(Exception):
+    """The caller used the same Idempotency-Key with another body before."""
 
 
 Decide = Callable[[Sequence[WaitingRun], Sequence[AvailableAgent]], Decision]
@@ -75,7 +75,7 @@ class RunTable(BaseTable):
     """What the last pass saw, if no run could start; as long as it is the same, no run can."""
 
     async def add(
-        self, new: NewRun, named: NamedRequest | None = None, search_options: bytes | None = None
+        self, new: NewRun, key: RequestKey | None = None, search_options: bytes | None = None
     ) -> RunDocument:
         """Store a new run, which waits for agents or for its plan, together with its Idempotency-Key.
 
@@ -91,8 +91,8 @@ class RunTable(BaseTable):
         ------
         SearchGone
             The search to wait for has been discarded or cancelled in the meantime.
-        KeyReused, RunRemoved
-            As :meth:`of_request`.
+        KeyReused
+            The earlier request with this key had another body.
         """
         row = RunRow(
             **new.model_dump(),
@@ -105,11 +105,11 @@ class RunTable(BaseTable):
             failures=[],
             refusals=[],
             updated_at=new.created_at,
+            key_hash=None if key is None else key.hash,
+            key_fingerprint=None if key is None else key.fingerprint,
         )
         try:
             async with self._database.writing() as session:
-                if named is not None:
-                    await remember(session, named, new.id)
                 if new.search_id is not None and not await _held_search(session, new.search_id):
                     raise SearchGone(new.search_id)
                 session.add(row)
@@ -119,30 +119,26 @@ class RunTable(BaseTable):
                 else:
                     add_event(session, row.id, "waiting", f"for {new.nodes} agents")
         except IntegrityError:
-            known = None if named is None else await self.of_request(named)
+            known = None if key is None else await self.of_request(key)
             if known is None:
                 raise
             return known  # the same request arrived twice at once
         return _record(row, ())
 
-    async def of_request(self, named: NamedRequest) -> RunDocument | None:
+    async def of_request(self, key: RequestKey) -> RunDocument | None:
         """The run that an earlier request with this key created, None without one.
 
         Raises
         ------
         KeyReused
-            The earlier request had another address or body.
-        RunRemoved
-            The run was removed.
+            The earlier request had another body.
         """
-        async with self._database.reading() as session:
-            run_id = await answered_with(session, named)
-        if run_id is None:
-            return None
-        known = await self.get(run_id)
-        if known is None:
-            raise RunRemoved(run_id)
-        return known
+        query = select(RunRow.id, RunRow.key_fingerprint).where(RunRow.key_hash == key.hash)
+        for row in await self._database.rows(query):
+            if row.key_fingerprint != key.fingerprint:
+                raise KeyReused
+            return await self.get(row.id)
+        return None
 
     async def get(self, run_id: str) -> RunDocument | None:
         """A run by id."""

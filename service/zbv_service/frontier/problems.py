@@ -168,7 +168,7 @@ def searches_of(
     plan = plan_of(packed)
     documents = dict(_documents(plan, wanted))
     options = {"effort": effort}
-    return {at: new_search({"problem": documents[at], "options": options}, settings) for at in wanted}
+    return {at: new_search(settings, {"problem": documents[at], "options": options}) for at in wanted}
 
 
 def _documents(plan: Plan, wanted: Collection[float]) -> list[tuple[float, dict[str, Any]]]:

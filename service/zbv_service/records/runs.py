@@ -128,6 +128,16 @@ class NewRun(Record):
         return self.model.factory if self.model else self.script.path if self.script else ""
 
 
+@dataclass(frozen=True)
+class RequestKey:
+    """The Idempotency-Key of a request for a run."""
+
+    hash: str
+    """Hash of the caller and the key."""
+    fingerprint: str
+    """Hash of the body, which must be the same whenever the key is."""
+
+
 class RunDocument(NewRun):
     """A training run in any state."""
 

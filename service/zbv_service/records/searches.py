@@ -303,25 +303,6 @@ Outcome = NewPlan | NewRanking
 """The result of a search."""
 
 
-RequestKind = Literal["search", "layouts", "run"]
-"""The resource that a request with an Idempotency-Key creates."""
-
-
-@dataclass(frozen=True)
-class NamedRequest:
-    """A request with an Idempotency-Key."""
-
-    key_hash: str
-    """Hash of the caller and the key."""
-    fingerprint: str
-    """Hash of the body. A key must always come with the same body."""
-    expires_at: datetime
-    kind: RequestKind = "search"
-    """The resource that the request creates. A key must always come to the same address."""
-    created_by: str | None = None
-    """The name of the caller, or its address."""
-
-
 T = TypeVar("T")
 
 

@@ -119,7 +119,7 @@ def look_at(settings: Settings, asked: Look) -> Seen | None:
     search = None
     if found.change > asked.threshold:
         options = {} if asked.options is None else unpack(asked.options)
-        search = new_search({"problem": problem_json(found.problem), "options": options}, settings)
+        search = new_search(settings, {"problem": problem_json(found.problem), "options": options})
     return Seen(max(fresh), found.change, search)
 
 

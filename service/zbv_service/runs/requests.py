@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,7 +16,6 @@ from zbv_service.documents.problems import QuestionDocument
 from zbv_service.records.run_options import MAX_INTEGER, ModelDocument, RunOptionsDocument, ScriptDocument
 from zbv_service.records.searches import NewSearch
 from zbv_service.records.shared import OptionsDocument, RequestDocument
-from zbv_service.searches.idempotency import fingerprint_of
 from zbv_service.searches.searches import new_search
 from zbv_service.settings import Settings
 
@@ -84,17 +84,22 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
         _check_model(request)
     else:
         _check_script(request, request.script)
-    fingerprint, problem, options = fingerprint_of(body), request.problem, request.search_options
+    fingerprint, problem, options = hash_of(body), request.problem, request.search_options
     packed = None if options is None else pack(options.stored())
     brief = request.model_copy(update={"problem": None, "search_options": None})
     if problem is None:
         return AskedRun(brief, fingerprint, None, None, packed)
     search = {"problem": body["problem"], "options": body.get("search_options") or {}}
     try:
-        new = new_search(search, settings)
+        new = new_search(settings, search)
     except InvalidInput as error:
         raise InvalidInput([*map(_in_run, error.issues)], error.more, error.is_partial) from None
     return AskedRun(brief, fingerprint, problem.pp_degree, new, packed)
+
+
+def hash_of(value: Any) -> str:
+    """A hash of a JSON document that does not depend on the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _check_model(request: RunRequest) -> None:

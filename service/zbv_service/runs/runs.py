@@ -10,14 +10,13 @@ from functools import partial
 from zbv_solver.errors import InvalidInput
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import PlanTable, RunPlanTable, RunRemoved, RunTable, SearchGone
-from zbv_service.errors import NOT_FOUND, RUN_REMOVED, RUN_STATE, ApiError
+from zbv_service.database import KeyReused, PlanTable, RunPlanTable, RunTable, SearchGone
+from zbv_service.errors import IDEMPOTENCY_KEY_REUSED, NOT_FOUND, RUN_STATE, ApiError
 from zbv_service.plans.plans import Plans
-from zbv_service.records.runs import EventDocument, NewRun, RunDocument, RunFilter
-from zbv_service.records.searches import NamedRequest, NewSearch, Page, Position
+from zbv_service.records.runs import EventDocument, NewRun, RequestKey, RunDocument, RunFilter
+from zbv_service.records.searches import NewSearch, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.runs.requests import AskedRun, RunRequest, read_run
-from zbv_service.searches.idempotency import NamedRequests
+from zbv_service.runs.requests import AskedRun, RunRequest, hash_of, read_run
 from zbv_service.searches.searches import Searches
 from zbv_service.settings import Settings
 
@@ -44,13 +43,12 @@ class Runs:
         self._dispatcher = dispatcher
         self._computations = computations
         self._settings = settings
-        self._names = NamedRequests("run", settings.idempotency_seconds)
 
     async def submit(
         self,
         body: bytes | bytearray,
         *,
-        key: str | None = None,
+        key: tuple[str, str] | None = None,
         caller: str | None = None,
         most: int | None = None,
     ) -> RunDocument:
@@ -61,7 +59,7 @@ class Runs:
         body
             JSON text.
         key
-            Hash of the caller and its Idempotency-Key.
+            Names the request: the caller's name and its Idempotency-Key.
         caller
             The name of the caller.
         most
@@ -72,27 +70,23 @@ class Runs:
         InvalidInput
             The body breaks a rule.
         ApiError
-            409: a request with this key is being answered. 422: the key belongs to another body. 410: the run
-            of this key was removed. 429: a search is needed and the caller has too many searches.
+            422: the key belongs to another body. 429: a search is needed and the caller has too many.
         """
-        async with self._names.answering(key) as named:
-            try:
-                asked = await self._computations.of_body(partial(read_run, self._settings), body)
-                return await self._submit(asked, named(asked.fingerprint), caller, most)
-            except RunRemoved:
-                raise ApiError(
-                    RUN_REMOVED,
-                    "The run of this request was removed. Send the request with a new Idempotency-Key to run "
-                    "it again.",
-                ) from None
+        asked = await self._computations.of_body(partial(read_run, self._settings), body)
+        named = None if key is None else RequestKey(hash_of(key), asked.fingerprint)
+        try:
+            # A repeated request gets its run, even if the plan was removed since.
+            known = None if named is None else await self._runs.of_request(named)
+            return known or await self._add(asked, named, caller, most)
+        except KeyReused:
+            raise ApiError(
+                IDEMPOTENCY_KEY_REUSED,
+                "This Idempotency-Key came with another body before; a new request needs a new key.",
+            ) from None
 
-    async def _submit(
-        self, asked: AskedRun, named: NamedRequest | None, caller: str | None, most: int | None
+    async def _add(
+        self, asked: AskedRun, named: RequestKey | None, caller: str | None, most: int | None
     ) -> RunDocument:
-        # A repeated request gets its run, even if the plan was removed since.
-        known = None if named is None else await self._runs.of_request(named)
-        if known is not None:
-            return known
         request = asked.request
         new = NewRun(
             id=uuid.uuid4().hex,
@@ -117,7 +111,7 @@ class Runs:
     async def _add_with_search(
         self,
         new: NewRun,
-        named: NamedRequest | None,
+        named: RequestKey | None,
         asked: AskedRun,
         wanted: NewSearch,
         most: int | None,

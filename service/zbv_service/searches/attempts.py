@@ -283,7 +283,7 @@ class Endings:
 
     async def _plan_of(self, claim: Claim) -> NewPlan:
         """The plan of an incumbent, made in another process; raises TimeoutError, or its errors."""
-        future = await asyncio.to_thread(self._processes.submit, plan_of_incumbent, claim)
+        future = self._processes.submit(plan_of_incumbent, claim)
         try:
             async with asyncio.timeout(KEEP_SECONDS):
                 return await asyncio.wrap_future(future)

@@ -15,7 +15,6 @@ from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_l
 from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import parse_body, parse_json
 from zbv_service.records.searches import LayoutSearchDocument, NewSearch
-from zbv_service.searches.idempotency import fingerprint_of
 from zbv_service.searches.searches import SearchesOfKind, require_allowed
 from zbv_service.settings import Settings
 
@@ -25,10 +24,9 @@ class LayoutSearches(SearchesOfKind[LayoutSearchDocument]):
 
     document = LayoutSearchDocument
     kind = "layouts"
-    named = "layouts"
     address = "/v1/layouts"
 
-    async def _read(self, body: Any) -> tuple[NewSearch, str]:
+    async def _read(self, body: Any) -> NewSearch:
         # Enumerating the layouts of a large cluster takes seconds.
         return await self._computations.run(partial(read_layout_search, self._settings), body)
 
@@ -42,8 +40,8 @@ class LayoutSearches(SearchesOfKind[LayoutSearchDocument]):
         return await asyncio.to_thread(placed.text, packed)
 
 
-def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
-    """The search of a body, and the body's fingerprint; runs in another process.
+def read_layout_search(settings: Settings, body: Any) -> NewSearch:
+    """The search of a body; runs in another process.
 
     Parameters
     ----------
@@ -63,7 +61,7 @@ def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
     summary = layouts_summary(asked, read_layouts(asked))
     normal, options = asked.model_dump(mode="json"), asked.options.model_dump()
     key = canonical_json({"layouts": normal, "version": __version__})
-    new = NewSearch(
+    return NewSearch(
         id=uuid.uuid4().hex,
         request_key=hashlib.sha256(key.encode()).hexdigest(),
         problem=pack(normal),
@@ -71,4 +69,3 @@ def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
         options=options,
         kind="layouts",
     )
-    return new, fingerprint_of(document)

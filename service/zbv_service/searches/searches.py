@@ -20,7 +20,7 @@ from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
+from zbv_service.database import SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents.packing import pack, unpack, unpack_text
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import (
@@ -32,24 +32,20 @@ from zbv_service.documents.problems import (
 )
 from zbv_service.errors import (
     NOT_FOUND,
-    SEARCH_DISCARDED,
     SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
     ApiError,
 )
 from zbv_service.records.searches import (
-    NamedRequest,
     NewSearch,
     Page,
     Position,
-    RequestKind,
     SearchDocument,
     SearchFilter,
     SearchKind,
     SearchRecord,
 )
 from zbv_service.records.shared import OptionsDocument, RequestDocument
-from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
 
@@ -75,7 +71,6 @@ class SearchesOfKind(ABC, Generic[S]):
 
     document: type[S]
     kind: ClassVar[SearchKind]
-    named: ClassVar[RequestKind]
     address: ClassVar[str]
 
     def __init__(self, table: SearchTable, runner: Runner, settings: Settings, computations: Computations):
@@ -83,13 +78,11 @@ class SearchesOfKind(ABC, Generic[S]):
         self._computations = computations
         self._runner = runner
         self._settings = settings
-        self._names = NamedRequests(self.named, settings.idempotency_seconds)
 
     async def submit(
         self,
         body: Any,
         *,
-        key: str | None = None,
         caller: str | None = None,
         most: int | None = None,
     ) -> S:
@@ -99,9 +92,6 @@ class SearchesOfKind(ABC, Generic[S]):
         ----------
         body
             JSON text, or the decoded document.
-        key
-            Hash of the caller and its Idempotency-Key. For ``settings.idempotency_seconds``, the same key
-            with the same body returns the same search in any state.
         caller
             The name of the caller.
         most
@@ -112,29 +102,21 @@ class SearchesOfKind(ABC, Generic[S]):
         InvalidInput
             The body breaks a rule; nothing was stored.
         ApiError
-            409: a request with this key is being answered. 422: the key belongs to another body. 410: the
-            search of this key was discarded. 429: the caller has too many searches. 503: too many bodies wait
-            to be read.
+            429: the caller has too many searches. 503: too many bodies wait to be read.
         """
-        async with self._names.answering(key) as named:
-            new, fingerprint = await self._read(body)
-            return await self._submit(replace(new, created_by=caller), named(fingerprint), most)
+        return await self.submit_read(await self._read(body), caller=caller, most=most)
 
     @abstractmethod
-    async def _read(self, body: Any) -> tuple[NewSearch, str]:
-        """The search of a body, and the body's fingerprint."""
+    async def _read(self, body: Any) -> NewSearch:
+        """The search of a body."""
 
-    async def _submit(
-        self, new: NewSearch, named: NamedRequest | None, most: int | None, for_run: bool = False
-    ) -> S:
+    async def submit_read(self, new: NewSearch, *, caller: str | None, most: int | None) -> S:
+        """As :meth:`submit` for a search that :func:`new_search` has made."""
+        return await self._submit(replace(new, created_by=caller), most)
+
+    async def _submit(self, new: NewSearch, most: int | None, for_run: bool = False) -> S:
         try:
-            record, is_new = await self._table.add(new, named, most=most, for_run=for_run)
-        except SearchDiscarded:
-            raise ApiError(
-                SEARCH_DISCARDED,
-                "The search of this request was discarded. Send the request with a new Idempotency-Key to "
-                "search again.",
-            ) from None
+            record, is_new = await self._table.add(new, most=most, for_run=for_run)
         except TooManySearches:
             raise ApiError(
                 TOO_MANY_SEARCHES,
@@ -231,17 +213,12 @@ class Searches(SearchesOfKind[SearchDocument]):
 
     document = SearchDocument
     kind = "plan"
-    named = "search"
     address = "/v1/searches"
 
-    async def _read(self, body: Any) -> tuple[NewSearch, str]:
+    async def _read(self, body: Any) -> NewSearch:
         is_text = isinstance(body, bytes | bytearray)
         compute = self._computations.of_body if is_text else self._computations.of_document
-        return await compute(partial(read_search, self._settings), body)
-
-    async def submit_read(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchDocument:
-        """As :meth:`submit` for a search that :func:`new_search` has made in another process."""
-        return await self._submit(replace(new, created_by=caller), None, most)
+        return await compute(partial(new_search, self._settings), body)
 
     async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchDocument:
         """Queue the search that a run waits for, or return the search that already answers it.
@@ -249,7 +226,7 @@ class Searches(SearchesOfKind[SearchDocument]):
         The run releases it with :meth:`cancel_unwanted`. Raises the errors of :meth:`submit`.
         """
         mine = replace(new, id=uuid.uuid4().hex, created_by=caller)  # the run may need another one
-        return await self._submit(mine, None, most, for_run=True)
+        return await self._submit(mine, most, for_run=True)
 
     async def cancel_unwanted(self, search_id: str) -> None:
         """Cancel a search after the run that waited for it was cancelled, unless others want its plan."""
@@ -263,12 +240,7 @@ def parse_packed(packed: bytes) -> Question:
     return parse_any_problem(unpack(packed))
 
 
-def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
-    """The search of a decoded body, and the body's fingerprint; raises :class:`InvalidInput`."""
-    return new_search(body, settings), fingerprint_of(body)
-
-
-def new_search(body: Any, settings: Settings) -> NewSearch:
+def new_search(settings: Settings, body: Any) -> NewSearch:
     """The search of a decoded request body; raises :class:`InvalidInput`."""
     question, options = parse_request(body, settings)
     document, chosen = question_json(question), options.stored()

@@ -16,22 +16,22 @@ from fastapi.sse import format_sse_event
 from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.event_streams import RETRY, EventStream, encoded
-from zbv_service.api.idempotency import KEY_PARAMETER, request_key
 from zbv_service.api.listing import RunListQuery, list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, preferred, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
-from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.api.state import most_searches, state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import (
+    IDEMPOTENCY_KEY_REUSED,
     INVALID_BODY,
-    RUN_REMOVED,
     RUN_STATE,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
 from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
 from zbv_service.runs.requests import PlanChange, RunRequest
+from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
 
@@ -40,6 +40,15 @@ _MOST = 2**31 - 1
 _NO_STORE = {"Cache-Control": "no-store"}
 LAUNCH = needs("launch")
 
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        max_length=255,
+        pattern=r"^[\x21-\x7e]+$",
+        description="A key, such as a UUID, so that a repeated request starts no second run: while the first "
+        "run is stored, it is the answer. Each token has its own keys.",
+    ),
+]
 Generation = Annotated[int | None, Query(ge=0, le=_MOST)]
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function=operation_id)
@@ -53,17 +62,17 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function
     response_model=RunDocument,
     response_description="Accepted: it starts once its plan is found and all its agents are free. Follow the "
     "Location.",
-    openapi_extra={**body_of(RunRequest), "parameters": [KEY_PARAMETER]},
-    responses=documented(RUN_REMOVED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+    openapi_extra=body_of(RunRequest),
+    responses=documented(IDEMPOTENCY_KEY_REUSED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
 )
-async def submit_run(request: Request) -> Response:
+async def submit_run(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """The run gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
     starts a second run."""
-    found, key = state_of(request), request_key(request)
+    found, caller = state_of(request), grant_of(request)
+    # Each token has its own keys. Clients of the draft "The Idempotency-Key HTTP Header Field" quote them.
+    key = None if idempotency_key is None else (caller.owner, idempotency_key.strip('"'))
     async with read_text(request, min(MEDIUM, found.settings.max_body_bytes)) as body:
-        record = await found.runs.submit(
-            body, key=key, caller=caller_of(request), most=most_searches(request)
-        )
+        record = await found.runs.submit(body, key=key, caller=caller.name, most=most_searches(request))
     return await _response(record, 202)
 
 

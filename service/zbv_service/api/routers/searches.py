@@ -9,14 +9,12 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.idempotency import KEY_PARAMETER, request_key
 from zbv_service.api.listing import SearchListQuery, list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.errors import (
     INVALID_BODY,
-    SEARCH_DISCARDED,
     SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
@@ -39,19 +37,17 @@ router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_
     status_code=202,
     response_model=SearchDocument,
     response_description="Accepted, possibly by an earlier request: follow the Location.",
-    openapi_extra={**body_of(SearchRequest), "parameters": [KEY_PARAMETER]},
+    openapi_extra=body_of(SearchRequest),
     responses={
         200: {"model": SearchDocument, "description": "Finished earlier: the same problem and options."},
-        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+        **documented(INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
     },
 )
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
-    found, key = state_of(request), request_key(request)
+    found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
-        record = await found.searches.submit(
-            body, key=key, caller=caller_of(request), most=most_searches(request)
-        )
+        record = await found.searches.submit(body, caller=caller_of(request), most=most_searches(request))
     return await _response(record)
 
 

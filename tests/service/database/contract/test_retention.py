@@ -24,13 +24,12 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
-from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
+from zbv_service.database.models import PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
 from zbv_service.records.searches import (
     LayoutCounts,
     LayoutSearchDocument,
-    NamedRequest,
     NewRanking,
     SearchFilter,
     SearchState,
@@ -44,7 +43,6 @@ NAMES = {
     "searches": SearchRow.id,
     "events": SearchEventRow.search_id,
     "plans": PlanRow.plan_id,
-    "keys": IdempotencyRow.key_hash,
     "runs": RunRow.id,
     "run events": EventRow.run_id,
     "nodes": NodeRow.run_id,
@@ -149,8 +147,7 @@ async def fill(database: Database, of: str) -> None:
         await ended(database, f"{of}-{state}", state)
     await ended(database, f"{of}-waited", "done", f"{of}-found")
     await ended(database, f"{of}-measured", "done", f"{of}-found")
-    named = NamedRequest(f"{of}-key", "body", now + timedelta(days=1))
-    await table.add(a_search(f"{of}-running"), named)
+    await table.add(a_search(f"{of}-running"))
     assert await table.claim("me", 60) is not None
     await table.add(a_search(f"{of}-queued"))
     for name in ("alone", "fetched", "ran", "traced", "earlier", "live", "target", "offered", "replanned"):
@@ -206,7 +203,6 @@ async def fill(database: Database, of: str) -> None:
 
 AFTER: list[tuple[float, dict[str, set[str]]]] = [
     # Days since the old rows were stored, and the rows that the sweep of this day removes.
-    (9.9, {"keys": {"old-key"}}),
     (
         10.1,
         {
@@ -284,12 +280,12 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Datab
     assert gone == {"searches": 1, "plans": 2}
 
 
-async def test_with_infinite_retention_only_expired_keys_are_removed(database: Database) -> None:
+async def test_with_infinite_retention_nothing_is_removed(database: Database) -> None:
     await fill(database, "old")
     before = await stored(database)
     with days_later(30_000):
-        assert await Retention(database).sweep(FOREVER) == {"idempotency keys": 1}
-        assert await stored(database) == without(before, {"keys": {"old-key"}})
+        assert await Retention(database).sweep(FOREVER) == {}
+        assert await stored(database) == before
 
 
 async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None:
@@ -300,7 +296,7 @@ async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None
     def is_enough() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 5  # once for each of the three earlier kinds; searches take two batches
+        return asked > 4  # once for each of the two earlier kinds; searches take two batches
 
     with days_later(100):
         assert await Retention(database).sweep(KEEP, is_enough) == {"searches": 4}

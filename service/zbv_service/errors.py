@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WithJsonSchema, field_serializer
 from zbv_solver.errors import (
     MOST_ISSUES,
     ContradictedBound,
@@ -163,6 +163,12 @@ def located(document: dict[str, Any]) -> dict[str, Any]:
 def _address(name: str) -> str:
     """The address of a type; ``about:blank`` has no page."""
     return ROOT_PATH.get() + name if name.startswith("/") else name
+
+
+StoredError = Annotated[
+    dict[str, Any], PlainSerializer(located), WithJsonSchema({"$ref": "#/components/schemas/ErrorDetails"})
+]
+"""An error document in the database; it is sent with its type as an address."""
 
 
 def error_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlencode
@@ -22,8 +22,11 @@ from zbv_solver.problem.stages import PlacementKind
 from zbv_service.api.negotiation import VARY, root_of, to_page, wants_page
 from zbv_service.api.state import state_of
 from zbv_service.errors import INVALID_PARAMETER, ApiError
-from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentState, RunFilter, RunState
-from zbv_service.records.searches import Page, PlanFilter, Position, SearchFilter, SearchState
+from zbv_service.records.agents import AGENT_PRESENT, AgentFilter, AgentState
+from zbv_service.records.plans import PlanFilter
+from zbv_service.records.runs import RunFilter, RunState
+from zbv_service.records.searches import Page, Position, SearchFilter, SearchState
+from zbv_service.records.shared import json_with
 
 LARGEST_PAGE = 1000
 MOST_AGENTS = 10_000
@@ -204,7 +207,8 @@ async def list_response(
     request: Request,
     query: PageQuery,
     load: Callable[[int, Position | None], Awaitable[Page[T]]],
-    write: Callable[[Sequence[T], Neighbours], bytes],
+    name: str,
+    write: Callable[[T], bytes],
 ) -> Response:
     """One page of a list, with its neighbours in the header ``Link`` (RFC 8288).
 
@@ -212,8 +216,9 @@ async def list_response(
     ----------
     load
         Reads at most so many entries from a position on.
-    write
-        The JSON of a page; it runs in a thread.
+    name, write
+        The member of the document that has the entries, and the JSON of an entry. Entries are written one by
+        one, in a thread: pydantic would keep the interpreter while it writes the whole list.
     """
     if wants_page(request):
         return to_page(request)
@@ -230,5 +235,8 @@ async def list_response(
     if links:
         headers["Link"] = ", ".join(links)
     # The thread gets the context of the request, because errors in the list contain its root path.
-    text = await computations.write(copy_context().run, write, page.items, around)
+    document = {name: None, **asdict(around)}
+    text = await computations.write(
+        copy_context().run, lambda: json_with(document, **{name: [*map(write, page.items)]})
+    )
     return Response(text, headers=headers, media_type="application/json")

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Select, Text, cast, false, func, literal, 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import PlanRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, RunRow
-from zbv_service.records.runs import AGENT_ENDED
+from zbv_service.records.agents import AGENT_ENDED
 
 
 @dataclass(frozen=True)

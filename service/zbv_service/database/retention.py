@@ -23,7 +23,8 @@ from zbv_service.database.models import (
     TokenRow,
 )
 from zbv_service.database.run_models import AgentRow, NodeRow, PartRow, RunRow
-from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
+from zbv_service.records.agents import AGENT_ENDED
+from zbv_service.records.runs import RUN_ENDED
 from zbv_service.records.searches import FINISHED
 
 BATCH = 200

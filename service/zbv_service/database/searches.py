@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.models import SearchRow, columns_of, record_of
+from zbv_service.database.models import SearchRow, columns_of
 from zbv_service.database.paging import begins, of_shape, read_page
 from zbv_service.database.run_end import changed
 from zbv_service.database.run_models import RunRow
@@ -21,9 +21,11 @@ from zbv_service.database.search_events import first_event, tell_end, tell_state
 from zbv_service.database.search_leases import SearchLeases
 from zbv_service.records.searches import (
     FINISHED,
+    LayoutSearchDocument,
     NewSearch,
     Page,
     Position,
+    SearchDocument,
     SearchFilter,
     SearchRecord,
 )
@@ -84,7 +86,7 @@ class SearchTable(SearchLeases):
             session.add(row)
             await session.flush()  # the event refers to it
             session.add(first_event(row))
-        return _record(row)
+        return _record({column.key: getattr(row, column.key) for column in _COLUMNS})
 
     async def get(self, search_id: str) -> SearchRecord | None:
         """A search by id."""
@@ -93,7 +95,7 @@ class SearchTable(SearchLeases):
     async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
         """The searches of these request keys, by key; keys without a search are left out."""
         query = select(SearchRow.request_key, *_LISTED).where(SearchRow.request_key.in_(request_keys))
-        return {str(key): SearchRecord(*values) for key, *values in await self._database.rows(query)}
+        return {row.request_key: _record(row._mapping) for row in await self._database.rows(query)}
 
     async def queued_before(self, record: SearchRecord) -> int:
         """The number of queued searches that start before this queued one."""
@@ -128,7 +130,7 @@ class SearchTable(SearchLeases):
         def find(session: Session) -> Page[SearchRecord]:
             def load(ids: Sequence[str]) -> list[SearchRecord]:
                 rows = session.execute(select(*_LISTED).where(SearchRow.id.in_(ids)))
-                return [SearchRecord(*row) for row in rows]
+                return [_record(row._mapping) for row in rows]
 
             row = SearchRow
             return read_page(session, query, row.created_at, row.id, limit, after, load, _place)
@@ -239,15 +241,15 @@ async def _turn(session: AsyncSession, caller: str | None) -> int:
 
 
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
-_RECORDS = select(*columns_of(SearchRecord, SearchRow))
-_LISTED = tuple(column for column in columns_of(SearchRecord, SearchRow) if column.key != "jitter")
-"""All columns of a record but the last one."""
+_COLUMNS = (*columns_of(SearchRecord, SearchRow), SearchRow.summary, SearchRow.options, SearchRow.progress)
+_RECORDS = select(*_COLUMNS)
+_LISTED = tuple(column for column in _COLUMNS if column.key != "jitter")
 _BY_ID = _RECORDS.where(SearchRow.id == bindparam("id"))
 _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
 
 def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
-    return SearchRecord(**rows[0]._mapping) if rows else None
+    return _record(rows[0]._mapping) if rows else None
 
 
 def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
@@ -270,8 +272,8 @@ def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
     )
 
 
-def _record(row: SearchRow) -> SearchRecord:
-    return record_of(SearchRecord, row)
+def _record(values: Any) -> SearchRecord:
+    return (SearchDocument if values["kind"] == "plan" else LayoutSearchDocument)(**values)
 
 
 def _place(record: SearchRecord) -> tuple[datetime, str]:

@@ -22,9 +22,7 @@ from zbv_service.api.routers.searches import RETRY_SECONDS, SEARCH
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED
-from zbv_service.records.searches import FINISHED, SearchRecord
-from zbv_service.searches.event_documents import SearchEventList
-from zbv_service.searches.layout_documents import LayoutSearchDocument, LayoutSearchList
+from zbv_service.records.searches import FINISHED, LayoutSearchDocument, LayoutSearchList, SearchEventList
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ
 
@@ -66,9 +64,8 @@ async def list_layouts(request: Request, query: Annotated[LayoutListQuery, Query
         request,
         query,
         lambda limit, after: searches.page(query.filter, limit, after),
-        lambda items, around: LayoutSearchList(
-            searches=[*map(LayoutSearchDocument.of, items)], next=around.next, previous=around.previous
-        ).json_bytes(),
+        "searches",
+        LayoutSearchDocument.text,
     )
 
 
@@ -142,7 +139,7 @@ async def discard_layouts(request: Request, search_id: str) -> Response:
     return Response(status_code=204)
 
 
-async def _response(request: Request, record: SearchRecord, status: int | None = None) -> Response:
+async def _response(request: Request, record: LayoutSearchDocument, status: int | None = None) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
     headers = {**VARY, "Location": f"/v1/layouts/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED

@@ -25,13 +25,12 @@ from zbv_service.errors import (
 from zbv_service.plans.documents import (
     ImportedPlan,
     PlanDocument,
-    PlanList,
     PlanSimulation,
-    PlanSummaryDocument,
     RankDocument,
     SimulationQuery,
 )
 from zbv_service.plans.plans import rank_tag
+from zbv_service.records.plans import PlanList, PlanSummaryDocument
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -79,11 +78,8 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
         request,
         query,
         lambda limit, after: plans.page(query.filter, limit, after),
-        lambda items, around: (
-            PlanList(plans=[*map(PlanSummaryDocument.of, items)], next=around.next, previous=around.previous)
-            .model_dump_json()
-            .encode()
-        ),
+        "plans",
+        PlanSummaryDocument.text,
     )
 
 

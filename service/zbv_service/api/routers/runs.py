@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -23,25 +22,15 @@ from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import most_searches, state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.shared import json_bytes, json_with
 from zbv_service.errors import (
     IDEMPOTENCY_KEY_REUSED,
     INVALID_BODY,
     RUN_STATE,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
-    located,
 )
-from zbv_service.records.runs import RUN_ENDED, EventRecord, RunRecord
-from zbv_service.runs.documents import (
-    EventDocument,
-    EventList,
-    NodeDocument,
-    PlanChange,
-    RunDocument,
-    RunList,
-    RunRequest,
-)
+from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
+from zbv_service.runs.requests import PlanChange, RunRequest
 from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
@@ -101,7 +90,8 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
         request,
         query,
         lambda limit, after: runs.page(query.filter, limit, after),
-        lambda items, around: json_with({"runs": None, **asdict(around)}, runs=[*map(_text, items)]),
+        "runs",
+        RunDocument.text,
     )
 
 
@@ -232,22 +222,11 @@ async def get_rank_log(
     return PlainTextResponse(await found.parts.log(run_id, rank, generation), headers=_NO_STORE)
 
 
-async def _response(record: RunRecord, status: int) -> Response:
+async def _response(record: RunDocument, status: int) -> Response:
     headers = {**VARY, **_NO_STORE, "Location": f"/v1/runs/{record.id}"}
     if record.state not in RUN_ENDED:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return Response(await asyncio.to_thread(_text, record), status, headers, "application/json")
-
-
-def _text(record: RunRecord) -> bytes:
-    """A run as JSON, node by node, because it may have thousands of ranks.
-
-    The stored error is an error document already, without members that are null.
-    """
-    document = RunDocument.model_validate(replace(record, members=(), error=None)).model_dump(mode="json")
-    error = None if record.error is None else located(record.error)
-    nodes = [json_bytes(NodeDocument.model_validate(node).model_dump(mode="json")) for node in record.members]
-    return json_with({**document, "error": error}, members=nodes)
+    return Response(await asyncio.to_thread(record.text), status, headers, "application/json")
 
 
 async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:
@@ -261,15 +240,11 @@ async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[b
             yield await encoded(_encoded, batch)
 
 
-def _listed(records: Sequence[EventRecord]) -> str:
-    return EventList(events=[*map(_event, records)]).model_dump_json()
+def _listed(records: Sequence[EventDocument]) -> str:
+    return EventList(events=list(records)).model_dump_json()
 
 
-def _event(record: EventRecord) -> EventDocument:
-    return EventDocument.model_validate(record)
-
-
-def _encoded(record: EventRecord) -> bytes:
+def _encoded(record: EventDocument) -> bytes:
     if record.kind == "end":  # it is not stored, so it has no id to continue after
         return format_sse_event(event="end", data_str=json.dumps({"state": record.detail}))
-    return format_sse_event(event=record.kind, id=str(record.id), data_str=_event(record).model_dump_json())
+    return format_sse_event(event=record.kind, id=str(record.id), data_str=record.model_dump_json())

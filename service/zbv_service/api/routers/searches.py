@@ -19,8 +19,8 @@ from zbv_service.errors import (
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
-from zbv_service.records.searches import FINISHED, SearchRecord
-from zbv_service.searches.documents import SearchDocument, SearchList, SearchRequest
+from zbv_service.records.searches import FINISHED, SearchDocument, SearchList
+from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -65,9 +65,8 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
         request,
         query,
         lambda limit, after: searches.page(query.filter, limit, after),
-        lambda items, around: SearchList(
-            searches=[*map(SearchDocument.of, items)], next=around.next, previous=around.previous
-        ).json_bytes(),
+        "searches",
+        SearchDocument.text,
     )
 
 
@@ -84,7 +83,7 @@ async def get_search(request: Request, search_id: str) -> Response:
         return to_page(request)
     searches = state_of(request).searches
     record = await searches.get(search_id)
-    return await _response(record, 200, await searches.queued_before(record))
+    return await _response(await searches.placed(record), 200)
 
 
 @router.get(
@@ -128,13 +127,11 @@ async def discard_search(request: Request, search_id: str) -> Response:
     return Response(status_code=204)
 
 
-async def _response(
-    record: SearchRecord, status: int | None = None, queued_before: int | None = None
-) -> Response:
+async def _response(record: SearchDocument, status: int | None = None) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
     headers = {**VARY, "Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED
     if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    text = await asyncio.to_thread(SearchDocument.text_of, record, queued_before)
+    text = await asyncio.to_thread(record.text)
     return Response(text, status or (200 if has_ended else 202), headers, "application/json")

@@ -16,8 +16,7 @@ from zbv_service.documents.packing import unpack
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.layout_form import LayoutForm, form_of
 from zbv_service.pages.views.layout_search import LayoutSearchView, layout_view
-from zbv_service.records.searches import FINISHED, SearchFilter, SearchRecord
-from zbv_service.searches.layout_documents import LayoutSearchDocument
+from zbv_service.records.searches import FINISHED, LayoutSearchDocument, SearchFilter
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -89,7 +88,6 @@ def _former_form(packed: bytes) -> LayoutForm:
     return form_of(unpack(packed))
 
 
-def _view(record: SearchRecord, root: str, packed: tuple[bytes, bytes | None]) -> LayoutSearchView:
+def _view(record: LayoutSearchDocument, root: str, packed: tuple[bytes, bytes | None]) -> LayoutSearchView:
     request, answer = packed
-    document = LayoutSearchDocument.of(record)
-    return layout_view(document, {} if answer is None else unpack(answer), unpack(request), root)
+    return layout_view(record, {} if answer is None else unpack(answer), unpack(request), root)

@@ -18,10 +18,10 @@ from zbv_service.documents.parsing import parse_body
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.measured import measured_view
 from zbv_service.pages.views.run import run_view
+from zbv_service.records.plans import PlanFilter
 from zbv_service.records.runs import RUN_ENDED
-from zbv_service.records.searches import PlanFilter
-from zbv_service.runs.documents import PlanChange
 from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
+from zbv_service.runs.requests import PlanChange
 from zbv_service.security.scheme import READ, needs
 
 MAX_FORM_BYTES = 1024

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from zbv_service.compute.child import Caller
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
-from zbv_service.records.searches import Claim, Outcome, Refusal, Update
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.executor import SearchCrashed, SearchLost
 from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
 

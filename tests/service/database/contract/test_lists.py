@@ -7,11 +7,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import update
-from support.stored import a_plan, a_search, an_agent, begin, counting
+from support.stored import a_plan, a_run, a_search, an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable, paging
 from zbv_service.database.models import SearchRow
-from zbv_service.records.runs import AgentFilter, NewAgent, NewRun, NodeReport, RunFilter
-from zbv_service.records.searches import NewSearch, Page, PlanFilter, Position, SearchFilter, SearchRecord
+from zbv_service.records.agents import AgentFilter, NodeReport
+from zbv_service.records.plans import PlanFilter
+from zbv_service.records.runs import RunFilter
+from zbv_service.records.searches import NewSearch, Page, Position, SearchFilter, SearchRecord
 from zbv_service.runs.scheduler import decide
 
 pytestmark = pytest.mark.anyio
@@ -143,8 +145,8 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
     table = RunTable(database)
     for index in range(5):
         model = {"factory": f"package.models:{'GPT' if index % 2 else 'llama'}", "arguments": {}, "seed": 0}
-        run = NewRun(f"r{index}", "plan", None, None, model, 1, 1, 5, {}, NOON + timedelta(seconds=index))
-        await table.add(run)
+        created_at = NOON + timedelta(seconds=index)
+        await table.add(a_run(f"r{index}", plan_id="plan", model=model, created_at=created_at))
     await table.request_cancel("r1")
 
     async def names(wanted: RunFilter, limit: int = 9, after: Position | None = None) -> list[str]:
@@ -169,7 +171,7 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
 async def test_ended_agents_are_listed_only_on_request(database: Database) -> None:
     table = AgentTable(database)
     for name in ("Gpu-1", "gpu-2", "cpu"):
-        await table.add(NewAgent(name.lower(), name, f"{name}.cluster", 1000, 1, [], {}, ["*"], owner="t"))
+        await table.add(an_agent(name.lower(), name=name, address=f"{name}.cluster"))
     await table.leave("cpu")
     await table.drain("gpu-2")
 

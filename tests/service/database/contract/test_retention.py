@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
-from support.stored import a_plan, a_search
+from support.stored import a_layout_search, a_plan, a_search
+from support.stored import a_run as new_run
 from zbv_service.database import (
     Database,
     Keep,
@@ -26,8 +27,13 @@ from zbv_service.database import (
 from zbv_service.database.models import PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
-from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NewRanking, SearchFilter, SearchState
+from zbv_service.records.searches import (
+    LayoutCounts,
+    LayoutSearchDocument,
+    NewRanking,
+    SearchFilter,
+    SearchState,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -254,7 +260,7 @@ async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Da
 
 async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Database) -> None:
     table = SearchTable(database)
-    await table.add(replace(a_search("s"), kind="layouts"))
+    await table.add(a_layout_search("s"))
     claim = await table.claim("me", 60)
     assert claim is not None
     plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan
@@ -264,8 +270,9 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Datab
     assert await table.ranked("s", claim.fence, ranking)
     assert await table.answer("s") == b"answer"
     record = await table.get("s")
-    assert record is not None
-    assert (record.state, record.plan_id, record.gap, record.progress) == ("done", "best", 0.25, counts)
+    assert isinstance(record, LayoutSearchDocument)
+    assert (record.state, record.plan_id, record.gap) == ("done", "best", 0.25)
+    assert record.progress == LayoutCounts(**counts)
     with days_later(30):
         await Retention(database).sweep(replace(KEEP, others=40))
         assert (await stored(database))["plans"] == {"best", "second"}
@@ -325,9 +332,8 @@ async def test_a_request_after_its_search_was_removed_starts_a_new_search_for_th
 
 async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) -> None:
     await ended(database, "served", "done", "plan")
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     runs = RunTable(database)
-    await runs.add(NewRun("r", None, "served", None, model, 1, 1, 5, {}, datetime.now(UTC)))
+    await runs.add(new_run("r", plan_id=None, search_id="served"))
     await RunPlanTable(database).settle_planned()
     with days_later(11):
         await Retention(database).sweep(KEEP)
@@ -368,7 +374,6 @@ async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_
     database: Database, any_database_url: str
 ) -> None:
     """A run is never stored without its plan."""
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     names = [f"p{index}" for index in range(8)]
     for name in names:
         await PlanTable(database).add(a_plan(name))
@@ -376,7 +381,7 @@ async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_
     try:
         with days_later(25):
             runs = RunTable(second)
-            new = [NewRun(f"r-{p}", p, None, None, model, 1, 1, 5, {}, datetime.now(UTC)) for p in names]
+            new = [new_run(f"r-{p}", plan_id=p) for p in names]
             outcomes = await asyncio.gather(
                 Retention(database).sweep(KEEP), *(runs.add(each) for each in new), return_exceptions=True
             )

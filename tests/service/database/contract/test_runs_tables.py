@@ -25,17 +25,8 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
-from zbv_service.records.runs import (
-    AgentFilter,
-    AvailableAgent,
-    Beat,
-    Decision,
-    NodeOutcome,
-    NodeReport,
-    RequestKey,
-    RunFilter,
-    WaitingRun,
-)
+from zbv_service.records.agents import AgentFilter, Beat, NodeReport
+from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, RequestKey, RunFilter, WaitingRun
 from zbv_service.runs.scheduler import decide
 
 pytestmark = pytest.mark.anyio
@@ -132,7 +123,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
 async def test_a_run_cannot_wait_for_a_missing_search(any_database_url: str) -> None:
     database = Database(any_database_url)
     searches, runs = SearchTable(database), RunTable(database)
-    waiting = replace(a_run("waits", 1), plan_id=None, search_id="search")
+    waiting = a_run("waits", plan_id=None, search_id="search")
     with pytest.raises(SearchGone):
         await runs.add(waiting)
     await searches.add(a_search("search"))
@@ -169,7 +160,7 @@ async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_
     runs = RunTable(database)
     named = RequestKey("name", "body")
     with pytest.raises(SearchGone):
-        await runs.add(replace(a_run("a", 1), plan_id=None, search_id="gone"), named)
+        await runs.add(a_run("a", plan_id=None, search_id="gone"), named)
     assert await runs.of_request(named) is None, "the name of a request that failed is free"
     assert (await runs.add(a_run("a", 1), named)).id == "a"
     assert (await runs.add(a_run("b", 1), named)).id == "a"
@@ -186,8 +177,8 @@ async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_
 async def test_an_agent_keeps_the_owner_that_registered_it(any_database_url: str) -> None:
     database = Database(any_database_url)
     agents = AgentTable(database)
-    await agents.add(replace(an_agent("a"), owner="one"))
-    record, is_new = await agents.add(replace(an_agent("a"), owner="two"))
+    await agents.add(an_agent("a", owner="one"))
+    record, is_new = await agents.add(an_agent("a", owner="two"))
     assert (record.owner, is_new) == ("one", False)
     await database.close()
 

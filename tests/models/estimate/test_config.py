@@ -68,6 +68,9 @@ def test_the_defaults_are_a_gpt_in_the_precision_of_its_type() -> None:
         ({}, {"precision": "fp8"}, "/parallel/precision", "'mixed-fp32-gradients'"),
         ({}, {"precision": {}}, "/parallel/precision/master", "required and absent"),
         ({}, {"recompute": "selective"}, "/parallel/recompute", "flash keeps none. Use full"),
+        *(({}, {"recompute": "selective", **wrong}, "/parallel/recompute_modules", "Name op alone")
+          for wrong in ({"recompute_modules": ["op", "mlp"]},
+                        {"recompute_modules": ["op"], "granularity": "half"})),
         # Keys that need others.
         ({"kv_lora_rank": 64}, {}, "/model/v_head_dim", "latent attention (kv_lora_rank) needs it"),
         ({"q_lora_rank": 64}, {}, "/model/q_lora_rank", "belongs to latent attention. Give kv_lora_rank"),

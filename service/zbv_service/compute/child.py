@@ -27,7 +27,8 @@ class Message:
     """What one process sends to the other."""
 
     kind: bytes
-    """``function``, ``argument`` and ``stop`` to the process; ``report``, ``done`` and ``failed`` from it."""
+    """``function``, ``argument`` and ``stop`` to the process; ``begun``, ``report``, ``done`` and ``failed``
+    from it."""
     is_raw: bool
     data: bytes
 
@@ -90,6 +91,7 @@ class Caller:
     def answer(self, function: Message, argument: Message) -> None:
         """Make a call, and send its result or its error; raises OSError if nobody waits any more."""
         kind, made = b"done", None
+        self._send(b"begun", b"")
         try:
             call, is_reporting = function.value
             made = call(argument.value, self) if is_reporting else call(argument.value)

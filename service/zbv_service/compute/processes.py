@@ -11,16 +11,16 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from zbv_service.compute.child import Message, receive, send, serve
+from zbv_service.compute.child import receive, send, serve
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ class IsolatedProcesses:
     def _make(self, call: _Call) -> None:
         """Make a call, in a thread of its own."""
         try:
-            made = self._process_for(call).make(call)
+            made = self._begin(call).result()
         except BaseException as error:
             self._release(call, is_kept=not isinstance(error, BrokenExecutor | MemoryError))
             call.future.set_exception(error)
@@ -183,25 +183,28 @@ class IsolatedProcesses:
             self._release(call, is_kept=True)
             call.future.set_result(made)
 
-    def _process_for(self, call: _Call) -> _Process:
-        """Give a call a process that lives."""
+    def _begin(self, call: _Call) -> _Process:
+        """Have a process begin a call: an idle one, unless it has died, or a new one."""
         while True:
             with self._lock:
-                process = self._idle.pop() if self._idle else None
+                idle = self._idle.pop() if self._idle else None
             # Without the lock: starting may take long, and the event loop needs the lock to kill.
-            if process is None:
-                process = _Process(self._memory)
-            elif not process.is_alive:
-                logger.warning("an idle process has ended; the next call gets a new one")
-                process.end()
-                continue
+            process = _Process(self._memory) if idle is None else idle
             with self._lock:
-                if not self._is_shut_down:
-                    call.process = process
-                    return process
-            process.kill()
-            process.end()
-            raise ShutDown("the service stopped before a process was started for the call.")
+                call.process = None if self._is_shut_down else process
+            if call.process is None:
+                process.kill()
+                process.end()
+                raise ShutDown("the service stopped before a process was started for the call.")
+            try:
+                process.begin(call)
+            except BrokenExecutor:
+                if idle is None or self._is_shut_down:
+                    raise
+                logger.warning("an idle process has died; the next call gets a new one")
+                process.end()
+            else:
+                return process
 
     def _release(self, call: _Call, *, is_kept: bool) -> None:
         process = call.process
@@ -229,35 +232,34 @@ class _Process:
             self._process.start()
         self.id = int(self._process.pid or 0)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it lives, while it is idle: it sends nothing, so only its end makes the pipe readable."""
-        return not self._pipe.poll()
+    def begin(self, call: _Call) -> None:
+        """Send a call and wait until the process has it; raises :class:`BrokenExecutor` if it dies before."""
+        with self._sending, _breaking():
+            send(self._pipe, b"function", (call.function, call.on_report is not None))
+            send(self._pipe, b"argument", call.argument)
+            self._call = call
+        if call.is_stopped:
+            self.stop(call)
+        with _breaking():
+            receive(self._pipe)
 
-    def make(self, call: _Call) -> Any:
-        """The result of a call; raises its error, or :class:`BrokenExecutor` if the process dies."""
+    def result(self) -> Any:
+        """The result of the call; raises its error, or :class:`BrokenExecutor` if the process dies."""
+        call = self._call
         try:
-            with self._sending:
-                send(self._pipe, b"function", (call.function, call.on_report is not None))
-                send(self._pipe, b"argument", call.argument)
-                self._call = call
-            if call.is_stopped:
-                self.stop(call)
-            while (answer := self._receive()).kind == b"report":
-                if call.on_report is not None:
+            with _breaking():
+                answer = receive(self._pipe)
+            while answer.kind == b"report":
+                if call is not None and call.on_report is not None:
                     call.on_report(answer.value)
+                with _breaking():
+                    answer = receive(self._pipe)
         finally:
             with self._sending:
                 self._call = None
         if answer.kind == b"failed":
             raise answer.value
         return answer.value
-
-    def _receive(self) -> Message:
-        try:
-            return receive(self._pipe)
-        except (EOFError, OSError) as error:
-            raise BrokenExecutor("the process died before its call ended.") from error
 
     def stop(self, call: _Call) -> None:
         """Ask a call to stop if it is the current one."""
@@ -272,6 +274,15 @@ class _Process:
     def end(self) -> None:
         """Close the pipe: an idle process then ends."""
         self._pipe.close()
+
+
+@contextmanager
+def _breaking() -> Iterator[None]:
+    """Turns the errors of a pipe whose other end has closed into :class:`BrokenExecutor`."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise BrokenExecutor("the process died before its call ended.") from error
 
 
 def _stop(call: _Call) -> None:

@@ -16,8 +16,8 @@ from zbv_service.database.models import record_of
 from zbv_service.database.paging import begins, read_page
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.records.agents import AGENT_PRESENT, AgentDocument, AgentFilter, AgentState, NewAgent
-from zbv_service.records.searches import Page, Position
+from zbv_service.records.agents import AGENT_PRESENT, AgentDocument, AgentState, NewAgent
+from zbv_service.records.lists import AgentListQuery, Page, Position
 
 _PRESENT = tuple(sorted(AGENT_PRESENT))
 _TRIES = 3
@@ -59,16 +59,14 @@ class AgentTable(BaseTable):
 
         return await self._database.read(find)
 
-    async def page(
-        self, wanted: AgentFilter, limit: int, after: Position | None = None
-    ) -> Page[AgentDocument]:
+    async def page(self, wanted: AgentListQuery, after: Position | None = None) -> Page[AgentDocument]:
         """One page of agents, newest first, starting at a position."""
-        query = select(AgentRow.id).where(AgentRow.state.in_(sorted(wanted.states)))
-        if wanted.text:
+        query = select(AgentRow.id).where(AgentRow.state.in_(wanted.state or _PRESENT))
+        if wanted.q:
             named = (
-                column.icontains(wanted.text, autoescape=True) for column in (AgentRow.name, AgentRow.address)
+                column.icontains(wanted.q, autoescape=True) for column in (AgentRow.name, AgentRow.address)
             )
-            query = query.where(or_(*named, *begins(wanted.text, AgentRow.id, AgentRow.run_id)))
+            query = query.where(or_(*named, *begins(wanted.q, AgentRow.id, AgentRow.run_id)))
 
         def find(session: Session) -> Page[AgentDocument]:
             def load(ids: Sequence[str]) -> list[AgentDocument]:
@@ -76,7 +74,7 @@ class AgentTable(BaseTable):
                 return [record_of(AgentDocument, row) for row in rows]
 
             row = AgentRow
-            return read_page(session, query, row.created_at, row.id, limit, after, load, _place)
+            return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
 
         return await self._database.read(find)
 

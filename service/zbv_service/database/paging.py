@@ -17,9 +17,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from zbv_service.database.models import PlanRow, SearchRow
 from zbv_service.database.run_models import RunRow
-from zbv_service.records.plans import Shape
-from zbv_service.records.runs import RunFilter
-from zbv_service.records.searches import Page, Position
+from zbv_service.records.lists import Page, PlanListQuery, Position, SearchListQuery, TimedQuery
 
 T = TypeVar("T")
 
@@ -121,7 +119,7 @@ def begins(text: str | None, *columns: InstrumentedAttribute[Any]) -> list[Colum
 
 
 def created_between(
-    wanted: Shape | RunFilter, row: type[PlanRow] | type[SearchRow] | type[RunRow]
+    wanted: TimedQuery, row: type[PlanRow] | type[SearchRow] | type[RunRow]
 ) -> list[ColumnElement[bool]]:
     """The conditions of a filter on the time of creation."""
     found: list[ColumnElement[bool]] = []
@@ -133,7 +131,9 @@ def created_between(
 
 
 def of_shape(
-    wanted: Shape, row: type[PlanRow] | type[SearchRow], objective: InstrumentedAttribute[Any]
+    wanted: SearchListQuery | PlanListQuery,
+    row: type[PlanRow] | type[SearchRow],
+    objective: InstrumentedAttribute[Any],
 ) -> list[ColumnElement[bool]]:
     """The conditions of a filter on the problem of a plan or search, and on the time of its creation."""
     equal: tuple[tuple[InstrumentedAttribute[Any], Any], ...] = (

@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import PlanRow, columns_of
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
-from zbv_service.records.plans import NewPlan, PlanFilter, PlanSummaryDocument
-from zbv_service.records.searches import Page, Position
+from zbv_service.records.lists import Page, PlanListQuery, Position
+from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 
 
 class PlanTable(BaseTable):
@@ -36,21 +36,19 @@ class PlanTable(BaseTable):
 
     async def newest(self, limit: int) -> list[PlanSummaryDocument]:
         """The newest plans, newest first."""
-        return list((await self.page(PlanFilter(), limit)).items)
+        return list((await self.page(PlanListQuery(limit=limit))).items)
 
-    async def page(
-        self, wanted: PlanFilter, limit: int, after: Position | None = None
-    ) -> Page[PlanSummaryDocument]:
+    async def page(self, wanted: PlanListQuery, after: Position | None = None) -> Page[PlanSummaryDocument]:
         """One page of plans, newest first, starting at a position."""
         conditions = of_shape(wanted, PlanRow, PlanRow.objective)
         if wanted.status is not None:
             conditions.append(PlanRow.status == wanted.status)
-        conditions += begins(wanted.text, PlanRow.plan_id)
+        conditions += begins(wanted.q, PlanRow.plan_id)
         query = page_after(
-            select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, limit, after
+            select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, wanted.limit, after
         )
         found = [PlanSummaryDocument(**row._mapping) for row in await self._database.rows(query)]
-        return page_of(found, limit, after, lambda plan: (plan.created_at, plan.plan_id))
+        return page_of(found, wanted.limit, after, lambda plan: (plan.created_at, plan.plan_id))
 
     async def best(self, problem_key: str) -> PlanSummaryDocument | None:
         """The best plan of a problem; ties go to the oldest."""

@@ -32,6 +32,7 @@ from zbv_service.database.run_end import (
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.database.search_events import portions
 from zbv_service.records.agents import NodeReport, WorkDocument
+from zbv_service.records.lists import Page, Position, RunListQuery
 from zbv_service.records.runs import (
     RUN_ENDED,
     AvailableAgent,
@@ -41,10 +42,8 @@ from zbv_service.records.runs import (
     NodeDocument,
     RequestKey,
     RunDocument,
-    RunFilter,
     WaitingRun,
 )
-from zbv_service.records.searches import Page, Position
 
 _CONSIDERED = 200
 """Waiting runs per pass."""
@@ -158,13 +157,13 @@ class RunTable(BaseTable):
         found = await self._database.rows(select(RunRow.search_options).where(RunRow.id == run_id))
         return found[0].search_options if found else None
 
-    async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunDocument]:
+    async def page(self, wanted: RunListQuery, after: Position | None = None) -> Page[RunDocument]:
         """One page of runs, newest first, starting at a position."""
         query = select(RunRow.id).where(*_conditions(wanted))
 
         def find(session: Session) -> Page[RunDocument]:
             load = partial(_records, session)
-            return read_page(session, query, RunRow.created_at, RunRow.id, limit, after, load, _place)
+            return read_page(session, query, RunRow.created_at, RunRow.id, wanted.limit, after, load, _place)
 
         return await self._database.read(find)
 
@@ -305,14 +304,14 @@ def _end(run_id: str, number: int, state: str) -> EventDocument:
     return EventDocument(id=number, at=datetime.now(UTC), kind="end", detail=state, run_id=run_id)
 
 
-def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
+def _conditions(wanted: RunListQuery) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
-    if wanted.states:
-        found.append(RunRow.state.in_(sorted(wanted.states)))
-    if wanted.text:
+    if wanted.state:
+        found.append(RunRow.state.in_(wanted.state))
+    if wanted.q:
         programs = (RunRow.model["factory"].as_string(), RunRow.script["path"].as_string())
-        ids = begins(wanted.text, RunRow.id, RunRow.plan_id, RunRow.search_id)
-        found.append(or_(*ids, *(each.icontains(wanted.text, autoescape=True) for each in programs)))
+        ids = begins(wanted.q, RunRow.id, RunRow.plan_id, RunRow.search_id)
+        found.append(or_(*ids, *(each.icontains(wanted.q, autoescape=True) for each in programs)))
     return found + created_between(wanted, RunRow)
 
 

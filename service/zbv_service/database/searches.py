@@ -14,19 +14,17 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from zbv_service.database.models import SearchRow, columns_of
-from zbv_service.database.paging import begins, of_shape, read_page
+from zbv_service.database.paging import begins, created_between, of_shape, read_page
 from zbv_service.database.run_end import changed
 from zbv_service.database.run_models import RunRow
 from zbv_service.database.search_events import first_event, tell_end, tell_state
 from zbv_service.database.search_leases import SearchLeases
+from zbv_service.records.lists import LayoutListQuery, Page, Position, SearchListQuery
 from zbv_service.records.searches import (
     FINISHED,
     LayoutSearchDocument,
     NewSearch,
-    Page,
-    Position,
     SearchDocument,
-    SearchFilter,
     SearchRecord,
 )
 
@@ -117,14 +115,17 @@ class SearchTable(SearchLeases):
         return found[0].answer if found else None
 
     async def page(
-        self, wanted: SearchFilter, limit: int, after: Position | None = None
+        self, wanted: SearchListQuery | LayoutListQuery, after: Position | None = None
     ) -> Page[SearchRecord]:
         """One page of searches, newest first, starting at a position."""
         conditions = [SearchRow.kind == wanted.kind]
-        conditions += of_shape(wanted, SearchRow, SearchRow.problem_objective)
-        if wanted.states:
-            conditions.append(SearchRow.state.in_(sorted(wanted.states)))
-        conditions += begins(wanted.text, SearchRow.id, SearchRow.plan_id)
+        if isinstance(wanted, SearchListQuery):
+            conditions += of_shape(wanted, SearchRow, SearchRow.problem_objective)
+        else:
+            conditions += created_between(wanted, SearchRow)
+        if wanted.state:
+            conditions.append(SearchRow.state.in_(wanted.state))
+        conditions += begins(wanted.q, SearchRow.id, SearchRow.plan_id)
         query = select(SearchRow.id).where(*conditions)
 
         def find(session: Session) -> Page[SearchRecord]:
@@ -133,7 +134,7 @@ class SearchTable(SearchLeases):
                 return [_record(row._mapping) for row in rows]
 
             row = SearchRow
-            return read_page(session, query, row.created_at, row.id, limit, after, load, _place)
+            return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
 
         return await self._database.read(find)
 

@@ -33,8 +33,8 @@ from zbv_service.plans.renderings import (
     thumbnail_of,
     view_of,
 )
-from zbv_service.records.plans import NewPlan, PlanFilter, PlanSummaryDocument
-from zbv_service.records.searches import Page, Position
+from zbv_service.records.lists import Page, PlanListQuery, Position
+from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 from zbv_service.settings import Settings
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class Plans:
         """The newest plans, newest first."""
         return await self._table.newest(limit)
 
-    async def page(self, wanted: PlanFilter, limit: int, after: Position | None) -> Page[PlanSummaryDocument]:
+    async def page(self, wanted: PlanListQuery, after: Position | None = None) -> Page[PlanSummaryDocument]:
         """One page of plans, newest first, starting at a position."""
-        return await self._table.page(wanted, limit, after)
+        return await self._table.page(wanted, after)
 
     async def text(self, plan_id: str) -> bytes:
         """A plan's document as JSON text; raises :class:`ApiError` 404."""

@@ -274,12 +274,3 @@ class NodeReport:
     generation: int
     outcome: NodeOutcome
     failures: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentFilter:
-    """Which agents a list shows; by default those that can work."""
-
-    states: frozenset[str] = AGENT_PRESENT
-    text: str | None = None
-    """A part of the name or the address, or the beginning of the id of the agent or its run."""

@@ -68,24 +68,3 @@ class NewPlan:
     def search_bound(self) -> float:
         """The lower bound of the search, which for layers holds for every cut."""
         return self.summary.lower_bound if self.cut_bound is None else self.cut_bound
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The filter of lists of searches and plans; empty fields do not restrict them."""
-
-    text: str | None = None
-    """The beginning of the id, or of the id of a search's plan."""
-    pp_degree: int | None = None
-    microbatches: int | None = None
-    placement: str | None = None
-    objective: str | None = None
-    created_after: datetime | None = None
-    created_before: datetime | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFilter(Shape):
-    """Which plans a list shows; ``status`` is ``optimal`` or ``feasible``."""
-
-    status: str | None = None

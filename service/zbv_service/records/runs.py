@@ -207,18 +207,6 @@ class EventList(BaseModel):
     events: list[EventDocument]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFilter:
-    """Which runs a list shows; empty fields do not restrict it."""
-
-    states: frozenset[str] = frozenset()
-    text: str | None = None
-    """The beginning of the id of the run, its plan or its search, or a part of the model's factory or the
-    script's path."""
-    created_after: datetime | None = None
-    created_before: datetime | None = None
-
-
 @dataclass(frozen=True)
 class NewPart:
     """A rank's trace or log, packed."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
 
 from zbv_service.errors import StoredError
-from zbv_service.records.plans import NewPlan, Refusal, Shape
+from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.shared import (
     NEXT,
     PREVIOUS,
@@ -301,36 +301,3 @@ class NewRanking:
 
 Outcome = NewPlan | NewRanking
 """The result of a search."""
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Position:
-    """A position in a list sorted by creation, newest first; ``id`` breaks ties.
-
-    The items after it are older, or newer if ``is_newer`` is set.
-    """
-
-    created_at: datetime
-    id: str
-    is_newer: bool = False
-
-
-@dataclass(frozen=True)
-class Page(Generic[T]):
-    """A part of a list, newest first."""
-
-    items: tuple[T, ...]
-    next: Position | None
-    previous: Position | None = None
-    """Positions of the older and the newer items; None if there are none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchFilter(Shape):
-    """Which searches a list shows: those in one of these states, or in any state if ``states`` is empty."""
-
-    states: frozenset[str] = frozenset()
-    kind: SearchKind = "plan"

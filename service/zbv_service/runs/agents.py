@@ -12,7 +12,6 @@ from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, NOT_FOUND, ApiError
 from zbv_service.records.agents import (
     AGENT_ENDED,
     AgentDocument,
-    AgentFilter,
     AgentRequest,
     AgentState,
     Beat,
@@ -24,7 +23,7 @@ from zbv_service.records.agents import (
     RunOrders,
     WorkDocument,
 )
-from zbv_service.records.searches import Page, Position
+from zbv_service.records.lists import AgentListQuery, Page, Position
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -93,11 +92,9 @@ class Agents:
         """An agent; raises :class:`ApiError` 404."""
         return _found(await self._agents.get(agent_id), agent_id)
 
-    async def page(
-        self, wanted: AgentFilter, limit: int, after: Position | None = None
-    ) -> Page[AgentDocument]:
+    async def page(self, wanted: AgentListQuery, after: Position | None = None) -> Page[AgentDocument]:
         """One page of agents, newest first, starting at a position."""
-        return await self._agents.page(wanted, limit, after)
+        return await self._agents.page(wanted, after)
 
     async def work(self, agent_id: str, wait_seconds: float) -> WorkDocument | None:
         """Wait for the work of an agent; the call counts as a heartbeat.

@@ -13,8 +13,9 @@ from zbv_service.compute.computations import Computations
 from zbv_service.database import KeyReused, PlanTable, RunPlanTable, RunTable, SearchGone
 from zbv_service.errors import IDEMPOTENCY_KEY_REUSED, NOT_FOUND, RUN_STATE, ApiError
 from zbv_service.plans.plans import Plans
-from zbv_service.records.runs import EventDocument, NewRun, RequestKey, RunDocument, RunFilter
-from zbv_service.records.searches import NewSearch, Page, Position
+from zbv_service.records.lists import Page, Position, RunListQuery
+from zbv_service.records.runs import EventDocument, NewRun, RequestKey, RunDocument
+from zbv_service.records.searches import NewSearch
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.requests import AskedRun, RunRequest, hash_of, read_run
 from zbv_service.searches.searches import Searches
@@ -130,9 +131,9 @@ class Runs:
         """A run without its nodes; raises :class:`ApiError` 404."""
         return _found(await self._runs.brief(run_id), run_id)
 
-    async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunDocument]:
+    async def page(self, wanted: RunListQuery, after: Position | None = None) -> Page[RunDocument]:
         """One page of runs, newest first, starting at a position."""
-        return await self._runs.page(wanted, limit, after)
+        return await self._runs.page(wanted, after)
 
     async def events(self, run_id: str, after: int, limit: int) -> list[EventDocument]:
         """The events of a run after a given event; raises :class:`ApiError` 404."""

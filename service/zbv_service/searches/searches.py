@@ -36,15 +36,8 @@ from zbv_service.errors import (
     TOO_MANY_SEARCHES,
     ApiError,
 )
-from zbv_service.records.searches import (
-    NewSearch,
-    Page,
-    Position,
-    SearchDocument,
-    SearchFilter,
-    SearchKind,
-    SearchRecord,
-)
+from zbv_service.records.lists import LayoutListQuery, Page, Position, SearchListQuery
+from zbv_service.records.searches import NewSearch, SearchDocument, SearchKind, SearchRecord
 from zbv_service.records.shared import OptionsDocument, RequestDocument
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
@@ -160,9 +153,9 @@ class SearchesOfKind(ABC, Generic[S]):
         _, packed = await self.asked(search_id)
         return await asyncio.to_thread(unpack_text, packed)
 
-    async def page(self, wanted: SearchFilter, limit: int, after: Position | None) -> Page[S]:
+    async def page(self, wanted: SearchListQuery | LayoutListQuery, after: Position | None = None) -> Page[S]:
         """One page of searches, newest first, starting at a position."""
-        return cast("Page[S]", await self._table.page(replace(wanted, kind=self.kind), limit, after))
+        return cast("Page[S]", await self._table.page(wanted, after))
 
     async def cancel(self, search_id: str) -> S:
         """Ask a search to stop and keep its best plan; an ended search does not change."""

@@ -12,7 +12,7 @@ from zbv_solver.measure.rank_trace import RankTraceDocument
 
 from zbv_service.api.bodies import read_json, read_packed
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.listing import AgentListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import SEE_PAGE
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
@@ -29,6 +29,7 @@ from zbv_service.records.agents import (
     RegisteredAgent,
     WorkDocument,
 )
+from zbv_service.records.lists import AgentListQuery
 from zbv_service.runs.parts import MAX_LOG_BYTES, RankKey
 from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import STORES
@@ -91,7 +92,7 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
     return await list_response(
         request,
         query,
-        lambda limit, after: agents.page(query.filter, limit, after),
+        agents.page,
         "agents",
         AgentDocument.text,
     )

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.api.bodies import MEDIUM, read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.listing import LayoutListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.routers.search_events import (
@@ -22,6 +22,7 @@ from zbv_service.api.routers.searches import RETRY_SECONDS, SEARCH
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED
+from zbv_service.records.lists import LayoutListQuery
 from zbv_service.records.searches import FINISHED, LayoutSearchDocument, LayoutSearchList, SearchEventList
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ
@@ -63,7 +64,7 @@ async def list_layouts(request: Request, query: Annotated[LayoutListQuery, Query
     return await list_response(
         request,
         query,
-        lambda limit, after: searches.page(query.filter, limit, after),
+        searches.page,
         "searches",
         LayoutSearchDocument.text,
     )

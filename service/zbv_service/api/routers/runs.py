@@ -16,7 +16,7 @@ from fastapi.sse import format_sse_event
 from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.event_streams import RETRY, EventStream, encoded
-from zbv_service.api.listing import RunListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, preferred, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import most_searches, state_of
@@ -29,6 +29,7 @@ from zbv_service.errors import (
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
+from zbv_service.records.lists import RunListQuery
 from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
 from zbv_service.runs.requests import PlanChange, RunRequest
 from zbv_service.security.grants import grant_of
@@ -89,7 +90,7 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
     return await list_response(
         request,
         query,
-        lambda limit, after: runs.page(query.filter, limit, after),
+        runs.page,
         "runs",
         RunDocument.text,
     )

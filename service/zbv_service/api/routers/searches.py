@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.listing import SearchListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
@@ -19,6 +19,7 @@ from zbv_service.errors import (
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
+from zbv_service.records.lists import SearchListQuery
 from zbv_service.records.searches import FINISHED, SearchDocument, SearchList
 from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.quotas import STORES
@@ -64,7 +65,7 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
     return await list_response(
         request,
         query,
-        lambda limit, after: searches.page(query.filter, limit, after),
+        searches.page,
         "searches",
         SearchDocument.text,
     )

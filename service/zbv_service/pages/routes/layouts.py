@@ -16,7 +16,8 @@ from zbv_service.documents.packing import unpack
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.layout_form import LayoutForm, form_of
 from zbv_service.pages.views.layout_search import LayoutSearchView, layout_view
-from zbv_service.records.searches import FINISHED, LayoutSearchDocument, SearchFilter
+from zbv_service.records.lists import LayoutListQuery
+from zbv_service.records.searches import FINISHED, LayoutSearchDocument
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -80,7 +81,7 @@ async def post_cancel(request: Request, search_id: str) -> Response:
 
 
 async def _form_page(request: Request, form: LayoutForm, status: int = 200) -> HTMLResponse:
-    listed = await state_of(request).layouts.page(SearchFilter(), LISTED, None)
+    listed = await state_of(request).layouts.page(LayoutListQuery(limit=LISTED))
     return await page(request, "layouts.html.j2", status, form=form, rows=listed.items)
 
 

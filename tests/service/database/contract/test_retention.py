@@ -27,13 +27,8 @@ from zbv_service.database import (
 from zbv_service.database.models import PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
-from zbv_service.records.searches import (
-    LayoutCounts,
-    LayoutSearchDocument,
-    NewRanking,
-    SearchFilter,
-    SearchState,
-)
+from zbv_service.records.lists import SearchListQuery
+from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, NewRanking, SearchState
 
 pytestmark = pytest.mark.anyio
 
@@ -367,7 +362,7 @@ async def test_concurrent_sweeps_remove_everything_once(database: Database, any_
             assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
     finally:
         await second.close()
-    assert (await SearchTable(database).page(SearchFilter(), 9)).items == ()
+    assert (await SearchTable(database).page(SearchListQuery())).items == ()
 
 
 async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_refused(

@@ -368,8 +368,8 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
     boundary, latency, kind = latencies(problem, samples)
     if not problem.is_equal:
         latency = _by(latency, arrays.latency[boundary, kind])
-    return Jitter.by_letter(
-        actions, (_spread_of(shared[np.isfinite(shared)]),), _spread_of(_relative(boundary, latency))
+    return Jitter(
+        tuple(actions), (_spread_of(shared[np.isfinite(shared)]),), _spread_of(_relative(boundary, latency))
     )
 
 

@@ -127,7 +127,7 @@ def too_high(monkeypatch: pytest.MonkeyPatch) -> None:
     """The full bound is far above what any order reaches."""
     true = Bound(1.0, "quick")
     monkeypatch.setattr(
-        "zbv_solver.search.phases.lower_bound",
+        "zbv_solver.search.run.lower_bound",
         lambda problem, effort="full", *_rest: true if effort == "quick" else Bound(1e6, "wrong"),
     )
 
@@ -149,7 +149,7 @@ def test_a_wrong_bound_from_cp_sat_is_contradicted(monkeypatch: pytest.MonkeyPat
     proven = Grid.proven
     monkeypatch.setattr(Grid, "proven", lambda grid, parts: 3 * proven(grid, parts))
     weak = Bound(1.0, "weak")  # so that CP-SAT is asked
-    monkeypatch.setattr("zbv_solver.search.phases.lower_bound", lambda *_, **__: weak)
+    monkeypatch.setattr("zbv_solver.search.run.lower_bound", lambda *_, **__: weak)
     problem = uniform(2, 2, objective="makespan")
     with pytest.raises(ContradictedBound) as caught:
         search(problem, SearchOptions(without=("tune", "anneal", "windows")))

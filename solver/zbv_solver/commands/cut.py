@@ -18,8 +18,7 @@ from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, 
 from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
-from zbv_solver.commands.messages import flag_of, named_flags, print_json
-from zbv_solver.commands.searching import spinner
+from zbv_solver.commands.messages import flag_of, named_flags, print_json, spinner
 from zbv_solver.commands.tables import new_table, print_whole
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind

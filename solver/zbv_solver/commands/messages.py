@@ -1,10 +1,12 @@
-"""What commands print: documents, and errors that name flags as the user wrote them."""
+"""What commands print: documents, progress, and errors that name flags as the user wrote them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from zbv_solver.documents.files import write
 from zbv_solver.errors import ContradictedBound, InvalidInput, Issue
@@ -39,3 +41,19 @@ def contradiction(error: ContradictedBound) -> str:
 def print_json(document: object) -> None:
     """Print a document for people and programs."""
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """Show a text on standard error, if that is a terminal; yields the function that changes the text."""
+    from rich.console import Console  # not needed for --help
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    # Do not redirect standard output: results are written to it.
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda changed: bar.update(task, description=changed)

@@ -14,7 +14,7 @@ from rich.table import Table
 from zbv_solver.commands import tables
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
 from zbv_solver.commands.jitter_flag import read_jitter
-from zbv_solver.commands.messages import named_flags, print_json, spinner
+from zbv_solver.commands.messages import named_flags, print_json, print_whole, spinner, table_of
 from zbv_solver.documents.files import output, plain, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import quantities
@@ -171,8 +171,8 @@ def pack(arguments: argparse.Namespace) -> None:
         if not is_summary:
             write_text(json.dumps(packing_json(found)) + "\n")
     if is_summary:
-        tables.print_whole(_replicas(found))
-        tables.print_whole(_baselines(found))
+        print_whole(_replicas(found))
+        print_whole(_baselines(found))
         sys.stdout.write(f"{_packed(found)}\nThe packing is not saved. To save it, add: -o packed.json\n")
     elif path != "-":
         sys.stderr.write(f"{path}: {_packed(found)}\n")
@@ -201,36 +201,29 @@ def _packed(found: Packing) -> str:
 
 
 def _replicas(found: Packing) -> Table:
-    lengths = found.batch.sequences
+    lengths, rows = found.batch.sequences, []
     columns = ("replica", "microbatches", "sequences", "tokens", "largest", found.batch.problem.objective)
-    table = tables.new_table(f"lower bound of every packing: {found.lower_bound:.6g}", columns)
     for place, each in enumerate(found.replicas):
         tokens = [sum(lengths[index] for index in contents) for contents in each.microbatches]
-        table.add_row(
-            str(place),
-            str(len(tokens)),
-            str(sum(map(len, each.microbatches))),
-            str(sum(tokens)),
-            str(max(tokens)),
-            f"{each.plan.objective:.6g}",
-        )
-    return table
+        numbers = (place, len(tokens), sum(map(len, each.microbatches)), sum(tokens), max(tokens))
+        rows.append([*map(str, numbers), f"{each.plan.objective:.6g}"])
+    return table_of(f"lower bound of every packing: {found.lower_bound:.6g}", columns, rows)
 
 
 def _baselines(found: Packing) -> Table:
     columns = ("", "microbatches", "estimate", "longer by", found.batch.problem.objective, "longer by")
-    table = tables.new_table("the usual way to pack this batch, compared with this one", columns)
-    for each in found.baselines:
-        planned = each.step_time
-        table.add_row(
+    rows = (
+        (
             each.name,
             str(each.microbatches),
             f"{each.estimate:.6g}",
             _longer(each.estimate, found.estimate),
-            "–" if planned is None else f"{planned:.6g}",
-            "–" if planned is None else _longer(planned, found.step_time),
+            "–" if each.step_time is None else f"{each.step_time:.6g}",
+            "–" if each.step_time is None else _longer(each.step_time, found.step_time),
         )
-    return table
+        for each in found.baselines
+    )
+    return table_of("the usual way to pack this batch, compared with this one", columns, rows)
 
 
 def _longer(value: float, than: float) -> str:

@@ -13,7 +13,6 @@ from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.part import Held, after_forward, after_input
 from zbv_models.estimate.shapes import Degrees, Parameters, PerAction
 
-SMALL = gpt(hidden=64, heads=4, sequence=32, vocabulary=400)
 gpts = st.builds(
     lambda width, layers, vocabulary, sequence, b: gpt(
         hidden=4 * width, heads=4, layers=layers, vocabulary=vocabulary, sequence=4 * sequence,
@@ -50,18 +49,13 @@ def test_blocks_keep_what_the_table_of_korthikanti_says(model: Transformer, t: i
     assert parts(model)["attention"].input_bytes == 2 * sbh
 
 
-@given(
-    st.sampled_from(("plain", "flash")),
-    st.booleans(),
-    st.sampled_from(("layernorm", "rmsnorm")),
-    st.sampled_from((1, 2, 4)),
-)
-def test_queued_weight_gradients_read_32_s_b_h(attention: str, dropout: bool, norm: str, t: int) -> None:
-    """Qi et al. 2023, table 1: inputs and output gradients of four linear layers.
+@given(gpts, st.sampled_from(("layernorm", "rmsnorm")), st.booleans(), st.sampled_from((1, 2, 4)))
+def test_queued_weight_gradients_read_32_s_b_h(model: Transformer, norm: str, dropout: bool, t: int) -> None:
+    """Qi et al. 2023, table 1: inputs and output gradients of four linear layers, whatever is between them.
 
     Gradients of a sum over the tensor-parallel group stay whole. Sequence parallelism divides inputs.
     """
-    model = but(SMALL, attention=attention, dropout=dropout, norm=norm)
+    model = but(model, norm=norm, dropout=dropout)
     sbh = model.tokens * model.hidden
     assert after_input(block(model, t)) == 8 * sbh + 24 * sbh // t
     assert after_input(block(model, t, True)) == 4 * sbh + 28 * sbh // t
@@ -78,41 +72,39 @@ def test_a_llama_block_keeps_the_sum_of_its_tensors() -> None:
 
 def test_the_ends_keep_tokens_and_logits() -> None:
     """Korthikanti et al. 2022, §4.3: the head keeps 2 s b h twice and 4 s b V, then logits' gradient."""
-    tokens, indices, row = SMALL.tokens, 8 * SMALL.tokens, 2 * 64
-    head = parts(SMALL)["head"].tensors
-    assert published(head) == tokens * (2 * row + 4 * 400) + indices
-    assert after_input(head) == tokens * (row + 2 * 400)
-    shared = parts(SMALL, tensor=4, sequence_parallel=True)["head"].tensors
-    assert published(shared) == tokens * (2 * row + 4 * 400) // 4 + indices
-    plain = parts(but(SMALL, positions="rotary", dropout=False))["embedding"].tensors
+    model = gpt(hidden=64, heads=4, sequence=32, vocabulary=400)
+    tokens, indices, row = model.tokens, 8 * model.tokens, 2 * 64
+    for t in (1, 4):
+        head = parts(model, tensor=t, sequence_parallel=t > 1)["head"].tensors
+        assert published(head) == tokens * (2 * row + 4 * 400) // t + indices
+        assert after_input(head) == tokens * (row + 2 * 400) // t
+    plain = parts(but(model, positions="rotary", dropout=False))["embedding"].tensors
     assert (after_forward(plain), after_input(plain)) == (indices, indices + tokens * row)
-    learned = parts(SMALL)["embedding"].tensors
+    learned = parts(model)["embedding"].tensors
     assert after_forward(learned) == indices + 8 * 32 + tokens * 64
     assert after_input(learned) == indices + 8 * 32 + tokens * row + 32 * row
 
 
 @given(gpts)
-def test_operations_are_those_of_the_zero_bubble_paper_and_of_megatron(model: Transformer) -> None:
-    """Qi et al. 2023, table 1, of a block; Narayanan et al. 2021, equation 3, of a step that recomputes."""
-    halves = parts(model)
-    found, head = halves["attention"].flops + halves["mlp"].flops, halves["head"].flops
+def test_operations_and_parameters_are_those_of_megatron_and_of_the_zero_bubble_paper(
+    model: Transformer,
+) -> None:
+    """Qi et al. 2023, table 1, of a block; Narayanan et al. 2021, equation 3, of a step that recomputes.
+
+    Equation 2, of parameters: 12 l h² (1 + 13/12h + (V + s)/12lh); plus the final norm, 2h.
+    """
     b, s, n, h, v = model.microbatch_size, model.sequence, model.layers, model.hidden, model.vocabulary
-    assert found == PerAction(*(s * b * h * (24 * h + scores * s) for scores in (4, 8, 0)))
-    step = 96 * b * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
-    assert n * (found.total + found.forward) + head.total == pytest.approx(step)
-
-
-@given(gpts)
-def test_a_gpt_has_12_l_h_squared_parameters_and_its_corrections(model: Transformer) -> None:
-    """Narayanan et al. 2021, equation 2: 12 l h² (1 + 13/12h + (V + s)/12lh); plus the final norm, 2h."""
-    n, h, v, s = model.layers, model.hidden, model.vocabulary, model.sequence
-    count = parameters_of(but(model, tied_embeddings=True)).total
-    assert count == 12 * n * h**2 + 13 * n * h + (v + s) * h + 2 * h
-    assert parameters_of(model).total == count + v * h
     halves = parts(model)
-    of_block = halves["attention"].parameters + halves["mlp"].parameters
-    assert of_block == Parameters(shared=12 * h**2 + 7 * h, replicated=6 * h)
-    assert of_block.on_device(Degrees(tensor=4)) == (12 * h**2 + 7 * h) // 4 + 6 * h
+    attention, mlp, head = halves["attention"], halves["mlp"], halves["head"].flops
+    flops, parameters = attention.flops + mlp.flops, attention.parameters + mlp.parameters
+    assert flops == PerAction(*(s * b * h * (24 * h + scores * s) for scores in (4, 8, 0)))
+    step = 96 * b * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
+    assert n * (flops.total + flops.forward) + head.total == pytest.approx(step)
+    count = 12 * n * h**2 + 13 * n * h + (v + s) * h + 2 * h
+    assert parameters_of(but(model, tied_embeddings=True)).total == count
+    assert parameters_of(model).total == count + v * h
+    assert parameters == Parameters(shared=12 * h**2 + 7 * h, replicated=6 * h)
+    assert parameters.on_device(Degrees(tensor=4)) == (12 * h**2 + 7 * h) // 4 + 6 * h
 
 
 @pytest.mark.parametrize("change", [{"window": 300}, {"window": 300, "chunked": True}, {}])

@@ -36,32 +36,19 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1}
 VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"tie_word_embeddings": True},
-    {"tie_word_embeddings": False},
-    {"attention_bias": True},
-    {"mlp_bias": True},
-    {"num_key_value_heads": 8},
-    {"num_key_value_heads": 1},
-    {"head_dim": 32},
-    {"first_k_dense_replace": 3},
-    {"n_shared_experts": 2},
+    {}, *({"tie_word_embeddings": tied} for tied in (True, False)), {"attention_bias": True},
+    {"mlp_bias": True}, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 32},
+    {"first_k_dense_replace": 3}, {"n_shared_experts": 2}, {"mlp_only_layers": [1, 4]},
     *({name: 8, **EXPERTS} for name in ("num_experts", "n_routed_experts", "num_local_experts")),
-    {"mlp_only_layers": [1, 4]},
-    {"decoder_sparse_step": 2},
-    {"interleave_moe_layer_step": 2},
-    {"q_lora_rank": 64, "kv_lora_rank": 32},
-    {"index_topk": 16, "index_n_heads": 4, "index_head_dim": 32},
+    {"decoder_sparse_step": 2}, {"interleave_moe_layer_step": 2}, {"q_lora_rank": 64, "kv_lora_rank": 32},
+    {"index_topk": 16, "index_n_heads": 4, "index_head_dim": 32}, {"shared_expert_intermediate_size": 96},
     {"linear_num_value_heads": 16, "linear_value_head_dim": 64},
-    {"shared_expert_intermediate_size": 96},
     {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
-]
+]  # fmt: skip
 
 
 def config_class(name: str) -> Any:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[name]
+    return transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]
 
 
 def fields(name: str) -> dict[str, Any]:
@@ -85,14 +72,13 @@ def as_file(config: Any) -> dict[str, Any]:
 
 def counted_by_transformers(config: Any) -> int:
     """The parameters of the model of a configuration; of a type without a model by itself, with a head."""
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
-
     seeing = config.model_type in WRAPPERS
-    with torch.device("meta"):
-        for auto in (AutoModelForImageTextToText,) if seeing else (AutoModelForCausalLM, AutoModel):
-            if type(config) in auto._model_mapping:
-                count: int = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
-                untied = auto is AutoModel and not as_file(config).get("tie_word_embeddings")
+    for auto in ("AutoModelForImageTextToText",) if seeing else ("AutoModelForCausalLM", "AutoModel"):
+        auto_class = getattr(transformers, auto)
+        if type(config) in auto_class._model_mapping:
+            with torch.device("meta"):
+                count: int = sum(weight.numel() for weight in auto_class.from_config(config).parameters())
+                untied = auto == "AutoModel" and not as_file(config).get("tie_word_embeddings")
                 return count + (int(config.vocab_size) * int(config.hidden_size) if untied else 0)
     raise AssertionError(f"transformers has no model for {config.model_type}")
 
@@ -143,8 +129,10 @@ WIDE = {"text_config": {"hidden_size": 3584, "num_hidden_layers": 8}}
 NARROW = {"text_config": {"hidden_size": 2048, "num_hidden_layers": 8},
           "vision_config": {"out_hidden_size": 2048}}  # fmt: skip
 SEEN: dict[str, dict[str, Any]] = {
-    "glm46v": {},
-    "glm4v": {},
+    **{name: {} for name in ("glm46v", "glm4v", "llava", "mistral3")},
+    **dict.fromkeys(("qwen2_vl", "qwen3_5", "qwen3_vl"), WIDE),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_vl_moe"), NARROW),
+    "qwen2_5_vl": {**WIDE, "vision_config": {"hidden_size": 1280}},
     "glm4v_moe": {"text_config": {"num_hidden_layers": 4}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14,
                                  "vision_use_head": False}},
@@ -152,14 +140,6 @@ SEEN: dict[str, dict[str, Any]] = {
     "llama4": {"text_config": {"num_hidden_layers": 4},
                "vision_config": {"hidden_size": 1408, "num_hidden_layers": 34, "intermediate_size": 5632,
                                  "image_size": 336, "vision_output_dim": 4096}},
-    "llava": {},
-    "mistral3": {},
-    "qwen2_5_vl": {**WIDE, "vision_config": {"hidden_size": 1280}},
-    "qwen2_vl": WIDE,
-    "qwen3_5": WIDE,
-    "qwen3_5_moe": NARROW,
-    "qwen3_vl": WIDE,
-    "qwen3_vl_moe": NARROW,
 }  # fmt: skip
 """Wrappers with sizes that fit together."""
 

@@ -173,7 +173,7 @@ class IsolatedProcesses:
             return [process.id for process in (*self._idle, *working) if process is not None]
 
     def _make(self, call: _Call) -> None:
-        """Make a call, in a thread of its own."""
+        """Make a call from its start to its end, in a thread."""
         try:
             made = self._begin(call).result()
         except BaseException as error:

@@ -146,7 +146,7 @@ def run_reporting(asked: tuple[Claim, SearchFunction], caller: Caller) -> Outcom
 
 
 class _Reports:
-    """Sends the newest report in a thread of its own, so that the search never waits for the service.
+    """Sends the newest report in another thread, so that the search never waits for the service.
 
     It is a :class:`zbv_service.searches.executors.task.Reporter`.
     """

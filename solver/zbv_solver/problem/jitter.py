@@ -26,7 +26,7 @@ from zbv_solver.documents.fields import AtMost, Document, Number
 from zbv_solver.documents.files import plain
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.jit import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.problem.numeric import MAX_PP_DEGREE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 
@@ -220,12 +220,6 @@ def drawn_costs(problem: Problem, draws: Draws) -> tuple[FloatArray, FloatArray]
     planned[0, 1:] = planned[1, :-1] = arrays.latency[:, arrays.kind_of]
     latency: FloatArray = planned[..., None] * draws.transfer.reshape(2, stages, m, -1)
     return duration, latency
-
-
-def action_rows(stage: IntArray, letter: IntArray, microbatch: IntArray, problem: Problem) -> IntArray:
-    """Rows (n,) of :attr:`Draws.action` for actions."""
-    rows: IntArray = (letter.astype(np.int64) * problem.n_stages + stage) * problem.microbatches + microbatch
-    return rows
 
 
 class SamplesDocument(Document):

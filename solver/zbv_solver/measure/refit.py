@@ -365,8 +365,8 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
     boundary, latency, kind = latencies(problem, samples)
     if not problem.is_equal:
         latency = _ratio(latency, arrays.latency[boundary, kind], latency)
-    transfer = _spread_of(_relative(boundary, latency))
-    return Jitter.by_letter(actions, (_spread_of(shared[np.isfinite(shared)]),), transfer)
+    shared_by_rank = (_spread_of(shared[np.isfinite(shared)]),)
+    return Jitter(tuple(actions), shared_by_rank, _spread_of(_relative(boundary, latency)))
 
 
 def _relative(group: IntArray, values: FloatArray) -> FloatArray:

@@ -365,8 +365,8 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
     boundary, latency, kind = latencies(problem, samples)
     if not problem.is_equal:
         latency = _ratio(latency, arrays.latency[boundary, kind], latency)
-    shared_by_rank = (_spread_of(shared[np.isfinite(shared)]),)
-    return Jitter(tuple(actions), shared_by_rank, _spread_of(_relative(boundary, latency)))
+    transfer = _spread_of(_relative(boundary, latency))
+    return Jitter(tuple(actions), (_spread_of(shared[np.isfinite(shared)]),), transfer)
 
 
 def _relative(group: IntArray, values: FloatArray) -> FloatArray:

@@ -10,7 +10,7 @@ from zbv_solver.export.quantities import counted
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
 
-from zbv_service.plans.facts import PlanFacts
+from zbv_service.plans.renderings import PlanFacts
 from zbv_service.records.runs import RunDocument
 
 

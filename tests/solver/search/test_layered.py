@@ -107,7 +107,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
-def test_an_incumbent_must_be_a_plan_of_these_layers_and_is_judged_anew(small: Plan) -> None:
+def test_an_incumbent_must_be_a_plan_of_these_layers_and_is_verified_again(small: Plan) -> None:
     for changes in OTHERS:
         with pytest.raises(InvalidPlan):
             search(layered(**changes), QUICK, incumbent=small)

@@ -30,7 +30,8 @@ class Mechanism:
 
     name: str
     modules: tuple[str, ...]
-    """Modules that nothing else needs. Without the mechanism, their lines are saved."""
+    """Modules, and classes as ``module:name``, that nothing else needs. Without the mechanism, their lines
+    are saved."""
     replaced: dict[str, Any] = field(default_factory=dict)
     """What stands in for a function or a constant of the planner, by ``module:name``; empty for a phase of
     the search, which the options leave out."""
@@ -43,8 +44,8 @@ class Mechanism:
 
     @property
     def lines(self) -> int:
-        """Lines of its modules."""
-        return sum(getsource(import_module(f"zbv_solver.{module}")).count("\n") for module in self.modules)
+        """Lines of its modules and classes."""
+        return sum(_source(part).count("\n") for part in self.modules)
 
     @contextmanager
     def left_out(self, options: SearchOptions) -> Iterator[SearchOptions]:
@@ -57,6 +58,12 @@ class Mechanism:
                 module, _, name = target.partition(":")
                 stack.enter_context(patch.object(import_module(f"zbv_solver.{module}"), name, value))
             yield options
+
+
+def _source(part: str) -> str:
+    name, _, own = part.partition(":")
+    module = import_module(f"zbv_solver.{name}")
+    return getsource(getattr(module, own) if own else module)
 
 
 def _nothing(*_: object) -> Iterator[Any]:
@@ -81,7 +88,7 @@ _MODULES_OF_PHASES = {
 }
 MECHANISMS = (
     *(Mechanism(phase, _MODULES_OF_PHASES[phase], of_differing=phase == "overtake") for phase in PHASES),
-    Mechanism("rest search", ("improve.rest_search",), {"search.run:REST_SHARE": 0.0}),
+    Mechanism("rest search", ("improve.parameter_search:RestClimber",), {"search.run:REST_SHARE": 0.0}),
     Mechanism(
         "bound: few ranks",
         ("bounds.few_ranks", "bounds.states"),

@@ -228,4 +228,7 @@ def in_other_units(problem: Problem, time: float, memory: float) -> Problem:
         fields = {name: value for name, value in vars(part).items() if value is not None}
         return replace(part, **{name: times(value, factor) for name, value in fields.items()})
 
-    return replace(problem, costs=scaled(problem.costs, time), memory=scaled(problem.memory, memory))
+    def both(owner: Any) -> Any:
+        return replace(owner, costs=scaled(owner.costs, time), memory=scaled(owner.memory, memory))
+
+    return replace(both(problem), features=tuple(both(feature) for feature in problem.features))

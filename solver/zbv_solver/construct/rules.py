@@ -16,6 +16,7 @@ from zbv_solver.problem.problem import F, I, Problem
 
 PEAKS = (0.5, 0.65, 0.8, 1.0)
 """Places of the largest microbatch in an order of entry, as shares of the way, that are tried first."""
+PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
 PHASES = 3
 """Phases of a rank: before its first backward, until its last F of the first chunk, and after that."""
 
@@ -247,3 +248,73 @@ def changed(entry: IntArray, random: np.random.Generator, begin: int = 0) -> Int
         other = min(other, one + 1 + int(random.integers(4)))
         other_entry[one : other + 1] = entry[one : other + 1][::-1]
     return other_entry
+
+
+def random_rule(problem: Problem, random: np.random.Generator) -> Rule:
+    """A random rule: any priorities; caps and targets linear from the first rank to the last."""
+    p, chunks = problem.pp_degree, problem.placement.chunks
+    kinds = 3 * chunks
+    priority = np.empty((p, PHASES, kinds))
+    priority[:] = random.permutation(kinds)
+    if random.random() < 0.5:
+        priority[:, PHASES - 1] = random.permutation(kinds)
+    allowed = in_flight_caps(problem)
+    most = int(allowed.max())
+    cap = np.round(random.uniform(0.4, 1.3) * _line(random, 0.6, 1.1, p) * most)
+    caps = np.stack([cap, cap], axis=1)
+    if random.random() < 0.2:
+        caps[:] = 2 * p + 2  # no cap but memory
+    elif random.random() < 0.3:
+        caps[:, 0] = np.round(cap * random.uniform(1.0, 1.5))
+    target = np.stack([_line(random, 0.0, 1.0, p) * most for _ in range(chunks)], axis=1)
+    patience = np.full((p, PHASES), random.choice(PATIENCE))
+    if random.random() < 0.5:
+        patience[:, PHASES - 1] = random.choice(PATIENCE)
+    return simple_rule(problem, "backward-deep", 1.0, 0.0, allowed)._replace(
+        priority=priority,
+        target=np.round(target).astype(np.int64),
+        cap=np.maximum(1, caps).astype(np.int64),
+        patience=patience,
+        entry=np.arange(problem.microbatches),
+    )
+
+
+def neighbour(rule: Rule, random: np.random.Generator, whole: float) -> Rule:
+    """A copy with one to three changes, each on adjacent ranks, or on all with probability ``whole``."""
+    priority, target = rule.priority.copy(), rule.target.copy()
+    cap, patience = rule.cap.copy(), rule.patience.copy()
+    for _ in range(1 + int(random.random() < 0.3) + int(random.random() < 0.1)):
+        ranks = some_ranks(random, len(cap), whole)
+        kind, phase = random.integers(7), int(random.integers(PHASES))
+        if kind == 0:
+            priority[ranks, phase] = random.permutation(priority.shape[2])
+        elif kind == 1:
+            one, other = random.integers(priority.shape[2], size=2)
+            priority[ranks, phase, one], priority[ranks, phase, other] = (
+                priority[ranks, phase, other].copy(),
+                priority[ranks, phase, one].copy(),
+            )
+        elif kind == 2:
+            patience[ranks, phase] = random.choice(PATIENCE)
+        elif kind <= 4:
+            phases = slice(0, 2) if random.random() < 0.5 else slice(phase % 2, phase % 2 + 1)
+            cap[ranks, phases] = np.maximum(1, cap[ranks, phases] + random.choice((-2, -1, 1, 2)))
+        else:
+            target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
+    return rule._replace(priority=priority, target=target, cap=cap, patience=patience)
+
+
+def _line(random: np.random.Generator, low: float, high: float, p: int) -> FloatArray:
+    """Values (p,) between two random ends, linear in the rank."""
+    first, last = random.uniform(low, high, 2)
+    values: FloatArray = np.linspace(first, last, p)
+    return values
+
+
+def some_ranks(random: np.random.Generator, p: int, whole: float) -> slice:
+    """Adjacent ranks: often one to three, sometimes more; all with the given probability."""
+    if random.random() < whole:
+        return slice(0, p)
+    longest = p if random.random() < 0.4 else min(3, p)
+    begin = int(random.integers(p))
+    return slice(begin, begin + int(random.integers(1, longest + 1)))

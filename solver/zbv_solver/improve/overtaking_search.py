@@ -15,10 +15,10 @@ import numpy as np
 
 from zbv_solver.construct.board import Attempt
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
-from zbv_solver.construct.rules import changed
+from zbv_solver.construct.rules import PATIENCE, changed
 from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.improve.annealing import anneal_in_rounds
-from zbv_solver.improve.parameter_search import PATIENCE, parameter_search
+from zbv_solver.improve.parameter_search import parameter_search
 from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import F, I, Problem

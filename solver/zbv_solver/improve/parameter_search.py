@@ -5,6 +5,13 @@ is tight or stages are uneven, this finds more than any local change of an order
 rules first, and then climbs from the best ones, with sideways steps. Its budget is counted in placed actions,
 so it gives the same result on every machine. Many microbatches only repeat the steady state, so parameters
 are tuned with few and then used with many.
+
+The search of the rest of an order follows. The structured greedy is good at the steady state, but leaves to
+chance how the pipeline drains. So a random time cuts the best order; everything that starts earlier is kept,
+and list scheduling with some rule places the rest (a large neighbourhood in the sense of Shaw 1998, with a
+rule as its repair). The order remembers which rule placed it from which cut on. Most often a neighbour of the
+rule at the cut is tried. So a single rule becomes, step by step, a sequence of rules, each tuned to its
+stretch of time.
 """
 
 from __future__ import annotations
@@ -14,25 +21,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from zbv_solver.construct.board import Attempt
+from zbv_solver.construct.board import Attempt, from_orders
 from zbv_solver.construct.dispatch import ListScheduler
 from zbv_solver.construct.greedy_v import GREEDY_COST, GreedyParameters, GreedyV
 from zbv_solver.construct.rules import (
     ENTRY_RULES,
     PEAKS,
-    PHASES,
     Rule,
     changed,
     entry_rule,
-    in_flight_caps,
     mountain,
-    no_delay,
+    neighbour,
+    random_rule,
+    some_ranks,
 )
 from zbv_solver.construct.tables import fuse_options, memory_for_activations, sizes
 from zbv_solver.kernels.jit import FloatArray, IntArray
-from zbv_solver.problem.problem import Problem
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import F, Problem
+from zbv_solver.timing.start_times import earliest_times
 
-PATIENCE = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
 EXPLORATION = 0.12
 """Share of the budget for random parameters."""
 COARSE, FINE = 0.3, 0.1
@@ -52,6 +60,14 @@ they may use, or how much larger ones they defer to; and shares of the latter tw
 DEFERENCE = np.array([1.2, 1.4, 2.0, 3.0, 6.0, np.inf])
 FINALISTS = 6
 """Number of parameter sets, tuned with few microbatches, that are tried with all of them."""
+FRESH, RECENT = 0.2, 0.2
+"""Shares of random rules, and of neighbours of rules that recently did well at any cut. The others are
+neighbours of the rule at the cut."""
+SHORT = 0.03
+"""A rule that placed less than this share of the order, without a gain, is not remembered."""
+TRIES = 4
+"""Number of rules tried at one cut."""
+REMEMBERED = 5
 
 
 def parameter_search(
@@ -83,7 +99,7 @@ def parameter_search(
     rules = RuleClimber(small, seed, halt, basins)
     if not problem.is_equal:
         for each in ENTRY_RULES:
-            rules.start_from(entry_rule(problem, each), 0)
+            rules.evaluate(entry_rule(problem, each), 0)
     climbers: list[RuleClimber | GreedyClimber] = [rules]
     if problem.placement.kind == "v":
         climbers.append(GreedyClimber(small, seed, halt))
@@ -132,52 +148,40 @@ class RuleClimber:
         self.problem, self.halt, self.most_basins = problem, halt, most_basins
         self.random = np.random.default_rng(seed)
         self.options = [(name, ListScheduler(problem, fuse, halt)) for name, fuse in fuse_options(problem)]
-        self.caps = in_flight_caps(problem)
-        self.size, self.ascending = sizes(problem), np.arange(problem.microbatches)
+        self.size = sizes(problem)
         self.best = np.inf
         self.basins: list[tuple[float, Rule, int]] = []
         self.last = self.evaluation = self.placed = 0
         self.rule: Rule | None = None
 
     def step(self, used: float) -> bool:
-        """Evaluate a random rule, or a neighbour of a basin's best rule."""
+        """Evaluate a random rule, or a neighbour of a basin's best rule; whether it is the best so far."""
         self.evaluation += 1
         if used < EXPLORATION or not self.basins:
-            basin = None
-            rule, self.last = self._entering(self.fresh()), int(self.random.integers(len(self.options)))
-            # Once all basins are taken, a random rule must be better than the worst of them to be kept, so
-            # the scheduler may abandon it as soon as it is certainly worse.
-            most = self.basins[-1][0] if len(self.basins) == self.most_basins else np.inf
-        else:
-            basin = self.evaluation % len(self.basins) if used < RACE else 0
-            most, rule, self.last = self.basins[basin]
-            rule = self.varied(rule, COARSE if used < RACE else FINE)
-        scheduler = self.options[self.last][1]
-        self.rule, value = rule, scheduler.value(rule, most)
+            rule = self._entering(random_rule(self.problem, self.random))
+            return self.evaluate(rule, int(self.random.integers(len(self.options))))
+        basin = self.evaluation % len(self.basins) if used < RACE else 0
+        _, rule, option = self.basins[basin]
+        return self.evaluate(self.varied(rule, COARSE if used < RACE else FINE), option, basin)
+
+    def evaluate(self, rule: Rule, option: int, basin: int | None = None) -> bool:
+        """Evaluate a rule in place of that of a basin, or in addition; the best ones become basins."""
+        # Once all basins are taken, another rule must be better than the worst of them to be kept, so the
+        # scheduler may abandon it as soon as it is certainly worse.
+        is_full = len(self.basins) == self.most_basins
+        most = self.basins[-1 if basin is None else basin][0] if basin is not None or is_full else np.inf
+        scheduler = self.options[option][1]
+        self.rule, self.last, value = rule, option, scheduler.value(rule, most)
         self.placed += scheduler.placed
         # Equal values replace the rule of a basin: sideways steps lead out of plateaus.
         if value <= most and value < np.inf:
-            self._keep(value, rule, basin)
+            if basin is not None:
+                self.basins.pop(basin)
+            self.basins.append((value, rule, option))
+            self.basins.sort(key=lambda kept: kept[0])  # stable: of equal rules, the earlier one comes first
+            self.basins = self.basins[: self.most_basins]
         improved, self.best = value < self.best, min(value, self.best)
         return improved
-
-    def start_from(self, rule: Rule, option: int) -> None:
-        """Evaluate a rule that is known to be good, and climb from it if it is among the best."""
-        most = self.basins[-1][0] if len(self.basins) == self.most_basins else np.inf
-        scheduler = self.options[option][1]
-        value, self.last = scheduler.value(rule, most), option
-        self.placed += scheduler.placed
-        if value <= most and value < np.inf:
-            self._keep(value, rule, None)
-        self.best = min(value, self.best)
-
-    def _keep(self, value: float, rule: Rule, basin: int | None) -> None:
-        """Replace the rule of a basin, or add a random rule to the basins; keep the best."""
-        if basin is not None:
-            self.basins.pop(basin)
-        self.basins.append((value, rule, self.last))
-        self.basins.sort(key=lambda kept: kept[0])  # stable: of two equal rules, the earlier one comes first
-        self.basins = self.basins[: self.most_basins]
 
     def attempt(self) -> Attempt:
         """The order of the last evaluation."""
@@ -196,37 +200,6 @@ class RuleClimber:
             if attempt is not None:
                 yield attempt
 
-    def fresh(self) -> Rule:
-        """A random rule: any priorities; caps and targets linear from the first rank to the last."""
-        random, p, chunks = self.random, self.problem.pp_degree, self.problem.placement.chunks
-        kinds = 3 * chunks
-        priority = np.empty((p, PHASES, kinds))
-        priority[:] = random.permutation(kinds)
-        if random.random() < 0.5:
-            priority[:, PHASES - 1] = random.permutation(kinds)
-        most = int(self.caps.max())
-        cap = np.round(random.uniform(0.4, 1.3) * _line(random, 0.6, 1.1, p) * most)
-        caps = np.stack([cap, cap], axis=1)
-        if random.random() < 0.2:
-            caps[:] = 2 * p + 2  # no cap but memory
-        elif random.random() < 0.3:
-            caps[:, 0] = np.round(cap * random.uniform(1.0, 1.5))
-        target = np.stack([_line(random, 0.0, 1.0, p) * most for _ in range(chunks)], axis=1)
-        patience = np.full((p, PHASES), random.choice(PATIENCE))
-        if random.random() < 0.5:
-            patience[:, PHASES - 1] = random.choice(PATIENCE)
-        return Rule(
-            priority,
-            np.round(target).astype(np.int64),
-            np.maximum(1, caps).astype(np.int64),
-            patience,
-            np.full(p, np.inf),
-            self.ascending,
-            np.full(p, np.inf),
-            np.empty(0),
-            no_delay(self.problem),
-        )
-
     def _entering(self, rule: Rule) -> Rule:
         """A random rule with a random order of entry and share of memory, where microbatches differ."""
         if self.problem.is_equal:
@@ -244,41 +217,16 @@ class RuleClimber:
     def varied(self, rule: Rule, whole: float, entered: int = 0) -> Rule:
         """A neighbour of the rule, in its order of entry from a place on, or in its other parameters."""
         if self.problem.is_equal or self.random.random() > ENTRIES:
-            return self.neighbour(rule, whole)
+            return neighbour(rule, self.random, whole)
         if self.random.random() < DEFERS:
             defer = rule.defer.copy()
-            defer[_some_ranks(self.random, len(defer), whole)] = self.random.choice(DEFERENCE)
+            defer[some_ranks(self.random, len(defer), whole)] = self.random.choice(DEFERENCE)
             return rule._replace(defer=defer)
         if self.random.random() < ROOMS and self.problem.memory.limit is not None:
-            ranks, room = _some_ranks(self.random, len(rule.room), whole), rule.room.copy()
+            ranks, room = some_ranks(self.random, len(rule.room), whole), rule.room.copy()
             room[ranks] = self._room(self.random.uniform(0.6, 1.1))[ranks]
             return rule._replace(room=room)
         return rule._replace(entry=changed(rule.entry, self.random, entered))
-
-    def neighbour(self, rule: Rule, whole: float) -> Rule:
-        """A copy with one to three changes, each on adjacent ranks, or on all with probability ``whole``."""
-        random = self.random
-        priority, target = rule.priority.copy(), rule.target.copy()
-        cap, patience = rule.cap.copy(), rule.patience.copy()
-        for _ in range(1 + int(random.random() < 0.3) + int(random.random() < 0.1)):
-            ranks = _some_ranks(random, len(cap), whole)
-            kind, phase = random.integers(7), int(random.integers(PHASES))
-            if kind == 0:
-                priority[ranks, phase] = random.permutation(priority.shape[2])
-            elif kind == 1:
-                one, other = random.integers(priority.shape[2], size=2)
-                priority[ranks, phase, one], priority[ranks, phase, other] = (
-                    priority[ranks, phase, other].copy(),
-                    priority[ranks, phase, one].copy(),
-                )
-            elif kind == 2:
-                patience[ranks, phase] = random.choice(PATIENCE)
-            elif kind <= 4:
-                phases = slice(0, 2) if random.random() < 0.5 else slice(phase % 2, phase % 2 + 1)
-                cap[ranks, phases] = np.maximum(1, cap[ranks, phases] + random.choice((-2, -1, 1, 2)))
-            else:
-                target[ranks, random.integers(target.shape[1])] += random.choice((-2, -1, 1, 2))
-        return rule._replace(priority=priority, target=target, cap=cap, patience=patience)
 
 
 class GreedyClimber:
@@ -340,7 +288,7 @@ class GreedyClimber:
         random, p = self.random, self.problem.pp_degree
         if not self.problem.is_equal and random.random() < ENTRIES:
             return parameters._replace(entry=changed(parameters.entry, random))
-        ranks, kind = _some_ranks(random, p, FINE), random.integers(6)
+        ranks, kind = some_ranks(random, p, FINE), random.integers(6)
         if kind == 0:
             limit = parameters.warm_up_limit.copy()
             own = self.options[self.last][1].tables.limit[ranks]
@@ -360,17 +308,94 @@ class GreedyClimber:
         return parameters._replace(surplus=surplus)
 
 
-def _line(random: np.random.Generator, low: float, high: float, p: int) -> FloatArray:
-    """Values (p,) between two random ends, linear in the rank."""
-    first, last = random.uniform(low, high, 2)
-    values: FloatArray = np.linspace(first, last, p)
-    return values
+def rest_search(
+    problem: Problem,
+    orders: Orders,
+    placements: int,
+    seed: int = 0,
+    halt: IntArray | None = None,
+    rule: Rule | None = None,
+) -> Iterator[Attempt | None]:
+    """Better and better attempts, and None after every evaluation without one (so that the caller can poll).
+
+    Parameters
+    ----------
+    orders
+        A verified order with ascending microbatches.
+    placements, seed, halt
+        As in :func:`parameter_search`.
+    rule
+        The rule that placed the order, if one rule did.
+    """
+    climber = RestClimber(RuleClimber(problem, seed, halt), orders, rule)
+    while climber.placed < placements:
+        yield climber.found if climber.step() else None
 
 
-def _some_ranks(random: np.random.Generator, p: int, whole: float) -> slice:
-    """Adjacent ranks: often one to three, sometimes more; all with the given probability."""
-    if random.random() < whole:
-        return slice(0, p)
-    longest = p if random.random() < 0.4 else min(3, p)
-    begin = int(random.integers(p))
-    return slice(begin, begin + int(random.integers(1, longest + 1)))
+class RestClimber:
+    """Climbs from an order by placing its rest with other rules."""
+
+    def __init__(self, rules: RuleClimber, orders: Orders, rule: Rule | None = None):
+        self.rules, self.problem, self.random = rules, rules.problem, rules.random
+        self.found = Attempt.retimed("start", self.problem, *from_orders(orders, self.problem))
+        self.cut = 0.0
+        self.kept: IntArray = np.zeros(self.problem.pp_degree, np.int64)
+        self.laid: list[tuple[float, Rule | None]] = [(0.0, rule)]
+        self.pool: list[Rule] = []
+        self.placed = self.evaluation = 0
+
+    @property
+    def best(self) -> float:
+        """Objective of the best order at earliest start."""
+        return self.found.value
+
+    def step(self) -> bool:
+        """Try one rule after a cut; whether the order got better."""
+        self.evaluation += 1
+        if self.evaluation % TRIES == 1:
+            self.cut = self.random.uniform(0.0, self.found.makespan)
+            # Everything that starts before the cut is kept. Inputs start no later than the actions that need
+            # them, so the kept part can run without the rest. It stays valid for all tries at this cut: an
+            # accepted order has the same kept part.
+            start, _ = earliest_times(self.problem, self.found.orders)
+            parts = map(self.found.orders.slice_of, range(self.problem.pp_degree))
+            self.kept = np.array([np.searchsorted(start[part], self.cut) for part in parts])
+        rule = self._rule()
+        if not self.problem.is_equal:
+            rule = self._from_here(rule)
+        option = int(self.random.integers(len(self.rules.options)))
+        name, scheduler = self.rules.options[option]
+        value = scheduler.value(rule, self.best, (self.found.code, self.kept))
+        self.placed += scheduler.placed
+        if value > self.best:
+            return False
+        improved = value < self.best
+        method = f"parameters(rest,fuse={name},evaluation={self.evaluation})"
+        # An order as good as the best one replaces it: sideways steps lead out of plateaus.
+        self.found = Attempt.of(
+            method if improved else self.found.method, self.problem, scheduler.tables, scheduler.board
+        )
+        if improved or self.cut < (1 - SHORT) * self.found.makespan:
+            # The new rule governs from the cut on, so it replaces all entries from there.
+            self.laid = [*(kept for kept in self.laid if kept[0] < self.cut), (self.cut, rule)]
+        self.pool = [*self.pool[-REMEMBERED + 1 :], rule]
+        return improved
+
+    def _from_here(self, rule: Rule) -> Rule:
+        """The rule with the found order of entry up to the cut, and most often the same one after it."""
+        entry, first = self.found.entry, self.problem.placement.rank_of[0]
+        code = self.found.code[first, : self.kept[first]]
+        chunk = self.problem.placement.chunk_of[0]
+        if self.random.random() < ENTRIES:
+            entry = changed(entry, self.random, int(np.count_nonzero(code == 4 * chunk + F)))
+        return rule._replace(entry=entry)
+
+    def _rule(self) -> Rule:
+        """A rule to try after the cut."""
+        draw = self.random.random()
+        if self.pool and draw < RECENT:
+            return neighbour(self.pool[self.random.integers(len(self.pool))], self.random, FINE)
+        governing = [rule for begin, rule in self.laid if begin <= self.cut][-1]
+        if governing is None or draw > 1 - FRESH:
+            return random_rule(self.problem, self.random)
+        return neighbour(governing, self.random, FINE)

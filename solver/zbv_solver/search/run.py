@@ -20,8 +20,7 @@ from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, ser
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.rules import first_rule, in_flight_caps
 from zbv_solver.improve.annealing import COOLER, LEVELS, anneal_in_rounds, is_overtaking
-from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search
-from zbv_solver.improve.rest_search import rest_search
+from zbv_solver.improve.parameter_search import FINALISTS, at_few_microbatches, parameter_search, rest_search
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem

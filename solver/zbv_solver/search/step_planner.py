@@ -159,9 +159,9 @@ class StepPlanner:
         climber = RuleClimber(problem, self.seed + self.steps, most_basins=basins)
         for known in self._known[: REMEMBERED if seconds > 0 else TRIED]:
             if known.option < len(climber.options):
-                climber.start_from(known.rule_of(size), known.option)
+                climber.evaluate(known.rule_of(size), known.option)
         for each in ENTRY_RULES[:TRIED]:
-            climber.start_from(entry_rule(problem, each), 0)
+            climber.evaluate(entry_rule(problem, each), 0)
         while time.monotonic() < until:
             climber.step(1.0 if climber.basins else 0.0)
         if not climber.basins:

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.orders import fitting_orders
-from support.problems import limited, limited_problems, problems, rough_problems, uniform
-from support.reference import all_orders_of_one_microbatch
+from support.problems import limited, limited_problems, rough_problems, uniform
 from zbv_solver.bounds import few_ranks, lower_bound
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.bounds.few_ranks import FewRanks, few_ranks_bound
@@ -112,19 +111,6 @@ def test_an_empty_ramp_of_a_long_run_is_seen() -> None:
     assert gains[0] > 0
 
 
-@given(problems(max_p=3, max_m=1))
-@settings(max_examples=40)
-def test_no_order_of_one_microbatch_is_better(problem: Problem) -> None:
-    """Every order there is, fused and split, under both objectives."""
-    span, makespan = (
-        lower_bound(replace(problem, objective=objective)).value for objective in ("span", "makespan")
-    )
-    for orders in all_orders_of_one_microbatch(problem):
-        timing = evaluate(problem, orders)
-        assert span <= timing.span * (1 + 1e-9) + 1e-9
-        assert makespan <= timing.makespan * (1 + 1e-9) + 1e-9
-
-
 @given(limited_problems(max_p=5, max_m=8, kinds=KINDS))
 def test_a_bound_is_between_those_of_less_effort_and_constructed_orders(problem: Problem) -> None:
     quick, full = (lower_bound(problem, effort).value for effort in ("quick", "full"))
@@ -181,15 +167,6 @@ def split_where_fusing_never_pays(problem: Problem, orders: Orders) -> Orders:
         for rank in range(problem.pp_degree)
     ]
     return first_in_first_out(Orders.pack(ranks), problem.n_stages)
-
-
-@given(limited_problems(max_p=3, max_m=4))
-@settings(max_examples=20)
-def test_less_memory_never_lowers_the_bound(problem: Problem) -> None:
-    assert problem.memory.limit is not None
-    more = replace(problem.memory, limit=tuple(limit + 4 for limit in problem.memory.limit))
-    roomy = lower_bound(replace(problem, memory=more)).value
-    assert roomy <= lower_bound(problem).value * (1 + 1e-9)
 
 
 def set_of_ranks(problem: Problem, chosen: int) -> tuple[int, ...]:

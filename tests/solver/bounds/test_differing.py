@@ -156,13 +156,6 @@ def test_bounds_of_pairs(sizes: list[float], bound: float) -> None:
     assert of_pairs(with_sizes(uniform(3, 1), sizes)) == pytest.approx(bound)
 
 
-@pytest.mark.parametrize("number", range(12))
-def test_no_pair_proves_more_than_the_exact_optimum(number: int) -> None:
-    document = any_sizes(Random(f"pairs/{number}"))
-    best = optimum(read(document), effort=0.1)
-    assert of_pairs(parse_problem(document)) <= float(best.value) * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("number", range(20))
 def test_no_case_proves_more_than_the_best_order_of_its_kind(number: int) -> None:
     """Two microbatches pass each other in three ways, and have a bound for each: Lemma 58."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,25 +11,26 @@ from zbv_solver.construct.board import from_orders, to_orders
 from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import (
-    LEVELS,
-    THREE,
     Kept,
     Round,
     Space,
     _round,
     anneal,
-    anneal_in_rounds,
     is_overtaking,
     trial_of,
     window_starts,
 )
 from zbv_solver.improve.order_repair import critical_path
 from zbv_solver.improve.order_state import State, compute_all
-from zbv_solver.plans.orders import Orders, in_entry_order
+from zbv_solver.plans.orders import in_entry_order
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
+ANY = st.one_of(
+    limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")), differing_problems(max_m=7)
+)
+"""Mixed I's and B's, growing I's, zero costs."""
 TIGHT = limited(uniform(4, 12, p2p=1, objective="makespan"), 2.0)
 
 
@@ -43,7 +42,7 @@ def test_some_small_microbatches_do_overtake() -> None:
 
 
 @given(
-    st.one_of(limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")), differing_problems(max_m=7)),
+    ANY,
     st.integers(0, 3),
     st.sampled_from([0.01, 1.0, 30.0]),
     st.sampled_from([1, 30]),
@@ -80,17 +79,6 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
     assert (space.path[:size] == path[:size]).all()
 
 
-def test_levels_keep_fewer_orders_and_spend_all_moves() -> None:
-    assert sum(level.share for level in LEVELS) == 1
-    assert all(later.kept < earlier.kept for earlier, later in pairwise(LEVELS))
-
-
-ANY = st.one_of(
-    limited_problems(max_p=5, max_m=7, kinds=("v", "loop", "single")), differing_problems(max_m=7)
-)
-"""Mixed I's and B's, growing I's, zero costs."""
-
-
 @given(ANY, st.integers(0, 3), st.sampled_from([0.01, 1.0, 30.0]), st.booleans())
 @settings(max_examples=100)
 def test_orders_stay_valid_and_never_get_worse(
@@ -117,22 +105,3 @@ def test_a_set_flag_ends_the_round() -> None:
     result = anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=np.ones(1, np.uint8))
     assert result.moves == 0
     assert result.orders == start
-
-
-def test_rounds_are_never_worse_improve_a_tight_plan_and_follow_from_the_seed() -> None:
-    start = next(priority_schedules(TIGHT))
-
-    def rounds(seed: int) -> list[tuple[float, Orders]]:
-        made = anneal_in_rounds(
-            TIGHT, start.orders, start.value, rounds=2 * THREE, moves=300, factor=1.0, seed=seed
-        )
-        return list(made)
-
-    ended = rounds(0)
-    assert len(ended) == 2 * THREE
-    assert all(later[0] <= earlier[0] for earlier, later in pairwise([(start.value, None), *ended]))
-    assert ended[-1][0] < start.value
-    for value, orders in ended:
-        verify_orders(TIGHT, orders)
-        assert value == objective_of(TIGHT, orders)
-    assert ended == rounds(0) != rounds(100)

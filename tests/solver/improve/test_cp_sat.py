@@ -13,19 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from ortools.sat.python import cp_model
 from support.plain_model import optimum
-from support.problems import differing_problems, limited, limited_problems, problems, uniform, with_sizes
-from support.reference import all_orders_of_one_microbatch
+from support.problems import differing_problems, limited, limited_problems, uniform, with_sizes
 from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.errors import InfeasibleMemory
-from zbv_solver.improve import cp_search
-from zbv_solver.improve.annealing import anneal
-from zbv_solver.improve.cp_model import CpModel
-from zbv_solver.improve.cp_sat import Amounts, FreeWindow, Paths, make_grid, make_solver
-from zbv_solver.improve.cp_search import CpSearch, ExactResult, Listener, refine, sweep_windows
+from zbv_solver.improve.cp_search import CpSearch, ExactResult, Listener, refine
 from zbv_solver.plans.orders import Orders, first_in_first_out
-from zbv_solver.problem.problem import LETTERS, F, Problem, W
+from zbv_solver.problem.problem import F, Problem, W
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs
 from zbv_solver.search.assemble import in_search_unit
@@ -35,17 +29,6 @@ from zbv_solver.verify.verifier import verify_orders
 from benchmarks.soak.draw import NUMBERS, differing_stages, number_source
 from benchmarks.soak.optimum import optimum as soaked
 from benchmarks.soak.pipeline import read
-
-
-@given(problems(max_p=3, max_m=1))
-@settings(max_examples=25)
-def test_proves_the_optimum_of_exhaustive_search(problem: Problem) -> None:
-    best = min(objective_of(problem, orders) for orders in all_orders_of_one_microbatch(problem))
-    start = serial(problem).orders
-    result = refine(problem, start, lower_bound=0.0, effort=5.0)
-    assert result.proved
-    assert objective_of(problem, result.orders or start) == pytest.approx(best)
-    assert result.lower_bound == pytest.approx(best)
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -79,60 +62,34 @@ def test_equal_microbatches_among_others_ascend_where_cp_sat_searches() -> None:
         assert [j for j in ran if j % 2] == [1, 3]
 
 
-def has_solution(problem: Problem, actions: list[str]) -> bool:
-    """Whether the model admits exactly this order of a single rank."""
-    grid, start = make_grid(problem), serial(problem).orders
-    amounts = None if problem.memory.limit is None else [Amounts.of(problem, 0)]
-    window = FreeWindow.whole(Paths.of(grid, start), start, 0)
-    model = CpModel(problem, grid, amounts, window, 1000, minimise=False)
-    order = [(LETTERS.index(letter), stage, j) for stage, letter, j in Orders.from_text([actions]).actions(0)]
-    for first, second in pairwise(order):
-        model.model.add(model.end(first) <= model.start(second))
-    status = make_solver(1.0, 0).solve(model.model)
-    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE)
-    return status != cp_model.INFEASIBLE
-
-
 def test_python_handles_ctrl_c_during_a_search() -> None:
     """OR-Tools would replace Python's handler, and leave the system's default, which kills the process."""
-    program = (
-        "import os, signal\n"
-        "from zbv_solver.improve.cp_sat import make_solver\n"
-        "from ortools.sat.python import cp_model\n"
-        "model = cp_model.CpModel()\n"
-        "model.maximize(model.new_int_var(0, 9, 'x'))\n"
-        "make_solver(1.0, 0).solve(model)\n"
-        "try:\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    signal.pause()\n"
-        "except KeyboardInterrupt:\n"
-        "    print('orderly')\n"
-    )
+    program = """
+import os, signal
+from ortools.sat.python import cp_model
+from zbv_solver.improve.cp_sat import make_solver
+make_solver(1.0, 0).solve(cp_model.CpModel())
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+except KeyboardInterrupt:
+    print("orderly")
+"""
     ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.stdout == "orderly\n", ran.stderr
 
 
 def test_fractional_costs_keep_a_valid_bound() -> None:
     """Thirds have no common unit: durations are rounded down, and so is the bound."""
-    third = 1 / 3
-    plain = uniform(2, 3)
-    problem = replace(
-        plain,
-        costs=Costs((third,) * 4, (2 * third,) * 4, (third,) * 4, (third / 7,) * 3),
-        objective="makespan",
-    )
+    costs = Costs((1 / 3,) * 4, (2 / 3,) * 4, (1 / 3,) * 4, (1 / 21,) * 3)
+    problem = replace(uniform(2, 3, objective="makespan"), costs=costs)
     start = serial(problem).orders
     result = refine(problem, start, lower_bound=0.0, effort=5.0)
     assert result.orders is not None
-    found = objective_of(problem, result.orders)
-    assert result.lower_bound <= found < objective_of(problem, start)
-    assert result.lower_bound == pytest.approx(found, rel=1e-4)
+    value = objective_of(problem, result.orders)
+    assert value * (1 - 1e-4) <= result.lower_bound <= value < objective_of(problem, start)
 
 
 def test_stops_soon_after_cancellation() -> None:
@@ -200,39 +157,6 @@ def test_a_window_changes_the_order_of_microbatches_that_differ() -> None:
     assert not search.improve(1e6, 2e6, effort=1.0)  # after the end of the order
 
 
-def test_windows_improve_on_annealing_and_small_windows_on_large_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    problem = limited(uniform(3, 16, p2p=1, objective="makespan"), 1.0)
-    annealed = anneal(problem, serial(problem).orders, moves=3000, temperature=0.1, seed=0)
-    found = sweep_windows(problem, annealed.orders, effort=0.1)
-    assert found == sweep_windows(problem, annealed.orders, effort=0.1)
-    monkeypatch.setattr(cp_search, "SIZES", cp_search.SIZES[:1])
-    large = sweep_windows(problem, annealed.orders, effort=0.1)
-    assert found is not None
-    assert large is not None
-    assert objective_of(problem, found) < objective_of(problem, large) < 0.9 * annealed.value
-
-
-def test_windows_go_from_the_end_to_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = uniform(2, 8)
-    orders = serial(problem).orders
-    begins = []
-
-    def improve(search: CpSearch, begin: float, end: float, effort: float) -> bool:
-        begins.append((begin / search.value, (end - begin) / search.value, effort))
-        return False
-
-    monkeypatch.setattr(CpSearch, "improve", improve)
-    monkeypatch.setattr(cp_search, "SIZES", (18,))
-    # Eight windows of 18 actions, each twice as long as its distance from the next one.
-    assert sweep_windows(problem, orders, effort=1.0) is None
-    place, length, effort = (np.array(column) for column in zip(*begins, strict=True))
-    assert place * 8 + 0.5 == pytest.approx([7, 6, 5, 4, 3, 2, 1, 0])
-    assert length == pytest.approx(2 / 8)
-    assert effort == pytest.approx(18 * cp_search.EFFORT_PER_ACTION)
-
-
 KINDS = ("v", "loop", "single")
 
 
@@ -278,25 +202,6 @@ def test_proves_a_larger_problem_with_tight_memory_optimal() -> None:
     result = refine(problem, start, lower_bound=0.0, effort=5.0)
     assert result.proved
     assert objective_of(problem, result.orders or start) == pytest.approx(1271.0)
-
-
-@pytest.mark.parametrize(("released", "favoured"), [((1.0, 2.0), 1), ((2.0, 1.0), 0), ((1.0, 1.0), 0)])
-def test_of_two_ready_equal_weights_the_one_that_releases_more_runs_first(
-    released: tuple[float, float], favoured: int
-) -> None:
-    """Lemma 29; of equal amounts, the first stage's. Weights that take different times run in any order."""
-    plain = uniform(1, 1)
-    memory = replace(plain.memory, forward=(2.0, 2.0), backward_weight=tuple(-amount for amount in released))
-    inputs = tuple(amount - 2.0 for amount in released)
-    problem = replace(plain, memory=replace(memory, backward_input=inputs))
-    begin, other = ["0F0", "1F0", "1I0"], 1 - favoured
-    last_first = [*begin, "0I0", f"{other}W0", f"{favoured}W0"]
-    assert has_solution(problem, [*begin, "0I0", f"{favoured}W0", f"{other}W0"])
-    assert not has_solution(problem, last_first)
-    assert has_solution(problem, [*begin, "1W0", "0I0", "0W0"])  # the other one is not ready yet
-    assert has_solution(
-        replace(problem, costs=replace(problem.costs, backward_weight=(1.0, 2.0))), last_first
-    )
 
 
 @given(limited_problems(max_p=3, max_m=4))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_models.fixed_orders.schedules import torch_schedule
-from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, merge_stages
+from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.plan import Baseline, Plan, plan_json
 from zbv_solver.problem.cut import Cut
@@ -26,10 +26,8 @@ from zbv_solver.timing.start_times import evaluate
 
 
 def layer(name: str, times: tuple[float, float, float], **more: Any) -> dict[str, Any]:
-    return (
-        dict(zip(("name", "forward", "backward_input", "backward_weight"), (name, *times), strict=True))
-        | more
-    )
+    forward, inputs, weights = times
+    return {"name": name, "forward": forward, "backward_input": inputs, "backward_weight": weights, **more}
 
 
 def layered(p: int, m: int, *layers: dict[str, Any], **more: Any) -> LayeredProblem:
@@ -74,7 +72,6 @@ def rows_of(name: str) -> dict[str, Baseline]:
 def test_two_kinds_of_blocks_are_dealt_like_one() -> None:
     """The even cut of Megatron-LM is the answer; the longest run of equal blocks is not all of them."""
     rows = rows_of("two-kinds")
-    assert plan_of("two-kinds").objective == pytest.approx(1968)
     assert rows["1f1b"].layers_per_stage == (5, 5)
     spans = [rows[name].span for name in ("1f1b", "interleaved-1f1b", "even-cut")]
     assert spans == pytest.approx([2088.64, 1998.33, 1968.32])
@@ -104,23 +101,12 @@ def test_a_baseline_states_its_cut_which_is_no_worse_than_that_of_the_plan(name:
 
 
 def test_with_a_limit_a_cut_that_fits_is_preferred_and_stages_may_be_recomputed() -> None:
-    free, tight = rows_of("ample"), rows_of("tight")
-    assert free["1f1b"].fits
-    assert max(free["1f1b"].peak_memory) > 20
-    assert tight["1f1b"].fits
-    assert any(tight["1f1b"].recompute or ())
-    assert tight["1f1b"].span > free["1f1b"].span
+    free, tight, gpipe = rows_of("ample")["1f1b"], rows_of("tight")["1f1b"], rows_of("tight")["gpipe"]
+    assert (free.fits, tight.fits, any(tight.recompute or ())) == (True, True, True)
+    assert max(free.peak_memory) > 20
+    assert tight.span > free.span
     # GPipe holds all microbatches; no cut fits, so it has the best cut without the limit.
-    assert not tight["gpipe"].fits
-    assert not any(tight["gpipe"].recompute or ())
-
-
-def test_unequal_ranks_have_the_best_of_the_usual_cuts() -> None:
-    slow = {"old": {"forward": 4, "backward_input": 4, "backward_weight": 2}}
-    blocks = layer("block", (2, 2, 1), repeat=12, on=slow)
-    problem = layered(2, 8, blocks, devices=["new", "old"], placement="single")
-    (row,) = [row for row in search(problem, SearchOptions("quick")).baselines if row.name == "1f1b"]
-    assert row.layers_per_stage == (8, 4)
+    assert (gpipe.fits, any(gpipe.recompute or ())) == (False, False)
 
 
 def test_too_few_layers_for_a_v_have_no_schedules_of_a_v() -> None:
@@ -141,15 +127,6 @@ def test_one_layer_is_compared_where_stages_may_be_empty(
     for row in search(problem, SearchOptions("quick")).baselines:
         assert 5.0 * layers <= row.span <= 10.0 * layers
         assert row.layers_per_stage is None or sum(row.layers_per_stage) == layers
-
-
-def test_a_problem_by_stages_keeps_its_stages() -> None:
-    problem = replace(plan_of("heavy-head").problem, model=None)
-    (row,) = [row for row in compare(problem) if row.name == "1f1b"]
-    assert row.layers_per_stage is None
-    merged, orders = classical("1f1b", problem)
-    assert merged == merge_stages(problem)
-    assert evaluate(merged, orders).span == row.span
 
 
 def test_claims_about_a_cut_are_checked() -> None:

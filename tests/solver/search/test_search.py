@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
-from support.plain_model import optimum
 from support.problems import limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
 from zbv_solver.bounds import Bound, BoundEffort, lower_bound
@@ -25,7 +23,7 @@ from zbv_solver.construct.rules import simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Halt, Incumbent, Progress, Solution, race, without_useless_splits
@@ -62,7 +60,7 @@ def test_a_limit_below_the_smallest_is_infeasible(problem: Problem, data: st.Dat
 
 @given(limited_problems(max_p=2, max_m=3))
 @settings(max_examples=8)
-def test_progress_gets_ever_better_and_ends_at_the_optimum_of_a_plain_model(problem: Problem) -> None:
+def test_progress_gets_ever_better_and_ends_at_the_optimum(problem: Problem) -> None:
     reports: list[Progress] = []
     plan = search(problem, on_progress=reports.append)
     assert plan.metrics.status == "optimal"
@@ -72,12 +70,6 @@ def test_progress_gets_ever_better_and_ends_at_the_optimum_of_a_plain_model(prob
     assert plan.objective <= reports[-1].objective * (1 + 1e-9) + 1e-9
     for progress in reports:
         make_plan(problem, progress.orders, method="test")
-    try:
-        least = optimum(problem, objective_of(problem, serial(problem).orders), effort=0.05)
-    except RuntimeError:
-        event("the plain model was too slow")
-    else:
-        assert plan.objective == pytest.approx(least)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -108,35 +100,21 @@ def test_annealing_keeps_the_best_of_all_starts_where_memory_is_tight(
     assert sorted(calls[10:]) == [55.0, 99.0]
 
 
-def test_only_a_first_plan_that_is_short_enough_gets_a_full_bound() -> None:
-    problem = limited(uniform(4, 12), 2.5)
-    quick, full = lower_bound(problem, "quick").value, lower_bound(problem).value
-    assert quick < full
-    plans = []
-    for enough in (np.inf, 0.0):
-        plans.append(Search(problem, SearchOptions("quick", without=PHASES)).first_plan(enough))
-    assert plans[0].objective == plans[1].objective
-    assert [plan.metrics.lower_bound for plan in plans] == pytest.approx([full, quick])
-
-
-def test_a_resumed_search_is_never_worse_than_its_incumbent() -> None:
+def test_a_bad_incumbent_changes_no_plan() -> None:
     problem = limited(uniform(3, 6, p2p=1), 1.0)
-    best = search(problem, SearchOptions(without=("tune", "anneal", "windows")))
-    assert best.objective < search(problem, QUICK).objective
-    resumed = search(problem, QUICK, incumbent=best.orders)
-    assert resumed.objective <= best.objective
-    worse = search(problem, QUICK, incumbent=serial(problem).orders)
-    assert worse.plan_id == search(problem, QUICK).plan_id
+    resumed = search(problem, QUICK, incumbent=serial(problem).orders)
+    assert resumed.plan_id == search(problem, QUICK).plan_id
 
 
 @pytest.mark.parametrize("effort", get_args(Effort))
 @given(problem=problems(max_p=3, max_m=4, kinds=("v", "loop", "single")), seed=st.integers(0, 99))
 @settings(max_examples=8)
-def test_a_search_resumes_from_any_verified_order(effort: Effort, problem: Problem, seed: int) -> None:
-    orders = random_orders(problem, random.Random(seed))
+def test_a_search_resumes_from_any_verified_order_and_gets_no_worse(
+    effort: Effort, problem: Problem, seed: int
+) -> None:
+    orders = random_orders(problem, Random(seed))
     peak = tuple(float(amount) for amount in peak_memory(problem, orders))
     problem = replace(problem, memory=replace(problem.memory, limit=peak))
-    verify_orders(problem, orders)
     resumed = search(problem, SearchOptions(effort, without=("windows", "exact")), incumbent=orders)
     verify(resumed)
     assert resumed.objective <= objective_of(problem, orders) * (1 + 1e-9)
@@ -160,23 +138,20 @@ def test_the_rest_of_an_order_may_follow_weights_in_any_order() -> None:
 
 def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
-    ended: list[bool] = []
 
     def slow(
         problem: Problem, effort: BoundEffort, _enough: float = 0.0, is_stopped: Callable[[], bool] = bool
     ) -> Bound:
-        if effort == "quick":
-            return lower_bound(problem, effort)
-        begun.append(effort)
-        until = time.monotonic() + 60
-        while not is_stopped() and time.monotonic() < until:
-            time.sleep(0.01)
-        ended.append(is_stopped())
-        return Bound(0.0, "none")
+        if effort != "quick":
+            begun.append(effort)
+            until = time.monotonic() + 60
+            while not is_stopped():
+                assert time.monotonic() < until
+        return lower_bound(problem, "quick")
 
     monkeypatch.setattr("zbv_solver.search.run.lower_bound", slow)
     search(limited(uniform(4, 8), 2.0), cancelled=lambda: bool(begun))
-    assert ended == [True]
+    assert begun
 
 
 @pytest.mark.parametrize(
@@ -236,6 +211,8 @@ def test_neither_time_nor_memory_grows_and_no_useless_split_is_left(
     problem = with_empty_weights(problem, stages)
     before = random_orders(problem, Random(data.draw(st.integers(0, 99))))
     after = without_useless_splits(problem, before)
+    slow = replace(problem, costs=replace(problem.costs, backward=(999.0,) * problem.n_stages))
+    assert without_useless_splits(slow, before) == before
     verify_orders(problem, after)
     old, new = evaluate(problem, before), evaluate(problem, after)
     assert new.span <= old.span * (1 + 1e-12)
@@ -247,13 +224,6 @@ def test_neither_time_nor_memory_grows_and_no_useless_split_is_left(
         assert not splits & empty
         others = [a for a in before.actions(rank) if a.stage not in empty]
         assert [a for a in after.actions(rank) if a.stage not in empty] == others
-
-
-def test_zero_bubble_with_the_memory_of_1f1b() -> None:
-    plan = search(uniform(8, 32, limit=16))
-    assert (plan.metrics.span, plan.metrics.status, plan.metrics.bubble_rate) == (192, "optimal", 0)
-    assert max(plan.metrics.peak_memory) == 16
-    assert "cut" not in plan.provenance.extra
 
 
 @given(problems(max_p=3, max_m=1, fused=False, objective="makespan"))
@@ -275,7 +245,7 @@ def test_phases_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> N
 @pytest.mark.parametrize("seed", [6, 21])
 def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
     """On these problems tuning meets the bound, in one chain after many more steps than in the other."""
-    chance = random.Random(seed)
+    chance = Random(seed)
     names = {"forward": 10, "backward_input": 12, "backward_weight": 8}
     costs = {name: [chance.randint(8, 12) * base // 10 for _ in range(6)] for name, base in names.items()}
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 12}
@@ -321,40 +291,35 @@ def test_wrong_options_are_refused(option: str, value: object) -> None:
     assert caught.value.issues[0].pointer == f"/{option}"
 
 
-def test_orders_of_a_caller_are_verified_and_metrics_are_checked_by_other_code() -> None:
+def test_orders_of_a_caller_are_verified_and_metrics_are_checked_by_other_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem = uniform(1, 1)
     good = Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
     assert make_plan(problem, good, method="mine").metrics.span == 6
     with pytest.raises(InvalidPlan):
         make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")
-    right = evaluate(problem, good)
-    for name in ("span", "makespan", "bubble_rate", "peak_memory"):
-        changed: Any = (9.0,) if name == "peak_memory" else 1 + getattr(right, name)
-        wrong = replace(right, **{name: changed})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("zbv_solver.search.assemble.evaluate", lambda *_, wrong=wrong: wrong)
-            with pytest.raises(InvalidPlan, match=name):
-                make_plan(problem, good, method="mine", lower_bound=1.0)
+    wrong = replace(evaluate(problem, good), makespan=7.0)
+    monkeypatch.setattr("zbv_solver.search.assemble.evaluate", lambda *_: wrong)
+    with pytest.raises(InvalidPlan, match="makespan"):
+        make_plan(problem, good, method="mine", lower_bound=1.0)
 
 
 def test_weaker_bounds_are_not_reported_and_the_best_order_may_be_in_reserve() -> None:
     reports: list[Progress] = []
     incumbent, orders = Incumbent(uniform(2, 2), 1.0, reports.append), serial(uniform(2, 2)).orders
     incumbent.accept(Solution(5.0, orders, "current"))
-    incumbent.raise_bound(3.0, "bounds")
-    before = len(reports)
-    for weaker in (3.0, 2.0, 0.0):
-        incumbent.raise_bound(weaker, "cp-sat")
-    assert (incumbent.bound, incumbent.source, len(reports)) == (3.0, "bounds", before)
+    for bound, source in ((3.0, "bounds"), (3.0, "cp-sat"), (2.0, "cp-sat")):
+        incumbent.raise_bound(bound, source)
+        assert (incumbent.bound, incumbent.source, len(reports)) == (3.0, "bounds", 2)
     incumbent.raise_bound(4.0, "cp-sat")
-    assert (incumbent.bound, incumbent.source, len(reports)) == (4.0, "cp-sat", before + 1)
+    assert (incumbent.bound, incumbent.source, len(reports)) == (4.0, "cp-sat", 3)
     for value, best in ((6.0, 5.0), (4.0, 4.0), (4.5, 4.0)):
         incumbent.put_aside(Solution(value, orders, "reserve"))
         assert incumbent.best is not None
         assert incumbent.best.value == best
     assert incumbent.current is not None
-    assert incumbent.current.value == 5.0
-    assert incumbent.is_optimal
+    assert (incumbent.current.value, incumbent.is_optimal) == (5.0, True)
 
 
 @pytest.mark.parametrize("steps_of_first", [10, None])
@@ -377,20 +342,14 @@ def test_one_worker_divides_a_time_limit_between_the_chains(
 
 
 def test_the_planner_splits_only_stages_that_have_a_w() -> None:
-    costs = {"forward": 1, "backward_input": [2, 2, 1, 1], "backward_weight": [0, 0, 1, 1], "backward": 2}
-    stages = {"pp_degree": 2, "microbatches": 6, "placement": "v", "costs": costs | {"p2p": 0.05}}
-    costs = {"forward": 1, "backward_input": 2, "backward_weight": 0, "backward": 2}
-    layer = {"name": "layer", "repeat": 8, **costs}
-    layers = {"pp_degree": 2, "microbatches": 4, "placement": "v", "layers": [layer]}
-    for document, expected in ((stages, ["BF", "BF", "FIW", "FIW"]), (layers, ["BF"] * 4)):
-        plan = search(parse_any_problem(document))
-        actions = [action for rank in range(2) for action in plan.orders.actions(rank)]
-        for stage, letters in enumerate(expected):
-            assert {action.letter for action in actions if action.stage == stage} == set(letters)
-
-
-def test_a_split_whose_fused_backward_takes_longer_is_kept() -> None:
-    problem = with_empty_weights(uniform(2, 6), {0, 1, 2, 3})
-    slow = replace(problem, costs=replace(problem.costs, backward=(9.0,) * 4))
-    orders = random_orders(slow, random.Random(0))
-    assert without_useless_splits(slow, orders) == orders
+    costs = {
+        "forward": 1,
+        "backward_input": [2, 2, 1, 1],
+        "backward_weight": [0, 0, 1, 1],
+        "backward": 2,
+        "p2p": 0.05,
+    }
+    plan = search(parse_problem({"pp_degree": 2, "microbatches": 6, "costs": costs}))
+    actions = [action for rank in range(2) for action in plan.orders.actions(rank)]
+    for stage, letters in enumerate(("BF", "BF", "FIW", "FIW")):
+        assert {action.letter for action in actions if action.stage == stage} == set(letters)

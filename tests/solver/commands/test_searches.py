@@ -140,6 +140,7 @@ def test_compare_shows_every_schedule(run: Run) -> None:
     assert [row["name"] for row in baselines] == list(BASELINES)
     table, _ = run("compare problem.json")
     assert all(words in table for words in ("lower bound of span: 24", "eager-1f1b"))
+    assert "yes" in next(line for line in table.splitlines() if line.startswith("│ zbv"))
 
 
 def test_tables_cut_no_number_and_no_name_in_a_narrow_terminal(

@@ -1,4 +1,4 @@
-"""``zbv plan``, ``compare``, ``pack`` and ``simulate``: statuses, streams, files; mistakes in all commands."""
+"""``zbv plan``, ``compare``, ``pack``, ``simulate``: statuses, streams, files; and mistakes in all commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``zbv plan``, ``compare``, ``pack``, ``simulate``: statuses, streams, files; and mistakes in all commands."""
+"""``zbv plan``, ``compare``, ``pack``, ``simulate``: statuses, streams, files; mistakes in all commands."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def command(text: str) -> tuple[str, str]:
         assert main(text.split()) == 0
-        out, err = capsys.readouterr()
-        return out, err
+        printed = capsys.readouterr()
+        return printed.out, printed.err
 
     return command
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from zbv_models.fixed_orders.best_cut import BestCut
 from zbv_models.fixed_orders.executor_cut import EXECUTORS, stage_letters
 from zbv_models.fixed_orders.megatron_layout import write_layout
+from zbv_models.fixed_orders.schedules import Schedule
 from zbv_models.fixed_orders.score import Score
 
 from zbv_solver.commands.messages import table_of
@@ -106,9 +107,13 @@ def score_table(score: Score) -> Table:
 
 def schedule_name(score: Score) -> str:
     """The schedule with its stages, its group, and what is recomputed."""
-    group = "" if score.schedule.group is None else f", groups of {score.schedule.group}"
     again = _again(score.recompute, score.recompute_layers, score.recompute_group)
-    return f"{score.schedule.name}{group}{again}"
+    return f"{with_group(score.schedule)}{again}"
+
+
+def with_group(schedule: Schedule) -> str:
+    """The name of a schedule with the size of its groups."""
+    return schedule.name if schedule.group is None else f"{schedule.name}, groups of {schedule.group}"
 
 
 def _again(recompute: str, layers: int | None, group: int | None = None) -> str:
@@ -172,10 +177,7 @@ def _better(score: Score) -> list[str]:
             continue
         gain, found = score.gain(best), quantities.time(best.objective, score.problem.units)
         layout = write_layout(stage_letters(best.problem, score.modules))
-        name = best.schedule.name + (
-            "" if best.schedule.group is None else f", groups of {best.schedule.group}"
-        )
-        under = what if best is score.same else f"{what} ({name})"
+        under = what if best is score.same else f"{what} ({with_group(best.schedule)})"
         again = _again(best.results[0].recompute, best.results[0].recompute_layers)
         short = "fits" if gain is None else f"{gain:.1%} shorter" if gain else "not shorter"
         lines.append(f"The best cut {under} is {layout}{again}: {found}, {short}.")

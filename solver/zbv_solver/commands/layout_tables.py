@@ -15,6 +15,7 @@ from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking
 from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome
 
+from zbv_solver.commands.cut_score import with_group
 from zbv_solver.commands.model_flags import FLAGS
 from zbv_solver.export.quantities import counted
 
@@ -109,8 +110,7 @@ def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
     """Executor, schedule, and the step in a free order with how much shorter it is."""
     if not isinstance(planned, ExecutorLayout):
         return FREE, "searched", f"{planned.step_time:.4g} s"
-    schedule = planned.best.schedule
-    name = schedule.name if schedule.group is None else f"{schedule.name}, groups of {schedule.group}"
+    name = with_group(planned.best.schedule)
     if planned.free is None:
         return planned.executor, name, "does not fit"
     gain = 1 - planned.free.step_time / planned.step_time

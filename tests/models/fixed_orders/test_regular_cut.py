@@ -11,13 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layers import layer, layered
-from zbv_models.fixed_orders.all_cuts import all_bounds, listed_cuts, proved_of
 from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
-from zbv_models.fixed_orders.order_search import OrderSearch, order_search
+from zbv_models.fixed_orders.order_search import (
+    ACTIONS,
+    OrderSearch,
+    all_bounds,
+    listed_cuts,
+    order_search,
+    proved_of,
+)
 from zbv_models.fixed_orders.regular_cut import TOLERANCE, Once, irregularities, regular_cut
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
-from zbv_solver.partition.runs import WHOLE, First, Recomputed
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.assemble import OwnUnit
@@ -103,6 +109,25 @@ def test_it_is_proved_that_nothing_fits(recompute: Recomputed | First | None) ->
     search.bound = 0.0
     search.finish(np.inf, 1.0)
     assert search.is_infeasible
+
+
+def test_a_search_that_may_time_no_more_actions_lists_no_cuts_and_claims_no_optimum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ACTIONS, "quick", 0)
+    search = searched(recomputable([1, 5, 1, 5, 1, 5], None, 2), SCHEDULES[0], (0,) * 4)
+    timed: list[Choice] = []
+    search.screen()
+    consider = search.local.consider
+
+    def counted(choice: Choice) -> tuple[float, float]:
+        timed.append(choice)
+        return consider(choice)
+
+    monkeypatch.setattr(search.local, "consider", counted)
+    search.finish(math.inf, 1.0)
+    assert len(timed) <= 1
+    assert search.bound < search.value
 
 
 # --- the most regular

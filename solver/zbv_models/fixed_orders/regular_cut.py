@@ -22,8 +22,7 @@ from zbv_solver.partition.descent import TIMED
 from zbv_solver.partition.runs import Choice
 from zbv_solver.problem.numeric import ROUNDING, SEARCH_MEMORY
 
-from zbv_models.fixed_orders.all_cuts import all_bounds, proved_of
-from zbv_models.fixed_orders.order_search import SCREENED, OrderSearch
+from zbv_models.fixed_orders.order_search import SCREENED, OrderSearch, all_bounds, proved_of
 
 TOLERANCE = 0.01
 """How much longer than the best cut a more regular one may be."""

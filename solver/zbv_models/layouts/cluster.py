@@ -113,14 +113,14 @@ class Cluster:
     in_node: GroupLink
     """Between two devices of a node; its ``overlap`` is 0, as that of the next one."""
     between_nodes: GroupLink
-    tensor_overlap: float = 0.0
+    tensor_overlap: float
     """Share of this kind of exchange that compute hides; so with the next ones."""
-    context_overlap: float = 0.0
-    expert_overlap: float = 0.0
-    data_overlap: float = 0.0
-    preset: str | None = None
+    context_overlap: float
+    expert_overlap: float
+    data_overlap: float
+    preset: str | None
     """Name of the device; None if its rates were given."""
-    allocator_share: float = 1.0
+    allocator_share: float
     """What PyTorch's allocator reserves per byte of tensors."""
 
     @property

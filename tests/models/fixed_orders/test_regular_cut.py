@@ -11,13 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layers import layer, layered
-from zbv_models.fixed_orders.all_cuts import all_bounds, listed_cuts, proved_of
-from zbv_models.fixed_orders.best_cut import BestCut, best_cut
+from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
-from zbv_models.fixed_orders.order_search import OrderSearch, order_search
+from zbv_models.fixed_orders.order_search import (
+    ACTIONS,
+    OrderSearch,
+    all_bounds,
+    listed_cuts,
+    order_search,
+    proved_of,
+)
 from zbv_models.fixed_orders.regular_cut import TOLERANCE, Once, irregularities, regular_cut
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
-from zbv_solver.partition.runs import WHOLE, First, Recomputed
+from zbv_solver.partition.runs import WHOLE, Choice, First, Recomputed
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.assemble import OwnUnit
@@ -48,67 +54,50 @@ def recomputable(times: list[int], backward: int | None, ranks: int, **more: Any
     return layered(ranks, 4, layers, 1, placement="single", **more)
 
 
-cases = (
+@settings(max_examples=40, deadline=None)
+@given(
     st.lists(st.integers(1, 5), min_size=5, max_size=7),
     st.sampled_from([None, 1, 6]),
     st.sampled_from(SCHEDULES),
     st.booleans(),
+    st.floats(0.5, 2.0),
+    st.sampled_from([None, First(), First(1, 2)]),
 )
-
-
-def screened(
-    times: list[int], backward: int | None, schedule: Schedule, is_filled: bool, recompute: First | None
-) -> OrderSearch:
+def test_every_cut_is_listed_with_a_bound_unless_a_rank_works_too_long(
+    times: list[int], backward: int | None, schedule: Schedule, is_filled: bool, share: float, recompute: Any
+) -> None:
     cut = {"cut": {"allow_empty": False}} if is_filled else {}
     search = searched(recomputable(times, backward, schedule.placement.pp_degree, **cut), schedule, recompute)
     search.screen()
     search.estimate()
-    return search
-
-
-@settings(max_examples=30, deadline=None)
-@given(*cases, st.floats(0.5, 2.0))
-def test_every_cut_is_listed_unless_a_rank_works_too_long(
-    times: list[int], backward: int | None, schedule: Schedule, is_filled: bool, share: float
-) -> None:
-    search = screened(times, backward, schedule, is_filled, None)
     runs, n, stages = search.runs, len(times), schedule.placement.n_stages
     inner = combinations_with_replacement(range(n + 1), stages - 1)
     allowed = {bounds for middle in inner if runs.allows(bounds := (0, *middle, n))}
-    every = all_bounds(runs)
-    assert every is not None
-    assert sorted(map(tuple, every.tolist())) == sorted(allowed)
-    most = share * search.bound / search.problem.microbatches
+    every, most = all_bounds(runs), share * search.bound / search.problem.microbatches
     kept = all_bounds(runs, most)
+    assert every is not None
     assert kept is not None
+    assert sorted(map(tuple, every.tolist())) == sorted(allowed)
+    assert all_bounds(runs, most=len(allowed) - 1) is None
     loads = {each: search.space.worst_load(search.space.cut(each, (False,) * stages)) for each in allowed}
     # Whole stages may have a cheaper fused backward than their layers one by one.
     assert {*map(tuple, kept.tolist())} >= {bounds for bounds in allowed if loads[bounds] <= most}
     assert all(loads[tuple(bounds)] <= most * (1 + 1e-6) for bounds in kept.tolist()) or backward == 1
-    assert all_bounds(runs, most=len(allowed) - 1) is None
-
-
-@settings(max_examples=30, deadline=None)
-@given(*cases, st.sampled_from([None, First(), First(1, 2)]))
-def test_no_cut_is_shorter_than_what_is_proved_of_it(
-    times: list[int], backward: int | None, schedule: Schedule, is_filled: bool, recompute: First | None
-) -> None:
-    search = screened(times, backward, schedule, is_filled, recompute)
-    cuts = listed_cuts(search.runs, recompute, search.tight_terms(), np.inf)
-    assert cuts is not None
-    listed = list(cuts)
+    # No cut is shorter than what is proved of it.
+    listed = list(listed_cuts(runs, recompute, search.tight_terms(), np.inf) or ())
+    assert {bounds for _, (bounds, _) in listed} == allowed
     assert [bound for bound, _ in listed] == sorted(bound for bound, _ in listed)
     if recompute is None:
         assert {again for _, (_, chosen) in listed for again in chosen} == {0, WHOLE}
-        assert len({chosen for _, (_, chosen) in listed}) == 2**schedule.placement.n_stages
-    values = [search.runs.value(search.order, choice) for _, choice in listed]
+        assert len({chosen for _, (_, chosen) in listed}) == 2**stages
+    values = [runs.value(search.order, choice) for _, choice in listed]
     assert all(bound <= value * (1 + 1e-9) for (bound, _), value in zip(listed, values, strict=True))
     assert search.bound <= min(values) * (1 + 1e-9)
-    # The terms are exact for the cut that they were found at.
+    # The terms are exact for the cut that they were made at.
     assert search.best is not None
-    counts = search.runs.counts(search.best[0])
-    exact = next(search.order.critical(*search.runs.costs(counts, search.runs.again(counts, search.best[1]))))
-    (proved,) = proved_of(search.runs, [exact], np.array([search.best[0]]), search.best[1]).tolist()
+    counts = runs.counts(search.best[0])
+    exact = next(search.order.critical(*runs.costs(counts, runs.again(counts, search.best[1]))))
+    (proved,) = proved_of(runs, [exact], np.array([search.best[0]]), search.best[1]).tolist()
     assert proved == pytest.approx(search.value)
 
 
@@ -122,81 +111,78 @@ def test_it_is_proved_that_nothing_fits(recompute: Recomputed | First | None) ->
     assert search.is_infeasible
 
 
+def test_a_search_that_may_time_no_more_actions_lists_no_cuts_and_claims_no_optimum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ACTIONS, "quick", 0)
+    search = searched(recomputable([1, 5, 1, 5, 1, 5], None, 2), SCHEDULES[0], (0,) * 4)
+    timed: list[Choice] = []
+    search.screen()
+    consider = search.local.consider
+
+    def counted(choice: Choice) -> tuple[float, float]:
+        timed.append(choice)
+        return consider(choice)
+
+    monkeypatch.setattr(search.local, "consider", counted)
+    search.finish(math.inf, 1.0)
+    assert len(timed) <= 1
+    assert search.bound < search.value
+
+
 # --- the most regular
 
 INTERLEAVED = torch_schedule("Interleaved1F1B", 2, 8, 2)
 
 
-def model_of(times: list[float], head: float, **more: Any) -> LayeredProblem:
-    """Blocks with these times, and a head, for two ranks."""
-    named = {"embedding": 0.25, **{f"block{at}": time for at, time in enumerate(times)}, "head": head}
-    return layered(
-        2, 8, [layer(name, time, held=time) for name, time in named.items()], placement="single", **more
-    )
-
-
 def irregularity(problem: LayeredProblem, bounds: Bounds) -> list[int]:
     """Of the cut with these boundaries between layers."""
     before = np.array(problem.model.blocks_before)
-    found = irregularities(np.diff(before[list(bounds)])[None], np.diff(np.array(bounds))[None])
-    return list(map(int, found[0]))
+    return list(
+        map(int, irregularities(np.diff(before[list(bounds)])[None], np.diff(np.array(bounds))[None])[0])
+    )
 
 
-def all_of(n: int) -> list[Bounds]:
-    """All cuts into four stages, empty middle stages included."""
-    return [(0, *inner, n) for inner in combinations_with_replacement(range(1, n), 3)]
-
-
-blocks = st.lists(st.sampled_from([1.0, 1.0, 1.0, 1.001, 1.004]), min_size=5, max_size=8)
-
-
-@settings(max_examples=10, deadline=None)
-@given(blocks, st.sampled_from([0.5, 1.5, 3.0]), st.sampled_from([None, 30]))
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.sampled_from([1.0, 1.0, 1.0, 1.001, 1.004]), min_size=5, max_size=8),
+    st.sampled_from([0.5, 1.5, 3.0]),
+    st.sampled_from([None, None, 30]),
+    st.sampled_from([0.0, 2.0, 20.0]),
+    st.sampled_from([0.0, 40.0]),
+)
 def test_of_the_cuts_that_fit_and_are_hardly_longer_it_is_the_most_regular(
-    times: list[float], head: float, limit: float | None
+    times: list[float], head: float, limit: float | None, end: float, fixed: float
 ) -> None:
-    problem = model_of(times, head, memory={"limit": limit})
-    best = best_cut(problem, [INTERLEAVED], allow_empty=True, effort="standard")
-    cuts = {}
-    for bounds in all_of(problem.model.n_layers):
-        cut = problem.cut_into(best.problem.placement, Cut.at(bounds))
-        timing, limits = evaluate(cut, INTERLEAVED.orders()), cut.memory.limit
-        if limits is None or all(a <= b for a, b in zip(timing.peak_memory, limits, strict=True)):
-            cuts[bounds] = timing.span
-    assert best.problem.model is not None
-    chosen, least = best.problem.model.cut.bounds, min(cuts.values())
-    assert best.least == pytest.approx(least)
-    assert cuts[chosen] == pytest.approx(best.objective)
-    assert best.objective <= best.least * (1 + TOLERANCE) * (1 + 1e-9)
-    good = [bounds for bounds, span in cuts.items() if span <= least * (1 + TOLERANCE) * (1 - 1e-9)]
-    assert irregularity(problem, chosen) <= min(irregularity(problem, bounds) for bounds in good)
-
-
-@settings(max_examples=10, deadline=None)
-@given(blocks, st.sampled_from([0.0, 2.0, 20.0]), st.sampled_from([0.0, 40.0]))
-def test_what_a_rank_does_once_per_step_counts_too(times: list[float], end: float, fixed: float) -> None:
     """Ends that need long once per step may forbid the cut that is the most regular without them."""
-    problem = model_of(times, 1.5)
+    named = {"embedding": 0.25, **{f"block{at}": time for at, time in enumerate(times)}, "head": head}
+    layers = [layer(name, time, held=time) for name, time in named.items()]
+    problem = layered(2, 8, layers, placement="single", memory={"limit": limit})
     search = searched(problem, INTERLEAVED, (0,) * 4)
     search.seek_cut()
     search.finish(math.inf, 1.0)
     assert search.best is not None
-    least = search.value
+    unit, n = OwnUnit.of(problem), len(layers)
+    spans: dict[Bounds, float] = {}
+    for bounds in ((0, *inner, n) for inner in combinations_with_replacement(range(1, n), 3)):
+        cut = unit.problem.cut_into(INTERLEAVED.placement, Cut.at(bounds))
+        timing, limits = evaluate(cut, INTERLEAVED.orders()), cut.memory.limit
+        if limits is None or all(a <= b for a, b in zip(timing.peak_memory, limits, strict=True)):
+            spans[bounds] = timing.span
+    least = min(spans.values())
+    assert search.value == pytest.approx(least)
     once = np.array([end, *(1.0 for _ in times), end]) * least / 100
     chosen, _ = regular_cut(search, Once(once, fixed * least / 100))
 
-    def span(bounds: Bounds) -> float:
-        return search.runs.value(search.order, (bounds, (0,) * 4))
-
     def step(bounds: Bounds) -> float:
         loads = np.add.reduceat(np.append(once, 0.0), bounds[:-1]) * (np.diff(bounds) > 0)
-        return float(span(bounds) + max(loads[[0, 2]].sum(), loads[[1, 3]].sum()) + fixed * least / 100)
+        return float(spans[bounds] + max(loads[[0, 2]].sum(), loads[[1, 3]].sum()) + fixed * least / 100)
 
     shortest = step(search.best[0])
     good = {
         bounds: irregularity(problem, bounds)
-        for bounds in all_of(len(once))
-        if span(bounds) <= least * (1 + TOLERANCE) and step(bounds) <= shortest * (1 + TOLERANCE)
+        for bounds, span in spans.items()
+        if span <= least * (1 + TOLERANCE) and step(bounds) <= shortest * (1 + TOLERANCE)
     }
     assert good[chosen] == min(good.values())
 
@@ -209,6 +195,7 @@ def test_regular_means_few_empty_stages_then_few_lengths_then_few_changes_then_a
 
 
 Times = dict[str, tuple[int, float, float, float]]
+"""Copies of every layer, and the times of F, I and W."""
 MOONLIGHT: Times = {
     "embedding": (1, 50, 0, 3053),
     "dense": (1, 1596, 2023, 1043),
@@ -230,29 +217,55 @@ NO_MTP: Times = {
 }
 
 
+def published(ranks: int, microbatches: int, times: Times, p2p: float) -> LayeredProblem:
+    layers = [layer(name, *each, repeat=copies) for name, (copies, *each) in times.items()]
+    return layered(ranks, microbatches, layers, p2p)
+
+
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "times", "p2p", "most"),
+    ("problem", "most", "is_even_kept"),
     [
         # 7/9/8/3, which people use, has four lengths.
-        (2, 16, MOONLIGHT, 0, [0, 2, 1, 7]),
+        (published(2, 16, MOONLIGHT, 0), [0, 2, 1, 7], False),
         # The stage of the MTP layer has no transformer layer, and is not empty.
-        (16, 64, DEEPSEEK, 0, [0, 4, 8, 3]),
+        (published(16, 64, DEEPSEEK, 0), [0, 4, 8, 3], False),
         # Without it, the even cut is as good as the best one, and is not given up for a longer one.
-        (16, 32, NO_MTP, 1586, [0, 3, 2, 2]),
+        (published(16, 32, NO_MTP, 1586), [0, 3, 2, 2], True),
     ],
     ids=["moonlight", "deepseek-v3", "deepseek-v3-without-mtp"],
 )
 def test_published_models_have_no_empty_stage_and_few_lengths(
-    ranks: int, microbatches: int, times: Times, p2p: float, most: list[int]
+    problem: LayeredProblem, most: list[int], is_even_kept: bool
 ) -> None:
-    """Copies of every layer, and the times of F, I and W."""
-    layers = [layer(name, *each, repeat=copies) for name, (copies, *each) in times.items()]
-    problem = layered(ranks, microbatches, layers, p2p)
-    found: BestCut = cut_for_executor(
-        problem, "megatron", virtual_stages=[2], group=ranks, effort="quick"
-    ).best
+    group = problem.pp_degree
+    found = cut_for_executor(problem, "megatron", virtual_stages=[2], group=group, effort="quick").best
     assert found.problem.model is not None
     assert found.objective <= found.least * (1 + TOLERANCE) * (1 + 1e-9)
     assert irregularity(problem, found.problem.model.cut.bounds) <= most
-    if times is NO_MTP:
+    if is_even_kept:
         assert max(found.least, found.objective) <= found.even * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("experts", [16, 26])
+def test_no_cut_of_a_short_step_is_more_regular(experts: int) -> None:
+    """With few microbatches, stages grow towards the end, so evenly dealt ones are too long."""
+    moe, head = (experts, 194.0, 225.0, 76.0), (1, 1000.0, 548.0, 270.0)
+    times: Times = {"embedding": (1, 2, 0, 110), "dense": (1, 111, 143, 73), "moe": moe, "head": head}
+    problem, schedule = published(2, 4, times, 32), megatron_schedule(2, 4, 3, 4)
+    best, n = best_cut(problem, [schedule], allow_empty=True, effort="quick"), problem.model.n_layers
+    assert best.problem.model is not None
+    assert best.shortest.model is not None
+    most = best.least * (1 + TOLERANCE) * (1 - 1e-9)
+    cuts = np.array([(0, *inner, n) for inner in combinations_with_replacement(range(1, n), 5)])
+    # A step takes at least the work of either rank.
+    work = np.cumsum([0.0, *(each.costs.forward + each.costs.fused for each in problem.model.each)])
+    cuts = cuts[4 * np.diff(work[cuts]).reshape(-1, 3, 2).sum(axis=1).max(axis=1) <= most]
+    found = irregularities(np.diff(np.array(problem.model.blocks_before)[cuts]), np.diff(cuts))
+
+    def span(bounds: Bounds) -> float:
+        return evaluate(problem.cut_into(schedule.placement, Cut.at(bounds)), best.orders).span
+
+    by_rank = np.lexsort(found.T[::-1]).tolist()
+    first = next(found[at].tolist() for at in by_rank if span(tuple(cuts[at].tolist())) <= most)
+    assert irregularity(problem, best.problem.model.cut.bounds) == first
+    assert irregularity(problem, best.shortest.model.cut.bounds) > first

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from support.problems import uniform_document
 from zbv_models.fixed_orders.schedules import (
     TORCH_SCHEDULES,
-    Schedule,
     megatron_groups,
     megatron_schedule,
     torch_schedule,
@@ -18,15 +17,6 @@ from zbv_solver.problem.problem import LETTERS
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_orders
-
-
-def table(schedule: Schedule, rank: int, letter: str) -> tuple[list[int], list[int]]:
-    """Microbatches and chunks of a rank's forwards or backwards, as Megatron-LM's schedule table."""
-    orders = schedule.orders()
-    part = orders.slice_of(rank)
-    own = orders.letter[part] == LETTERS.index(letter)
-    p = schedule.placement.pp_degree
-    return orders.microbatch[part][own].tolist(), (orders.stage[part][own] // p).tolist()
 
 
 @pytest.mark.parametrize(
@@ -39,11 +29,14 @@ def table(schedule: Schedule, rank: int, letter: str) -> tuple[list[int], list[i
     ],
 )
 def test_megatrons_examples(m: int, group: int, microbatches: list[int], chunks: list[int]) -> None:
+    orders = megatron_schedule(2, m, 2, group).orders()
     for rank in (0, 1):
-        schedule = megatron_schedule(2, m, 2, group)
-        assert table(schedule, rank, "F") == (microbatches, chunks)
+        part = orders.slice_of(rank)
         # Backwards use the same table with the chunks in reverse (get_model_chunk_id).
-        assert table(schedule, rank, "B") == (microbatches, [1 - chunk for chunk in chunks])
+        for letter, expected in (("F", chunks), ("B", [1 - chunk for chunk in chunks])):
+            own = orders.letter[part] == LETTERS.index(letter)
+            assert orders.microbatch[part][own].tolist() == microbatches
+            assert (orders.stage[part][own] // 2).tolist() == expected
 
 
 def test_megatrons_warm_up() -> None:
@@ -67,8 +60,7 @@ def test_megatrons_warm_up() -> None:
 def test_orders_are_complete_and_free_of_deadlocks_or_refused(
     name: str, p: int, m: int, chunks: int | None, group: int
 ) -> None:
-    groups = megatron_groups(p, m, chunks or 1)
-    is_offered = p > 1 and group in groups
+    is_offered = p > 1 and group in megatron_groups(p, m, chunks or 1)
     try:
         if name == "megatron":
             schedule = megatron_schedule(p, m, chunks or 1, group if chunks in (2, 3) else None)
@@ -90,11 +82,12 @@ def test_orders_are_complete_and_free_of_deadlocks_or_refused(
 def test_unknown_names_and_impossible_numbers_are_refused() -> None:
     with pytest.raises(InvalidInput, match="must be one of GPipe"):
         torch_schedule("zbv", 2, 4)
-    with pytest.raises(InvalidInput, match="only several take turns"):
-        megatron_schedule(2, 4, 1, 2)
-    with pytest.raises(InvalidInput, match="at least 2"):
-        megatron_schedule(1, 4, 2)
-    with pytest.raises(InvalidInput, match="last group has 1"):
-        megatron_schedule(2, 5, 2, 2)
+    for arguments, message in (
+        ((2, 4, 1, 2), "only several take turns"),
+        ((1, 4, 2), "at least 2"),
+        ((2, 5, 2, 2), "last group has 1"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            megatron_schedule(*arguments)
     assert megatron_groups(2, 5, 2) == (3, 5)
     assert torch_schedule("interleaved1f1b", 2, 4).name == "Interleaved1F1B"

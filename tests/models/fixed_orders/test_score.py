@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layers import PUBLISHED, layer, layered
-from zbv_models.fixed_orders.executor_cut import cut_for_executor
+from zbv_models.fixed_orders.executor_cut import cut_for_executor, executor_cut_json
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.score import score_layout
 from zbv_solver.errors import InvalidInput
@@ -30,13 +30,12 @@ def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: A
     return layered(ranks, microbatches, layers, 0.125, placement="single", **more)
 
 
-SMALL = [each for each in PUBLISHED if each["pp"] in (2, 4) and len(each["decoder_layers_per_stage"]) <= 8][
-    ::3
-]
+NAMES = ["dsv3-proxy-14L-pp4", "moe16L-pp2-selrecompute", "dsv3-map-pp8vp1", "moonlight16b-pp4vp1", "zb-1.5B"]
 
 
-@pytest.mark.parametrize("published", SMALL, ids=lambda each: each["id"])
-def test_published_layouts_are_scored(published: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [*NAMES, "glm52-gb200-pp6-128k"])
+def test_published_layouts_are_scored(name: str) -> None:
+    published = next(each for each in PUBLISHED if each["id"] == name)
     text, ranks = published["layout_string"], published["pp"]
     mtp = text.count("m") if published["format"] == "megatron" else 0
     problem = model_of(published["decoder_layers"], ranks, 2 * ranks, mtp)
@@ -44,6 +43,7 @@ def test_published_layouts_are_scored(published: dict[str, Any]) -> None:
     assert score.lower_bound <= score.objective * (1 + 1e-9)
     assert score.same is not None
     assert score.overall is not None
+    assert score.same.least <= min(score.objective, score.same.even) * (1 + 1e-9)
     assert score.overall.objective <= score.same.objective <= score.same.least * 1.01 * (1 + 1e-9)
     assert 0 < score.critical.sum() <= 1 + 1e-9
     assert isclose(score.busy.sum(), sum(map(score.problem.busy_time, range(ranks))))
@@ -62,16 +62,46 @@ def test_no_cut_is_below_the_bound(counts: list[int]) -> None:
     assert score.same.least <= score.objective * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("executor", ["megatron", "torchtitan", "torch"])
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_the_best_cut_cannot_gain(executor: str, chunks: int) -> None:
-    problem = model_of(9, 2, 4)
-    best = cut_for_executor(problem, executor, virtual_stages=[chunks], effort="quick").best
+def recomputable(limit: float) -> LayeredProblem:
+    """Eight blocks that need a quarter of their memory if they are recomputed."""
+    held = {"forward": 4, "backward_input": 0, "backward_weight": -4, "static": 3}
+    memory = {"forward": 1, "backward_input": 3, "backward_weight": -4, "static": 3}
+    again = {"backward_input": 20, "memory": memory}
+    layers = [
+        layer("embedding", 1, 0, 1),
+        layer("block", 10, repeat=8, recompute=again) | {"memory": held},
+        layer("head", 12),
+    ]
+    return layered(2, 8, layers, memory={"limit": limit})
+
+
+@pytest.mark.parametrize(
+    ("problem", "executor", "chunks", "recompute"),
+    [
+        *((model_of(9, 2, 4), name, chunks, "none")
+          for name in ("megatron", "torchtitan", "torch") for chunks in (1, 2)),
+        (model_of(8, 2, 4, mtp=1), "megatron", 2, "none"),
+        # It recomputes what the best cut may recompute: first layers, too.
+        (recomputable(36), "megatron", 1, "block"),
+        (recomputable(60), "megatron", 1, "none"),
+    ],
+)  # fmt: skip
+def test_the_cut_that_is_printed_cannot_gain(
+    problem: LayeredProblem, executor: str, chunks: int, recompute: str
+) -> None:
+    found = cut_for_executor(problem, executor, virtual_stages=[chunks], effort="quick")
+    best = found.best
     assert best.problem.model is not None
+    assert best.results[0].recompute == recompute
+    document = json.loads(json.dumps(executor_cut_json(found)))
+    assert document["layers_per_stage"] == [len(stage) for stage in best.problem.model.partition]
     text = json.dumps([list(stage) for stage in best.problem.model.partition])
+    if executor == "megatron" and recompute == "none":
+        text = found.settings or ""
     score = score_layout(problem, executor, text, group=best.schedule.group, effort="quick")
     assert score.objective == pytest.approx(best.objective)
     assert score.gain(score.same) == 0
+    assert (score.recompute, score.settings) == (recompute, found.settings)
 
 
 def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
@@ -89,32 +119,20 @@ def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
     assert 0 < none_fits.lower_bound <= none_fits.objective
 
 
-RULES: list[tuple[str, str, dict[str, Any], str, str]] = [
-    ("megatron", "t|tL", {}, "/layout", "the modules ttL"),
-    ("megatron", "Ett|tt|ttL", {}, "/layout", "multiple of the 2 ranks"),
-    ("torchtitan", "Ett||tt|ttL", {}, "/layout", "stage 1 is empty"),
-    ("torch", "Ett||tt|ttL", {}, "/layout", "no layer in stage 1"),
-    ("megatron", "Ett||tt|ttL", {"allow_empty": False}, "/cut/allow_empty", "empty stage"),
-    (
-        "megatron",
-        "Ett|t*4L",
-        {"first": 3},
-        "/cut/first",
-        "found 2 transformer layers; the problem asks for 3",
-    ),
-    ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
-    ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
-    (
-        "megatron",
-        "Et|t*5L",
-        {"together": [["block.0", "block.1"]]},
-        "/cut/together",
-        "'block.0' and 'block.1'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("executor", "text", "cut", "pointer", "message"), RULES)
+@pytest.mark.parametrize(
+    ("executor", "text", "cut", "pointer", "message"),
+    [
+        ("megatron", "t|tL", {}, "/layout", "the modules ttL"),
+        ("megatron", "Ett|tt|ttL", {}, "/layout", "multiple of the 2 ranks"),
+        ("torchtitan", "Ett||tt|ttL", {}, "/layout", "stage 1 is empty"),
+        ("torch", "Ett||tt|ttL", {}, "/layout", "no layer in stage 1"),
+        ("megatron", "Ett||tt|ttL", {"allow_empty": False}, "/cut/allow_empty", "empty stage"),
+        ("megatron", "Ett|t*4L", {"first": 3}, "/cut/first", "2 transformer layers; the problem asks for 3"),
+        ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
+        ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
+        ("megatron", "Et|t*5L", {"together": [["block.0", "block.1"]]}, "/cut/together", "and 'block.1'"),
+    ],
+)
 def test_the_broken_rule_is_named(
     executor: str, text: str, cut: dict[str, Any], pointer: str, message: str
 ) -> None:
@@ -127,19 +145,6 @@ def test_the_broken_rule_is_named(
 # --- recomputation
 
 
-def recomputable(limit: float) -> LayeredProblem:
-    """Eight blocks that need a quarter of their memory if they are recomputed."""
-    held = {"forward": 4, "backward_input": 0, "backward_weight": -4, "static": 3}
-    memory = {"forward": 1, "backward_input": 3, "backward_weight": -4, "static": 3}
-    again = {"backward_input": 20, "memory": memory}
-    layers = [
-        layer("embedding", 1, 0, 1),
-        layer("block", 10, repeat=8, recompute=again) | {"memory": held},
-        layer("head", 12),
-    ]
-    return layered(2, 8, layers, memory={"limit": limit})
-
-
 @pytest.mark.parametrize(
     ("limit", "recompute", "fits"), [(60, "none", True), (22, "all", True), (9, "none", False)]
 )
@@ -150,21 +155,8 @@ def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise(
     assert (score.recompute, not score.too_full) == (recompute, fits)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(36, "block"), (60, "none")])
-def test_a_given_cut_recomputes_what_the_best_cut_may_recompute(limit: float, expected: str) -> None:
-    """So the layout that ``zbv cut`` prints cannot gain, with first layers recomputed either."""
-    problem = recomputable(limit)
-    found = cut_for_executor(problem, "megatron", virtual_stages=[1], effort="quick")
-    assert found.stages is not None
-    assert found.best.results[0].recompute == expected
-    score = score_layout(problem, "megatron", write_layout(found.stages), effort="quick")
-    assert score.objective == pytest.approx(found.best.objective)
-    assert score.gain(score.same) == 0
-    assert (score.recompute, score.settings) == (expected, found.settings)
-
-
-FLAGS = "--recompute-granularity full --pipeline-model-parallel-layout Et*4|t*4L --recompute-method"
-STATIC = 4 * 3
+GRANULARITY, STATIC = "--recompute-granularity full", 4 * 3
+FLAGS = f"{GRANULARITY} --pipeline-model-parallel-layout Et*4|t*4L --recompute-method"
 
 
 @pytest.mark.parametrize(
@@ -184,16 +176,14 @@ def test_flags_say_what_a_given_cut_recomputes(
     score = score_layout(recomputable(36), "megatron", flags, effort="quick")
     assert (score.recompute_group, score.timing.peak_memory[0]) == (group, peak)
     assert score.recompute_layers == (count if method == "block" else None)
-    again = 8 * 10 * (8 if method == "uniform" else 4)
-    assert score.busy.sum() == 8 * (2 + 8 * 30 + 36) + again
+    assert score.busy.sum() == 8 * (2 + 8 * 30 + 36) + 8 * 10 * (8 if method == "uniform" else 4)
     assert f"--recompute-method {method}" in (score.settings or "")
     assert f"--recompute-num-layers {count}" in (score.settings or "")
     assert score.lower_bound <= score.objective * (1 + 1e-9)
     # The printed flags are a layout themselves, and the number of first layers can be fixed.
-    asked: dict[str, Any] = (
-        {"text": score.settings or ""} if method == "uniform" else {"text": "4,4", "recompute_layers": count}
-    )
-    same = score_layout(recomputable(36), "megatron", effort="quick", **asked)
+    fixed: dict[str, Any] = {"text": "4,4", "recompute_layers": count}
+    fixed = {"text": score.settings or ""} if method == "uniform" else fixed
+    same = score_layout(recomputable(36), "megatron", effort="quick", **fixed)
     assert (same.objective, same.settings) == (score.objective, score.settings)
 
 
@@ -201,22 +191,21 @@ def with_mtp() -> LayeredProblem:
     """Blocks and a module of multi-token prediction that can be recomputed."""
     problem = recomputable(60)
     *before, block, head = problem.model.layers
-    model = Model((*before, block, replace(block, name="mtp", repeat=None), head))
-    return replace(problem, model=model)
+    return replace(problem, model=Model((*before, block, replace(block, name="mtp", repeat=None), head)))
 
 
 @pytest.mark.parametrize(
-    ("problem", "more", "message"),
+    ("problem", "executor", "more", "message"),
     [
-        (recomputable(60), {"recompute": "all"}, "another flag that says what is recomputed"),
-        (recomputable(60), {"executor": "torchtitan"}, "it is for megatron"),
-        (model_of(8, 2, 4), {}, "have no costs of full recomputation"),
-        (with_mtp(), {}, "Megatron-LM refuses groups of layers with multi-token prediction"),
+        (recomputable(60), "megatron", {"recompute": "all"}, "another flag that says what is recomputed"),
+        (recomputable(60), "torchtitan", {}, "it is for megatron"),
+        (model_of(8, 2, 4), "megatron", {}, "have no costs of full recomputation"),
+        (with_mtp(), "megatron", {}, "Megatron-LM refuses groups of layers with multi-token prediction"),
     ],
 )
 def test_flags_of_recomputation_that_do_not_fit_are_named(
-    problem: LayeredProblem, more: dict[str, Any], message: str
+    problem: LayeredProblem, executor: str, more: dict[str, Any], message: str
 ) -> None:
-    flags = "--num-layers 8 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    flags = f"--num-layers 8 {GRANULARITY} --recompute-method uniform --recompute-num-layers 2"
     with pytest.raises(InvalidInput, match=message):
-        score_layout(problem, text=flags, **{"executor": "megatron", "effort": "quick", **more})
+        score_layout(problem, executor, flags, effort="quick", **more)

@@ -21,7 +21,6 @@ from zbv_models.layouts.layout import MOST_ARRANGEMENTS, Fixed, Layout, Order, a
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import best_layouts
 from zbv_models.layouts.sensitivity import outcomes
-from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.problem.writing import layered_json
 from zbv_solver.search.claims import check_plan
@@ -209,55 +208,6 @@ def test_a_slow_group_gets_fewer_layers_or_none() -> None:
     request = request_of(group(FAST, 1, 1), group(crawling, 1, 1))
     (row,) = ranking_json(best_layouts(request.layouts, request.setting), request)["layouts"]
     assert (row["groups"], row["devices"]) == ([0], 1)
-
-
-# --- documents
-
-DEVICE: dict[str, Any] = {"achieved_tflops": 300}
-ONE: dict[str, Any] = {"nodes": 1, "gpus_per_node": 8}
-IN_NODE = group(FAST, 1, 1)["links"]
-EQUAL = {
-    **ONE,
-    "device": DEVICE,
-    "memory": 1e9,
-    "links": {**IN_NODE, "between_nodes": LINKS["between_nodes"]},
-}
-OF_EQUAL_NODES: list[tuple[dict[str, Any], str]] = [
-    ({"nodes": 0}, "/nodes"),
-    ({"nodes": 100_000_000, "gpus_per_node": 100_000_000}, "/nodes"),
-    ({"reserve": 1e9}, "/reserve"),
-    ({"device": "llama-3.1-8b"}, "/device"),
-    ({"device": "h1000"}, "/device"),
-    ({"device": None}, "/device"),
-    ({"memory": 0}, "/memory"),
-    ({"memory": None}, "/memory"),
-    ({"memory": None, "device": {**DEVICE, "memory_limit": 0}}, "/device/memory_limit"),
-    ({"device": {"achieved_tflops": -1}}, "/device/achieved_tflops"),
-    ({"links": IN_NODE}, "/links/between_nodes"),
-    ({"links": None}, "/links"),
-    ({"gpus": 8}, "/gpus"),
-]
-
-
-@pytest.mark.parametrize(
-    ("document", "pointers"),
-    [
-        *(({**EQUAL, **change}, [pointer]) for change, pointer in OF_EQUAL_NODES),
-        ({"groups": []}, ["/groups"]),
-        ({"groups": [group(FAST, 1, 1)] * 5}, ["/groups"]),
-        ({"groups": [ONE]}, ["/groups/0/device"]),
-        ({"groups": [{**ONE, "device": "h100"}], "nodes": 1}, ["/nodes"]),
-        ({"groups": [{**ONE, "device": "h1000"}]}, ["/groups/0/device"]),
-        ({"groups": [{**ONE, "device": {"achieved_tflops": 0}}]}, ["/groups/0/device/achieved_tflops"]),
-        ({"groups": [{**ONE, "device": DEVICE}] * 2},
-         ["/groups/0/memory", "/links", "/groups/1/memory", "/links"]),
-        ({"groups": [{**ONE, "device": DEVICE, "memory": 1e9}], "links": LINKS}, ["/groups/0/links"]),
-    ],
-)  # fmt: skip
-def test_wrong_clusters_are_refused(document: dict[str, Any], pointers: list[str]) -> None:
-    with pytest.raises(InvalidInput) as error:
-        parse_cluster(document)
-    assert [issue.pointer for issue in error.value.issues] == pointers
 
 
 def test_the_example_takes_its_links_from_its_devices() -> None:

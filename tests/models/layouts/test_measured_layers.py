@@ -7,26 +7,20 @@ from typing import Any
 
 import pytest
 from support.executor_layouts import cluster_of as equal_cluster_of
-from zbv_models.estimate.device import GroupLinks
-from zbv_models.estimate.layers import Running, estimate_model
-from zbv_models.estimate.shapes import Degrees
+from support.measured_profiles import MEASURED_MODEL as MODEL
+from support.measured_profiles import PROGRAM, Document, as_estimated
+from zbv_models.estimate.layers import LayerEstimate, Running
 from zbv_models.layouts.answer import costs_of, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
 from zbv_models.layouts.layout import Fixed, Layout
-from zbv_models.layouts.measured_layers import Origins
+from zbv_models.layouts.measured_layers import Origin, Origins
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.request import Request, parse_request
 from zbv_models.layouts.search import best_layouts
+from zbv_models.layouts.setting import Setting
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.numeric import OPTIMAL_GAP
-
-MODEL = {
-    **{"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "sequence": 512},
-    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
-}
-PROGRAM = {"precision": "bfloat16", "device": "NVIDIA H100 80GB HBM3"}
-Document = dict[str, Any]
 
 
 def cluster_of(nodes: int = 1) -> Cluster:
@@ -39,37 +33,12 @@ def request_of(*profiles: Document, cluster: Cluster | None = None, **fixed: Any
     return replace(found, profiles=parsed)
 
 
-def as_estimated(size: int = 1, tensor: int = 1, factor: float = 1.0) -> Document:
-    """A profile whose numbers are the estimates, and whose times are those times a factor."""
-    setting, cluster = request_of().setting, cluster_of()
-    degrees, links = Degrees(tensor, tensor > 1), GroupLinks(tensor=cluster.in_node)
-    found = estimate_model(setting.model, degrees, cluster.device, links, setting.training, size)
-
-    def costs(of: Running, static: float) -> Document:
-        memory = {
-            "forward": of.after_forward,
-            "backward_input": of.after_input - of.after_forward,
-            "backward_weight": -of.after_input,
-            "static": static,
-            "workspace": of.workspace,
-        }
-        return vars(of.times.scaled(factor)) | {"memory": memory}
-
-    layers = []
-    for layer in found.layers:
-        document = costs(layer.plain, layer.static.total)
-        document |= {"name": layer.name, "output_bytes": layer.output_bytes}
-        if layer.full is not None:
-            document["recompute"] = costs(layer.full, layer.static.total)
-        layers.append(document | ({} if layer.repeat is None else {"repeat": layer.repeat}))
-    updates = {layer.name: layer.step.optimizer for layer in found.layers}
-    profile = {"microbatch_size": size, "sequence_length": MODEL["sequence"], "tensor_parallel": tensor}
-    document = {"pp_degree": 1, "microbatches": 4, "layers": layers, "measured": PROGRAM}
-    return document | {"units": {"time": "us", "memory": "bytes"}, "profile": profile | {"update": updates}}
-
-
 def layouts_of(**fixed: Any) -> list[Layout]:
     return request_of(**fixed).layouts
+
+
+def block_of(layout: Layout, setting: Setting) -> LayerEstimate:
+    return EstimatedLayout.of(layout, setting).estimate.layers[1]
 
 
 def costs_and_bytes(of: Running | None) -> list[float] | None:
@@ -100,11 +69,11 @@ def test_layers_are_measured_scaled_or_estimated() -> None:
     given["backward"] = 5.0
     del given["recompute"]
     plain, measured = request_of().setting, request_of(document).setting
-    layouts = layouts_of(tensor_parallel=1, pipeline_parallel=4)[1:3]
-    assert [layout.microbatch_size for layout in layouts] == [2, 4]
-    for layout, origin in zip(layouts, ("measured", "scaled"), strict=True):
+    layouts = layouts_of(tensor_parallel=1, pipeline_parallel=4)
+    origins: list[Origin] = ["measured", "scaled"]
+    for layout, origin in zip(layouts[1:3], origins, strict=True):
         found, expected = EstimatedLayout.of(layout, measured), EstimatedLayout.of(layout, plain)
-        assert found.origins == (Origins(), Origins(origin, "scaled"), Origins())  # type: ignore[arg-type]
+        assert found.origins == (Origins(), Origins(origin, "scaled"), Origins())
         block, estimated = found.estimate.layers[1], expected.estimate.layers[1]
         assert vars(block.plain.times) == pytest.approx(vars(estimated.plain.times.scaled(3.0)))
         assert block.full is not None
@@ -114,24 +83,18 @@ def test_layers_are_measured_scaled_or_estimated() -> None:
         share = given["backward"] / (given["backward_input"] + given["backward_weight"])
         both = block.plain.times.backward_input + block.plain.times.backward_weight
         assert block.plain.fused == pytest.approx(share * both)
-
-
-def test_the_nearest_profile_counts_and_of_two_the_smaller_one() -> None:
-    setting = request_of(as_estimated(4, factor=4.0), as_estimated(1, factor=2.0)).setting
-    for layout in layouts_of(tensor_parallel=1, pipeline_parallel=4):
-        found, expected = (
-            EstimatedLayout.of(layout, each).estimate.layers[1] for each in (setting, request_of().setting)
-        )
+    # The nearest profile counts, and of two the smaller one.
+    two = request_of(as_estimated(4, factor=4.0), as_estimated(1, factor=2.0)).setting
+    for layout in layouts:
         factor = 2.0 if layout.microbatch_size <= 2 else 4.0
-        assert found.plain.times.forward == pytest.approx(factor * expected.plain.times.forward)
+        forward = block_of(layout, plain).plain.times.forward
+        assert block_of(layout, two).plain.times.forward == pytest.approx(factor * forward)
 
 
 def test_exchanges_between_replicas_are_added_to_measured_layers() -> None:
     setting = request_of(as_estimated(1, factor=0.5)).setting
-    (layout,) = layouts_of(data_parallel=2, tensor_parallel=1, pipeline_parallel=2, zero_stage=3,
-                           microbatch_size=1, placement="tp-cp-dp-pp")  # fmt: skip
-    alone = replace(layout, zero_stage=0)
-    shared, whole = (EstimatedLayout.of(each, setting).estimate.layers[1] for each in (layout, alone))
+    layout = Layout(1, 1, 1, 2, 2, 1, 4, 3, "per-stage", "tp-cp-dp-pp")
+    shared, whole = (block_of(each, setting) for each in (layout, replace(layout, zero_stage=0)))
     assert shared.plain.times.forward > whole.plain.times.forward
     assert shared.plain.workspace > whole.plain.workspace
     assert shared.static.total < whole.static.total
@@ -145,8 +108,7 @@ def test_measured_links_replace_those_of_nodes() -> None:
         {"ranks": 4, "latency": 90.0, "bandwidth": 500.0},
     ]
     document["profile"]["scatter_gather"] = [{"ranks": 2, "latency": 80.0, "bandwidth": 700.0}]
-    fixed = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1, "microbatch_size": 1}
-    (layout,) = layouts_of(**fixed, zero_stage=0)
+    layout = Layout(1, 1, 1, 4, 1, 1, 2, 0, "per-stage", "tp-cp-dp-pp")
     half = replace(layout, pipeline_parallel=2, data_parallel=2)
     one, two = (request_of(document, cluster=cluster_of(nodes)).setting for nodes in (1, 2))
 
@@ -171,13 +133,8 @@ def test_bounds_hold_for_measured_layers(factor: float) -> None:
     document = as_estimated(2, factor=factor)
     for layer in document["layers"]:
         layer["backward"] = 0.6 * (layer["backward_input"] + layer["backward_weight"])
-    fixed: Document = {
-        "tensor_parallel": 1,
-        "context_parallel": 1,
-        "zero_stage": 0,
-        "placement": "tp-cp-dp-pp",
-    }
-    request = request_of(document, **fixed)
+    fixed: Document = {"tensor_parallel": 1, "context_parallel": 1, "zero_stage": 0}
+    request = request_of(document, **fixed, placement="tp-cp-dp-pp")
     each = [plan_layout(EstimatedLayout.of(layout, request.setting)) for layout in request.layouts]
     for planned in each:
         bounds = request.setting.least_work(planned.layout), planned.lower_bound
@@ -187,41 +144,15 @@ def test_bounds_hold_for_measured_layers(factor: float) -> None:
     costs = ranking_json(ranking, request)["layouts"][0]["costs"]
     assert costs == costs_of(ranking.best[0])
     assert sum(sum(kinds.values()) for kinds in costs.values()) == 6
-
-
-def test_selective_recomputation_is_scaled_because_profiles_measure_the_full_one() -> None:
-    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 8}
-    fixed = Fixed(recompute="selective", tensor_parallel=1, microbatch_size=1)
-    found = parse_request(document, cluster_of(), fixed)
-    request = replace(found, profiles=(parse_profile(as_estimated(), "profile.json"),))
-    costs = costs_of(best_layouts(request.layouts, request.setting).best[0])
+    # Selective recomputation is scaled, because profiles measure the full one.
+    asked = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 8}
+    some = parse_request(
+        asked, cluster_of(), Fixed(recompute="selective", tensor_parallel=1, microbatch_size=1)
+    )
+    some = replace(some, profiles=(parse_profile(document, "profile.json"),))
+    costs = costs_of(best_layouts(some.layouts, some.setting).best[0])
     assert costs["scaled"]["block (recomputed)"] > 0
     assert not any(name.startswith("block") for name in costs["measured"])
-
-
-# --- what is refused
-
-
-@pytest.mark.parametrize(
-    ("document", "pointer", "says"),
-    [
-        (as_estimated() | {"units": {"time": "ms", "memory": "bytes"}}, "/units/time", ""),
-        (as_estimated() | {"units": {"time": "us"}}, "/units/memory", ""),
-        (as_estimated() | {"profile": None}, "/profile", ""),
-        (as_estimated() | {"profile": {"microbatch_size": 0}}, "/profile/microbatch_size", ""),
-        (as_estimated() | {"profile": {"sequence_length": 8, "ranks": 2}}, "/profile/ranks", ""),
-        (as_estimated() | {"layers": []}, "/layers", ""),
-        (as_estimated() | {"layers": None}, "/layers", ""),
-        ([], "", "JSON object"),
-        ({"layouts": []}, "", "this is no profile"),
-        ({"pp_degree": 2}, "/layers", "whole stages"),
-    ],
-)  # fmt: skip
-def test_wrong_profiles_are_refused(document: Any, pointer: str, says: str) -> None:
-    with pytest.raises(InvalidInput) as error:
-        parse_profile(document)
-    assert pointer in [issue.pointer for issue in error.value.issues]
-    assert says in str(error.value)
 
 
 def test_profiles_must_fit_the_model_the_device_and_each_other() -> None:
@@ -232,21 +163,12 @@ def test_profiles_must_fit_the_model_the_device_and_each_other() -> None:
     with pytest.raises(InvalidInput) as error:
         _ = request_of(first, second, cluster=replace(cluster_of(), preset="h200")).setting
     assert {(issue.source, issue.pointer) for issue in error.value.issues} == {
-        ("profile-0.json", "/layers/1/name"),
-        ("profile-0.json", "/measured/precision"),
-        ("profile-0.json", "/measured/device"),
-        ("profile-1.json", "/profile"),
-        ("profile-1.json", "/measured/device"),
-        ("profile-1.json", "/measured/precision"),
+        *(("profile-0.json", pointer) for pointer in ("/layers/1/name", "/measured/precision")),
+        *(("profile-1.json", pointer) for pointer in ("/profile", "/measured/precision")),
+        *((f"profile-{number}.json", "/measured/device") for number in (0, 1)),
     }
-
-
-@pytest.mark.parametrize(("preset", "fits"), [("h100-80gb", True), ("h100", True), ("a100", False)])
-def test_a_preset_is_compared_with_the_name_of_the_measured_device(preset: str, fits: bool) -> None:
-    cluster = equal_cluster({"nodes": 1, "gpus_per_node": 4, "device": preset})
-    request = request_of(as_estimated(), cluster=cluster)
-    if fits:
-        assert request.setting.measured is not None
-    else:
-        with pytest.raises(InvalidInput, match="H100"):
-            _ = request.setting
+    for preset in ("h100-80gb", "h100"):
+        cluster = equal_cluster({"nodes": 1, "gpus_per_node": 4, "device": preset})
+        assert request_of(as_estimated(), cluster=cluster).setting.measured is not None
+    with pytest.raises(InvalidInput, match="H100"):
+        _ = request_of(as_estimated(), cluster=replace(cluster_of(), preset="a100")).setting

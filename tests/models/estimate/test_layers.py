@@ -186,6 +186,7 @@ H, PATCHES = 64, 2 * 16
     ("vision", "name", "sizes"),
     [
         ({}, "patches", {"parameters": 588 * H + 16 * H, "output_bytes": PATCHES * H * 2}),
+        ({"positions": "rotary"}, "patches", {"parameters": 588 * H}),
         # Each image by itself, without a mask; some blocks within pieces of 4 patches (Qwen2.5-VL).
         ({}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16**2 * H}),
         ({"window": 4}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * 4 * H}),
@@ -193,14 +194,7 @@ H, PATCHES = 64, 2 * 16
            {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * reach * H}) for n, reach in ((0, 4), (1, 16))),
         ({}, "projector", {"parameters": 4 * H * 256 + 256**2 + 2 * H, "output_bytes": PATCHES // 4 * 256 * 2,
                            "flops": 2 * (PATCHES / 4) * (4 * H * 256 + 256**2)}),
-        ({"bias": True}, "projector", {"parameters": 4 * H * 256 + 256**2 + 2 * H + 2 * 256}),
-        # Pixtral: RMSNorm, and merged patches are projected to the encoder's width first.
-        ({"gated": True, "norm": "rmsnorm", "positions": "rotary"}, "vision",
-         {"parameters": 4 * H**2 + 3 * 4 * H * H + 2 * H}),
-        ({"norm": "rmsnorm", "positions": "rotary"}, "patches", {"parameters": 588 * H}),
-        ({"norm": "rmsnorm", "projector": [64, 256]}, "projector",
-         {"parameters": 4 * H * H + H * 256 + 256**2 + H}),
-        ({"pooled": True, "projector": []}, "projector", {"parameters": H * 256 + 2 * H}),
+        # Parameters of others are compared with those that transformers counts.
         ({"projectors": 4}, "projector", {"parameters": 4 * (4 * H * 256 + 256**2 + 2 * H),
                                           "output_bytes": 4 * PATCHES // 4 * 256 * 2}),
         # GLM-4.1V: the last matrix but one has a second one, and its activation reads both.

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support.estimates import but, estimate_config, estimate_configs, gpt, llama, modern_configs
 from support.titan_operations import BLOCKS, block
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
-from zbv_models.estimate.layers import LayerEstimate, estimate_model
+from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
 from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.shapes import PerAction
 from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
@@ -248,6 +249,13 @@ def test_a_recurrent_layer_has_the_costs_of_its_state(
 
 LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
 SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
+
+
+@pytest.mark.parametrize(("fused", "backward"), [(None, (4, 3)), (8.0, (4, 3)), (5.0, (4, 1)), (3.0, (3, 0))])
+def test_the_shortest_backward_is_the_split_or_the_fused_one(
+    fused: float | None, backward: tuple[float, float]
+) -> None:
+    assert Running(PerAction(1, 4, 3), 0, 0, 0, fused).shortest == PerAction(1, *backward)
 
 
 def repeated(modules: list[str], model: dict[str, Any]) -> tuple[float, float]:

@@ -1,18 +1,17 @@
-"""The tables of searches, plans and tokens. ``migrations`` has their history; a test compares the two."""
+"""The tables. ``migrations`` has their history; a test compares the two."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import inspect
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, LargeBinary, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-R = TypeVar("R", bound="DataclassInstance")
+R = TypeVar("R")
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -40,15 +39,20 @@ class Base(DeclarativeBase):
     type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
 
 
-def record_of(kind: type[R], row: Base, **values: Any) -> R:
+def record_of(kind: Callable[..., R], row: Base, **values: Any) -> R:
     """A record with the values of a row's columns of the same names, and with other values."""
-    names = (field.name for field in fields(kind) if field.name not in values)
-    return kind(**{name: getattr(row, name) for name in names}, **values)
+    known = {name: getattr(row, name) for name in _names(kind, type(row)) if name not in values}
+    return kind(**known, **values)
 
 
-def columns_of(kind: type[DataclassInstance], table: type[Base]) -> tuple[Any, ...]:
+def columns_of(kind: Callable[..., Any], table: type[Base]) -> tuple[Any, ...]:
     """The columns of a table that have the names of a record's fields, in their order."""
-    return tuple(getattr(table, field.name) for field in fields(kind))
+    return tuple(getattr(table, name) for name in _names(kind, table))
+
+
+@cache
+def _names(kind: Callable[..., Any], table: type[Base]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(kind).parameters if name in table.__table__.columns)
 
 
 class PlanRow(Base):
@@ -175,27 +179,6 @@ class SearchEventRow(Base):
     data: Mapped[dict[str, Any]]
 
 
-class IdempotencyRow(Base):
-    """A request with an Idempotency-Key, and the resource that it created or found.
-
-    ``kind`` is the table of ``resource_id``. The key may outlive that row.
-    """
-
-    __tablename__ = "idempotency_keys"
-
-    key_hash: Mapped[str] = mapped_column(String(64), primary_key=True)
-    fingerprint: Mapped[str] = mapped_column(String(64))
-    kind: Mapped[str] = mapped_column(String(16))
-    resource_id: Mapped[str] = mapped_column(String(32))
-    expires_at: Mapped[datetime]
-    created_by: Mapped[str | None] = mapped_column(String(200))
-
-    __table_args__ = (
-        Index("ix_idempotency_keys_expires_at", "expires_at"),
-        Index("ix_idempotency_keys_created_by", "created_by"),
-    )
-
-
 class TokenRow(Base):
     """A token, a browser session, or a sign-in link that becomes a session.
 
@@ -223,3 +206,152 @@ class TokenRow(Base):
         Index("ix_tokens_parent_id", "parent_id"),
         Index("ix_tokens_local_id", "local_id"),
     )
+
+
+class RunRow(Base):
+    """A run; this row is the source of truth about it.
+
+    It has either a model and steps, or a script.
+    ``failures`` has the cause of each failed generation, ``refusals`` the agents that refused the run, and
+    ``waits_for`` says what a waiting run lacks. ``key_hash`` and ``key_fingerprint`` are those of its
+    :class:`zbv_service.records.runs.RequestKey`.
+    """
+
+    __tablename__ = "runs"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    state: Mapped[str] = mapped_column(String(16))
+    plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
+    search_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("searches.id", ondelete="SET NULL"))
+    search_options: Mapped[bytes | None] = mapped_column(LargeBinary, deferred=True)
+    target_plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
+    offer: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    replanning: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    model: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    script: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    nodes: Mapped[int]
+    ranks_per_node: Mapped[int]
+    steps: Mapped[int | None]
+    options: Mapped[dict[str, Any]]
+    generation: Mapped[int]
+    stop_requested: Mapped[bool]
+    cancel_requested: Mapped[bool]
+    error: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    refusals: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    waits_for: Mapped[str | None]
+    created_at: Mapped[datetime]
+    created_by: Mapped[str | None] = mapped_column(String(200))
+    started_at: Mapped[datetime | None]
+    updated_at: Mapped[datetime]
+    finished_at: Mapped[datetime | None]
+    key_hash: Mapped[str | None] = mapped_column(String(64), unique=True)
+    key_fingerprint: Mapped[str | None] = mapped_column(String(64))
+
+    __table_args__ = (
+        Index("ix_runs_created_at", "created_at", "id"),
+        Index("ix_runs_state", "state", "created_at"),
+        Index("ix_runs_created_by", "created_by"),
+        Index("ix_runs_plan_id", "plan_id"),
+        Index("ix_runs_target_plan_id", "target_plan_id"),
+        Index("ix_runs_search_id", "search_id"),
+    )
+
+
+class AgentRow(Base):
+    """An agent. It has one ``run_id``, so two runs cannot share it.
+
+    ``seen_at`` is deliberately not indexed, so that a heartbeat updates no index.
+    """
+
+    __tablename__ = "agents"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str] = mapped_column(String(200))
+    address: Mapped[str] = mapped_column(String(255))
+    port: Mapped[int]
+    slots: Mapped[int]
+    devices: Mapped[list[str]] = mapped_column(JSON)
+    versions: Mapped[dict[str, Any]]
+    allowed_models: Mapped[list[str]] = mapped_column(JSON)
+    allowed_scripts: Mapped[list[str]] = mapped_column(JSON)
+    checkpoint_directories: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    state: Mapped[str] = mapped_column(String(16))
+    run_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("runs.id"))
+    owner: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[datetime]
+    seen_at: Mapped[datetime]
+
+    __table_args__ = (
+        Index("ix_agents_state", "state", "created_at"),
+        Index("ix_agents_created_at", "created_at", "id"),
+        Index("ix_agents_run_id", "run_id"),
+        Index("ix_agents_owner", "owner", "state"),
+    )
+
+
+class ListenerRow(Base):
+    """A service that listens to agents: when it last checked in, and since when without a pause."""
+
+    __tablename__ = "listeners"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    looked_at: Mapped[datetime]
+    listening_since: Mapped[datetime]
+
+
+class NodeRow(Base):
+    """The part of one agent in one generation of a run."""
+
+    __tablename__ = "run_nodes"
+
+    run_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True
+    )
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    node_rank: Mapped[int] = mapped_column(primary_key=True)
+    agent_id: Mapped[str] = mapped_column(String(32), ForeignKey("agents.id"))
+    agent_name: Mapped[str] = mapped_column(String(200))
+    rendezvous: Mapped[str] = mapped_column(String(300))
+    state: Mapped[str] = mapped_column(String(16))
+    outcome: Mapped[str | None] = mapped_column(String(16))
+    ranks: Mapped[list[dict[str, Any]]] = mapped_column(JSON)
+    failures: Mapped[list[dict[str, Any]]] = mapped_column(JSON, deferred=True)
+    ended_at: Mapped[datetime | None]
+
+    __table_args__ = (Index("ix_run_nodes_agent", "agent_id", "run_id", "generation"),)
+
+
+class EventRow(Base):
+    """An event of a run."""
+
+    __tablename__ = "run_events"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
+    run_id: Mapped[str] = mapped_column(String(32), ForeignKey("runs.id", ondelete="CASCADE"))
+    at: Mapped[datetime]
+    kind: Mapped[str] = mapped_column(String(32))
+    detail: Mapped[str] = mapped_column(String)
+
+    __table_args__ = (Index("ix_run_events_run_id", "run_id", "id"),)
+
+
+class PartRow(Base):
+    """An artifact of one rank in one generation: its trace or the end of its log. The latest one wins."""
+
+    __tablename__ = "run_parts"
+
+    run_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True
+    )
+    generation: Mapped[int] = mapped_column(primary_key=True)
+    rank: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    plan_id: Mapped[str | None] = mapped_column(String(64))
+    pp_rank: Mapped[int | None]
+    replica: Mapped[int | None]
+    last_step: Mapped[int | None]
+    body: Mapped[bytes] = mapped_column(LargeBinary, deferred=True)
+    updated_at: Mapped[datetime]
+
+    __table_args__ = (Index("ix_run_parts_plan_id", "plan_id"),)

@@ -16,7 +16,7 @@ from zbv_service.pages.answers import page
 from zbv_service.pages.views.compare import CompareView, compare_view
 from zbv_service.plans.compared import USUAL, ComparedPlan
 from zbv_service.plans.renderings import actions_of, plan_of
-from zbv_service.records.searches import PlanSummary
+from zbv_service.records.plans import PlanSummaryDocument
 from zbv_service.security.scheme import READ
 
 MOST_NAMES = 32
@@ -58,7 +58,7 @@ async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Res
 
 def _view(
     compared: Sequence[ComparedPlan],
-    offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
+    offered: tuple[Sequence[PlanSummaryDocument], Sequence[PlanSummaryDocument]],
     root: str,
     packed: bytes,
 ) -> CompareView:

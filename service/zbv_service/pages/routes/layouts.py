@@ -16,8 +16,8 @@ from zbv_service.documents.packing import unpack
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.layout_form import LayoutForm, form_of
 from zbv_service.pages.views.layout_search import LayoutSearchView, layout_view
-from zbv_service.records.searches import FINISHED, SearchFilter, SearchRecord
-from zbv_service.searches.layout_documents import LayoutSearchDocument
+from zbv_service.records.lists import LayoutListQuery
+from zbv_service.records.searches import FINISHED, LayoutSearchDocument
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -81,7 +81,7 @@ async def post_cancel(request: Request, search_id: str) -> Response:
 
 
 async def _form_page(request: Request, form: LayoutForm, status: int = 200) -> HTMLResponse:
-    listed = await state_of(request).layouts.page(SearchFilter(), LISTED, None)
+    listed = await state_of(request).layouts.page(LayoutListQuery(limit=LISTED))
     return await page(request, "layouts.html.j2", status, form=form, rows=listed.items)
 
 
@@ -89,7 +89,6 @@ def _former_form(packed: bytes) -> LayoutForm:
     return form_of(unpack(packed))
 
 
-def _view(record: SearchRecord, root: str, packed: tuple[bytes, bytes | None]) -> LayoutSearchView:
+def _view(record: LayoutSearchDocument, root: str, packed: tuple[bytes, bytes | None]) -> LayoutSearchView:
     request, answer = packed
-    document = LayoutSearchDocument.of(record)
-    return layout_view(document, {} if answer is None else unpack(answer), unpack(request), root)
+    return layout_view(record, {} if answer is None else unpack(answer), unpack(request), root)

@@ -18,10 +18,10 @@ from zbv_service.documents.parsing import parse_body
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.measured import measured_view
 from zbv_service.pages.views.run import run_view
+from zbv_service.records.lists import PlanListQuery
 from zbv_service.records.runs import RUN_ENDED
-from zbv_service.records.searches import PlanFilter
-from zbv_service.runs.documents import PlanChange
 from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
+from zbv_service.runs.requests import PlanChange
 from zbv_service.security.scheme import READ, needs
 
 MAX_FORM_BYTES = 1024
@@ -46,7 +46,7 @@ async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Re
     events = await found.runs.newest_events(run_id, EVENTS)
     plan = None
     if run.plan_id is not None:
-        plans = (await found.plans.page(PlanFilter(text=run.plan_id), 1, None)).items
+        plans = (await found.plans.page(PlanListQuery(q=run.plan_id, limit=1))).items
         plan = plans[0] if plans else None
     view = await found.computations.write(run_view, run, plan, index, lines, ranks)
     return await page(request, "run.html.j2", view=view, run=run, events=events)

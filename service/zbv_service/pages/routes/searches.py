@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 from zbv_service.api.state import state_of
 from zbv_service.pages.answers import page
 from zbv_service.pages.views.search import SearchView, search_view
-from zbv_service.records.searches import SearchRecord
+from zbv_service.records.searches import SearchDocument
 from zbv_service.searches.searches import parse_packed
 from zbv_service.security.scheme import READ
 
@@ -26,5 +26,5 @@ async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
     return await page(request, "search.html.j2", view=view, row=record)
 
 
-def _view(record: SearchRecord, packed: bytes) -> SearchView:
+def _view(record: SearchDocument, packed: bytes) -> SearchView:
     return search_view(record, parse_packed(packed))

@@ -18,7 +18,7 @@ from zbv_service.pages.views.lanes import Lane, LanesView, lanes_view
 from zbv_service.pages.views.words import shape_of
 from zbv_service.plans.compared import ComparedPlan
 from zbv_service.plans.renderings import plan_of
-from zbv_service.records.searches import PlanSummary
+from zbv_service.records.plans import PlanSummaryDocument
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CompareView:
 def compare_view(
     plan: Plan,
     compared: Sequence[ComparedPlan],
-    offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
+    offered: tuple[Sequence[PlanSummaryDocument], Sequence[PlanSummaryDocument]],
     root: str,
 ) -> CompareView:
     """A comparison, ready for the template. Slow: it lays out every action."""
@@ -157,7 +157,7 @@ def _choices(plan: Plan, compared: Sequence[ComparedPlan]) -> list[Choice]:
     ]
 
 
-def _offer(summary: PlanSummary) -> Choice:
+def _offer(summary: PlanSummaryDocument) -> Choice:
     value = quantities.time(summary.value, Units(time=summary.time_unit))
     shape = f"{summary.pp_degree} × {summary.microbatches}"
     return Choice(summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}")

@@ -11,7 +11,7 @@ from zbv_solver.export import quantities
 
 from zbv_service.pages.views.layout_picture import LayoutPicture, layout_picture
 from zbv_service.pages.views.shapes import Box, percent
-from zbv_service.searches.layout_documents import LayoutSearchDocument
+from zbv_service.records.searches import LayoutSearchDocument
 
 GROUPS = {
     "forward": "forward",

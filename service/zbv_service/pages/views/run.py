@@ -14,9 +14,9 @@ from zbv_solver.measure.refit import NANOSECONDS
 
 from zbv_service.pages.views.run_charts import LossChart, StepChart, duration, loss_chart, step_chart
 from zbv_service.pages.views.words import reached_step
-from zbv_service.records.runs import RUN_ENDED, PartInfo, RunRecord, place_of
-from zbv_service.records.searches import PlanSummary
-from zbv_service.runs.options import OF_SCRIPTS
+from zbv_service.records.plans import PlanSummaryDocument
+from zbv_service.records.run_options import OF_SCRIPTS
+from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, place_of
 from zbv_service.runs.steps import StepLine
 
 SHOWN_RANKS = 256
@@ -82,8 +82,8 @@ class RunView:
 
 
 def run_view(
-    run: RunRecord,
-    plan: PlanSummary | None,
+    run: RunDocument,
+    plan: PlanSummaryDocument | None,
     index: Sequence[PartInfo],
     lines: Sequence[StepLine],
     first_rank: int | None = None,
@@ -125,7 +125,7 @@ def run_view(
     )
 
 
-def _share(run: RunRecord, step: int | None) -> float | None:
+def _share(run: RunDocument, step: int | None) -> float | None:
     if run.steps is None:
         return None
     if run.state == "succeeded":
@@ -133,15 +133,15 @@ def _share(run: RunRecord, step: int | None) -> float | None:
     return 0.0 if step is None else min(1.0, step / run.steps)
 
 
-def _seconds(plan: PlanSummary | None) -> float | None:
+def _seconds(plan: PlanSummaryDocument | None) -> float | None:
     """The planned time of a step; None if the plan has no time unit."""
     unit = None if plan is None else NANOSECONDS.get(plan.time_unit or "")
     return None if plan is None or unit is None else plan.value * unit / 1e9
 
 
 def _facts(
-    run: RunRecord,
-    plan: PlanSummary | None,
+    run: RunDocument,
+    plan: PlanSummaryDocument | None,
     planned: float | None,
     lines: Sequence[StepLine],
     step: int | None,
@@ -162,7 +162,7 @@ def _facts(
             yield Card("Loss", quantities.figure(line.loss), f"of step {line.step}")
             break
     nodes = f"on {quantities.counted(run.nodes, 'node')}"
-    replicas = int(run.options.get("data_parallel", 1))
+    replicas = run.options.data_parallel
     ranks = str(run.nodes * run.ranks_per_node)
     yield Card("Ranks", ranks, nodes if replicas == 1 else f"{replicas} replicas {nodes}")
     restarts = f"restarted {quantities.counted(run.generation, 'time')}"
@@ -171,7 +171,7 @@ def _facts(
         yield Card("Planned bubble", quantities.percent(plan.bubble_rate), "idle share of a span")
 
 
-def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[RankRow]:
+def _ranks(run: RunDocument, index: Sequence[PartInfo], ranks: range) -> Iterator[RankRow]:
     """These ranks of the current generation, with their newest logs and traces."""
     newest: dict[tuple[str, int], int] = {}
     for part in index:
@@ -184,7 +184,7 @@ def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[
         place: dict[str, Any] = places.get(rank, {})
         yield RankRow(
             rank=rank,
-            agent="" if node is None else node.agent_name,
+            agent="" if node is None else node.agent,
             node=rank // run.ranks_per_node,
             state="waiting" if node is None else str(node.outcome or node.state),
             step=place.get("step"),
@@ -194,20 +194,19 @@ def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[
         )
 
 
-def _gain(run: RunRecord) -> str:
+def _gain(run: RunDocument) -> str:
     if run.offer is None:
         return ""
-    return quantities.percent(1 - run.offer["objective_then"] / run.offer["objective_now"], 1)
+    return quantities.percent(1 - run.offer.objective_then / run.offer.objective_now, 1)
 
 
-def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:
+def _earlier(run: RunDocument) -> Sequence[dict[str, Any]]:
     """The causes of failures before the last one."""
     last = run.generation if run.error is not None else None
-    return [cause for cause in run.failures if cause["generation"] != last]
+    return [cause.model_dump() for cause in run.failures if cause.generation != last]
 
 
 def _failure(failure: Mapping[str, Any]) -> Failure:
-    at = failure.get("at")
     return Failure(
         kind=str(failure["kind"]),
         rank=failure.get("rank"),
@@ -215,25 +214,25 @@ def _failure(failure: Mapping[str, Any]) -> Failure:
         where=place_of({**failure, "rank": None}),
         detail=str(failure["detail"] if "detail" in failure else failure["message"]),
         generation=failure.get("generation"),
-        at=None if at is None else datetime.fromisoformat(at),
+        at=failure.get("at"),
     )
 
 
-def _options(run: RunRecord) -> Iterator[tuple[str, str]]:
+def _options(run: RunDocument) -> Iterator[tuple[str, str]]:
     yield "Model" if run.script is None else "Script", run.program
-    if run.script is not None and run.script["arguments"]:
-        yield "Arguments", shlex.join(run.script["arguments"])[:1000]
-    for name, value in (run.model or {}).get("arguments", {}).items():
+    if run.script is not None and run.script.arguments:
+        yield "Arguments", shlex.join(run.script.arguments)[:1000]
+    for name, value in (run.model.arguments if run.model else {}).items():
         yield f"Argument {name}", _text(value)
     yield "Submitted by", run.created_by or "–"
-    for name, value in run.options.items():
+    for name, value in run.options:
         if run.script is not None and name not in OF_SCRIPTS:
             continue
-        if value is not None and not isinstance(value, dict):
+        if value is not None and name != "checkpoint":
             yield name.replace("_", " ").capitalize(), _text(value)
-    checkpoint = run.options.get("checkpoint")
-    if checkpoint:
-        yield "Checkpoints", f"every {checkpoint['every']} steps, in {checkpoint['directory']}"
+    checkpoint = run.options.checkpoint
+    if checkpoint is not None:
+        yield "Checkpoints", f"every {checkpoint.every} steps, in {checkpoint.directory}"
 
 
 def _text(value: Any) -> str:

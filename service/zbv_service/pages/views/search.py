@@ -19,7 +19,7 @@ from zbv_service.documents.packing import unpack
 from zbv_service.documents.problems import Question
 from zbv_service.pages.views.layers import facts_of_layers
 from zbv_service.pages.views.words import shape_of
-from zbv_service.records.searches import FINISHED, SearchRecord
+from zbv_service.records.searches import FINISHED, SearchDocument
 
 LISTED_RANKS = 16
 """The number of groups of ranks with too little memory that are listed."""
@@ -66,7 +66,7 @@ class SearchView:
     """Whether the search divides the layers, so that the bound holds for every cut."""
 
 
-def search_view(record: SearchRecord, problem: Question, now: datetime | None = None) -> SearchView:
+def search_view(record: SearchDocument, problem: Question, now: datetime | None = None) -> SearchView:
     """The content of the page of a search."""
     units, value, bound = problem.units, record.objective, record.lower_bound
     shortages = _shortages(record, problem) if record.state == "infeasible" else []
@@ -97,7 +97,7 @@ def search_view(record: SearchRecord, problem: Question, now: datetime | None = 
     )
 
 
-def _seconds(record: SearchRecord, now: datetime) -> float | None:
+def _seconds(record: SearchDocument, now: datetime) -> float | None:
     if record.started_at is None:
         return None
     until = record.finished_at or now
@@ -111,7 +111,7 @@ def _subtitle(problem: Question) -> str:
     return aim
 
 
-def _shortages(record: SearchRecord, problem: Question) -> list[Shortage]:
+def _shortages(record: SearchDocument, problem: Question) -> list[Shortage]:
     """Neighbouring ranks with the same limit that is too small, together."""
     if isinstance(problem, Problem):
         limits, smallest = problem.memory.limit or (), problem.smallest_limit
@@ -145,13 +145,13 @@ def _facts(problem: Problem) -> list[tuple[str, str]]:
     return facts
 
 
-def _options(record: SearchRecord) -> list[tuple[str, str]]:
-    limit, seed = record.options.get("time_limit"), record.options.get("seed", 0)
-    effort = str(record.options.get("effort", "standard"))
+def _options(record: SearchDocument) -> list[tuple[str, str]]:
+    limit, seed = record.options.time_limit, record.options.seed
+    effort: str = record.options.effort
     if limit is not None:
         effort += f", at most {quantities.figure(limit)} s"
     facts = [("Effort", f"{effort}, seed {seed}" if seed else effort)]
-    quantile = record.options.get("quantile")
+    quantile = record.options.quantile
     if record.jitter is not None:
         time = "mean" if quantile is None else f"{quantities.figure(quantile)} quantile of the"
         varies = deviations(parse_jitter(unpack(record.jitter)))

@@ -100,6 +100,7 @@ def estimate_configs(draw: st.DrawFn, /, **fixed: Any) -> EstimateConfig:
         dropout=draw(st.booleans()),
         norm=draw(st.sampled_from(("layernorm", "rmsnorm"))),
         bias=draw(st.booleans()),
+        post_norms=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
         positions=draw(st.sampled_from(("learned", "rotary", "none"))),
         fused_activation=draw(st.booleans()),
@@ -139,7 +140,7 @@ def modern_configs(draw: st.DrawFn) -> EstimateConfig:
     else:
         sizes |= {"kv_heads": 2, "qk_norm": draw(st.booleans()), "output_gate": draw(st.booleans())}
     if is_sparse:
-        sizes |= {"experts": 8, "experts_per_token": 3, "expert_ffn": 32}
+        sizes |= {"experts": 8, "experts_per_token": draw(st.sampled_from((3, 8))), "expert_ffn": 32}
         sizes |= {"shared_expert_ffn": draw(st.sampled_from((None, 48)))}
         sizes |= {"expert_hidden": draw(st.sampled_from((None, 32)))}
         sizes |= {"dense_layers": draw(st.integers(0, layers - 1)), "expert_every": 1}

@@ -33,6 +33,7 @@ Kind = (
     | Projector
 )
 """A kind of part: half a block, or an end of the model."""
+Halves = tuple[tuple[str, Kind], ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LayerKind:
     """Equal layers of a model."""
 
     name: str
-    halves: tuple[tuple[str, Kind], ...]
+    halves: Halves
     """Its parts in order, with their names."""
     copies: int | None = None
     """Number of copies; None for a single layer, which keeps its name."""
@@ -58,7 +59,6 @@ class LayerKind:
         return self.copies or 1
 
 
-Halves = tuple[tuple[str, Kind], ...]
 HALF_NAMES = {"M": "state-space", "*": "attention", "W": "local", "I": "indexed", "-": "mlp", "E": "experts"}
 """Names of layers of one letter."""
 MIXERS = {"M": "state-space", "*": "global", "W": "local", "I": "indexed"}
@@ -192,15 +192,9 @@ def _half(model: Transformer, letter: str) -> tuple[str, Kind]:
 
 
 def _attention(model: Transformer, letter: str) -> Attention | LatentAttention:
-    sees = Sees(
-        model.attention == "flash",
-        model.causal,
-        None if letter == "*" else model.window,
-        model.chunked,
-    )
-    indexer = None
-    if letter == "I":
-        indexer = Indexer(model.index_heads or 1, model.index_dim or 1)
+    window = None if letter == "*" else model.window
+    sees = Sees(model.attention == "flash", model.causal, window, model.chunked)
+    indexer = Indexer(model.index_heads or 1, model.index_dim or 1) if letter == "I" else None
     if model.kv_lora_rank is not None:
         plain, rotated, values = model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim
         return LatentAttention(

@@ -197,9 +197,7 @@ def _mixers(keys: Keys, kind: TextKind, count: int) -> str:
     if kind.window == "switch":
         start = keys.count("max_window_layers") if special == "W" else 0
         return "".join("*" if place < start else special for place in range(count))
-    if not every:
-        return special * count
-    return "".join("*" if (place + 1) % every == 0 else special for place in range(count))
+    return _mixed(special, count, every)
 
 
 _EVERY = ("sliding_window_pattern", "full_attention_interval", "_sliding_window_pattern", "layer_switch")
@@ -302,7 +300,7 @@ def _with_first_dense(keys: Keys, letters: str, listed: str) -> str:
 def _pattern(mixers: str, ffns: str, *, has_experts: bool) -> Section:
     """The keys that describe the blocks, where they can: otherwise a pattern."""
     periods = [None, *range(2, LARGEST_PERIOD)]
-    full = next((each for each in periods if mixers == _mixed(mixers, each)), 0)
+    full = next((each for each in periods if mixers == _mixed(mixers[0], len(mixers), each)), 0)
     firsts = (0, max(0, ffns.find("E")))
     fits = (
         (first, every)
@@ -315,11 +313,9 @@ def _pattern(mixers: str, ffns: str, *, has_experts: bool) -> Section:
     return {"full_attention_every": full, "dense_layers": found[0], "expert_every": found[1]}
 
 
-def _mixed(mixers: str, every: int | None) -> str:
-    special = mixers[0]
-    if every is None:
-        return special * len(mixers)
-    return "".join("*" if (place + 1) % every == 0 else special for place in range(len(mixers)))
+def _mixed(special: str, count: int, every: int | None) -> str:
+    """Blocks of one letter, but for every n-th."""
+    return "".join("*" if every and (place + 1) % every == 0 else special for place in range(count))
 
 
 def _dense_first(count: int, first: int, every: int) -> str:

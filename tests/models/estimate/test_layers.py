@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support.estimates import but, estimate_config, estimate_configs, gpt, llama, modern_configs
 from support.titan_operations import BLOCKS, block
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
-from zbv_models.estimate.layers import LayerEstimate, estimate_model
+from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
 from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.shapes import PerAction
 from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
@@ -186,6 +187,7 @@ H, PATCHES = 64, 2 * 16
     ("vision", "name", "sizes"),
     [
         ({}, "patches", {"parameters": 588 * H + 16 * H, "output_bytes": PATCHES * H * 2}),
+        ({"positions": "rotary"}, "patches", {"parameters": 588 * H}),
         # Each image by itself, without a mask; some blocks within pieces of 4 patches (Qwen2.5-VL).
         ({}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16**2 * H}),
         ({"window": 4}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * 4 * H}),
@@ -193,14 +195,7 @@ H, PATCHES = 64, 2 * 16
            {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * reach * H}) for n, reach in ((0, 4), (1, 16))),
         ({}, "projector", {"parameters": 4 * H * 256 + 256**2 + 2 * H, "output_bytes": PATCHES // 4 * 256 * 2,
                            "flops": 2 * (PATCHES / 4) * (4 * H * 256 + 256**2)}),
-        ({"bias": True}, "projector", {"parameters": 4 * H * 256 + 256**2 + 2 * H + 2 * 256}),
-        # Pixtral: RMSNorm, and merged patches are projected to the encoder's width first.
-        ({"gated": True, "norm": "rmsnorm", "positions": "rotary"}, "vision",
-         {"parameters": 4 * H**2 + 3 * 4 * H * H + 2 * H}),
-        ({"norm": "rmsnorm", "positions": "rotary"}, "patches", {"parameters": 588 * H}),
-        ({"norm": "rmsnorm", "projector": [64, 256]}, "projector",
-         {"parameters": 4 * H * H + H * 256 + 256**2 + H}),
-        ({"pooled": True, "projector": []}, "projector", {"parameters": H * 256 + 2 * H}),
+        # Parameters of others are compared with those that transformers counts.
         ({"projectors": 4}, "projector", {"parameters": 4 * (4 * H * 256 + 256**2 + 2 * H),
                                           "output_bytes": 4 * PATCHES // 4 * 256 * 2}),
         # GLM-4.1V: the last matrix but one has a second one, and its activation reads both.
@@ -254,6 +249,13 @@ def test_a_recurrent_layer_has_the_costs_of_its_state(
 
 LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
 SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
+
+
+@pytest.mark.parametrize(("fused", "backward"), [(None, (4, 3)), (8.0, (4, 3)), (5.0, (4, 1)), (3.0, (3, 0))])
+def test_the_shortest_backward_is_the_split_or_the_fused_one(
+    fused: float | None, backward: tuple[float, float]
+) -> None:
+    assert Running(PerAction(1, 4, 3), 0, 0, 0, fused).shortest == PerAction(1, *backward)
 
 
 def repeated(modules: list[str], model: dict[str, Any]) -> tuple[float, float]:

@@ -124,6 +124,7 @@ EXAONE = {"model_type": "exaone4", "layer_types": (["sliding_attention"] * 3 + [
         ({**HYBRID, "layers_block_type": ["mamba", "moe", "attention"]}, "ME*"),
         ({**HYBRID, "layer_types": ["linear_attention", "moe", "mamba", "full_attention"]}, "MEM*"),
         ({**HYBRID, "hybrid_override_pattern": "M-M*" * 2}, "M-M*" * 2),
+        ({**HYBRID, "layer_types": ["mamba", "attention"], "sliding_window": 64}, "MW"),
     ],
 )  # fmt: skip
 def test_the_layers_of_a_file_become_kinds_of_blocks(document: dict[str, Any], kinds: str) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from zbv_service.database.agents import AgentTable, ListenerTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
+from zbv_service.database.events import RunEventTable, SearchEventTable
 from zbv_service.database.heartbeats import HeartbeatTable
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
-from zbv_service.database.runs import AgentsTaken, KeyReused, RunEventTable, RunTable, SearchGone
-from zbv_service.database.search_events import SearchEventTable
+from zbv_service.database.runs import AgentsTaken, KeyReused, RunTable, SearchGone
 from zbv_service.database.searches import SearchInUse, SearchTable, TooManySearches
 from zbv_service.database.tokens import TokenTable
 

@@ -6,19 +6,19 @@ Every change locks the run's row. So if two nodes end at the same time, the seco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, func, or_, select, update
+from sqlalchemy import ColumnElement, Row, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import AgentRow, EventRow, NodeRow, RunRow, SearchRow, columns_of, record_of
+from zbv_service.database.events import RUN_EVENT
+from zbv_service.database.models import AgentRow, EventRow, NodeRow, RunRow, SearchRow, record_of
 from zbv_service.database.paging import begins, created_between, read_page
 from zbv_service.database.run_end import (
     add_event,
@@ -29,8 +29,7 @@ from zbv_service.database.run_end import (
     node_of,
     nodes_of_agent,
 )
-from zbv_service.database.search_events import portions
-from zbv_service.records.agents import NodeReport, WorkDocument
+from zbv_service.records.agents import WorkDocument
 from zbv_service.records.lists import Page, Position, RunListQuery
 from zbv_service.records.runs import (
     RUN_ENDED,
@@ -39,6 +38,7 @@ from zbv_service.records.runs import (
     EventDocument,
     NewRun,
     NodeDocument,
+    NodeOutcome,
     RequestKey,
     RunDocument,
     WaitingRun,
@@ -46,8 +46,6 @@ from zbv_service.records.runs import (
 
 _CONSIDERED = 200
 """Waiting runs per pass."""
-MOST_EVENTS = 1000
-"""Most events of a run per query."""
 
 
 class AgentsTaken(Exception):
@@ -169,12 +167,12 @@ class RunTable(BaseTable):
     async def events(self, run_id: str, after: int, limit: int) -> list[EventDocument]:
         """The events of a run after a given event, oldest first."""
         newer = (EventRow.run_id == run_id, EventRow.id > after)
-        query = select(*_EVENT).where(*newer).order_by(EventRow.id).limit(limit)
+        query = select(*RUN_EVENT).where(*newer).order_by(EventRow.id).limit(limit)
         return [EventDocument(**row._mapping) for row in await self._database.rows(query)]
 
     async def newest_events(self, run_id: str, limit: int) -> list[EventDocument]:
         """The latest events of a run, newest first."""
-        query = select(*_EVENT).where(EventRow.run_id == run_id).order_by(EventRow.id.desc()).limit(limit)
+        query = select(*RUN_EVENT).where(EventRow.run_id == run_id).order_by(EventRow.id.desc()).limit(limit)
         return [EventDocument(**row._mapping) for row in await self._database.rows(query)]
 
     async def request_cancel(self, run_id: str) -> RunDocument | None:
@@ -200,11 +198,11 @@ class RunTable(BaseTable):
         AgentsTaken
             Another service was faster.
         """
-        waiting_runs, agents, runs = await self._database.read(_waiting)
-        decision = await asyncio.to_thread(self._decision, decide, waiting_runs, agents)
+        waiting, agents = await self._database.read(_waiting)
+        decision = await asyncio.to_thread(self._decision, decide, waiting, agents)
         if decision is None:
             return []
-        placed = decision.placed
+        placed, runs = decision.placed, {run.run_id: run for run in waiting}
         if placed:
             async with self._database.writing() as session:
                 await _lock(session, placed)
@@ -213,7 +211,7 @@ class RunTable(BaseTable):
         await self._store_lack(
             {run_id: text for run_id, text in decision.lacking.items() if runs[run_id].waits_for != text}
         )
-        self._undecided = None if placed else (waiting_runs, agents)
+        self._undecided = None if placed else (waiting, agents)
         return list(placed)
 
     def _decision(
@@ -250,57 +248,26 @@ class RunTable(BaseTable):
         query = select(AgentRow.id).where(AgentRow.id.in_(agent_ids), AgentRow.run_id.is_not(None))
         return [row.id for row in await self._database.rows(query)]
 
-    async def ended(self, agent_id: str, report: NodeReport) -> None:
-        """Record how an agent's node ended; a repeated or outdated report changes nothing."""
+    async def ended(
+        self,
+        agent_id: str,
+        run_id: str,
+        generation: int,
+        outcome: NodeOutcome,
+        failures: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Record how an agent's node ended; a repeated or outdated report changes nothing.
+
+        Parameters
+        ----------
+        failures
+            The failure documents of its ranks.
+        """
         async with self._database.writing() as session:
-            run = await lock_run(session, report.run_id)
+            run = await lock_run(session, run_id)
             node = None if run is None else await node_of(session, run, agent_id)
-            if run is not None and node is not None and node.generation == report.generation:
-                await end_node(session, run, node, report.outcome, report.failures)
-
-
-_EVENT = columns_of(EventDocument, EventRow)
-
-
-class RunEventTable(BaseTable):
-    """The events of one database's runs. A run that has ended has one more, ``end``, which is not stored."""
-
-    async def last_numbers(self, run_ids: Collection[str]) -> dict[str, int]:
-        """The number of each run's newest event; removed runs are left out."""
-        newest = select(func.max(EventRow.id)).where(EventRow.run_id == RunRow.id).scalar_subquery()
-        found: dict[str, int] = {}
-        for ids in portions(run_ids):
-            query = select(RunRow.id, RunRow.state, newest).where(RunRow.id.in_(ids))
-            for run_id, state, number in await self._database.rows(query):
-                found[run_id] = (number or 0) + (state in RUN_ENDED)
-        return found
-
-    async def after(self, positions: Mapping[str, int]) -> list[EventDocument]:
-        """At most :data:`MOST_EVENTS` events of each run after the given number, in their order."""
-
-        def find(session: Session) -> list[EventDocument]:
-            found: list[EventDocument] = []
-            for run_id, number in positions.items():
-                newer = (EventRow.run_id == run_id, EventRow.id > number)
-                query = select(*_EVENT).where(*newer).order_by(EventRow.id).limit(MOST_EVENTS)
-                events = [EventDocument(**row._mapping) for row in session.execute(query)]
-                state = session.scalar(select(RunRow.state).where(RunRow.id == run_id))
-                found += events
-                if state in RUN_ENDED and len(events) < MOST_EVENTS:
-                    newest = select(func.max(EventRow.id)).where(EventRow.run_id == run_id)
-                    last = _end(run_id, (session.scalar(newest) or 0) + 1, state)
-                    found += [last] if last.id > number else []
-            return found
-
-        return await self._database.read(find)
-
-    def removed(self, run_id: str, number: int) -> EventDocument:
-        """The last event, with this number, of a run that was removed."""
-        return _end(run_id, number, "removed")
-
-
-def _end(run_id: str, number: int, state: str) -> EventDocument:
-    return EventDocument(id=number, at=datetime.now(UTC), kind="end", detail=state, run_id=run_id)
+            if run is not None and node is not None and node.generation == generation:
+                await end_node(session, run, node, outcome, list(failures))
 
 
 def _conditions(wanted: RunListQuery) -> list[ColumnElement[bool]]:
@@ -329,24 +296,14 @@ def _records(session: Session, run_ids: Sequence[str]) -> list[RunDocument]:
     return [_record(row, nodes.get(row.id, ())) for row in rows]
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """What assigning a waiting run needs to know about it, besides what it asks of agents."""
-
-    id: str
-    generation: int
-    waits_for: str | None
-
-
-def _waiting(session: Session) -> tuple[list[WaitingRun], list[AvailableAgent], dict[str, _Waiting]]:
+def _waiting(session: Session) -> tuple[list[WaitingRun], list[AvailableAgent]]:
     """The runs that wait for agents, oldest first, and the live agents; no agents if no run waits."""
     query = select(RunRow).where(RunRow.state == "waiting").order_by(RunRow.created_at, RunRow.id)
     rows = list(session.scalars(query.limit(_CONSIDERED)))
     if not rows:
-        return [], [], {}
+        return [], []
     live = select(*_OFFER).where(AgentRow.state == "live").order_by(AgentRow.created_at, AgentRow.id)
-    agents = [_available_agent(row) for row in session.execute(live)]
-    return [*map(_waiting_run, rows)], agents, {row.id: record_of(_Waiting, row) for row in rows}
+    return [*map(_waiting_run, rows)], [_available_agent(row) for row in session.execute(live)]
 
 
 async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> None:
@@ -356,7 +313,7 @@ async def _lock(session: AsyncSession, placed: Mapping[str, Sequence[str]]) -> N
         await session.execute(select(column).where(column.in_(ids)).order_by(column).with_for_update())
 
 
-async def _take(session: AsyncSession, run: _Waiting, ids: list[str]) -> None:
+async def _take(session: AsyncSession, run: WaitingRun, ids: list[str]) -> None:
     """Assign all agents of a run, or abort the transaction."""
     now = datetime.now(UTC)
     places = select(AgentRow.id, AgentRow.name, AgentRow.address, AgentRow.port).where(AgentRow.id.in_(ids))
@@ -365,16 +322,16 @@ async def _take(session: AsyncSession, run: _Waiting, ids: list[str]) -> None:
     started = await changed(
         session,
         update(RunRow)
-        .where(RunRow.id == run.id, RunRow.state == "waiting", RunRow.generation == run.generation)
+        .where(RunRow.id == run.run_id, RunRow.state == "waiting", RunRow.generation == run.generation)
         .values(state="starting", waits_for=None, updated_at=now),
     )
     free = update(AgentRow).where(AgentRow.id.in_(ids), AgentRow.run_id.is_(None), AgentRow.state == "live")
-    if started != 1 or await changed(session, free.values(run_id=run.id)) != len(ids):
+    if started != 1 or await changed(session, free.values(run_id=run.run_id)) != len(ids):
         raise AgentsTaken
     for node_rank, agent in enumerate(agents):
         session.add(
             NodeRow(
-                run_id=run.id,
+                run_id=run.run_id,
                 generation=run.generation,
                 node_rank=node_rank,
                 agent_id=agent.id,
@@ -386,7 +343,7 @@ async def _take(session: AsyncSession, run: _Waiting, ids: list[str]) -> None:
             )
         )
     names = ", ".join(agent.name for agent in agents)
-    add_event(session, run.id, "starting", f"generation {run.generation} on {names}")
+    add_event(session, run.run_id, "starting", f"generation {run.generation} on {names}")
 
 
 def _rendezvous(first: Row[str, str, str, int]) -> str:
@@ -404,6 +361,8 @@ def _waiting_run(run: RunRow) -> WaitingRun:
         script=None if run.script is None else run.script["path"],
         checkpoint_directory=None if checkpoint is None else checkpoint["directory"],
         refused_by=frozenset(refusal["agent_id"] for refusal in run.refusals),
+        generation=run.generation,
+        waits_for=run.waits_for,
     )
 
 

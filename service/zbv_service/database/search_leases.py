@@ -20,9 +20,9 @@ from sqlalchemy.orm import undefer
 from zbv_solver.plans.plan import gap_of
 
 from zbv_service.database.engine import BaseTable, Database
+from zbv_service.database.events import tell_end, tell_found, tell_state, times_since_found
 from zbv_service.database.models import SearchPlanRow, SearchRow, record_of
 from zbv_service.database.plans import insert_plan
-from zbv_service.database.search_events import tell_end, tell_found, tell_state, times_since_found
 from zbv_service.documents.packing import contradicts, finite_or_none, supported_bound, unpack
 from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
@@ -151,46 +151,31 @@ class SearchLeases(BaseTable):
         """
         return await self._change(search_id, fence, partial(_absorb, found=found))
 
-    async def release(
-        self, search_id: str, fence: int, found: Update | None, reason: str = "service-stopped"
-    ) -> bool:
-        """Requeue a search with its incumbent, for another runner to finish."""
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-            if found is not None:
-                await _absorb(session, row, now, found)
-            await _queue(session, row, now, reason)
-
-        return await self._change(search_id, fence, change)
-
-    async def retry(
+    async def requeue(
         self,
         search_id: str,
         fence: int,
         found: Update | None,
-        reason: str,
-        most: int,
-        error: Mapping[str, Any],
+        reason: str = "service-stopped",
+        most: int | None = None,
+        error: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Requeue a search that lost its process, or fail it with ``error`` after ``most`` times.
+        """Requeue a search with its incumbent, for another runner to finish.
 
         Parameters
         ----------
-        reason
-            ``process-died`` counts every time, ``worker-ended`` the times since the search's last progress.
+        most, error
+            Fail the search with this error after so many times. ``process-died`` counts every time, any other
+            reason the times since the search's last progress.
         """
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
             if found is not None:
                 await _absorb(session, row, now, found)
-            if reason == "process-died":
-                times = row.crashes = row.crashes + 1
-            else:
-                times = 1 + await times_since_found(session, row, reason)
-            if times < most:
-                await _queue(session, row, now, reason)
-            else:
+            if error is not None and most is not None and await _times(session, row, reason) >= most:
                 await _fail(session, row, now, error)
+            else:
+                await _queue(session, row, now, reason)
 
         return await self._change(search_id, fence, change)
 
@@ -396,6 +381,14 @@ async def _callers_running(session: AsyncSession, least: int) -> list[str | None
     """Callers with at least this many running searches."""
     query = select(SearchRow.created_by).where(SearchRow.state == "running").group_by(SearchRow.created_by)
     return list(await session.scalars(query.having(func.count() >= least)))
+
+
+async def _times(session: AsyncSession, row: SearchRow, reason: str) -> int:
+    """How often a search is queued for this reason, this time included."""
+    if reason == "process-died":
+        row.crashes += 1
+        return row.crashes
+    return 1 + await times_since_found(session, row, reason)
 
 
 async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:

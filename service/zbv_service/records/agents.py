@@ -264,13 +264,3 @@ class BeatAnswer:
     name: str
     state: AgentState | None
     orders: RunOrders | None
-
-
-@dataclass(frozen=True)
-class NodeReport:
-    """How a node ended in a generation; ``failures`` are the failure documents of its ranks."""
-
-    run_id: str
-    generation: int
-    outcome: NodeOutcome
-    failures: list[dict[str, Any]]

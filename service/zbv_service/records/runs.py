@@ -251,6 +251,9 @@ class WaitingRun:
     """None if the run saves no checkpoints."""
     refused_by: frozenset[str] = frozenset()
     """Ids of agents that refused this run; it is not assigned to them again."""
+    generation: int = 0
+    waits_for: str | None = field(default=None, compare=False)
+    """What it lacked in the last pass, as text."""
 
 
 @dataclass(frozen=True)

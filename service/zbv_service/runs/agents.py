@@ -22,7 +22,6 @@ from zbv_service.records.agents import (
     Heartbeat,
     HeartbeatAnswer,
     NodeEnd,
-    NodeReport,
     RunOrders,
     WorkDocument,
 )
@@ -225,7 +224,7 @@ class Agents:
         """Record how an agent's node ended; raises as :meth:`work`."""
         await self.require_present(agent_id)
         failures = _shortened([failure.model_dump(mode="json") for failure in end.failures])
-        await self._runs.ended(agent_id, NodeReport(end.run_id, end.generation, end.outcome, failures))
+        await self._runs.ended(agent_id, end.run_id, end.generation, end.outcome, failures)
         self._dispatcher.wake()
 
     async def require_present(self, agent_id: str) -> None:

@@ -223,7 +223,7 @@ class Endings:
             known = None
             if not isinstance(found, NewRanking):
                 known = await asyncio.to_thread(incumbent_of, found)
-            is_ours, end = await self._table.release(claim.id, claim.fence, known), "was queued again"
+            is_ours, end = await self._table.requeue(claim.id, claim.fence, known), "was queued again"
         elif isinstance(found, NewRanking):
             detail = (
                 f"The time limit of {self._limit_of(claim):g} s passed before a layout was planned. Raise "
@@ -242,7 +242,7 @@ class Endings:
         """Requeue a search that lost its process, or fail it if this happens too often."""
         claim, found = attempt.claim, attempt.latest
         if self._stopping.is_set():
-            return await self._table.release(claim.id, claim.fence, found)
+            return await self._table.requeue(claim.id, claim.fence, found)
         if attempt.was_killed or await self._is_cancelled(claim.id):
             return await self._end(attempt)
         if isinstance(error, SearchCrashed):
@@ -258,11 +258,11 @@ class Endings:
                 f"started again."
             )
         else:
-            return await self._table.release(claim.id, claim.fence, found, "process-lost")
+            return await self._table.requeue(claim.id, claim.fence, found, "process-lost")
         memory = "" if self._memory is None else f", of which a search may take {self._memory:,} MiB here"
         detail = f"{what} Most often memory ran out{memory}. {self._advice}"
         document = error_document(SEARCH_CRASHED, detail)
-        return await self._table.retry(claim.id, claim.fence, found, reason, most, document)
+        return await self._table.requeue(claim.id, claim.fence, found, reason, most, document)
 
     async def _end(self, attempt: Attempt) -> bool:
         """End a search whose process did not stop, with its best plan if it has one."""

@@ -130,6 +130,9 @@ async def test_many_readers_of_a_run_share_its_queries(
     await runs.request_cancel("r")
     batches = await asyncio.wait_for(asyncio.gather(*readers), 30)
     assert {tuple(found.kind for found in batch) for batch in batches} == {("cancel", "cancelled", "end")}
+    *_, last_stored, end = batches[0]
+    (only,) = await feed.since("r", last_stored.number)
+    assert (only.kind, only.number) == ("end", end.number), "a reader of all stored events gets the end"
     await feed.stop()
 
 

@@ -143,7 +143,7 @@ async def test_a_search_with_an_expired_lease_runs_elsewhere(serving: Serving, s
         assert (ended["state"], ended["attempts"]) == ("done", 2)
     update = Update(1.0, 1.0, 0.0, "late", b"")
     assert not await table.progressed(lost.id, lost.fence, update)
-    assert not await table.release(lost.id, lost.fence, update)
+    assert not await table.requeue(lost.id, lost.fence, update)
     assert (await table.get(lost.id)) is not None
     await database.close()
 

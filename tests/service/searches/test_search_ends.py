@@ -65,7 +65,7 @@ async def test_a_cancelled_search_with_an_incumbent_does_not_wait_for_a_free_slo
     assert claim is not None
     async with serving("held", searches=1) as service:
         busy = await running(service, seed=2)
-        await table.release(claim.id, claim.fence, None)
+        await table.requeue(claim.id, claim.fence, None)
         assert (await service.search(waiting))["state"] == "queued"
         assert await cancel(service, waiting) == 202
         ended = await service.ended(waiting)

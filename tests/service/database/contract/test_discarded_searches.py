@@ -46,5 +46,5 @@ async def test_writes_to_a_discarded_search_are_ignored(database: Database) -> N
     assert await table.renew("me", {"a": claim.fence}, 60) == set()
     assert not await table.finished("a", claim.fence, a_plan("p"))
     assert await PlanTable(database).document("p") is None
-    assert not await table.retry("a", claim.fence, None, "process-died", 1, {})
-    assert not await table.release("a", claim.fence, None)
+    assert not await table.requeue("a", claim.fence, None, "process-died", 1, {})
+    assert not await table.requeue("a", claim.fence, None)

@@ -77,7 +77,7 @@ async def test_a_search_that_is_queued_again_keeps_its_turn(table: SearchTable) 
     await queue(table, "b", "b0", "b1")
     first = await table.claim("me", 60)
     assert first is not None
-    await table.release(first.id, first.fence, None)
+    await table.requeue(first.id, first.fence, None)
     assert [await claimed(table) for _ in range(4)] == ["a0", "b0", "a1", "b1"]
 
 
@@ -129,7 +129,7 @@ async def test_a_cancelled_search_waits_only_for_other_cancelled_searches(table:
     first = await table.claim("me", 60)
     assert first is not None
     await table.request_cancel("a0")
-    await table.release("a0", first.fence, None)
+    await table.requeue("a0", first.fence, None)
     await queue(table, "b", "b0")
     assert await claimed(table, cancelled_only=True) == "a0"
     assert await claimed(table, cancelled_only=True) is None

@@ -13,7 +13,7 @@ from sqlalchemy import update
 from support.stored import an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.models import AgentRow, ListenerRow
-from zbv_service.records.agents import Beat, BeatAnswer, NodeReport, RunOrders
+from zbv_service.records.agents import Beat, BeatAnswer, RunOrders
 from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.runs.agents import Assignments, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
@@ -64,10 +64,10 @@ async def test_the_work_and_the_end_of_a_node_read_one_node_and_the_last_end_rea
     assert (work.node_rank, counts.nodes) == (5, 1)
     with counting() as counts:
         for agent in agents[:-1]:
-            await runs.ended(agent, NodeReport("run", 0, "succeeded", []))
+            await runs.ended(agent, "run", 0, "succeeded")
     assert counts.nodes == 11
     assert await state_of(database, "run") == "starting"
-    await runs.ended(agents[-1], NodeReport("run", 0, "succeeded", []))
+    await runs.ended(agents[-1], "run", 0, "succeeded")
     assert await state_of(database, "run") == "succeeded"
 
 
@@ -134,13 +134,14 @@ async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(any_datab
     databases = [Database(any_database_url) for _ in range(2)]
     agents = await begin(databases[0], "run", 8)
     table, runs = HeartbeatTable(databases[0]), RunTable(databases[1])
-    report = NodeReport("run", 0, "succeeded", [])
 
     async def beat(turn: int) -> None:
         await table.store([in_step(agent, "run", turn) for agent in agents])
 
     async with asyncio.timeout(60):
-        await asyncio.gather(*map(beat, range(4)), *(runs.ended(agent, report) for agent in agents))
+        await asyncio.gather(
+            *map(beat, range(4)), *(runs.ended(agent, "run", 0, "succeeded") for agent in agents)
+        )
     run = await runs.get("run")
     assert run is not None
     assert (run.state, {node.state for node in run.members}) == ("succeeded", {"ended"})

@@ -10,7 +10,6 @@ from sqlalchemy import update
 from support.stored import a_plan, a_run, a_search, an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable, paging
 from zbv_service.database.models import SearchRow
-from zbv_service.records.agents import NodeReport
 from zbv_service.records.lists import (
     AgentListQuery,
     Page,
@@ -218,7 +217,7 @@ async def test_a_list_reads_only_its_page_and_the_nodes_on_it(database: Database
     for index in range(5):
         members = await begin(database, f"r{index}", 4, created_at=NOON + timedelta(seconds=index))
         for member in members:
-            await runs.ended(member, NodeReport(f"r{index}", 0, "failed", []))
+            await runs.ended(member, f"r{index}", 0, "failed")
         assert await runs.assign(decide) == [f"r{index}"]
     with counting() as counts:
         page = await runs.page(RunListQuery(limit=3))

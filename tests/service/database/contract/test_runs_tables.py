@@ -25,7 +25,7 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.models import AgentRow, EventRow, RunRow
-from zbv_service.records.agents import Beat, NodeReport
+from zbv_service.records.agents import Beat
 from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, RequestKey, WaitingRun
 from zbv_service.runs.scheduler import decide
@@ -56,7 +56,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
                 run = await table.get(name)
                 assert run is not None
                 for node in run.members:
-                    await table.ended(node.agent_id, NodeReport(name, 0, "succeeded", []))
+                    await table.ended(node.agent_id, name, 0, "succeeded")
             if all(record.state == "succeeded" for record in (await table.page(RunListQuery())).items):
                 return
 
@@ -101,10 +101,9 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
                     continue
                 places = ({"rank": 0, "step": turn, "action": None},)
                 await HeartbeatTable(databases[part % 2]).store([Beat(agent.id, None, run.id, places)])
-                report = NodeReport(run.id, run.generation, random.choice(OUTCOMES), [])
                 match random.randrange(4):
                     case 0 | 1:
-                        await runs.ended(agent.id, report)
+                        await runs.ended(agent.id, run.id, run.generation, random.choice(OUTCOMES))
                     case 2:
                         await agents.leave(agent.id)
                         await agents.add(an_agent(f"{part}-{turn}-{agent.name[:10]}"))

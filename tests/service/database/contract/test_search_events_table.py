@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 from support.stored import a_plan, a_search
-from zbv_service.database import Database, SearchEventTable, SearchTable, search_events
+from zbv_service.database import Database, SearchEventTable, SearchTable
+from zbv_service.database import events as stored
 from zbv_service.records.searches import SearchEventDocument as Event
 from zbv_service.records.searches import Update
 
@@ -37,7 +38,7 @@ async def test_stored_results_never_get_worse(database: Database) -> None:
     assert first is not None
     assert await table.progressed("a", first.fence, found(10, 5, b"ten"))
     assert await table.progressed("a", first.fence, found(8, 6, b"eight"))
-    assert await table.release("a", first.fence, None)
+    assert await table.requeue("a", first.fence, None)
     second = await table.claim("me", 60)
     assert second is not None
     assert second.incumbent == b"eight"
@@ -111,8 +112,8 @@ async def test_numbers_count_every_change_of_a_search(database: Database, any_da
 async def test_only_the_newest_improvements_are_kept(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search_events, "KEPT_EVENTS", 10)
-    monkeypatch.setattr(search_events, "PRUNED_EVERY", 5)
+    monkeypatch.setattr(stored, "KEPT_EVENTS", 10)
+    monkeypatch.setattr(stored, "PRUNED_EVERY", 5)
     table = SearchTable(database)
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
@@ -144,8 +145,8 @@ async def test_a_cancelled_search_with_an_incumbent_is_claimed_before_its_turn(d
     second = await table.claim("me", 60)
     assert first is not None
     assert second is not None
-    await table.release("a", first.fence, None)
-    await table.release("b", second.fence, found(10, 5))
+    await table.requeue("a", first.fence, None)
+    await table.requeue("b", second.fence, found(10, 5))
     await table.request_cancel("b")
     claim = await table.claim("me", 60, cancelled_only=True)
     assert claim is not None
@@ -162,6 +163,6 @@ async def test_cancelled_discarded_and_requeued_searches_are_unwanted(database: 
         fences[name] = claim.fence
     await table.request_cancel("b")
     await table.discard("c")
-    await table.release("d", fences["d"], None)
+    await table.requeue("d", fences["d"], None)
     assert await table.unwanted(fences) == {"b", "c", "d"}
     assert await table.unwanted({}) == set()

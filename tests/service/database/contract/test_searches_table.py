@@ -84,9 +84,9 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
 
     assert await table.renew("old", {"a": old.fence}, 60) == set()
     assert not await table.progressed("a", old.fence, BETTER)
-    assert not await table.release("a", old.fence, None)
-    assert not await table.retry("a", old.fence, None, "process-died", 1, {})
-    assert not await table.retry("a", old.fence, None, "worker-ended", 1, {})
+    assert not await table.requeue("a", old.fence, None)
+    assert not await table.requeue("a", old.fence, None, "process-died", 1, {})
+    assert not await table.requeue("a", old.fence, None, "worker-ended", 1, {})
     assert not await table.ended("a", old.fence, "failed", {})
     assert not await table.finished("a", old.fence, a_plan("p"))
     record = await table.get("a")
@@ -130,7 +130,7 @@ async def test_a_released_search_resumes_from_its_incumbent(database: Database) 
     await table.add(a_search("a"))
     claim = await table.claim("me", 60)
     assert claim is not None
-    assert await table.release("a", claim.fence, BETTER)
+    assert await table.requeue("a", claim.fence, BETTER)
     record = await table.get("a")
     assert record is not None
     assert (record.state, record.objective, record.crashes) == ("queued", 5, 0)
@@ -146,7 +146,7 @@ async def test_a_search_fails_after_too_many_crashes(database: Database) -> None
         claim = await table.claim("me", 60)
         assert claim is not None
         assert claim.incumbent == (None if death == 0 else b"ranks")
-        assert await table.retry("a", claim.fence, BETTER, "process-died", 3, {"detail": "why"})
+        assert await table.requeue("a", claim.fence, BETTER, "process-died", 3, {"detail": "why"})
     record = await table.get("a")
     assert record is not None
     assert (record.state, record.crashes, record.error, record.objective) == (
@@ -190,7 +190,7 @@ async def test_a_search_fails_after_too_many_evictions_without_progress(database
         claim = await table.claim("me", 60)
         assert claim is not None
         found = None if value is None else Update(value, 4.0, 1.0, "m", b"ranks")
-        assert await table.retry("a", claim.fence, found, "worker-ended", 4, {"detail": "why"})
+        assert await table.requeue("a", claim.fence, found, "worker-ended", 4, {"detail": "why"})
         ended = await table.get("a")
         states.append(ended and ended.state)
     assert states == ["queued"] * 5 + ["failed"]
@@ -234,9 +234,9 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
     better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan("p")  # of value 3 and bound 2
     for store in (
         table.progressed("a", claim.fence, better),
-        table.release("a", claim.fence, better),
-        table.retry("a", claim.fence, better, "process-died", 1, {}),
-        table.retry("a", claim.fence, better, "worker-ended", 1, {}),
+        table.requeue("a", claim.fence, better),
+        table.requeue("a", claim.fence, better, "process-died", 1, {}),
+        table.requeue("a", claim.fence, better, "worker-ended", 1, {}),
         table.finished("a", claim.fence, plan),
     ):
         with pytest.raises(ContradictedBound) as raised:
@@ -277,7 +277,7 @@ async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_
         await table.add(a_search(name))
     for first in [await table.claim("me", 60) for _ in range(3)]:
         assert first is not None
-        assert await table.release(first.id, first.fence, Update(1.0, 1.0, 0.0, "foreign", b"foreign"))
+        assert await table.requeue(first.id, first.fence, Update(1.0, 1.0, 0.0, "foreign", b"foreign"))
     refusal = Refusal(hashlib.sha256(b"foreign").hexdigest(), "why")
     claims = [await table.claim("me", 60) for _ in range(3)]
     a, b, c = (claim for claim in claims if claim is not None)

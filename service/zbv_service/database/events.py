@@ -1,12 +1,12 @@
-"""The events of searches. The transaction of a change also writes its event.
+"""The events of searches and runs. The transaction of a change also writes its event.
 
-The number of an event comes from the search's row. The lock on that row orders events: a reader who sees an
-event also sees all earlier ones.
+The number of a search's event comes from the search's row. The lock on that row orders events: a reader who
+sees an event also sees all earlier ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -16,9 +16,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import SearchEventRow, SearchRow
+from zbv_service.database.models import EventRow, RunRow, SearchEventRow, SearchRow, columns_of
+from zbv_service.records.runs import RUN_ENDED, EventDocument
 from zbv_service.records.searches import EventKind, SearchEventDocument
 
+MOST_EVENTS = 1000
+"""Most events of a run per query."""
 KEPT_EVENTS = 1000
 """How many of the newest improvements and bounds of a search are kept; it makes a few per second."""
 PRUNED_EVERY = 100
@@ -63,6 +66,50 @@ class SearchEventTable(BaseTable):
 
 def _document(row: SearchEventRow) -> SearchEventDocument:
     return SearchEventDocument(search_id=row.search_id, id=row.number, at=row.at, event=row.kind, **row.data)
+
+
+RUN_EVENT = columns_of(EventDocument, EventRow)
+
+
+class RunEventTable(BaseTable):
+    """The events of one database's runs. A run that has ended has one more, ``end``, which is not stored."""
+
+    async def last_numbers(self, run_ids: Collection[str]) -> dict[str, int]:
+        """The number of each run's newest event; removed runs are left out."""
+        newest = select(func.max(EventRow.id)).where(EventRow.run_id == RunRow.id).scalar_subquery()
+        found: dict[str, int] = {}
+        for ids in portions(run_ids):
+            query = select(RunRow.id, RunRow.state, newest).where(RunRow.id.in_(ids))
+            for run_id, state, number in await self._database.rows(query):
+                found[run_id] = (number or 0) + (state in RUN_ENDED)
+        return found
+
+    async def after(self, positions: Mapping[str, int]) -> list[EventDocument]:
+        """At most :data:`MOST_EVENTS` events of each run after the given number, in their order."""
+
+        def find(session: Session) -> list[EventDocument]:
+            found: list[EventDocument] = []
+            for run_id, number in positions.items():
+                newer = (EventRow.run_id == run_id, EventRow.id > number)
+                query = select(*RUN_EVENT).where(*newer).order_by(EventRow.id).limit(MOST_EVENTS)
+                events = [EventDocument(**row._mapping) for row in session.execute(query)]
+                state = session.scalar(select(RunRow.state).where(RunRow.id == run_id))
+                found += events
+                if state in RUN_ENDED and len(events) < MOST_EVENTS:
+                    newest = select(func.max(EventRow.id)).where(EventRow.run_id == run_id)
+                    last = _end_of(run_id, (session.scalar(newest) or 0) + 1, state)
+                    found += [last] if last.id > number else []
+            return found
+
+        return await self._database.read(find)
+
+    def removed(self, run_id: str, number: int) -> EventDocument:
+        """The last event, with this number, of a run that was removed."""
+        return _end_of(run_id, number, "removed")
+
+
+def _end_of(run_id: str, number: int, state: str) -> EventDocument:
+    return EventDocument(id=number, at=datetime.now(UTC), kind="end", detail=state, run_id=run_id)
 
 
 async def add_event(

@@ -14,7 +14,7 @@ from support.serving import Service, Serving
 from zbv_service.documents.problems import asked_of
 from zbv_service.frontier.points import CutSummary, Frontier, Point
 from zbv_service.frontier.problems import holds_up_to
-from zbv_service.pages.views.frontier_picture import Axis, picture_of
+from zbv_service.pages.frontier_picture import Axis, picture_of
 from zbv_solver.frontiers.limits import Known, at_limit
 from zbv_solver.plans.plan import Baseline, CutCertificate
 from zbv_solver.problem.problem import Problem, Units

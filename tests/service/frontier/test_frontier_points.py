@@ -13,7 +13,7 @@ from support.serving import PROBLEM, Serving
 from zbv_service.documents.packing import problem_key
 from zbv_service.frontier.points import Point
 from zbv_service.frontier.problems import problems_of_stages
-from zbv_service.pages.views.frontier import frontier_view
+from zbv_service.pages.frontier import frontier_view
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.problem.reading import parse_problem

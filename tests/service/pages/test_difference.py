@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from support.cut_models import cut_problem
 from support.problems import problems, uniform
-from zbv_service.pages.views.difference import Difference, differences
+from zbv_service.pages.compare import Difference, differences
 from zbv_solver.construct.baselines import merge_stages
 from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_problem

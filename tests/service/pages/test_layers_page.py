@@ -12,11 +12,11 @@ from support.fake_searches import plan_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
 from zbv_service.documents.problems import question_json
+from zbv_service.pages.compare import compare_view
+from zbv_service.pages.new_search import start_from, start_from_layers
+from zbv_service.pages.search import Shortage, search_view
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.compare import compare_view
-from zbv_service.pages.views.layers import facts_of_layers, recomputed
-from zbv_service.pages.views.new_search import start_from, start_from_layers
-from zbv_service.pages.views.search import Shortage, search_view
+from zbv_service.pages.words import facts_of_layers, recomputed
 from zbv_service.records.searches import SearchRecord
 from zbv_solver.export import export
 from zbv_solver.export.report import plan_view

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from support.rank_traces import trace_documents
-from zbv_service.pages.views.measured import MeasuredView, measured_view
-from zbv_service.pages.views.measured_rows import tone
+from zbv_service.pages.measured import MeasuredView, measured_view
+from zbv_service.pages.words import tone
 from zbv_service.runs.measurements import Measured, TraceSource, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.orders import Orders

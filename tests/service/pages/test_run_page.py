@@ -23,9 +23,9 @@ from support.runs_over_http import (
     work,
 )
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.pages.routes import runs as pages
+from zbv_service.pages import run as pages
+from zbv_service.pages.run import SHOWN_RANKS, run_view
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.run import SHOWN_RANKS, run_view
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.reading import parse_problem

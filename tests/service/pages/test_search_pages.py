@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.problems import uniform
 from support.serving import PROBLEM, Serving
+from zbv_service.pages.new_search import presets, start_from
+from zbv_service.pages.search import Shortage, search_view
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.new_search import presets, start_from
-from zbv_service.pages.views.search import Shortage, search_view
 from zbv_service.problems.check import check
 from zbv_service.records.searches import SearchRecord
 from zbv_service.settings import Settings

@@ -9,8 +9,8 @@ from typing import Any
 from zbv_models.layouts.cluster import parse_cluster
 from zbv_solver.export import quantities
 
-from zbv_service.pages.views.layout_picture import LayoutPicture, layout_picture
-from zbv_service.pages.views.shapes import Box, percent
+from zbv_service.pages.charts import Box, percent
+from zbv_service.pages.layout_picture import LayoutPicture, layout_picture
 from zbv_service.searches.layout_documents import LayoutSearchDocument
 
 GROUPS = {

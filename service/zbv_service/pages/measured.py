@@ -3,30 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
+from fastapi import APIRouter, Query, Request, Response
 from zbv_solver.export import quantities, report
 from zbv_solver.export.timeline import Timeline, idle_shares, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Units
 
-from zbv_service.pages.shell import assets
-from zbv_service.pages.views.lanes import Lane, LanesView, lanes_view
-from zbv_service.pages.views.measured_rows import (
-    NOTICEABLE,
-    PARTS,
-    AccountRow,
-    KindRow,
-    account_rows,
-    kind_rows,
-    signed,
-)
-from zbv_service.runs.measured.accounts import RankAccount
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import state_of
+from zbv_service.compute.computations import ROWS_OF_NODE
+from zbv_service.pages.assets import assets
+from zbv_service.pages.lanes import Lane, LanesView, lanes_view
+from zbv_service.pages.run import MAX_INDEX, Index
+from zbv_service.pages.shell import page
+from zbv_service.pages.words import NOTICEABLE
+from zbv_service.records.runs import RUN_ENDED
+from zbv_service.runs.measured.accounts import KindTimes, Parts, RankAccount
 from zbv_service.runs.measured.explain import Cause, Explanation, sentence, told
 from zbv_service.runs.measured.step import MeasuredStep
-from zbv_service.runs.measurements import Measured
+from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
+from zbv_service.security.scheme import READ
 
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/runs/{run_id}/measured", dependencies=[READ])
+async def get_measured_page(
+    request: Request,
+    run_id: str,
+    generation: Index = None,
+    replica: Annotated[int, Query(ge=0, le=MAX_INDEX)] = 0,
+    step: Annotated[str, Query(pattern=r"^[0-9]{0,10}$")] = "",
+) -> Response:
+    """A measured step compared with its plan. A form without a choice sends an empty step."""
+    found = state_of(request)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        run = await found.runs.get(run_id)
+    chosen = Chosen(generation, replica, int(step) if step else None)
+    measured = await found.measurements.of(run, chosen, partial(_shown, root_of(request)))
+    if isinstance(measured, NothingMeasured):
+        is_early = measured.reason == "early" and run.state not in RUN_ENDED
+        values: dict[str, Any] = {"nothing": measured, "is_early": is_early}
+    else:
+        values = measured
+    return await page(request, "measured.html.j2", run_id=run.id, **values)
+
+
+def _shown(root: str, found: Measured) -> dict[str, Any]:
+    """What the page shows of a measured step; runs in another process."""
+    source = TraceSource(**{each.name: getattr(found, each.name) for each in fields(TraceSource)})
+    return {
+        "found": source,
+        "plan_id": found.plan.plan_id,
+        "step": found.step.step,
+        "is_typical": found.is_typical,
+        "view": measured_view(found, root),
+    }
+
+
+PARTS = (
+    ("compute", "Actions", "Actions that took longer or shorter than planned"),
+    ("transfer", "Transfer", "Idle while an input was being transferred"),
+    ("waiting", "Waiting", "Idle before an input was computed, or before and after all work"),
+    ("between", "Overhead", "From the end of an action to the start of waiting for the next one"),
+)
+"""The parts of a rank's step: name in :class:`Parts`, heading of the column, meaning."""
 _CAUSES = 4
 
 
@@ -215,3 +261,87 @@ def _accounts(found: Measured) -> tuple[RankAccount, ...]:
         replace(row, planned=row.planned.without_transfer(), measured=row.measured.without_transfer())
         for row in found.account.ranks
     )
+
+
+_BAR = 200.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of the bar of a rank; the bar is 200 wide."""
+
+    x: float
+    width: float
+    style: str
+
+
+@dataclass(frozen=True)
+class AccountRow:
+    """The time of a rank's step, measured minus planned; ``parts`` have the order of :data:`PARTS`."""
+
+    rank: int
+    parts: tuple[tuple[str, str, str], ...]
+    total: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """A rank's actions by letter; None for letters that it does not run."""
+
+    rank: int
+    cells: tuple[KindTimes | None, ...]
+
+
+def account_rows(ranks: Sequence[RankAccount]) -> Iterator[AccountRow]:
+    """Accounts as rows; their bars share one scale."""
+    reach = max((max(_gains_and_losses(row.difference)) for row in ranks), default=0.0) or 1.0
+    for row in ranks:
+        yield AccountRow(
+            rank=row.rank,
+            parts=tuple(_part(row, name) for name, _, _ in PARTS),
+            total=signed(row.difference.total),
+            segments=tuple(_segments(row.difference, reach)),
+        )
+
+
+def _part(row: RankAccount, name: str) -> tuple[str, str, str]:
+    """The difference, with planned and measured values for the tooltip."""
+    planned, measured = getattr(row.planned, name), getattr(row.measured, name)
+    both = f"planned {quantities.figure(planned)}, measured {quantities.figure(measured)}"
+    return name, signed(measured - planned), both
+
+
+def _segments(parts: Parts, reach: float) -> Iterator[Segment]:
+    """Slower parts to the right of the middle, faster ones to the left."""
+    middle, scale = _BAR / 2, _BAR / 2 / reach
+    right = left = middle
+    for name, _, _ in PARTS:
+        width = scale * abs(getattr(parts, name))
+        if width < 0.01:
+            continue
+        if getattr(parts, name) > 0:
+            yield Segment(round(right, 2), round(width, 2), name)
+            right += width
+        else:
+            left -= width
+            yield Segment(round(left, 2), round(width, 2), name)
+
+
+def _gains_and_losses(parts: Parts) -> tuple[float, float]:
+    """The sums of the positive and of the negative parts, both as positive numbers."""
+    values: tuple[float, ...] = astuple(parts)
+    return sum(value for value in values if value > 0), -sum(value for value in values if value < 0)
+
+
+def kind_rows(kinds: Sequence[KindTimes], letters: Sequence[str]) -> Iterator[KindRow]:
+    """Durations: a row per rank, a cell per letter."""
+    cells = {(kind.rank, kind.letter): kind for kind in kinds}
+    for rank in sorted({kind.rank for kind in kinds}):
+        yield KindRow(rank, tuple(cells.get((rank, letter)) for letter in letters))
+
+
+def signed(value: float) -> str:
+    """A difference with its sign; 0 has none."""
+    text = quantities.figure(value)
+    return text if value <= 0 or text == "0" else f"+{text}"

@@ -11,7 +11,7 @@ from zbv_solver.frontiers.limits import LARGEST, Known, fits, staircase
 from zbv_solver.problem.problem import Units
 
 from zbv_service.frontier.points import Frontier, Point
-from zbv_service.pages.views.shapes import Box, Line, Tick, percent
+from zbv_service.pages.charts import Box, Line, Tick, percent
 
 _RIGHT_MARGIN = 0.04
 """Room beyond the last limit, as a share of the range."""
@@ -144,7 +144,7 @@ class _Place:
         return Line(self.x(at), self.y(value), self.x(to), self.y(until))
 
 
-def state_of(point: Point) -> tuple[str, str]:
+def point_state(point: Point) -> tuple[str, str]:
     """The state of a limit: the name of its colour, and the words in the table."""
     if point.is_open and point.search is not None:
         return point.search.state, "queued" if point.search.state == "queued" else "being searched"
@@ -197,7 +197,7 @@ def picture_of(found: Frontier, root: str) -> Picture:
 
 
 def _point_mark(point: Point, axis: Axis) -> PointMark:
-    state, says = state_of(point)
+    state, says = point_state(point)
     return PointMark(axis.place(point.at), state, f"{axis.said(point.at)}: {says}")
 
 

@@ -1,10 +1,13 @@
-"""The page of one search: its problem, its progress and its result."""
+"""``/searches/{search_id}``: one search."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import cost_facts, cost_values
 from zbv_solver.export.report.sections import deviations
@@ -15,11 +18,30 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem, Units
 
+from zbv_service.api.state import state_of
 from zbv_service.documents.packing import unpack
 from zbv_service.documents.problems import Question
-from zbv_service.pages.views.layers import facts_of_layers
-from zbv_service.pages.views.words import shape_of
+from zbv_service.pages.shell import page
+from zbv_service.pages.words import facts_of_layers, shape_of
 from zbv_service.records.searches import FINISHED, SearchRecord
+from zbv_service.searches.searches import parse_packed
+from zbv_service.security.scheme import READ
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/searches/{search_id}", dependencies=[READ])
+async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
+    """The page of a search."""
+    found = state_of(request)
+    record, packed = await found.searches.asked(search_id)
+    view = await found.computations.run(partial(_view, record), packed)
+    return await page(request, "search.html.j2", view=view, row=record)
+
+
+def _view(record: SearchRecord, packed: bytes) -> SearchView:
+    return search_view(record, parse_packed(packed))
+
 
 LISTED_RANKS = 16
 """The number of groups of ranks with too little memory that are listed."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from zbv_solver.export import quantities
 
-from zbv_service.pages.views.shapes import Tick, percent
+from zbv_service.pages.charts import Tick, percent
 
 WIDTH, HEIGHT = 1000, 500
 """The grid of small dots; dots in the same place are drawn once."""

@@ -1,4 +1,4 @@
-"""The page of one run: its state, the time of its steps, its events."""
+"""``/runs/{run_id}`` and ``/runs/{run_id}/measured``: one run, and its measurements against its plan."""
 
 from __future__ import annotations
 
@@ -6,18 +6,77 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import parse_qs, quote
 
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import Card
 from zbv_solver.measure.refit import NANOSECONDS
 
-from zbv_service.pages.views.run_charts import LossChart, StepChart, duration, loss_chart, step_chart
-from zbv_service.pages.views.words import reached_step
+from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import state_of
+from zbv_service.compute.computations import ROWS_OF_NODE
+from zbv_service.documents.parsing import parse_body
+from zbv_service.pages.run_charts import LossChart, StepChart, duration, loss_chart, step_chart
+from zbv_service.pages.shell import page
+from zbv_service.pages.words import reached_step
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunRecord, place_of
-from zbv_service.records.searches import PlanSummary
+from zbv_service.records.searches import PlanFilter, PlanSummary
+from zbv_service.runs.documents import PlanChange
 from zbv_service.runs.options import OF_SCRIPTS
 from zbv_service.runs.steps import StepLine
+from zbv_service.security.scheme import READ, needs
+
+MAX_FORM_BYTES = 1024
+EVENTS = 200
+"""The newest events on a page."""
+MAX_INDEX = 2**31 - 1
+
+Index = Annotated[int | None, Query(ge=0, le=MAX_INDEX)]
+LAUNCH = needs("launch")
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/runs/{run_id}", dependencies=[READ])
+async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Response:
+    """The page of a run, with some of its ranks, from ``ranks`` on."""
+    found = state_of(request)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        run = await found.runs.get(run_id)
+        index = await found.parts.index(run_id)
+        lines = await found.steps.newest(run_id, index)
+    events = await found.runs.newest_events(run_id, EVENTS)
+    plan = None
+    if run.plan_id is not None:
+        plans = (await found.plans.page(PlanFilter(text=run.plan_id), 1, None)).items
+        plan = plans[0] if plans else None
+    view = await found.computations.write(run_view, run, plan, index, lines, ranks)
+    return await page(request, "run.html.j2", view=view, run=run, events=events)
+
+
+@router.post("/runs/{run_id}/cancel", dependencies=[LAUNCH])
+async def post_cancel(request: Request, run_id: str) -> Response:
+    """Stop a run on all of its nodes."""
+    await state_of(request).runs.cancel(run_id)
+    return _to_run(request, run_id)
+
+
+@router.post("/runs/{run_id}/plan", dependencies=[LAUNCH])
+async def post_plan(request: Request, run_id: str) -> Response:
+    """Switch a run to another plan."""
+    form = parse_qs(await read_form(request, MAX_FORM_BYTES))
+    change = parse_body(PlanChange, {"plan_id": form.get("plan_id", [""])[0]})
+    await state_of(request).runs.change_plan(run_id, change.plan_id)
+    return _to_run(request, run_id)
+
+
+def _to_run(request: Request, run_id: str) -> Response:
+    return RedirectResponse(f"{root_of(request)}/runs/{quote(run_id)}", 303)
+
 
 SHOWN_RANKS = 256
 """Ranks on a page, which reloads itself every few seconds."""

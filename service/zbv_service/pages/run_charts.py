@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from zbv_solver.export import quantities
 
-from zbv_service.pages.views.shapes import Box, Line, Tick, percent
+from zbv_service.pages.charts import Box, Line, Tick, percent
 from zbv_service.runs.steps import StepLine
 
 _HEADROOM = 1.15

@@ -21,8 +21,7 @@ from zbv_service.api.listing import (
     position_of,
 )
 from zbv_service.api.state import state_of
-from zbv_service.pages.answers import html, shell_of
-from zbv_service.pages.shell import render
+from zbv_service.pages.shell import html, render, shell_of
 from zbv_service.records.searches import Page, Position
 from zbv_service.security.scheme import READ
 

@@ -1,39 +1,51 @@
-"""Shapes of the charts that need no script. Positions are percentages of the chart; y points downwards."""
+"""Charts that need no script: SVG whose positions are percentages, drawn by ``charts.html.j2``."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from zbv_solver.export import quantities
 
-@dataclass(frozen=True)
-class Tick:
-    """A number on an axis."""
+_ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+"""Numbers at a logarithmic axis, times powers of ten."""
 
-    at: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Line:
-    """A straight line."""
-
-    x1: float
-    y1: float
-    x2: float
-    y2: float
+Ticks = list[tuple[float, str]]
+"""Positions on an axis, with their texts."""
+Line = tuple[float, float, float, float]
+"""A line from ``x1, y1`` to ``x2, y2``; y points downwards."""
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangle; ``text`` is its tooltip."""
+class Scale:
+    """An axis of a chart."""
 
-    x: float
-    y: float
-    width: float
-    height: float
-    text: str = ""
+    first: float
+    last: float
+    """The values at the left and the right end, or at the top and the bottom."""
+    is_logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The position of a value, in percent."""
+        if self.is_logarithmic:
+            return percent(math.log(value / self.first) / math.log(self.last / self.first))
+        return percent((value - self.first) / (self.last - self.first))
+
+    def shows(self, value: float) -> bool:
+        """Whether a value is on the axis."""
+        return min(self.first, self.last) <= value <= max(self.first, self.last)
+
+    def ticks(self, most: int) -> Ticks:
+        """About this many round numbers; on a logarithmic axis as many as there are."""
+        low, high = sorted((self.first, self.last))
+        if self.is_logarithmic:
+            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            values = [step * 10.0**power for power in powers for step in _ROUND]
+        else:
+            values = list(quantities.ticks(low, high, most))
+        return [(self(value), quantities.figure(value)) for value in values if self.shows(value)]
 
 
 def percent(part: float) -> float:
     """A share of a chart's side as a percentage, rounded to the resolution of a screen."""
-    return round(100 * part, 3)
+    return round(100 * part, 3) + 0.0  # no -0.0

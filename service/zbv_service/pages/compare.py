@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from zbv_solver.construct.baselines import baseline_names
@@ -22,7 +21,7 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.errors import NOT_FOUND, ApiError
 from zbv_service.pages.assets import assets
-from zbv_service.pages.lanes import Lane, LanesView, lanes_view
+from zbv_service.pages.lanes import Lane, lanes_values
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import shape_of
 from zbv_service.plans.compared import USUAL, ComparedPlan
@@ -48,8 +47,8 @@ async def get_compare_page(
     plan = await found.plans.facts(plan_id)
     compared = await found.compared.of(plan, names)
     offered = await found.compared.offered(plan)
-    make = partial(_view, compared, offered, root_of(request))
-    return await page(request, "compare.html.j2", view=await found.plans.compute(make, plan_id))
+    make = partial(_values, compared, offered, root_of(request))
+    return await page(request, "compare.html.j2", **await found.plans.compute(make, plan_id))
 
 
 @router.get("/plans/{plan_id}/baselines/{name}/actions", dependencies=[READ])
@@ -67,84 +66,48 @@ async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Res
     )
 
 
-def _view(
+def _values(
     compared: Sequence[ComparedPlan],
     offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
     root: str,
     packed: bytes,
-) -> CompareView:
-    return compare_view(plan_of(packed), compared, offered, root)
+) -> dict[str, Any]:
+    return compare_values(plan_of(packed), compared, offered, root)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A schedule or a stored plan that the reader may choose."""
-
-    value: str
-    label: str
-    is_chosen: bool = False
-
-
-@dataclass(frozen=True)
-class Other:
-    """The differences between another plan's problem and this plan's."""
-
-    name: str
-    url: str
-    differences: tuple[Difference, ...]
-
-
-@dataclass(frozen=True)
-class CompareView:
-    """The content of the page; ``lanes`` is None while schedules are computed."""
-
-    plan_id: str
-    title: str
-    objective: str
-    unit: str
-    lanes: LanesView | None
-    awaited: tuple[str, ...]
-    rows: tuple[report.ScheduleRow, ...]
-    choices: tuple[Choice, ...]
-    alike: tuple[Choice, ...]
-    others: tuple[Choice, ...]
-    complaints: tuple[tuple[str, str], ...]
-    problems: tuple[Other, ...]
-    has_cuts: bool
-    has_layers: bool
-
-
-def compare_view(
+def compare_values(
     plan: Plan,
     compared: Sequence[ComparedPlan],
     offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
     root: str,
-) -> CompareView:
-    """A comparison, ready for the template. Slow: it lays out every action."""
-    found = [(each, plan_of(each.packed)) for each in compared if each.packed is not None]
-    awaited = tuple(each.name for each in compared if each.is_awaited)
+) -> dict[str, Any]:
+    """What the template shows of a comparison. Slow: it lays out every action.
+
+    ``lanes`` is None while schedules are computed.
+    """
+    found = [(entry, plan_of(entry.packed)) for entry in compared if entry.packed is not None]
+    awaited = [entry.name for entry in compared if entry.is_awaited]
     unit = quantities.time_unit(plan.problem.units)
-    alike, others = ([_offer(each) for each in part] for part in offered)
-    return CompareView(
-        plan_id=plan.plan_id,
-        title=shape_of(plan.problem),
-        objective=plan.problem.objective,
-        unit=unit,
-        lanes=None if awaited else lanes_view(_lanes(plan, found, root), unit),
-        awaited=awaited,
-        rows=report.schedule_rows(plan, _schedules(plan, found, root)),
-        choices=tuple(_choices(plan, compared)),
-        alike=tuple(alike),
-        others=tuple(others),
-        complaints=tuple((_title(each), each.complaint) for each in compared if each.complaint),
-        problems=tuple(
-            Other(_title(each), f"{root}/plans/{each.name}", differences(plan.problem, other.problem))
-            for each, other in found
-            if not each.is_baseline and other.problem != plan.problem
-        ),
-        has_cuts=bool(_other_cuts(plan)),
-        has_layers=plan.problem.model is not None,
-    )
+    return {
+        "plan_id": plan.plan_id,
+        "title": shape_of(plan.problem),
+        "objective": plan.problem.objective,
+        "unit": unit,
+        "lanes": None if awaited else lanes_values(_lanes(plan, found, root), unit),
+        "awaited": awaited,
+        "schedules": report.schedule_rows(plan, _schedules(plan, found, root)),
+        "choices": _choices(plan, compared),
+        "alike": [*map(_offer, offered[0])],
+        "others": [*map(_offer, offered[1])],
+        "complaints": [(_title(entry), entry.complaint) for entry in compared if entry.complaint],
+        "problems": [
+            (_title(entry), f"{root}/plans/{entry.name}", differences(plan.problem, other.problem))
+            for entry, other in found
+            if not entry.is_baseline and other.problem != plan.problem
+        ],
+        "has_cuts": bool(_other_cuts(plan)),
+        "has_layers": plan.problem.model is not None,
+    }
 
 
 def _lanes(plan: Plan, found: Sequence[tuple[ComparedPlan, Plan]], root: str) -> list[Lane]:
@@ -203,19 +166,21 @@ def _fits(plan: Plan, other: Plan) -> bool | None:
     return not any(exceeds(peak, limit) for peak, limit in zip(peaks, limits, strict=True))
 
 
-def _choices(plan: Plan, compared: Sequence[ComparedPlan]) -> list[Choice]:
-    chosen = {each.name for each in compared}
-    plans = [each for each in compared if not each.is_baseline and not each.complaint]
+def _choices(plan: Plan, compared: Sequence[ComparedPlan]) -> list[tuple[str, str, bool]]:
+    """Value and label of each schedule or plan that the reader may choose, and whether it is chosen."""
+    chosen = {entry.name for entry in compared}
+    plans = [entry for entry in compared if not entry.is_baseline and not entry.complaint]
     return [
-        *(Choice(name, name, name in chosen) for name in baseline_names(plan.problem)),
-        *(Choice(each.name, _title(each), True) for each in plans),
+        *((name, name, name in chosen) for name in baseline_names(plan.problem)),
+        *((entry.name, _title(entry), True) for entry in plans),
     ]
 
 
-def _offer(summary: PlanSummary) -> Choice:
+def _offer(summary: PlanSummary) -> tuple[str, str]:
+    """Value and label of a stored plan that the reader may add."""
     value = quantities.time(summary.value, Units(time=summary.time_unit))
     shape = f"{summary.pp_degree} × {summary.microbatches}"
-    return Choice(summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}")
+    return summary.plan_id, f"{summary.plan_id[:12]}: {shape}, {summary.objective} {value}"
 
 
 _TERMS = {
@@ -231,20 +196,9 @@ _TERMS = {
 """Costs and deltas in words, by their names in :func:`cost_values`."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A quantity that differs, as texts."""
-
-    name: str
-    here: str
-    there: str
-
-
-def differences(here: Problem, there: Problem) -> tuple[Difference, ...]:
-    """Every quantity that differs; values per stage, microbatch or rank are given as a range."""
-    return tuple(
-        Difference(name, mine, theirs) for name, mine, theirs in _quantities(here, there) if mine != theirs
-    )
+def differences(here: Problem, there: Problem) -> list[tuple[str, str, str]]:
+    """Every quantity that differs, with both values; those of stages, microbatches and ranks as a range."""
+    return [(name, mine, theirs) for name, mine, theirs in _quantities(here, there) if mine != theirs]
 
 
 def _quantities(here: Problem, there: Problem) -> Iterator[tuple[str, str, str]]:

@@ -1,47 +1,42 @@
-"""The page of a search for layouts: verdict, ranking, parts of the best step, and sensitivity."""
+"""``/layouts/{search_id}``: a search for layouts, its ranking, a picture of all layouts, and its request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_models.layouts.cluster import parse_cluster
-from zbv_solver.export import quantities
 
-from zbv_service.pages.charts import Box, percent
-from zbv_service.pages.layout_picture import LayoutPicture, layout_picture
-from zbv_service.searches.layout_documents import LayoutSearchDocument
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import state_of
+from zbv_service.documents.packing import unpack
+from zbv_service.pages.charts import Scale, percent
+from zbv_service.pages.shell import page
+from zbv_service.pages.words import gigabytes, seconds
+from zbv_service.records.searches import FINISHED
+from zbv_service.security.scheme import READ, needs
 
-GROUPS = {
-    "forward": "forward",
-    "backward_input": "input",
-    "backward_weight": "weight",
-    "recomputation": "again",
-    "tensor_parallel": "exchange",
-    "context_parallel": "exchange",
-    "expert_parallel": "exchange",
-    "data_parallel": "exchange",
-    "transfers": "transfer",
-    "idle": "idle",
+PARTS = {
+    "forward": ("forward", "forward"),
+    "backward_input": ("backward, input gradients", "input"),
+    "backward_weight": ("backward, weight gradients", "weight"),
+    "recomputation": ("recomputation", "again"),
+    "tensor_parallel": ("tensor-parallel exchanges", "exchange"),
+    "context_parallel": ("context-parallel exchanges", "exchange"),
+    "expert_parallel": ("expert-parallel exchanges", "exchange"),
+    "data_parallel": ("data-parallel exchanges in every microbatch", "exchange"),
+    "transfers": ("transfers between ranks", "transfer"),
+    "idle": ("waiting for other ranks to compute", "idle"),
+    "gradient_reduction": ("reducing gradients", "once"),
+    "parameter_gathering": ("gathering parameters", "once"),
+    "optimizer": ("optimizer", "once"),
+    "table_reduction": ("reducing the shared embedding", "once"),
 }
-"""The colour of a part; the others are work once per step."""
-TEXTS = {
-    "forward": "forward",
-    "backward_input": "backward, input gradients",
-    "backward_weight": "backward, weight gradients",
-    "recomputation": "recomputation",
-    "tensor_parallel": "tensor-parallel exchanges",
-    "context_parallel": "context-parallel exchanges",
-    "expert_parallel": "expert-parallel exchanges",
-    "data_parallel": "data-parallel exchanges in every microbatch",
-    "transfers": "transfers between ranks",
-    "idle": "waiting for other ranks to compute",
-    "gradient_reduction": "reducing gradients",
-    "parameter_gathering": "gathering parameters",
-    "optimizer": "optimizer",
-    "table_reduction": "reducing the shared embedding",
-}
+"""The parts of a step: their texts, and the names of their colours."""
 CHANGES = {
     "device_flops": "device FLOP/s",
     "in_node_bandwidth": "bandwidth within nodes",
@@ -59,179 +54,89 @@ SHORT = {
     "zero_stage": "ZeRO",
 }
 LEAST_SHARE = 5e-5
+"""Smaller parts of a step are not listed."""
+
+WIDTH, HEIGHT = 1000, 500
+"""The grid of small dots; dots in the same place are drawn once."""
+SLOWEST = 10.0
+"""The longest step in the picture, as a multiple of the best."""
+LARGEST = 1.5
+"""The most memory in the picture, as a multiple of a device's."""
+LOWEST = 0.93
+"""The shortest step in the picture, as a multiple of the best or of the bound."""
+GIGA = 1e9
+MOST_MARKS = 200
+
+router = APIRouter(include_in_schema=False)
 
 
-@dataclass(frozen=True)
-class LayoutRow:
-    """A layout of the ranking, as texts."""
-
-    degrees: tuple[str, ...]
-    microbatches: str
-    zero_stage: str
-    recompute: str
-    placement: str
-    step: str
-    bound: str
-    utilisation: str
-    tensors: str
-    reserved: str
-    plan_id: str
-    executor: str
-    schedule: str
+@router.get("/layouts/{search_id}", dependencies=[READ])
+async def get_layout_search(request: Request, search_id: str) -> HTMLResponse:
+    """The page of a search for layouts."""
+    layouts = state_of(request).layouts
+    record, packed = await layouts.asked(search_id)
+    both = (packed, await layouts.answer(record))
+    values = await state_of(request).computations.run(partial(_values, root_of(request)), both)
+    is_open = record.state not in FINISHED
+    return await page(request, "layout_search.html.j2", row=record, is_open=is_open, **values)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the step; ``style`` names its colour."""
-
-    name: str
-    style: str
-    seconds: str
-    share: str
-    box: Box
+@router.get("/layouts/{search_id}/layouts.json", dependencies=[READ])
+async def get_layouts_json(request: Request, search_id: str) -> Response:
+    """The search as JSON, with its answer."""
+    layouts = state_of(request).layouts
+    text = await layouts.text(await layouts.get(search_id))
+    return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
-@dataclass(frozen=True)
-class ChangeRow:
-    """What a change does, as texts; ``relative`` compares the step with the one before."""
-
-    change: str
-    step: str
-    relative: str
-    best: str
-    best_step: str
-    is_other: bool
+@router.post("/layouts/{search_id}/cancel", dependencies=[needs("search")])
+async def post_cancel(request: Request, search_id: str) -> Response:
+    """Stop a search; the layouts planned so far are kept."""
+    await state_of(request).layouts.cancel(search_id)
+    return RedirectResponse(f"{root_of(request)}/layouts/{quote(search_id)}", 303)
 
 
-@dataclass(frozen=True)
-class LayoutSearchView:
-    """The content of the page."""
-
-    title: str
-    subtitle: str
-    best: str
-    bound: str
-    gap: str
-    considered: str
-    ruled_out: str
-    planned: str
-    share: str
-    is_proved: bool
-    rows: tuple[LayoutRow, ...] = ()
-    settings: str = ""
-    free_step: str = ""
-    picture: LayoutPicture | None = None
-    parts: tuple[Part, ...] = ()
-    changes: tuple[ChangeRow, ...] = ()
-    among: int = 0
-    most_plans: int = 0
-    facts: tuple[tuple[str, str], ...] = ()
+def _values(root: str, packed: tuple[bytes, bytes | None]) -> dict[str, Any]:
+    """What the template shows of a request and its answer, which is empty before the search ends."""
+    request = unpack(packed[0])
+    answer = {} if packed[1] is None else unpack(packed[1])
+    layouts, sensitivity = answer.get("layouts", []), answer.get("sensitivity") or {}
+    cluster, best = parse_cluster(request["cluster"]), layouts[0] if layouts else {}
+    return {
+        "layouts": layouts,
+        "best": best,
+        "degrees": [name for name in SHORT if name.endswith("_parallel")],
+        "picture": layout_picture(answer, cluster.memory, root) if layouts and "points" in answer else None,
+        "parts": _parts(best) if "composition" in best else [],
+        "sensitivity": sensitivity,
+        "changes": [_change(entry, best) for entry in sensitivity.get("changes", ())],
+        "device_size": cluster.size,
+        "fixed": {name: value for name, value in request["fixed"].items() if value is not None},
+    }
 
 
-def layout_view(
-    search: LayoutSearchDocument, answer: Mapping[str, Any], request: Mapping[str, Any], root: str
-) -> LayoutSearchView:
-    """The content of the page of a search; its answer is empty before its end."""
-    counts, summary = search.progress, search.summary
-    layouts = answer.get("layouts", [])
-    cluster = parse_cluster(request["cluster"])
-    sensitivity = answer.get("sensitivity") or {}
-    gap, objective = search.gap, search.objective
-    return LayoutSearchView(
-        title=f"{summary.model or 'A model'} on {summary.devices:,} {summary.device or 'devices'}",
-        subtitle=f"{summary.layouts:,} layouts, global batch {summary.global_batch:,}, "
-        f"sequences of {summary.sequence_length:,} tokens",
-        best=_seconds(objective),
-        bound=_seconds(search.lower_bound),
-        gap="–" if gap is None else quantities.percent(gap),
-        considered="–" if counts is None else f"{counts.considered:,}",
-        ruled_out="–" if counts is None else f"{counts.ruled_out:,}",
-        planned="–" if counts is None else f"{counts.planned:,}",
-        share="" if counts is None else f"{counts.ruled_out / counts.considered:.1%}",
-        is_proved=search.state == "done",
-        rows=tuple(_row(each) for each in layouts),
-        settings=layouts[0].get("settings") or layouts[0].get("remark") or "" if layouts else "",
-        free_step=_free_step(layouts[0]) if layouts else "",
-        picture=layout_picture(answer, cluster.memory, root) if layouts and "points" in answer else None,
-        parts=_parts(layouts[0]) if layouts and "composition" in layouts[0] else (),
-        changes=tuple(_change(each, sensitivity["step_time"], layouts[0]) for each in _changes(sensitivity)),
-        among=sensitivity.get("among", 0),
-        most_plans=sensitivity.get("most_plans", 0),
-        facts=_facts(search, request, cluster.size),
-    )
-
-
-def _row(layout: Mapping[str, Any]) -> LayoutRow:
-    return LayoutRow(
-        degrees=tuple(str(layout[name]) for name in SHORT if name.endswith("_parallel")),
-        microbatches=f"{layout['microbatches']} × {layout['microbatch_size']}",
-        zero_stage=str(layout["zero_stage"]),
-        recompute=layout["recompute"],
-        placement=_groups(layout),
-        step=_seconds(layout["step_time"]),
-        bound=_seconds(layout["lower_bound"]),
-        utilisation=f"{layout['model_flops_utilisation']:.1%}",
-        tensors=f"{layout['peak_memory'] / 1e9:.3g} GB",
-        reserved=f"{layout['reserved_memory'] / 1e9:.3g} GB",
-        plan_id=layout["plan_id"],
-        executor=layout["executor"],
-        schedule=_schedule(layout),
-    )
-
-
-def _schedule(layout: Mapping[str, Any]) -> str:
-    if "schedule" not in layout:
-        return "any order"
-    group = layout["group_size"]
-    return f"{layout['schedule']}{f', groups of {group}' if group else ''}"
-
-
-def _groups(layout: Mapping[str, Any]) -> str:
-    """How devices are numbered, and the groups of nodes of the pipeline ranks, if there are several."""
-    of_ranks = ", ".join(map(str, layout.get("groups", ())))
-    return f"{layout['placement']}{f'; ranks on nodes of group {of_ranks}' if of_ranks else ''}"
-
-
-def _free_step(layout: Mapping[str, Any]) -> str:
-    """The step of the same layout in a free order; empty if it is that or if none fits."""
-    free = layout.get("free_order")
-    return "" if free is None else _seconds(free["step_time"])
-
-
-def _parts(layout: Mapping[str, Any]) -> tuple[Part, ...]:
-    found, at, step = [], 0.0, layout["step_time"]
-    for name, text in TEXTS.items():
-        seconds = layout["composition"].get(name, 0.0)
-        share = seconds / step
+def _parts(layout: Mapping[str, Any]) -> list[tuple[str, str, float, float, tuple[float, float]]]:
+    """Text, colour, seconds and share of each part of the step, and its left end and width in percent."""
+    parts, at = [], 0.0
+    for name, (text, style) in PARTS.items():
+        spent = layout["composition"].get(name, 0.0)
+        share = spent / layout["step_time"]
         if share >= LEAST_SHARE:
-            box = Box(percent(at), 0.0, percent(share), 100.0)
-            style = GROUPS.get(name, "once")
-            found.append(Part(text, style, _seconds(seconds), f"{share:.1%}", box))
+            parts.append((text, style, spent, share, (percent(at), percent(share))))
             at += share
-    return tuple(found)
+    return parts
 
 
-def _changes(sensitivity: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = sensitivity.get("changes", [])
-    return found
-
-
-def _change(found: Mapping[str, Any], before: float, layout: Mapping[str, Any]) -> ChangeRow:
-    step, best = found["step_time"], found["best"]
-    text = "none fits"
+def _change(entry: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What a change does to the best layout, and which one is best then."""
+    best, text, is_other = entry["best"], "none fits", False
     if best is not None:
-        is_same = best["is_same"] or best["step_time"] == step
-        text = "the same" if is_same else _difference(best, layout)
+        is_other = not (best["is_same"] or best["step_time"] == entry["step_time"])
+        text = _difference(best, before) if is_other else "the same"
         if not best["is_proved"]:
             text += " *"
-    return ChangeRow(
-        change=f"{CHANGES.get(found['of'], found['of'])} × {found['factor']:g}",
-        step="does not fit" if step is None else _seconds(step),
-        relative="" if step is None else f"× {step / before:.3f}",
-        best=text,
-        best_step="–" if best is None else _seconds(best["step_time"]),
-        is_other=best is not None and not (best["is_same"] or best["step_time"] == step),
-    )
+    name = CHANGES.get(entry["of"], entry["of"])
+    return {"name": f"{name} × {entry['factor']:g}", "text": text, "is_other": is_other, **entry}
 
 
 def _difference(layout: Mapping[str, Any], before: Mapping[str, Any]) -> str:
@@ -241,19 +146,70 @@ def _difference(layout: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "other recomputation"
 
 
-def _facts(
-    search: LayoutSearchDocument, request: Mapping[str, Any], size: float
-) -> tuple[tuple[str, str], ...]:
-    fixed = [
-        f"{name.replace('_', ' ')} {value}" for name, value in request["fixed"].items() if value is not None
+def layout_picture(answer: Mapping[str, Any], memory: float, root: str) -> dict[str, Any]:
+    """Step time over memory of all layouts; ``memory`` is what a device has room for."""
+    layouts, points = answer["layouts"], answer["points"]
+    best, below = layouts[0]["step_time"], answer["proof"]["no_layout_below"]
+    x = Scale(0.0, memory * LARGEST / GIGA)
+    y = Scale(best * SLOWEST, min(best, below) * LOWEST, is_logarithmic=True)
+    slower, too_large = _places(points.get("bounded")), _places(points.get("too_large"))
+    # The listed layouts are the fastest of the planned ones.
+    planned = sorted(_places(points.get("planned")))[len(layouts) :]
+
+    def mark(step: float, held: float, name: str, url: str | None = None, is_best: bool = False) -> Any:
+        text = f"{name}: {seconds(step)}, {gigabytes(held)}"
+        return {"x": x(held / GIGA), "y": y(step), "text": text, "url": url, "is_best": is_best}
+
+    def is_inside(step: float, held: float) -> bool:
+        return y.shows(step) and x.shows(held / GIGA)
+
+    def path(dots: Iterable[tuple[float, float]]) -> str:
+        """Dots as an SVG path on a grid."""
+        places = {
+            (round(x(held / GIGA) * WIDTH / 100), round(y(step) * HEIGHT / 100))
+            for step, held in dots
+            if is_inside(step, held)
+        }
+        return "".join(f"M{across} {down}h.01" for across, down in sorted(places))
+
+    marks = [mark(step, held, "planned") for step, held in planned[:MOST_MARKS] if is_inside(step, held)]
+    marks += [
+        mark(
+            layout["step_time"],
+            layout["peak_memory"],
+            _name(layout),
+            f"{root}/plans/{layout['plan_id']}",
+            layout is layouts[0],
+        )
+        for layout in reversed(layouts)
+        if is_inside(layout["step_time"], layout["peak_memory"])
     ]
-    facts = [
-        ("Devices", f"{search.summary.devices:,}, {size / 1e9:.3g} GB each"),
-        ("Fixed parts", ", ".join(fixed) or "none"),
-        ("Effort", search.options.effort or "constructed orders"),
-    ]
-    return tuple(facts)
+    dots = [*slower, *too_large]
+    return {
+        "summary": f"Step time over memory of {len(planned) + len(layouts) + len(dots):,} layouts. "
+        f"The best takes {seconds(best)}.",
+        "x_ticks": x.ticks(8),
+        "y_ticks": y.ticks(8),
+        "memory": x(memory / GIGA),
+        "bound": y(below) if below > y.last else None,
+        "slower": path(slower),
+        "too_large": path(too_large),
+        "marks": marks,
+        "counts": (len(slower), len(too_large)),
+        "outside": sum(not is_inside(*dot) for dot in dots),
+    }
 
 
-def _seconds(value: float | None) -> str:
-    return "–" if value is None else f"{quantities.figure(value)} s"
+def _places(columns: Mapping[str, Any] | None) -> list[tuple[float, float]]:
+    if not columns:
+        return []
+    return list(zip(columns["step_time"], columns["peak_memory"], strict=True))
+
+
+def _name(layout: Mapping[str, Any]) -> str:
+    return (
+        f"tensor {layout['tensor_parallel']}, context {layout['context_parallel']}, "
+        f"expert {layout['expert_parallel']}, data {layout['data_parallel']}, "
+        f"pipeline {layout['pipeline_parallel']}, microbatches of {layout['microbatch_size']}, "
+        f"ZeRO {layout['zero_stage']}"
+    )

@@ -1,11 +1,11 @@
-"""``/runs/{run_id}`` and ``/runs/{run_id}/measured``: one run, and its measurements against its plan."""
+"""``/runs/{run_id}``: one run: its state, the time of its steps, its ranks and its events."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote
 
@@ -20,7 +20,7 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
-from zbv_service.pages.run_charts import LossChart, StepChart, duration, loss_chart, step_chart
+from zbv_service.pages.charts import Scale, percent
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import reached_step
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunRecord, place_of
@@ -54,8 +54,8 @@ async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Re
     if run.plan_id is not None:
         plans = (await found.plans.page(PlanFilter(text=run.plan_id), 1, None)).items
         plan = plans[0] if plans else None
-    view = await found.computations.write(run_view, run, plan, index, lines, ranks)
-    return await page(request, "run.html.j2", view=view, run=run, events=events)
+    values = await found.computations.write(run_values, run, plan, index, lines, ranks)
+    return await page(request, "run.html.j2", run=run, events=events, **values)
 
 
 @router.post("/runs/{run_id}/cancel", dependencies=[LAUNCH])
@@ -78,76 +78,21 @@ def _to_run(request: Request, run_id: str) -> Response:
     return RedirectResponse(f"{root_of(request)}/runs/{quote(run_id)}", 303)
 
 
+_HEADROOM = 1.15
+"""The top of the chart of times, as a multiple of the longest one."""
+_TICKS = 5
 SHOWN_RANKS = 256
 """Ranks on a page, which reloads itself every few seconds."""
 
 
-@dataclass(frozen=True)
-class RankRow:
-    """The state of a rank; ``log`` and ``trace`` are the newest generations that have one."""
-
-    rank: int
-    agent: str
-    node: int
-    state: str
-    step: int | None
-    action: str
-    log: int | None
-    trace: int | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank failed; for earlier generations also which one and when."""
-
-    kind: str
-    rank: int | None
-    agent: str
-    where: str
-    detail: str
-    generation: int | None = None
-    at: datetime | None = None
-
-
-@dataclass(frozen=True)
-class RunView:
-    """The content of the page."""
-
-    is_open: bool
-    step: int | None
-    """The step that all ranks have reached."""
-    share: float | None
-    """The completed share of the steps, from 0 to 1; None for a script, whose number of steps is unknown."""
-    facts: tuple[Card, ...]
-    steps: StepChart | None
-    losses: LossChart | None
-    ranks: tuple[RankRow, ...]
-    """At most :data:`SHOWN_RANKS` of them."""
-    rank_count: int
-    are_ranks_open: bool
-    """Whether the reader asked for some ranks, and so wants to see them."""
-    earlier_ranks: int | None
-    """The first rank of the page of ranks before this one; None on the first page."""
-    later_ranks: int | None
-    gain: str
-    """The gain of the plan that is better with the measured costs; empty if there is none."""
-    failures: tuple[Failure, ...]
-    earlier: tuple[Failure, ...]
-    """Failures before the last one."""
-    generations: tuple[int, ...]
-    has_traces: bool
-    options: tuple[tuple[str, str], ...]
-    """Options of the run, as terms and values."""
-
-
-def run_view(
+def run_values(
     run: RunRecord,
     plan: PlanSummary | None,
     index: Sequence[PartInfo],
     lines: Sequence[StepLine],
     first_rank: int | None = None,
-) -> RunView:
-    """A run, ready for the template.
+) -> dict[str, Any]:
+    """What the template shows of a run.
 
     Parameters
     ----------
@@ -160,28 +105,27 @@ def run_view(
     first_rank
         Where the page's ranks begin; None if nobody asked for some of them.
     """
-    step, planned = reached_step(run), _seconds(plan)
+    step, planned = reached_step(run), _planned_seconds(plan)
     count, first = run.nodes * run.ranks_per_node, first_rank or 0
     later = first + SHOWN_RANKS
-    return RunView(
-        is_open=run.state not in RUN_ENDED,
-        step=step,
-        share=_share(run, step),
-        facts=tuple(_facts(run, plan, planned, lines, step)),
-        steps=step_chart(lines, planned) if lines else None,
-        losses=loss_chart(lines),
-        ranks=tuple(_ranks(run, index, range(first, min(later, count)))),
-        rank_count=count,
-        are_ranks_open=first_rank is not None,
-        earlier_ranks=max(0, first - SHOWN_RANKS) if first else None,
-        later_ranks=later if later < count else None,
-        gain=_gain(run),
-        failures=tuple(map(_failure, (run.error or {}).get("failures") or ())),
-        earlier=tuple(map(_failure, _earlier(run))),
-        generations=tuple(sorted({part.generation for part in index})),
-        has_traces=any(part.kind == "trace" for part in index),
-        options=tuple(_options(run)),
-    )
+    return {
+        "is_open": run.state not in RUN_ENDED,
+        "step": step,
+        "share": _share(run, step),
+        "facts": [*_facts(run, plan, planned, lines, step)],
+        "times": step_chart(lines, planned) if lines else None,
+        "losses": loss_chart(lines),
+        "ranks": [*_ranks(run, index, range(first, min(later, count)))],
+        "rank_count": count,
+        "are_ranks_open": first_rank is not None,
+        "earlier_ranks": max(0, first - SHOWN_RANKS) if first else None,
+        "later_ranks": later if later < count else None,
+        "failures": [*map(_failure, (run.error or {}).get("failures") or ())],
+        "earlier": [*map(_failure, _earlier(run))],
+        "generations": sorted({part.generation for part in index}),
+        "has_traces": any(part.kind == "trace" for part in index),
+        "options": [*_options(run)],
+    }
 
 
 def _share(run: RunRecord, step: int | None) -> float | None:
@@ -192,7 +136,7 @@ def _share(run: RunRecord, step: int | None) -> float | None:
     return 0.0 if step is None else min(1.0, step / run.steps)
 
 
-def _seconds(plan: PlanSummary | None) -> float | None:
+def _planned_seconds(plan: PlanSummary | None) -> float | None:
     """The planned time of a step; None if the plan has no time unit."""
     unit = None if plan is None else NANOSECONDS.get(plan.time_unit or "")
     return None if plan is None or unit is None else plan.value * unit / 1e9
@@ -230,8 +174,8 @@ def _facts(
         yield Card("Planned bubble", quantities.percent(plan.bubble_rate), "idle share of a span")
 
 
-def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[RankRow]:
-    """These ranks of the current generation, with their newest logs and traces."""
+def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[dict[str, Any]]:
+    """These ranks of the current generation, with the newest generations that have a log and a trace."""
     newest: dict[tuple[str, int], int] = {}
     for part in index:
         key = (part.kind, part.rank)
@@ -240,23 +184,14 @@ def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[
     places = {int(place["rank"]): place for node in run.members for place in node.ranks}
     for rank in ranks:
         node = nodes.get(rank // run.ranks_per_node)
-        place: dict[str, Any] = places.get(rank, {})
-        yield RankRow(
-            rank=rank,
-            agent="" if node is None else node.agent_name,
-            node=rank // run.ranks_per_node,
-            state="waiting" if node is None else str(node.outcome or node.state),
-            step=place.get("step"),
-            action=str(place.get("action") or ""),
-            log=newest.get(("log", rank)),
-            trace=newest.get(("trace", rank)),
-        )
-
-
-def _gain(run: RunRecord) -> str:
-    if run.offer is None:
-        return ""
-    return quantities.percent(1 - run.offer["objective_then"] / run.offer["objective_now"], 1)
+        yield {
+            "rank": rank,
+            "node": node,
+            "state": "waiting" if node is None else node.outcome or node.state,
+            "place": places.get(rank, {}),
+            "log": newest.get(("log", rank)),
+            "trace": newest.get(("trace", rank)),
+        }
 
 
 def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:
@@ -265,17 +200,17 @@ def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:
     return [cause for cause in run.failures if cause["generation"] != last]
 
 
-def _failure(failure: Mapping[str, Any]) -> Failure:
+def _failure(failure: Mapping[str, Any]) -> dict[str, Any]:
+    """Why a rank failed; for earlier generations also which one and when."""
     at = failure.get("at")
-    return Failure(
-        kind=str(failure["kind"]),
-        rank=failure.get("rank"),
-        agent=str(failure.get("agent") or ""),
-        where=place_of({**failure, "rank": None}),
-        detail=str(failure["detail"] if "detail" in failure else failure["message"]),
-        generation=failure.get("generation"),
-        at=None if at is None else datetime.fromisoformat(at),
-    )
+    return {
+        "rank": None,
+        "agent": None,
+        "where": place_of({**failure, "rank": None}),
+        "detail": failure.get("message"),
+        **failure,
+        "at": None if at is None else datetime.fromisoformat(at),
+    }
 
 
 def _options(run: RunRecord) -> Iterator[tuple[str, str]]:
@@ -300,3 +235,52 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)[:200]
+
+
+def step_chart(lines: Sequence[StepLine], planned: float | None) -> dict[str, Any]:
+    """The chart of one or more steps, in seconds, with the planned time if it is known."""
+    y = Scale(_HEADROOM * max(*(line.seconds for line in lines), planned or 0.0) or 1.0, 0.0)
+    slot = 1 / len(lines)
+    least, most = (duration(pick(line.seconds for line in lines)) for pick in (min, max))
+    summary = f"Times of steps {lines[0].step} to {lines[-1].step}: {least} to {most}"
+    return {
+        "summary": f"{summary}{f'; planned {duration(planned)}' if planned else ''}.",
+        "bars": [
+            (percent((at + 0.14) * slot), y(line.seconds), f"step {line.step}: {duration(line.seconds)}")
+            for at, line in enumerate(lines)
+        ],
+        "width": percent(0.72 * slot),
+        "levels": [(y(at), duration(at) if at else "0") for at in quantities.ticks(0.0, y.first, _TICKS)],
+        "planned": None if planned is None else y(planned),
+        "first": lines[0].step,
+        "last": lines[-1].step,
+    }
+
+
+def loss_chart(lines: Sequence[StepLine]) -> dict[str, Any] | None:
+    """The loss curve; None with fewer than two losses."""
+    known = [(line.step, line.loss) for line in lines if line.loss is not None]
+    if len(known) < 2:
+        return None
+    (first, begin), (last, end) = known[0], known[-1]
+    low, high = min(loss for _, loss in known), max(loss for _, loss in known)
+    pad = 0.12 * (high - low) or 0.05 * abs(high) or 1.0
+    x, y = Scale(first, last), Scale(high + pad, low - pad)
+    dots = [(x(step), y(loss), f"step {step}: loss {quantities.figure(loss)}") for step, loss in known]
+    return {
+        "summary": f"Loss from {quantities.figure(begin)} at step {first} to {quantities.figure(end)} at "
+        f"step {last}.",
+        "pieces": [(*one[:2], *other[:2]) for one, other in pairwise(dots)],
+        "dots": dots,
+        "levels": [(y(at), quantities.figure(at, 3)) for at in (low, (low + high) / 2, high)],
+        "first": first,
+        "last": last,
+    }
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits: ``51.2 ms``."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= scale:
+            return f"{quantities.figure(seconds / scale)} {unit}"
+    return f"{quantities.figure(seconds * 1e9)} ns"

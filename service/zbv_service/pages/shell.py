@@ -127,6 +127,9 @@ def _environment() -> Environment:
         reached_step=words.reached_step,
         recomputed=words.recomputed,
         tone=words.tone,
+        signed=words.signed,
+        seconds=words.seconds,
+        gigabytes=words.gigabytes,
         time_unit=quantities.time_unit,
     )
     environment.globals["bytes"] = words.BYTES

@@ -115,3 +115,19 @@ def recomputed(layer: Layer, units: Units) -> str:
 def tone(ratio: float) -> str:
     """``slow`` or ``fast`` if a measured duration differs noticeably from its plan, else empty."""
     return "slow" if ratio > 1 + NOTICEABLE else "fast" if ratio < 1 - NOTICEABLE else ""
+
+
+def seconds(value: float | None) -> str:
+    """A time in seconds; ``–`` if there is none."""
+    return "–" if value is None else f"{quantities.figure(value)} s"
+
+
+def gigabytes(value: float) -> str:
+    """Bytes in powers of ten: ``37.4 GB``."""
+    return f"{value / 1e9:.3g} GB"
+
+
+def signed(value: float) -> str:
+    """A difference with its sign; 0 has none."""
+    text = quantities.figure(value)
+    return text if value <= 0 or text == "0" else f"+{text}"

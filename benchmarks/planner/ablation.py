@@ -84,7 +84,9 @@ MECHANISMS = (
     *(Mechanism(phase, _MODULES_OF_PHASES[phase], of_differing=phase == "overtake") for phase in PHASES),
     Mechanism("rest search", ("improve.rest_search",), {"search.phases:REST_SHARE": 0.0}),
     Mechanism(
-        "bound: few ranks", ("bounds.few_ranks", "bounds.states"), {"bounds:few_ranks_bounds": _nothing}
+        "bound: few ranks",
+        ("bounds.few_ranks", "bounds.states"),
+        {"bounds.few_ranks:few_ranks_bounds": _nothing},
     ),
     Mechanism(
         "bound: ramps",

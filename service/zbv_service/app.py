@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from zbv_solver import __version__
 
 from zbv_service import pages
@@ -36,7 +37,6 @@ from zbv_service.pages import errors, sign_in
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets, assets_app
 from zbv_service.searches.executors.task import SearchFunction, solver_search
 from zbv_service.security.headers import SecurityHeaders
-from zbv_service.security.hosts import KnownHosts, host_names
 from zbv_service.security.scheme import require_declared
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
@@ -107,7 +107,7 @@ def create_app(
             Middleware(Observed, metrics),
             Middleware(SecurityHeaders),
             Middleware(Limited),
-            Middleware(KnownHosts, host_names(settings)),
+            Middleware(TrustedHostMiddleware, settings.host_names, www_redirect=False),
             # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
             # request's id and the security headers.
             Middleware(ExceptionMiddleware, handlers={Exception: errors.as_page(on_crash)}),

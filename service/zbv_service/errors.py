@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WithJsonSchema, field_serializer
 from zbv_solver.errors import (
     MOST_ISSUES,
     ContradictedBound,
@@ -61,9 +61,7 @@ class Kind:
     title: str
 
 
-MALFORMED_REQUEST = Kind("malformed-request", 400, "The request is not HTTP")
 MALFORMED_JSON = Kind("malformed-json", 400, "The body is not JSON")
-INVALID_IDEMPOTENCY_KEY = Kind("invalid-idempotency-key", 400, "The Idempotency-Key breaks a rule")
 UNAUTHENTICATED = Kind("unauthenticated", 401, "The request has no valid token")
 INSUFFICIENT_SCOPE = Kind("insufficient-scope", 403, "The token does not allow this")
 AGENT_OF_OTHERS = Kind("agent-of-others", 403, "The agent belongs to another token")
@@ -73,14 +71,7 @@ METHOD_NOT_ALLOWED = Kind("method-not-allowed", 405, "This address does not acce
 BODY_TOO_SLOW = Kind("body-too-slow", 408, "The body took too long to arrive")
 RUN_STATE = Kind("run-state", 409, "The state of the run does not allow this")
 SEARCH_IN_USE = Kind("search-in-use", 409, "A run waits for the search")
-IDEMPOTENCY_KEY_IN_USE = Kind(
-    "idempotency-key-in-use", 409, "A request with this Idempotency-Key is being answered"
-)
-SEARCH_DISCARDED = Kind("search-discarded", 410, "The search that this Idempotency-Key named was discarded")
-RUN_REMOVED = Kind("run-removed", 410, "The run that this Idempotency-Key named was removed")
 AGENT_GONE = Kind("agent-gone", 410, "The agent is lost or has left")
-ADDRESS_TOO_LONG = Kind("address-too-long", 414, "The address is too long")
-HEADERS_TOO_LARGE = Kind("headers-too-large", 431, "The header fields are too large")
 BODY_TOO_LARGE = Kind("body-too-large", 413, "The body is too large")
 UNSUPPORTED_MEDIA_TYPE = Kind("unsupported-media-type", 415, "The body has the wrong content type")
 INVALID_BODY = Kind("invalid-body", 422, "The body breaks a rule")
@@ -90,7 +81,6 @@ INVALID_PLAN = Kind("invalid-plan", 422, "The plan cannot be executed as its pro
 INFEASIBLE_MEMORY = Kind("infeasible-memory", 422, "No plan fits the memory limit")
 TOO_MUCH_MEMORY = Kind("too-much-memory", 422, "The answer takes more memory than the service allows")
 TIME_LIMIT = Kind("time-limit", 422, "The time limit passed before there was a result")
-UNKNOWN_HOST = Kind("unknown-host", 421, "The service does not have this name")
 TOO_MANY_SEARCHES = Kind("too-many-searches", 429, "The token has too many unfinished searches")
 TOO_MUCH_STORED = Kind("too-much-stored", 429, "The token has stored too much")
 INTERNAL = Kind("internal-error", 500, "The service failed")
@@ -99,7 +89,6 @@ SEARCH_CRASHED = Kind("search-crashed", 500, "The search process died")
 RUN_FAILED = Kind("run-failed", 500, "The run failed")
 NOT_IMPLEMENTED = Kind("missing-dependency", 501, "This part of the service is not installed")
 NOT_READY = Kind("not-ready", 503, "The service cannot work now")
-TOO_MANY_CONNECTIONS = Kind("too-many-connections", 503, "The service has too many connections")
 
 
 def kinds() -> dict[str, Kind]:
@@ -174,6 +163,12 @@ def located(document: dict[str, Any]) -> dict[str, Any]:
 def _address(name: str) -> str:
     """The address of a type; ``about:blank`` has no page."""
     return ROOT_PATH.get() + name if name.startswith("/") else name
+
+
+StoredError = Annotated[
+    dict[str, Any], PlainSerializer(located), WithJsonSchema({"$ref": "#/components/schemas/ErrorDetails"})
+]
+"""An error document in the database; it is sent with its type as an address."""
 
 
 def error_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -80,6 +80,11 @@ class Settings(BaseSettings):
         description="Certificate authorities (PEM). Every client must present a certificate signed by one "
         "of them.",
     )
+    plain_http: Literal["loopback", "anywhere"] = Field(
+        "loopback",
+        description="Where the service may listen without TLS and without trusted proxies: on this machine "
+        "alone, or anywhere.",
+    )
     session_hours: float = Field(168.0, gt=0, le=400 * 24, description="How long a browser stays signed in.")
     database: str = Field("sqlite:///zbv.db", description="URL of the database that holds all state.")
     searches: int = Field(
@@ -150,20 +155,20 @@ class Settings(BaseSettings):
     max_stored_rows_per_token: int = Field(
         100_000,
         ge=1,
-        description="Searches that a token may store, ended ones included; as many imported plans, runs, "
-        "sessions with sign-in links, and Idempotency-Keys.",
+        description="Searches that a token may store, ended ones included; as many imported plans, runs, and "
+        "sessions with sign-in links.",
     )
     max_agents_per_token: int = Field(
         2048, ge=1, description="Agents of a token that are registered at the same time."
     )
     max_connections: int = Field(
-        4096, ge=1, description="Connections at the same time; the service answers 503 to more."
+        4096, ge=1, description="Connections at the same time; beyond, the service answers 503."
     )
     keep_alive_seconds: int = Field(
         5, ge=1, le=86_400, description="Seconds for which an idle connection stays open."
     )
     request_seconds: _Seconds = Field(
-        20.0, description="Longest time for the head of a request to arrive, and longest pause in its body."
+        20.0, description="Longest TLS handshake, and longest pause in the body of a request."
     )
     computation_seconds: _Seconds = Field(
         120.0,
@@ -184,9 +189,6 @@ class Settings(BaseSettings):
         gt=0,
         description="When a search has not stopped this long after it was cancelled or reached its time "
         "limit, its process is killed; its best plan is kept.",
-    )
-    idempotency_seconds: float = Field(
-        DAY, gt=0, le=YEAR, description="How long the service remembers the Idempotency-Key of a request."
     )
     keep_days: _Days = Field(
         90.0,
@@ -218,6 +220,18 @@ class Settings(BaseSettings):
         return is_loopback(self.host)
 
     @property
+    def host_names(self) -> list[str]:
+        """The names by which requests may call the service.
+
+        A page of another site can let its own name point to this machine, and a browser would then treat the
+        service as part of that site ("DNS rebinding"). So a local service knows its own names alone.
+        """
+        if "*" in self.allowed_hosts or not (self.allowed_hosts or self.is_local):
+            return ["*"]
+        bound = f"[{self.host}]" if ":" in self.host else self.host
+        return [*self.allowed_hosts, bound, "localhost", "127.0.0.1", "[::1]"]
+
+    @property
     def memory(self) -> int:
         """Bytes for the service with all its processes, beyond which computations of requests are ended."""
         return (self.searches * LEAST_SEARCH_MEMORY + OTHER_MEMORY) * MEBIBYTE
@@ -226,6 +240,14 @@ class Settings(BaseSettings):
     @classmethod
     def _hosts_are_separated_by_commas(cls, value: object) -> object:
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts_are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if "*" in name.removeprefix("*.") and name != "*":
+                raise ValueError(f"found {name!r}; * stands alone or before a domain, such as *.example.com.")
+        return value
 
     @field_validator("executor")
     @classmethod

@@ -35,6 +35,26 @@ def uniform_document(p: int, m: int, *, limit: float | None = None, **changes: A
     }
 
 
+DIFFERING: dict[str, Any] = {
+    "pp_degree": 4,
+    "microbatches": 3,
+    "features": {"tokens": [4, 2, 1], "tokens_squared": [16, 4, 1], "unused": [1, 2, 3]},
+    "costs": {
+        "forward": {"fixed": 20, "tokens": -1, "tokens_squared": 0.5},
+        "backward_input": {"tokens": [3, 4]},
+        "backward_weight": 7,
+        "p2p": {"fixed": 5, "tokens": 1},
+    },
+    "memory": {
+        "forward": {"tokens": 2},
+        "backward_input": {"tokens": -1},
+        "backward_weight": {"tokens": -1},
+        "static": [1, 1, 1, 2],
+        "limit": [9, 17, 17, 17.5],
+    },
+}
+"""The document of a problem whose microbatches differ."""
+
 UNITS = (1.0, 1.0, 1.0, 0.1, 1 / 3, 1e-6, 123_456.7)
 """Of the costs of random problems. Numbers that are not binary fractions round in every sum."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from math import inf
 
@@ -16,8 +16,16 @@ class Impossible(Exception):
     """The order cannot be executed."""
 
 
-def simulate(problem: Problem, orders: Orders, iterations: int = 1) -> list[Times]:
-    """Start and end of every action when iterations follow back to back, rank by rank, action by action."""
+def simulate(
+    problem: Problem,
+    orders: Orders,
+    iterations: int = 1,
+    factors: Callable[[int, Action], tuple[float, float]] = lambda _k, _action: (1.0, 1.0),
+) -> list[Times]:
+    """Start and end of every action when iterations follow back to back, rank by rank, action by action.
+
+    ``factors`` of an iteration and an action multiply its duration, and the latency of its input.
+    """
     ranks = [orders.actions(rank) for rank in range(orders.pp_degree)]
     queue = [[(k, action) for k in range(iterations) for action in actions] for actions in ranks]
     times: list[Times] = [{} for _ in range(iterations)]
@@ -29,11 +37,12 @@ def simulate(problem: Problem, orders: Orders, iterations: int = 1) -> list[Time
         for rank, waiting in enumerate(queue):
             while position[rank] < len(waiting):
                 k, action = waiting[position[rank]]
-                ready = _ready(problem, times[k], action)
+                longer, later = factors(k, action)
+                ready = _ready(problem, times[k], action, later)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
-                clock[rank] = start + _duration(problem, action)
+                clock[rank] = start + _duration(problem, action) * longer
                 if action in times[k]:
                     raise Impossible(f"{action} twice")
                 times[k][action] = (start, clock[rank])
@@ -48,14 +57,6 @@ def makespan(problem: Problem, orders: Orders) -> float:
     """Last end minus first start."""
     times = simulate(problem, orders)[0].values()
     return max(end for _, end in times) - min(start for start, _ in times)
-
-
-def steady_period(problem: Problem, orders: Orders, iterations: int = 60) -> float:
-    """Time per iteration once many have followed each other, optimizer steps taking none."""
-    times = simulate(problem, orders, iterations)
-    ends = [max(end for _, end in times[k].values()) for k in range(iterations)]
-    half = iterations // 2
-    return (ends[-1] - ends[half - 1]) / (iterations - half)
 
 
 def reach(problem: Problem, orders: Orders) -> list[list[float]]:
@@ -150,14 +151,14 @@ def _duration(problem: Problem, action: Action) -> float:
     }[action.letter]
 
 
-def _ready(problem: Problem, times: Times, action: Action) -> float | None:
+def _ready(problem: Problem, times: Times, action: Action, later: float) -> float | None:
     """When an action's inputs are there, or None while one is missing."""
     ready = 0.0
     for alternatives, lag in _inputs(problem, action):
         done = [times[action][1] for action in alternatives if action in times]
         if not done:
             return None
-        ready = max(ready, done[0] + lag)
+        ready = max(ready, done[0] + lag * later)
     return ready
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Engine, event
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable
 from zbv_service.database.models import Base
-from zbv_service.records.runs import NewAgent, NewRun
-from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary
+from zbv_service.records.agents import NewAgent
+from zbv_service.records.plans import NewPlan, PlanSummaryDocument
+from zbv_service.records.runs import NewRun
+from zbv_service.records.searches import NewSearch
 from zbv_service.runs.scheduler import decide
 
 
@@ -27,9 +29,15 @@ def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:
     return NewSearch(name, key or name, b"problem", summary, {}, created_by)
 
 
+def a_layout_search(name: str) -> NewSearch:
+    """A search of layouts."""
+    summary = {"devices": 8, "global_batch": 64, "sequence_length": 128, "layouts": 3}
+    return NewSearch(name, name, b"request", summary, {}, kind="layouts")
+
+
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:
     """A plan with an objective and a problem's key; ``changes`` are of its summary."""
-    summary = PlanSummary(
+    summary = PlanSummaryDocument(
         **{
             "plan_id": name,
             "pp_degree": 2,
@@ -53,15 +61,37 @@ def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: A
 PLAN = "f" * 64
 
 
-def an_agent(name: str, **changes: Any) -> NewAgent:
+def an_agent(name: str, /, **changes: Any) -> NewAgent:
     """An agent for one rank that allows every model."""
-    return replace(NewAgent(name, name, "127.0.0.1", 1000, 1, [], {}, ["*"], owner="t"), **changes)
+    values: dict[str, Any] = {
+        "id": name,
+        "name": name,
+        "address": "127.0.0.1",
+        "port": 1000,
+        "slots": 1,
+        "devices": [],
+        "versions": {},
+        "allowed_models": ["*"],
+        "checkpoint_directories": None,
+        "owner": "t",
+    }
+    return NewAgent(**{**values, **changes})
 
 
-def a_run(name: str, nodes: int, **changes: Any) -> NewRun:
+def a_run(name: str, /, nodes: int = 1, **changes: Any) -> NewRun:
     """A run of plan :data:`PLAN` with one rank on each node."""
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
-    return replace(NewRun(name, PLAN, None, None, model, nodes, 1, 5, {}, datetime.now(UTC)), **changes)
+    values: dict[str, Any] = {
+        "id": name,
+        "plan_id": PLAN,
+        "search_id": None,
+        "model": {"factory": "a.b:c", "arguments": {}, "seed": 0},
+        "nodes": nodes,
+        "ranks_per_node": 1,
+        "steps": 5,
+        "options": {},
+        "created_at": datetime.now(UTC),
+    }
+    return NewRun(**{**values, **changes})
 
 
 async def begin(

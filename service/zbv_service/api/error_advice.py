@@ -14,35 +14,14 @@ class Advice:
 
 
 ADVICE: dict[str, Advice] = {
-    "malformed-request": Advice(
-        "The request is not HTTP/1.1. Most often a client uses TLS and the service does not.",
-        "Check the scheme of the address, http:// or https://, and any proxy in between.",
-    ),
     "malformed-json": Advice(
         "The body cannot be decoded: it is not JSON, is truncated, contains NaN or infinity, is "
         "nested too deeply, or is declared as gzip and is not.",
         "Send one JSON document in UTF-8. The detail says at which line and column reading stopped.",
     ),
-    "invalid-idempotency-key": Advice(
-        "The header Idempotency-Key is repeated, empty, too long, or has invalid characters.",
-        "Send one key of up to 255 visible ASCII characters, such as a UUID.",
-    ),
-    "idempotency-key-in-use": Advice(
-        "An earlier request with this Idempotency-Key is still being answered.",
-        "Repeat the request after the seconds in Retry-After. If the first one was accepted, the answer "
-        "is the resource that it created.",
-    ),
     "idempotency-key-reused": Advice(
-        "An earlier request used this Idempotency-Key with another body or address.",
+        "An earlier request used this Idempotency-Key with another body.",
         "Send a new key with a new request; to repeat a request, send its body unchanged.",
-    ),
-    "search-discarded": Advice(
-        "The search that the request with this Idempotency-Key created was discarded.",
-        "To search it again, send the request with a new key.",
-    ),
-    "run-removed": Advice(
-        "The run that the request with this Idempotency-Key created was removed.",
-        "To run it again, send the request with a new key.",
     ),
     "search-in-use": Advice(
         "A run was submitted as a problem, and waits for the plan of this search.",
@@ -89,12 +68,6 @@ ADVICE: dict[str, Advice] = {
         "the run failed, or starts again if it has retries left.",
         "Register again, under a new id.",
     ),
-    "address-too-long": Advice(
-        "Path and query together are longer than the service reads.", "Send a shorter address."
-    ),
-    "headers-too-large": Advice(
-        "The header fields together are larger than the service reads.", "Send fewer or shorter fields."
-    ),
     "body-too-large": Advice(
         "The body is larger than the operator allows; a compressed body counts with its decompressed size.",
         "Send less: fewer microbatches, or layers with repeat. The operator may raise the limit.",
@@ -129,17 +102,12 @@ ADVICE: dict[str, Advice] = {
         "The search ended at its time limit, before it had a plan.",
         "Raise options.time_limit, or make the problem smaller; for layouts, fix parts of the layout.",
     ),
-    "unknown-host": Advice(
-        "The Host header is not one of the service's names. A service that listens on this "
-        "machine alone accepts no other names, so that no website can make browsers call it.",
-        "Use the address that the service printed. Behind a proxy, set ZBV_ALLOWED_HOSTS to the public name.",
-    ),
     "too-many-searches": Advice(
         "This token has reached its limit of queued and running searches.",
         "Wait for some to end, or cancel some. The operator may raise the limit, for all or for one token.",
     ),
     "too-much-stored": Advice(
-        "The token has as many searches, plans, runs, agents, sessions or Idempotency-Keys as it may, or "
+        "The token has as many searches, plans, runs, agents or sessions as it may, or "
         "they have too many bytes. Only requests that store something are refused.",
         "Remove what is not needed any more; the detail says how. The operator can raise the limits: "
         "--max-stored-bytes-per-token, --max-stored-rows-per-token, --max-agents-per-token.",
@@ -147,7 +115,7 @@ ADVICE: dict[str, Advice] = {
     "internal-error": Advice(
         "The service failed; the request may have been valid.",
         "Give the operator the request_id, under which the log has details. A GET may be repeated. Any other "
-        "request may have been carried out: check first, or repeat it with its Idempotency-Key.",
+        "request may have been carried out: check first; a run can be repeated with its Idempotency-Key.",
     ),
     "contradicted-bound": Advice(
         "A verified plan is better than a lower bound allows, so the plan or the bound is wrong. This is a "
@@ -170,11 +138,6 @@ ADVICE: dict[str, Advice] = {
     "not-ready": Advice(
         "The service starts, stops, or cannot reach its database.",
         "Try again in a moment; clients that respect Retry-After do so automatically. A request other than "
-        "GET may have been carried out: check first, or repeat it with its Idempotency-Key.",
-    ),
-    "too-many-connections": Advice(
-        "The service has reached its limit of connections.",
-        "Ask again in a moment, and keep connections for several requests. The operator may allow more "
-        "(ZBV_MAX_CONNECTIONS).",
+        "GET may have been carried out: check first; a run can be repeated with its Idempotency-Key.",
     ),
 }

@@ -161,6 +161,6 @@ def _repeating(request: Request) -> str:
     if request.method in ("GET", "HEAD"):
         return "Repeat the request in a moment."
     return (
-        "The request may still have been carried out. Check first, or repeat it with the same "
-        "Idempotency-Key if it had one (POST /v1/searches, POST /v1/layouts, POST /v1/runs)."
+        "The request may still have been carried out. Check first; a search may be sent again, and "
+        "a run with the same Idempotency-Key."
     )

@@ -5,156 +5,31 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from fastapi import Request, Response
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
-from zbv_solver.problem.layered_problem import PlacementChoice
-from zbv_solver.problem.numeric import MAX_CELLS, MAX_PP_DEGREE
-from zbv_solver.problem.problem import Objective
-from zbv_solver.problem.stages import PlacementKind
 
 from zbv_service.api.negotiation import VARY, root_of, to_page, wants_page
 from zbv_service.api.state import state_of
 from zbv_service.errors import INVALID_PARAMETER, ApiError
-from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentState, RunFilter, RunState
-from zbv_service.records.searches import Page, PlanFilter, Position, SearchFilter, SearchState
+from zbv_service.records.lists import (
+    Page,
+    PageQuery,
+    Position,
+)
+from zbv_service.records.shared import json_with
 
-LARGEST_PAGE = 1000
-MOST_AGENTS = 10_000
 _CURSOR = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{6})?\+00:00) ([0-9a-z]{1,64})( newer)?", re.ASCII
 )
-_ANY_STATE = "One of these states; may be repeated."
 
 T = TypeVar("T")
-
-
-def _in_utc(moment: datetime) -> datetime:
-    try:
-        return moment.astimezone(UTC)
-    except OverflowError:
-        raise ValueError("must be a moment of the years 1 to 9999 in UTC") from None
-
-
-Moment = Annotated[
-    Annotated[AwareDatetime, AfterValidator(_in_utc)] | None,
-    Field(description="With a time zone offset, such as Z."),
-]
-Text = Annotated[str, Field(max_length=200, pattern=r"^[^\x00]*$")]
-
-
-class PageQuery(BaseModel):
-    """A page of a list. Unknown parameters are errors."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    limit: int = Field(100, ge=1, le=LARGEST_PAGE, description="Entries on a page, at most.")
-    cursor: str | None = Field(
-        None, max_length=200, description="Taken from the addresses in `next` and `previous`."
-    )
-
-
-class ListQuery(PageQuery):
-    """A page of a list of searches or plans, with its filters."""
-
-    q: Text | None = Field(None, description="Prefix of the id, or of the id of a search's plan.")
-    pp_degree: int | None = Field(None, ge=1, le=MAX_PP_DEGREE)
-    microbatches: int | None = Field(None, ge=1, le=MAX_CELLS)
-    objective: Objective | None = None
-    created_after: Moment = None
-    created_before: Moment = None
-
-    def _filters(self) -> dict[str, Any]:
-        return {"text": self.q, **self.model_dump(exclude={"limit", "cursor", "q", "state"})}
-
-
-class SearchListQuery(ListQuery):
-    """The filters of a list of searches."""
-
-    state: list[SearchState] = Field([], description=_ANY_STATE)
-    placement: PlacementChoice | None = Field(
-        None, description="As requested; `auto` lets the planner choose."
-    )
-
-    @property
-    def filter(self) -> SearchFilter:
-        """The filter for the database."""
-        return SearchFilter(**self._filters(), states=frozenset(self.state))
-
-
-class LayoutListQuery(PageQuery):
-    """The filters of a list of searches for layouts."""
-
-    q: Text | None = Field(None, description="Prefix of the id, or of the id of the best layout's plan.")
-    state: list[SearchState] = Field([], description=_ANY_STATE)
-    created_after: Moment = None
-    created_before: Moment = None
-
-    @property
-    def filter(self) -> SearchFilter:
-        """The filter for the database."""
-        return SearchFilter(
-            states=frozenset(self.state),
-            text=self.q,
-            created_after=self.created_after,
-            created_before=self.created_before,
-        )
-
-
-class PlanListQuery(ListQuery):
-    """The filters of a list of plans."""
-
-    placement: PlacementKind | None = None
-    status: Literal["optimal", "feasible"] | None = None
-
-    @property
-    def filter(self) -> PlanFilter:
-        """The filter for the database."""
-        return PlanFilter(**self._filters())
-
-
-class RunListQuery(PageQuery):
-    """The filters of a list of runs."""
-
-    q: Text | None = Field(
-        None,
-        description="Prefix of the id of the run, its plan or its search, or a part of the factory or of the "
-        "script's path.",
-    )
-    state: list[RunState] = Field([], description=_ANY_STATE)
-    created_after: Moment = None
-    created_before: Moment = None
-
-    @property
-    def filter(self) -> RunFilter:
-        """The filter for the database."""
-        return RunFilter(
-            states=frozenset(self.state),
-            text=self.q,
-            created_after=self.created_after,
-            created_before=self.created_before,
-        )
-
-
-class AgentListQuery(PageQuery):
-    """The filters of a list of agents."""
-
-    limit: int = Field(1000, ge=1, le=MOST_AGENTS, description="Entries on a page, at most.")
-    q: Text | None = Field(
-        None, description="A part of the name or address, or a prefix of the id of the agent or its run."
-    )
-    state: list[AgentState] = Field([], description=f"{_ANY_STATE} Default: live and draining.")
-
-    @property
-    def filter(self) -> AgentFilter:
-        """The filter for the database."""
-        return AgentFilter(states=frozenset(self.state) or AGENT_PRESENT, text=self.q)
+Q = TypeVar("Q", bound=PageQuery)
 
 
 @dataclass(frozen=True)
@@ -202,24 +77,26 @@ def neighbours(request: Request, page: Page[Any]) -> Neighbours:
 
 async def list_response(
     request: Request,
-    query: PageQuery,
-    load: Callable[[int, Position | None], Awaitable[Page[T]]],
-    write: Callable[[Sequence[T], Neighbours], bytes],
+    query: Q,
+    load: Callable[[Q, Position | None], Awaitable[Page[T]]],
+    name: str,
+    write: Callable[[T], bytes],
 ) -> Response:
     """One page of a list, with its neighbours in the header ``Link`` (RFC 8288).
 
     Parameters
     ----------
     load
-        Reads at most so many entries from a position on.
-    write
-        The JSON of a page; it runs in a thread.
+        Reads the entries of the query from a position on.
+    name, write
+        The member of the document that has the entries, and the JSON of an entry. Entries are written one by
+        one, in a thread: pydantic would keep the interpreter while it writes the whole list.
     """
     if wants_page(request):
         return to_page(request)
     computations = state_of(request).computations
     async with computations.listing(query.limit):
-        page = await load(query.limit, position_of(query.cursor))
+        page = await load(query, position_of(query.cursor))
     around = neighbours(request, page)
     headers = {**VARY, "Cache-Control": "no-store"}
     links = [
@@ -230,5 +107,8 @@ async def list_response(
     if links:
         headers["Link"] = ", ".join(links)
     # The thread gets the context of the request, because errors in the list contain its root path.
-    text = await computations.write(copy_context().run, write, page.items, around)
+    document = {name: None, **asdict(around)}
+    text = await computations.write(
+        copy_context().run, lambda: json_with(document, **{name: [*map(write, page.items)]})
+    )
     return Response(text, headers=headers, media_type="application/json")

@@ -11,31 +11,26 @@ from pydantic.json_schema import models_json_schema
 from zbv_solver.measure.rank_trace import RankTraceDocument
 
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.idempotency import HEADER
 from zbv_service.api.openapi_extras import enrich
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
-    IDEMPOTENCY_KEY_IN_USE,
-    IDEMPOTENCY_KEY_REUSED,
     INSUFFICIENT_SCOPE,
-    INVALID_IDEMPOTENCY_KEY,
     INVALID_PARAMETER,
     MALFORMED_JSON,
     NOT_FOUND,
     OTHER_ORIGIN,
     UNAUTHENTICATED,
-    UNKNOWN_HOST,
     UNSUPPORTED_MEDIA_TYPE,
     ErrorDetails,
     Kind,
 )
 from zbv_service.plans.documents import PlanDocument, RankDocument
 from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest, PackRequest
-from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, NodeEnd, RankEvents
-from zbv_service.runs.documents import PlanChange, RunRequest
-from zbv_service.searches.documents import SearchRequest
+from zbv_service.records.agents import AgentRequest, Heartbeat, NodeEnd, RankEvents
+from zbv_service.runs.requests import PlanChange, RunRequest
+from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.scheme import SCHEME
 from zbv_service.security.scopes import SCOPES
 
@@ -102,7 +97,7 @@ def _add_errors(method: str, path: str, operation: dict[str, Any]) -> None:
 
 def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Kind]:
     """The errors that follow from the parameters, body and scopes of an operation."""
-    kinds = [UNKNOWN_HOST]
+    kinds: list[Kind] = []
     if "security" in operation:
         kinds += [UNAUTHENTICATED, INSUFFICIENT_SCOPE]
         kinds += [] if method == "get" else [OTHER_ORIGIN]
@@ -111,9 +106,7 @@ def _common_errors(method: str, path: str, operation: dict[str, Any]) -> list[Ki
     if "{" in path:
         kinds.append(NOT_FOUND)
     for parameter in operation.get("parameters", ()):
-        if parameter["name"] == HEADER:
-            kinds += [INVALID_IDEMPOTENCY_KEY, IDEMPOTENCY_KEY_IN_USE, IDEMPOTENCY_KEY_REUSED]
-        elif parameter["in"] != "path" or parameter["schema"]["type"] != "string":
+        if parameter["in"] != "path" or parameter["schema"]["type"] != "string":
             kinds.append(INVALID_PARAMETER)
     return kinds
 

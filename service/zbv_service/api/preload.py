@@ -16,10 +16,10 @@ from zbv_service.plans import renderings
 from zbv_service.problems import check, compare, estimate, packing
 from zbv_service.runs import measurements
 from zbv_service.searches import layouts
-from zbv_service.searches.executors import connection
+from zbv_service.searches.executors import local
 
 PRELOADED = (
-    *(check, compare, connection, estimate, frontier, layout_search, layouts, measurements),
+    *(check, compare, estimate, frontier, layout_search, layouts, local, measurements),
     *(pack, packing, renderings),
 )
 

@@ -36,15 +36,8 @@ _RUN_POLL_SECONDS = 0.2
 class Client(Connection):
     """A client of the service. Its parameters are those of :class:`Connection`."""
 
-    def submit(
-        self, problem: Any, options: Mapping[str, Any] | None = None, *, key: str | None = None
-    ) -> Search:
+    def submit(self, problem: Any, options: Mapping[str, Any] | None = None) -> Search:
         """Start a search for a problem document; an identical submission returns the same search.
-
-        Parameters
-        ----------
-        key
-            The Idempotency-Key: requests with the same key are one request. Random by default.
 
         Raises
         ------
@@ -52,7 +45,7 @@ class Client(Connection):
             When the problem or an option breaks a rule.
         """
         body = {"problem": problem, "options": dict(options or {})}
-        return self._post(as_type(Search), "searches", json=body, key=key or uuid.uuid4().hex)
+        return self._post(as_type(Search), "searches", json=body)
 
     def search(self, search_id: str) -> Search:
         """The state of a search."""
@@ -139,7 +132,7 @@ class Client(Connection):
             watch.update(read(search_id))
         return watch.result()
 
-    def submit_layouts(self, request: Mapping[str, Any], *, key: str | None = None) -> LayoutSearch:
+    def submit_layouts(self, request: Mapping[str, Any]) -> LayoutSearch:
         """Start a search for the best layouts of a model on a cluster; equal requests return the same search.
 
         Parameters
@@ -147,8 +140,6 @@ class Client(Connection):
         request
             ``model``, ``cluster``, and optionally ``global_batch``, ``sequence_length``, ``fixed``, ``top``
             and ``options``.
-        key
-            As in :meth:`submit`.
 
         Raises
         ------
@@ -156,7 +147,7 @@ class Client(Connection):
             When the request breaks a rule.
         """
         body = dict(request)
-        return self._post(as_type(LayoutSearch), "layouts", json=body, key=key or uuid.uuid4().hex)
+        return self._post(as_type(LayoutSearch), "layouts", json=body)
 
     def layouts(self, search_id: str) -> LayoutSearch:
         """The state of a search for layouts."""

@@ -14,8 +14,6 @@ from zbv_service.client.errors import ServiceUnreachable
 
 TRANSIENT = frozenset({429, 502, 503, 504})
 """Statuses that a later attempt may not get."""
-CONFLICT = 409
-"""Transient only with Retry-After: the service is still answering the same request."""
 DEFAULT_TIMEOUT = 30.0
 """Seconds for one request."""
 DEFAULT_RETRIES = 4
@@ -55,8 +53,11 @@ class RetryState:
     def after_response(self, response: httpx.Response) -> float | None:
         """Seconds until the next attempt; None when the response is final."""
         asked = _retry_after(response.headers.get("retry-after", ""))
-        is_transient = response.status_code in TRANSIENT or (response.status_code == CONFLICT and asked > 0)
-        if not is_transient or self._left == 0 or asked > self._retries.longest_retry_after:
+        if (
+            response.status_code not in TRANSIENT
+            or self._left == 0
+            or asked > self._retries.longest_retry_after
+        ):
             return None
         return asked + self._next_pause()
 

@@ -15,14 +15,12 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from zbv_service.api.connections import ConnectionLimits, limited
 from zbv_service.app import create_app
 from zbv_service.client.tokens import is_loopback
 from zbv_service.security.local_token import kept_token, left_behind
 from zbv_service.security.token_text import TokenText
 from zbv_service.settings import Settings
 
-MAX_HEAD_BYTES = 64 * 1024
 BACKLOG = 2048
 MOST_FILES = 65_536
 SWITCH_SECONDS = 0.001
@@ -41,15 +39,15 @@ def serve(settings: Settings) -> bool:
     Raises
     ------
     CannotServe
-        When the address is in use or not the one that its name promises, or certificates are unusable.
+        When the address is in use, not the one that its name promises, or reachable without protection, or
+        certificates are unusable.
     """
     _allow_files()
     with ExitStack() as stack:
         # Bind first: the service that holds the port owns its token.
         listener = stack.enter_context(_listen(settings.host, settings.port))
         _require_loopback_if_local(listener, settings)
-        if (warning := exposure(listener.getsockname()[0], settings)) is not None:
-            logger.warning(warning)
+        _require_protection(listener.getsockname()[0], settings)
         local = _local_token(settings)
         app = create_app(settings, local_token=local)
         config = config_of(app, settings)
@@ -72,18 +70,25 @@ def _require_loopback_if_local(listener: socket.socket, settings: Settings) -> N
         )
 
 
-def exposure(address: str, settings: Settings) -> str | None:
-    """The warning for a service that listens on an address; None if there is no reason to warn.
+def _require_protection(address: str, settings: Settings) -> None:
+    """Raise :class:`CannotServe` when others reach the service without TLS and without a trusted proxy.
 
-    An operator who configures proxies is assumed to have one that uses TLS.
+    An operator who names proxies is assumed to have one that uses TLS and limits connections and heads of
+    requests, which the server does not.
     """
     has_proxy = settings.trusted_proxies != Settings.model_fields["trusted_proxies"].default
-    if is_loopback(address) or settings.tls_cert is not None or has_proxy:
-        return None
-    return (
-        f"listening on {settings.host} ({address}) without TLS: anyone who can see the traffic can read the "
-        f"tokens in it. Use TLS (--tls-cert and --tls-key) or a proxy with TLS, on this machine with --host "
-        f"127.0.0.1 or elsewhere with --trusted-proxies ADDRESS."
+    if (
+        is_loopback(address)
+        or settings.tls_cert is not None
+        or has_proxy
+        or settings.plain_http == "anywhere"
+    ):
+        return
+    raise CannotServe(
+        f"--host: found {settings.host} ({address}) without TLS: anyone who sees the traffic could read "
+        f"the tokens in it. Use TLS (--tls-cert and --tls-key) or a proxy with TLS, on this machine with "
+        f"--host 127.0.0.1 or elsewhere with --trusted-proxies ADDRESS. In a private network, "
+        f"--plain-http anywhere permits it."
     )
 
 
@@ -156,8 +161,9 @@ def config_of(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """The server's configuration for an application; raises :class:`CannotServe`."""
     config = uvicorn.Config(
         app,
-        http=limited(ConnectionLimits(settings.request_seconds, MAX_HEAD_BYTES, settings.max_connections)),
+        http="httptools",
         ws="none",
+        limit_concurrency=settings.max_connections,
         timeout_keep_alive=settings.keep_alive_seconds,
         forwarded_allow_ips=settings.trusted_proxies,
         server_header=False,

@@ -9,19 +9,13 @@ a computation and releases its memory.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import math
-import os
-import shutil
-import stat
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
@@ -55,12 +49,6 @@ LIGHT_STAGES = 128
 LIGHT_VALUES = 1024
 """A body of at most this size, or decoded with so many values, and with so many stages is read faster than it
 could be sent to a process."""
-LARGE = 1024**2
-"""From this size on, bytes are passed to and from a process in a file; a pipe would block the event loop."""
-
-_PREFIX = "zbv-computations-"
-_ABANDONED_SECONDS = 60.0
-"""A younger folder may belong to a service that starts now and has not locked it yet."""
 
 
 class Computations:
@@ -84,11 +72,6 @@ class Computations:
         self._writing = FairQueue(1, 1, WAITING, WAITING_EACH)
         self._listing = FairQueue(1, 1, WAITING, WAITING_EACH)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="zbv-writer")
-        # Threads that start processes and read and write files; the event loop's own threads start searches.
-        self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="zbv-computations")
-        _remove_abandoned()
-        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
-        self._in_use = _locked(self._folder.name)
 
     async def run(self, function: Callable[[Any], T], argument: Any, seconds: float | None = None) -> T:
         """Call a function in another process, where it must be importable.
@@ -164,12 +147,6 @@ class Computations:
         """Kill the processes."""
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._processes.kill()
-        self._processes.shutdown(wait=False, cancel_futures=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._folder.cleanup()
-        if self._in_use is not None:
-            os.close(self._in_use)
-            self._in_use = None
 
     @asynccontextmanager
     async def _turn(self, turns: FairQueue) -> AsyncIterator[None]:
@@ -190,15 +167,8 @@ class Computations:
             return await self._compute(function, argument, seconds)
 
     async def _compute(self, function: Callable[[Any], T], argument: Any, seconds: float) -> T:
-        folder = tempfile.mkdtemp(dir=self._folder.name)
         try:
-            if isinstance(argument, bytes | bytearray) and len(argument) > LARGE:
-                argument = await self._in_thread(_Stored.of, argument, folder)
-            future = await self._begin(function, argument, folder)
-            made = await self._in_time(future, seconds)
-            if isinstance(made, _Stored):
-                made = await self._in_thread(made.take)
-            return cast("T", made)
+            return await self._in_time(self._processes.submit(function, argument), seconds)
         except BrokenExecutor:
             raise _refused("Its process died, most often because memory ran out.") from None
         except MemoryError:
@@ -208,23 +178,8 @@ class Computations:
                 f"The computation needs more than {MEMORY // 1024**2} MiB of memory, which is this service's "
                 f"limit. Compute on your own machine, such as by `zbv export`, or send a smaller problem.",
             ) from None
-        finally:
-            # The files of a killed computation are still there. A stopped service has removed them.
-            with suppress(RuntimeError):
-                self._threads.submit(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _begin(self, function: Callable[[Any], T], sent: Any, folder: str) -> Future[Any]:
-        """Start a computation; another thread starts the process, which takes some milliseconds."""
-        beginning = asyncio.ensure_future(
-            self._in_thread(self._processes.submit, _call, function, sent, folder)
-        )
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            await self._end(await beginning)
-            raise
-
-    async def _in_time(self, future: Future[Any], seconds: float) -> Any:
+    async def _in_time(self, future: Future[T], seconds: float) -> T:
         """The result of a started computation.
 
         At its deadline, or if nobody waits for it any more, its process is killed; the caller's turn lasts
@@ -237,7 +192,7 @@ class Computations:
             while not waited.done() and (left := end - time.monotonic()) > 0:
                 await asyncio.wait([waited], timeout=min(left, LOOK_SECONDS))
                 if not waited.done():
-                    await self._in_thread(self._relieve)
+                    await asyncio.to_thread(self._relieve)
         except asyncio.CancelledError:
             await self._end(future)
             raise
@@ -265,15 +220,6 @@ class Computations:
             self._processes.kill_process_of(future)
             await happened(ended, 0.1)
 
-    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread; a cancelled caller also waits for its end."""
-        done = asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-        try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            await asyncio.wait([done])
-            raise
-
 
 def is_light(document: Any) -> bool:
     """Whether a decoded body of at most ``LIGHT_BYTES`` stays small if its problem is expanded per stage."""
@@ -295,61 +241,6 @@ class _OfText:
 
     def __call__(self, text: bytes | bytearray) -> Any:
         return self.function(parse_json(text))
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Bytes in a file that one process passes to another."""
-
-    path: str
-
-    @classmethod
-    def of(cls, content: bytes | bytearray, folder: str) -> _Stored:
-        """Write a file."""
-        handle, path = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        return cls(path)
-
-    def take(self) -> bytes:
-        """Read the file, and remove it."""
-        content = Path(self.path).read_bytes()
-        os.unlink(self.path)
-        return content
-
-
-def _call(function: Callable[[Any], Any], argument: Any, folder: str) -> Any:
-    """Call a function in the other process; large bytes are passed as files."""
-    made = function(argument.take() if isinstance(argument, _Stored) else argument)
-    return _Stored.of(made, folder) if isinstance(made, bytes) and len(made) > LARGE else made
-
-
-def _locked(folder: str) -> int | None:
-    """A descriptor of a folder that marks it as in use for as long as it is open; None if another has it.
-
-    The system releases the mark when the process ends, however it ends.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _remove_abandoned() -> None:
-    """Remove the folders of this user's services that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # not this user's, or removed just now
-            found = path.lstat()
-            is_young = time.time() - found.st_mtime < _ABANDONED_SECONDS
-            if is_young or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                continue
-            descriptor = _locked(str(path))
-            if descriptor is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(descriptor)
 
 
 def _refused(why: str) -> ApiError:

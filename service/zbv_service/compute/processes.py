@@ -1,7 +1,8 @@
-"""An executor that isolates its processes: the death of one does not affect the others.
+"""Calls of functions in other processes: the death of one process does not affect the others.
 
-A :class:`concurrent.futures.ProcessPoolExecutor` breaks as a whole when one of its processes dies, and all
-its tasks fail. Here each process is a separate pool, so only the task that it ran fails.
+Each process makes one call at a time and is kept for later ones. A call can report while it runs, and can
+be asked to stop. A :class:`concurrent.futures.ProcessPoolExecutor` offers neither, and breaks as a whole when
+one of its processes dies.
 """
 
 from __future__ import annotations
@@ -9,51 +10,62 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import resource
-import signal
 import threading
-from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
-P = ParamSpec("P")
+from zbv_service.compute.child import receive, send, serve
+
 T = TypeVar("T")
 
-NICENESS = 10
-"""Niceness: computations use the CPU time that the service leaves, so requests stay fast."""
 KEPT_BYTES = 96 * 1024**2
 """An idle process with a memory limit that holds more private bytes than this is ended, to release them; so
 is one whose memory ran out."""
-ORPHANED = 70
-"""Exit status of a process that lost its service."""
 
-_executors: WeakSet[IsolatedProcesses] = WeakSet()
+_everyone: WeakSet[IsolatedProcesses] = WeakSet()
+_CONTEXT = multiprocessing.get_context("forkserver")
+"""Processes are forked from a fork server that has loaded the planner and has no threads, which takes
+milliseconds. Forking this process would be unsafe, because it has threads."""
 
 logger = logging.getLogger(__name__)
 
 
 class ShutDown(RuntimeError):
-    """The executor was shut down; it takes no more tasks."""
+    """The processes were shut down; they take no more calls."""
 
 
 def preload(*modules: str) -> None:
     """Have the fork server import these modules, so that forked processes start with them.
 
-    The fork server is shared by all executors of this process, and imports modules only when it starts.
+    All processes have one fork server, which imports modules only when it starts.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+    _CONTEXT.set_forkserver_preload(list(modules))
 
 
-class IsolatedProcesses(Executor):
-    """Runs one process per concurrent task, and keeps idle processes for later tasks.
+@dataclass(eq=False)
+class _Call:
+    """A call that has not ended."""
 
-    The caller limits the number of tasks. If a process dies, its task fails with
-    :class:`concurrent.futures.BrokenExecutor`, and no other task is affected.
+    function: Callable[..., Any]
+    argument: Any
+    on_report: Callable[[Any], None] | None
+    future: Future[Any] = field(default_factory=Future)
+    process: _Process | None = None
+    """None as long as it has not started."""
+    is_stopped: bool = False
+
+
+class IsolatedProcesses:
+    """Runs one process per concurrent call, and keeps idle processes for later calls.
+
+    The caller limits the number of calls. If a process dies, its call fails with
+    :class:`concurrent.futures.BrokenExecutor`, and no other call is affected.
 
     Parameters
     ----------
@@ -65,69 +77,88 @@ class IsolatedProcesses(Executor):
     def __init__(self, memory: int | None = None) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        self._idle: list[ProcessPoolExecutor] = []
-        self._all: dict[ProcessPoolExecutor, Future[int]] = {}
-        self._working: dict[Future[Any], ProcessPoolExecutor] = {}
+        self._idle: list[_Process] = []
+        self._calls: dict[Future[Any], _Call] = {}
         self._is_shut_down = False
-        _executors.add(self)
-        # Processes are forked from a fork server that has loaded the planner and has no threads, which takes
-        # milliseconds. Forking this process would be unsafe, because it has threads.
-        self._context = multiprocessing.get_context("forkserver")
+        _everyone.add(self)
 
     def prepare(self) -> None:
         """Start the fork server without waiting until it has loaded everything."""
         forkserver.ensure_running()
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a call in an idle process, or in a new one; raises :class:`ShutDown`."""
-        while True:
-            with self._lock:
-                if self._is_shut_down:
-                    raise ShutDown("the executor was shut down; it takes no more tasks.")
-                idle = self._idle.pop() if self._idle else None
-            pool = self._new() if idle is None else idle
-            try:
-                future = pool.submit(fn, *args, **kwargs)
-            except BrokenExecutor:
-                self._discard(pool)  # it died while idle
-                continue
-            except RuntimeError as error:  # of a pool that was shut down meanwhile
-                raise ShutDown("the executor was shut down; it takes no more tasks.") from error
-            with self._lock:
-                self._working[future] = pool
-            future.add_done_callback(partial(self._returned, pool))
-            return future
+    def submit(
+        self, function: Callable[..., T], argument: Any, on_report: Callable[[Any], None] | None = None
+    ) -> Future[T]:
+        """Call a function in an idle process, or in a new one; returns at once.
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End each process after its task."""
+        Parameters
+        ----------
+        argument
+            Bytes are passed as they are, all else is pickled.
+        on_report
+            Called in another thread with each report. The function then gets a
+            :class:`zbv_service.compute.child.Caller` as a second
+            argument.
+
+        Raises
+        ------
+        ShutDown
+            The processes take no more calls.
+        """
+        call = _Call(function, argument, on_report)
+        call.future.set_running_or_notify_cancel()
+        with self._lock:
+            if self._is_shut_down:
+                raise ShutDown("the service stops, so no process takes another call.")
+            self._calls[call.future] = call
+        # Starting a process and passing large bytes takes milliseconds.
+        threading.Thread(target=self._make, args=(call,), name="zbv-call", daemon=True).start()
+        return call.future
+
+    def has_begun(self, future: Future[Any]) -> bool:
+        """Whether a call has its process and has not ended."""
+        call = self._calls.get(future)
+        return call is not None and call.process is not None
+
+    def stop(self, future: Future[Any]) -> None:
+        """Ask a call to stop, now or when it begins; see :class:`zbv_service.compute.child.Caller`."""
+        with self._lock:
+            call = self._calls.get(future)
+        if call is not None:
+            _stop(call)
+
+    def shutdown(self) -> None:
+        """Ask every call to stop, and end each process after its call."""
         with self._lock:
             self._is_shut_down = True
-            pools = list(self._all)
-        for pool in pools:
-            pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+            idle, self._idle = self._idle, []
+            calls = list(self._calls.values())
+        for process in idle:
+            process.end()
+        for call in calls:
+            _stop(call)
 
     def kill(self) -> None:
         """Kill every process now."""
         with self._lock:
             self._is_shut_down = True
-            started = [process_id for process_id in self._all.values() if process_id.done()]
-        for process_id in started:
-            _kill(process_id)
+            for call in self._calls.values():
+                if call.process is not None:
+                    call.process.kill()
+        self.shutdown()
 
     def kill_process_of(self, future: Future[Any]) -> None:
         """Kill the process of a call, unless the call has ended or not begun."""
         with self._lock:
-            pool = self._working.get(future)
-            process_id = None if pool is None else self._all.get(pool)
-        if process_id is not None and process_id.done():
-            _kill(process_id)
+            call = self._calls.get(future)
+            if call is not None and call.process is not None:
+                call.process.kill()
 
     def kill_largest(self, least: int) -> Future[Any] | None:
         """Kill the largest process if it holds more than ``least`` private bytes; returns its call."""
         with self._lock:
-            started = [(call, self._all[pool]) for call, pool in self._working.items() if pool in self._all]
-        begun = [(call, process_id.result()) for call, process_id in started if _has_begun(process_id)]
-        held = {call: _private_bytes(process_id) for call, process_id in begun}
+            begun = {future: call.process.id for future, call in self._calls.items() if call.process}
+        held = {future: _private_bytes(process_id) for future, process_id in begun.items()}
         largest = max(held, key=held.__getitem__, default=None)
         if largest is None or held[largest] <= least:
             return None
@@ -138,93 +169,144 @@ class IsolatedProcesses(Executor):
     def process_ids(self) -> list[int]:
         """The ids of all processes, idle ones included."""
         with self._lock:
-            return [process_id.result() for process_id in self._all.values() if _has_begun(process_id)]
+            working = [call.process for call in self._calls.values()]
+            return [process.id for process in (*self._idle, *working) if process is not None]
 
-    def _new(self) -> ProcessPoolExecutor:
-        """Start a process, without the lock: it may take long, and the event loop needs the lock to kill."""
-        pool = ProcessPoolExecutor(
-            1, mp_context=self._context, initializer=_prepare, initargs=(self._memory,)
-        )
-        process_id = pool.submit(os.getpid)
-        with self._lock:
-            if not self._is_shut_down:
-                self._all[pool] = process_id
-                return pool
-        pool.shutdown(wait=False)
-        raise ShutDown("the executor was shut down; it takes no more tasks.")
+    def _make(self, call: _Call) -> None:
+        """Make a call from its start to its end, in a thread."""
+        try:
+            made = self._begin(call).result()
+        except BaseException as error:
+            self._release(call, is_kept=not isinstance(error, BrokenExecutor | MemoryError))
+            call.future.set_exception(error)
+        else:
+            self._release(call, is_kept=True)
+            call.future.set_result(made)
 
-    def _returned(self, pool: ProcessPoolExecutor, future: Future[Any]) -> None:
-        with self._lock:
-            self._working.pop(future, None)
-        error = None if future.cancelled() else future.exception()
-        if isinstance(error, BrokenExecutor):
-            self._discard(pool)
-            return
-        is_large = self._memory is not None and _private_bytes(self._all[pool].result()) > KEPT_BYTES
-        if is_large or isinstance(error, MemoryError):
+    def _begin(self, call: _Call) -> _Process:
+        """Have a process begin a call: an idle one, unless it has died, or a new one."""
+        while True:
             with self._lock:
-                self._all.pop(pool, None)
-            pool.shutdown(wait=False)
-            return
-        with self._lock:
-            if not self._is_shut_down:
-                self._idle.append(pool)
+                idle = self._idle.pop() if self._idle else None
+            # Without the lock: starting may take long, and the event loop needs the lock to kill.
+            process = _Process(self._memory) if idle is None else idle
+            with self._lock:
+                call.process = None if self._is_shut_down else process
+            if call.process is None:
+                process.kill()
+                process.end()
+                raise ShutDown("the service stopped before a process was started for the call.")
+            try:
+                process.begin(call)
+            except BrokenExecutor:
+                if idle is None or self._is_shut_down:
+                    raise
+                logger.warning("an idle process has died; the next call gets a new one")
+                process.end()
+            else:
+                return process
 
-    def _discard(self, pool: ProcessPoolExecutor) -> None:
+    def _release(self, call: _Call, *, is_kept: bool) -> None:
+        process = call.process
+        if process is not None and self._memory is not None:
+            is_kept = is_kept and _private_bytes(process.id) <= KEPT_BYTES
         with self._lock:
-            self._all.pop(pool, None)
-            is_surprise = not self._is_shut_down
-        if is_surprise:
-            logger.warning("a process ended before its task did; the next task gets a new one")
-        pool.shutdown(wait=False)
+            del self._calls[call.future]
+            if process is not None and is_kept and not self._is_shut_down:
+                self._idle.append(process)
+                return
+        if process is not None:
+            process.end()
+
+
+class _Process:
+    """A process, and this end of the pipe to it."""
+
+    def __init__(self, memory: int | None):
+        self._pipe, theirs = _CONTEXT.Pipe()
+        self._sending = threading.Lock()
+        self._call: _Call | None = None
+        # The system ends it with this process, but :func:`zbv_service.compute.child.serve` does so sooner.
+        self._process = _CONTEXT.Process(target=serve, args=(theirs, memory), daemon=True)
+        with theirs:
+            self._process.start()
+        self.id = int(self._process.pid or 0)
+
+    def begin(self, call: _Call) -> None:
+        """Send a call and wait until the process has it; raises :class:`BrokenExecutor` if it dies before."""
+        with self._sending, _breaking():
+            send(self._pipe, b"function", (call.function, call.on_report is not None))
+            send(self._pipe, b"argument", call.argument)
+            self._call = call
+        if call.is_stopped:
+            self.stop(call)
+        with _breaking():
+            receive(self._pipe)
+
+    def result(self) -> Any:
+        """The result of the call; raises its error, or :class:`BrokenExecutor` if the process dies."""
+        call = self._call
+        try:
+            with _breaking():
+                answer = receive(self._pipe)
+            while answer.kind == b"report":
+                if call is not None and call.on_report is not None:
+                    call.on_report(answer.value)
+                with _breaking():
+                    answer = receive(self._pipe)
+        finally:
+            with self._sending:
+                self._call = None
+        if answer.kind == b"failed":
+            raise answer.value
+        return answer.value
+
+    def stop(self, call: _Call) -> None:
+        """Ask a call to stop if it is the current one."""
+        with self._sending, suppress(OSError):  # a process that has died needs no request
+            if self._call is call:
+                send(self._pipe, b"stop", b"")
+
+    def kill(self) -> None:
+        """Kill it now."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Close the pipe: an idle process then ends."""
+        self._pipe.close()
+
+
+@contextmanager
+def _breaking() -> Iterator[None]:
+    """Turns the errors of a pipe whose other end has closed into :class:`BrokenExecutor`."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise BrokenExecutor("the process died before its call ended.") from error
+
+
+def _stop(call: _Call) -> None:
+    call.is_stopped = True
+    if call.process is not None:
+        call.process.stop(call)
 
 
 def memory_exceeds(most: float) -> bool:
-    """Whether this process and those of all its executors hold more than so many bytes."""
+    """Whether this process and all its calls' processes hold more than so many bytes."""
     # The first sum takes microseconds and counts what processes share several times.
-    return sum(map(_resident, _everyone())) > most and memory_of_all() > most
+    return sum(map(_resident, _process_ids())) > most and memory_of_all() > most
 
 
 def memory_of_all() -> int:
-    """The private bytes of this process and those of all its executors."""
-    return sum(map(_private_bytes, _everyone()))
+    """The private bytes of this process and all its calls' processes."""
+    return sum(map(_private_bytes, _process_ids()))
 
 
-def _everyone() -> list[int]:
-    children = (process_id for executor in list(_executors) for process_id in executor.process_ids)
-    return [os.getpid(), *children]
-
-
-def _has_begun(process_id: Future[int]) -> bool:
-    return process_id.done() and process_id.exception() is None
-
-
-def _kill(process_id: Future[int]) -> None:
-    if process_id.exception() is None:
-        with suppress(ProcessLookupError):
-            os.kill(process_id.result(), signal.SIGKILL)
-
-
-def _prepare(memory: int | None) -> None:
-    """Set up a new process: ignore Ctrl-C, exit if the service dies, and run at low priority."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if memory is not None:
-        _limit_memory(memory)
-    with suppress(OSError):  # systems without priorities, or without permission to change them
-        os.nice(NICENESS)
-    threading.Thread(target=_exit_with_parent, name="zbv-orphan-watch", daemon=True).start()
-
-
-def _limit_memory(most: int) -> None:
-    """Let this process allocate at most this many more bytes."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmData:"))
-    limit = 1024 * int(line.split()[1]) + most
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+def _process_ids() -> list[int]:
+    return [
+        os.getpid(),
+        *(process_id for processes in list(_everyone) for process_id in processes.process_ids),
+    ]
 
 
 def _resident(process_id: int) -> int:
@@ -249,10 +331,3 @@ def _private_bytes(process_id: int) -> int:
     except OSError:
         return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()  # the pipe from the parent closes however the parent dies
-        os._exit(ORPHANED)

@@ -10,19 +10,13 @@ from zbv_service.database.agents import AgentTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.heartbeats import HeartbeatTable
 from zbv_service.database.listeners import ListenerTable
-from zbv_service.database.named_requests import KeyReused
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
-from zbv_service.database.runs import AgentsTaken, RunEventTable, RunRemoved, RunTable, SearchGone
+from zbv_service.database.runs import AgentsTaken, KeyReused, RunEventTable, RunTable, SearchGone
 from zbv_service.database.search_events import SearchEventTable
-from zbv_service.database.searches import (
-    SearchDiscarded,
-    SearchInUse,
-    SearchTable,
-    TooManySearches,
-)
+from zbv_service.database.searches import SearchInUse, SearchTable, TooManySearches
 from zbv_service.database.tokens import TokenTable
 
 __all__ = [
@@ -40,9 +34,7 @@ __all__ = [
     "Retention",
     "RunEventTable",
     "RunPlanTable",
-    "RunRemoved",
     "RunTable",
-    "SearchDiscarded",
     "SearchEventTable",
     "SearchGone",
     "SearchInUse",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import datetime
 
 from sqlalchemy import Update as UpdateStatement
@@ -17,8 +16,8 @@ from zbv_service.database.models import record_of
 from zbv_service.database.paging import begins, read_page
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.records.runs import AGENT_PRESENT, AgentFilter, AgentRecord, AgentState, NewAgent
-from zbv_service.records.searches import Page, Position
+from zbv_service.records.agents import AGENT_PRESENT, AgentDocument, AgentState, NewAgent
+from zbv_service.records.lists import AgentListQuery, Page, Position
 
 _PRESENT = tuple(sorted(AGENT_PRESENT))
 _TRIES = 3
@@ -27,58 +26,65 @@ _TRIES = 3
 class AgentTable(BaseTable):
     """The agents of one database."""
 
-    async def add(self, new: NewAgent) -> tuple[AgentRecord, bool]:
+    async def add(self, new: NewAgent) -> tuple[AgentDocument, bool]:
         """Register an agent, and say whether it is new; a repeated registration adds nothing."""
         try:
             async with self._database.writing() as session:
                 known = await session.get(AgentRow, new.id)
                 if known is not None:
-                    return record_of(AgentRecord, known), False
+                    return record_of(AgentDocument, known), False
                 now = await self._database.now(session)
-                row = AgentRow(**asdict(new), state="live", run_id=None, created_at=now, seen_at=now)
+                row = AgentRow(
+                    **new.model_dump(),
+                    owner=new.owner,
+                    state="live",
+                    run_id=None,
+                    created_at=now,
+                    seen_at=now,
+                )
                 session.add(row)
         except IntegrityError:  # the same request arrived twice at once
             known_record = await self.get(new.id)
             if known_record is None:
                 raise
             return known_record, False
-        return record_of(AgentRecord, row), True
+        return record_of(AgentDocument, row), True
 
-    async def get(self, agent_id: str) -> AgentRecord | None:
+    async def get(self, agent_id: str) -> AgentDocument | None:
         """An agent by id."""
 
-        def find(session: Session) -> AgentRecord | None:
+        def find(session: Session) -> AgentDocument | None:
             row = session.get(AgentRow, agent_id)
-            return None if row is None else record_of(AgentRecord, row)
+            return None if row is None else record_of(AgentDocument, row)
 
         return await self._database.read(find)
 
-    async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
+    async def page(self, wanted: AgentListQuery, after: Position | None = None) -> Page[AgentDocument]:
         """One page of agents, newest first, starting at a position."""
-        query = select(AgentRow.id).where(AgentRow.state.in_(sorted(wanted.states)))
-        if wanted.text:
+        query = select(AgentRow.id).where(AgentRow.state.in_(wanted.state or _PRESENT))
+        if wanted.q:
             named = (
-                column.icontains(wanted.text, autoescape=True) for column in (AgentRow.name, AgentRow.address)
+                column.icontains(wanted.q, autoescape=True) for column in (AgentRow.name, AgentRow.address)
             )
-            query = query.where(or_(*named, *begins(wanted.text, AgentRow.id, AgentRow.run_id)))
+            query = query.where(or_(*named, *begins(wanted.q, AgentRow.id, AgentRow.run_id)))
 
-        def find(session: Session) -> Page[AgentRecord]:
-            def load(ids: Sequence[str]) -> list[AgentRecord]:
+        def find(session: Session) -> Page[AgentDocument]:
+            def load(ids: Sequence[str]) -> list[AgentDocument]:
                 rows = session.scalars(select(AgentRow).where(AgentRow.id.in_(ids)))
-                return [record_of(AgentRecord, row) for row in rows]
+                return [record_of(AgentDocument, row) for row in rows]
 
             row = AgentRow
-            return read_page(session, query, row.created_at, row.id, limit, after, load, _place)
+            return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
 
         return await self._database.read(find)
 
-    async def drain(self, agent_id: str) -> AgentRecord | None:
+    async def drain(self, agent_id: str) -> AgentDocument | None:
         """Stop assigning work to an agent."""
         async with self._database.writing() as session:
             await session.execute(_present(agent_id).values(state="draining"))
         return await self.get(agent_id)
 
-    async def leave(self, agent_id: str) -> AgentRecord | None:
+    async def leave(self, agent_id: str) -> AgentDocument | None:
         """Deregister an agent; if it still works for a run, the run fails."""
         for _ in range(_TRIES):
             async with self._database.writing() as session:
@@ -89,7 +95,7 @@ class AgentTable(BaseTable):
                 break
         return await self.get(agent_id)
 
-    async def lose(self, timeout_seconds: float, before: datetime) -> list[AgentRecord]:
+    async def lose(self, timeout_seconds: float, before: datetime) -> list[AgentDocument]:
         """Declare agents lost that were last seen before a moment; their runs fail and name them."""
         silent = select(AgentRow.id).where(AgentRow.state.in_(_PRESENT), AgentRow.seen_at < before)
         lost = []
@@ -100,7 +106,7 @@ class AgentTable(BaseTable):
                     continue  # it came back
                 reason = f"gave no sign of life for {timeout_seconds:g} s"
                 if await _remove(session, agent_id, "lost", reason, before):
-                    lost.append(record_of(AgentRecord, row))
+                    lost.append(record_of(AgentDocument, row))
         return lost
 
 
@@ -147,7 +153,7 @@ def _places(node: NodeRow) -> str:
     return f"last reported steps: {', '.join(known)}" if known else "its ranks had reported no step"
 
 
-def _place(agent: AgentRecord) -> tuple[datetime, str]:
+def _place(agent: AgentDocument) -> tuple[datetime, str]:
     return agent.created_at, agent.id
 
 

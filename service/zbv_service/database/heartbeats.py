@@ -12,10 +12,10 @@ from typing import Any, cast
 from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import columns_of, record_of
+from zbv_service.database.models import columns_of
 from zbv_service.database.run_end import add_event, lock_run
 from zbv_service.database.run_models import AgentRow, NodeRow, RunRow
-from zbv_service.records.runs import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
+from zbv_service.records.agents import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
 
 _AGENTS, _NODES = cast("Table", AgentRow.__table__), cast("Table", NodeRow.__table__)
 _IS_PRESENT = or_(*(_AGENTS.c.state == state for state in sorted(AGENT_PRESENT)))
@@ -132,5 +132,7 @@ def _answer(beat: Beat, agents: Mapping[str, Any], runs: Mapping[str, Any]) -> B
     return BeatAnswer(
         name="" if agent is None else agent.name,
         state=None if agent is None else agent.state,
-        orders=None if run is None else record_of(RunOrders, run),
+        orders=None
+        if run is None
+        else RunOrders(run.cancel_requested, run.stop_requested, run.target_plan_id),
     )

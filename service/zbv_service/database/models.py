@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import inspect
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, LargeBinary, String, TypeDecorator
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-R = TypeVar("R", bound="DataclassInstance")
+R = TypeVar("R")
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -40,15 +39,20 @@ class Base(DeclarativeBase):
     type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
 
 
-def record_of(kind: type[R], row: Base, **values: Any) -> R:
+def record_of(kind: Callable[..., R], row: Base, **values: Any) -> R:
     """A record with the values of a row's columns of the same names, and with other values."""
-    names = (field.name for field in fields(kind) if field.name not in values)
-    return kind(**{name: getattr(row, name) for name in names}, **values)
+    known = {name: getattr(row, name) for name in _names(kind, type(row)) if name not in values}
+    return kind(**known, **values)
 
 
-def columns_of(kind: type[DataclassInstance], table: type[Base]) -> tuple[Any, ...]:
+def columns_of(kind: Callable[..., Any], table: type[Base]) -> tuple[Any, ...]:
     """The columns of a table that have the names of a record's fields, in their order."""
-    return tuple(getattr(table, field.name) for field in fields(kind))
+    return tuple(getattr(table, name) for name in _names(kind, table))
+
+
+@cache
+def _names(kind: Callable[..., Any], table: type[Base]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(kind).parameters if name in table.__table__.columns)
 
 
 class PlanRow(Base):
@@ -173,27 +177,6 @@ class SearchEventRow(Base):
     at: Mapped[datetime]
     kind: Mapped[str] = mapped_column(String(16))
     data: Mapped[dict[str, Any]]
-
-
-class IdempotencyRow(Base):
-    """A request with an Idempotency-Key, and the resource that it created or found.
-
-    ``kind`` is the table of ``resource_id``. The key may outlive that row.
-    """
-
-    __tablename__ = "idempotency_keys"
-
-    key_hash: Mapped[str] = mapped_column(String(64), primary_key=True)
-    fingerprint: Mapped[str] = mapped_column(String(64))
-    kind: Mapped[str] = mapped_column(String(16))
-    resource_id: Mapped[str] = mapped_column(String(32))
-    expires_at: Mapped[datetime]
-    created_by: Mapped[str | None] = mapped_column(String(200))
-
-    __table_args__ = (
-        Index("ix_idempotency_keys_expires_at", "expires_at"),
-        Index("ix_idempotency_keys_created_by", "created_by"),
-    )
 
 
 class TokenRow(Base):

@@ -7,17 +7,17 @@ hide others, and a late page costs as much as the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from sqlalchemy import ColumnElement, Select, or_, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from zbv_service.database.models import PlanRow, SearchRow
 from zbv_service.database.run_models import RunRow
-from zbv_service.records.runs import RunFilter
-from zbv_service.records.searches import Page, Position, Shape
+from zbv_service.records.lists import Page, PlanListQuery, Position, SearchListQuery, TimedQuery
 
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ def weight(value: Any) -> int:
         return sum(len(name) + weight(inner) for name, inner in value.items())
     if isinstance(value, list | tuple):
         return sum(map(weight, value))
-    if is_dataclass(value):
-        return sum(weight(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, BaseModel) or is_dataclass(value):
+        return weight(vars(value))
     return 8
 
 
@@ -119,7 +119,7 @@ def begins(text: str | None, *columns: InstrumentedAttribute[Any]) -> list[Colum
 
 
 def created_between(
-    wanted: Shape | RunFilter, row: type[PlanRow] | type[SearchRow] | type[RunRow]
+    wanted: TimedQuery, row: type[PlanRow] | type[SearchRow] | type[RunRow]
 ) -> list[ColumnElement[bool]]:
     """The conditions of a filter on the time of creation."""
     found: list[ColumnElement[bool]] = []
@@ -131,7 +131,9 @@ def created_between(
 
 
 def of_shape(
-    wanted: Shape, row: type[PlanRow] | type[SearchRow], objective: InstrumentedAttribute[Any]
+    wanted: SearchListQuery | PlanListQuery,
+    row: type[PlanRow] | type[SearchRow],
+    objective: InstrumentedAttribute[Any],
 ) -> list[ColumnElement[bool]]:
     """The conditions of a filter on the problem of a plan or search, and on the time of its creation."""
     equal: tuple[tuple[InstrumentedAttribute[Any], Any], ...] = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
 from datetime import datetime
 
 from sqlalchemy import func, select
@@ -13,7 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import PlanRow, columns_of
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
-from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
+from zbv_service.records.lists import Page, PlanListQuery, Position
+from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 
 
 class PlanTable(BaseTable):
@@ -34,27 +34,27 @@ class PlanTable(BaseTable):
         found = await self._database.rows(select(PlanRow.pp_degree).where(PlanRow.plan_id == plan_id))
         return found[0].pp_degree if found else None
 
-    async def newest(self, limit: int) -> list[PlanSummary]:
+    async def newest(self, limit: int) -> list[PlanSummaryDocument]:
         """The newest plans, newest first."""
-        return list((await self.page(PlanFilter(), limit)).items)
+        return list((await self.page(PlanListQuery(limit=limit))).items)
 
-    async def page(self, wanted: PlanFilter, limit: int, after: Position | None = None) -> Page[PlanSummary]:
+    async def page(self, wanted: PlanListQuery, after: Position | None = None) -> Page[PlanSummaryDocument]:
         """One page of plans, newest first, starting at a position."""
         conditions = of_shape(wanted, PlanRow, PlanRow.objective)
         if wanted.status is not None:
             conditions.append(PlanRow.status == wanted.status)
-        conditions += begins(wanted.text, PlanRow.plan_id)
+        conditions += begins(wanted.q, PlanRow.plan_id)
         query = page_after(
-            select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, limit, after
+            select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, wanted.limit, after
         )
-        found = [PlanSummary(**row._mapping) for row in await self._database.rows(query)]
-        return page_of(found, limit, after, lambda plan: (plan.created_at, plan.plan_id))
+        found = [PlanSummaryDocument(**row._mapping) for row in await self._database.rows(query)]
+        return page_of(found, wanted.limit, after, lambda plan: (plan.created_at, plan.plan_id))
 
-    async def best(self, problem_key: str) -> PlanSummary | None:
+    async def best(self, problem_key: str) -> PlanSummaryDocument | None:
         """The best plan of a problem; ties go to the oldest."""
         return (await self.best_of([problem_key])).get(problem_key)
 
-    async def best_of(self, problem_keys: Collection[str]) -> dict[str, PlanSummary]:
+    async def best_of(self, problem_keys: Collection[str]) -> dict[str, PlanSummaryDocument]:
         """The best plan of each of these problems, by problem key; problems without a plan are left out."""
         order = (PlanRow.value, PlanRow.created_at)
         place = func.row_number().over(partition_by=PlanRow.problem_key, order_by=order)
@@ -62,10 +62,10 @@ class PlanTable(BaseTable):
         found = ranked.subquery()
         query = select(PlanRow.problem_key, *_SUMMARY).join(found, PlanRow.plan_id == found.c.plan_id)
         rows = await self._database.rows(query.where(found.c.place == 1))
-        return {key: PlanSummary(*row) for key, *row in rows}
+        return {row.problem_key: PlanSummaryDocument(**row._mapping) for row in rows}
 
 
-_SUMMARY = columns_of(PlanSummary, PlanRow)
+_SUMMARY = columns_of(PlanSummaryDocument, PlanRow)
 
 
 async def insert_plan(
@@ -75,7 +75,7 @@ async def insert_plan(
     try:
         async with session.begin_nested():
             row = PlanRow(
-                **asdict(plan.summary),
+                **plan.summary.model_dump(),
                 document=plan.document,
                 problem_key=plan.problem_key,
                 created_by=created_by,

@@ -8,9 +8,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, Text, cast, false, func, literal, select
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import IdempotencyRow, PlanRow, SearchRow, TokenRow
+from zbv_service.database.models import PlanRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, RunRow
-from zbv_service.records.runs import AGENT_ENDED
+from zbv_service.records.agents import AGENT_ENDED
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,6 @@ class Owner:
     token_id: str | None
     local_id: str | None
     """The parent of its sessions."""
-    address: str | None
-    """The sender of its Idempotency-Keys: its name, or the client's address."""
 
 
 @dataclass
@@ -67,7 +65,6 @@ class QuotaTable(BaseTable):
             "all agents": _counted(agents, _bytes(*(cast(each, Text) for each in said))),
             "agents": _counted(agents & AgentRow.state.not_in(sorted(AGENT_ENDED))),
             "sessions": _counted(is_child & (TokenRow.kind != "token")),
-            "keys": _counted(IdempotencyRow.created_by == owner.address),
         }
         stored = Stored(0, {})
         async with self._database.reading() as session:

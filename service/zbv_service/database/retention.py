@@ -17,14 +17,14 @@ from sqlalchemy import ColumnElement, delete, func, inspect, or_, select, tuple_
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import (
     Base,
-    IdempotencyRow,
     PlanRow,
     SearchPlanRow,
     SearchRow,
     TokenRow,
 )
 from zbv_service.database.run_models import AgentRow, NodeRow, PartRow, RunRow
-from zbv_service.records.runs import AGENT_ENDED, RUN_ENDED
+from zbv_service.records.agents import AGENT_ENDED
+from zbv_service.records.runs import RUN_ENDED
 from zbv_service.records.searches import FINISHED
 
 BATCH = 200
@@ -71,7 +71,6 @@ class Retention(BaseTable):
         old, oldest = before(keep.others), before(keep.plans)
         parts = max(old, oldest)  # a removed run takes its traces and logs along
         steps: tuple[tuple[str, Callable[[], Awaitable[int]]], ...] = (
-            ("idempotency keys", lambda: self._remove(IdempotencyRow, IdempotencyRow.expires_at <= now)),
             ("traces and logs", lambda: self._remove(PartRow, _of_old_run(parts))),
             ("runs", lambda: self._remove(RunRow, _old_run(oldest), _has_no_agent(), most=LARGE_BATCH)),
             ("searches", lambda: self._remove(SearchRow, *_old_search(old, oldest), most=LARGE_BATCH)),

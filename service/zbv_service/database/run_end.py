@@ -19,15 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.errors import RUN_FAILED, error_document
-from zbv_service.records.runs import (
-    DEFAULT_RETRIES,
-    FAILURE_KINDS,
-    FINAL_FAILURES,
-    RUN_ENDED,
-    NodeOutcome,
-    RunState,
-    place_of,
-)
+from zbv_service.records.run_options import DEFAULT_RETRIES
+from zbv_service.records.runs import FAILURE_KINDS, FINAL_FAILURES, RUN_ENDED, NodeOutcome, RunState, place_of
 
 MOST_FAILURES = 100
 """Most failures of a generation in the run's error, which every list has; its events have all."""

@@ -16,7 +16,8 @@ class RunRow(Base):
 
     It has either a model and steps, or a script.
     ``failures`` has the cause of each failed generation, ``refusals`` the agents that refused the run, and
-    ``waits_for`` says what a waiting run lacks.
+    ``waits_for`` says what a waiting run lacks. ``key_hash`` and ``key_fingerprint`` are those of its
+    :class:`zbv_service.records.runs.RequestKey`.
     """
 
     __tablename__ = "runs"
@@ -47,6 +48,8 @@ class RunRow(Base):
     started_at: Mapped[datetime | None]
     updated_at: Mapped[datetime]
     finished_at: Mapped[datetime | None]
+    key_hash: Mapped[str | None] = mapped_column(String(64), unique=True)
+    key_fingerprint: Mapped[str | None] = mapped_column(String(64))
 
     __table_args__ = (
         Index("ix_runs_created_at", "created_at", "id"),

@@ -6,8 +6,6 @@ Every change locks the run's row and checks its state again; see
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +16,7 @@ from zbv_service.database.models import SearchRow
 from zbv_service.database.run_end import add_event, end_run, lock_run
 from zbv_service.database.run_models import RunRow
 from zbv_service.errors import RUN_FAILED, error_document
-from zbv_service.records.runs import RUN_ENDED, Replanning
+from zbv_service.records.runs import RUN_ENDED, OfferDocument, Replanning
 from zbv_service.records.searches import FINISHED
 
 _CONSIDERED = 200
@@ -65,15 +63,15 @@ class RunPlanTable(BaseTable):
         """Store the state of replanning; False if another service has changed it in the meantime."""
         async with self._database.writing() as session:
             run = await lock_run(session, run_id)
-            if run is None or run.replanning != (None if before is None else asdict(before)):
+            if run is None or run.replanning != (None if before is None else before.model_dump()):
                 return False
-            run.replanning = asdict(after)
+            run.replanning = after.model_dump()
             if after.is_open:
                 add_event(session, run_id, "replan", f"measured costs differ; search {after.search_id}")
             return True
 
     async def offer(
-        self, run_id: str, before: Replanning, after: Replanning, offer: Mapping[str, Any], *, take: bool
+        self, run_id: str, before: Replanning, after: Replanning, offer: OfferDocument, *, take: bool
     ) -> bool:
         """Record that a search found a better plan, and change to it if the run accepts it.
 
@@ -83,14 +81,15 @@ class RunPlanTable(BaseTable):
             run = await lock_run(session, run_id)
             if run is None or run.state in RUN_ENDED or run.plan_id != before.plan_id:
                 return False
-            if run.replanning != asdict(before):
+            if run.replanning != before.model_dump():
                 return False
-            run.replanning, run.offer, run.updated_at = asdict(after), dict(offer), datetime.now(UTC)
-            gain = 1 - offer["objective_then"] / offer["objective_now"]
-            said = f"plan {offer['plan_id']} is {gain:.1%} better under the measured costs"
+            run.replanning, run.offer = after.model_dump(), offer.model_dump()
+            run.updated_at = datetime.now(UTC)
+            gain = 1 - offer.objective_then / offer.objective_now
+            said = f"plan {offer.plan_id} is {gain:.1%} better under the measured costs"
             add_event(session, run_id, "offer", said)
             if take:
-                run.target_plan_id = str(offer["plan_id"])
+                run.target_plan_id = offer.plan_id
             return True
 
     async def change(self, run_id: str, plan_id: str) -> bool:

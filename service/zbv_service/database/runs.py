@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
 from zbv_service.database.models import SearchRow, columns_of, record_of
-from zbv_service.database.named_requests import answered_with, remember
 from zbv_service.database.paging import begins, created_between, read_page
 from zbv_service.database.run_end import (
     add_event,
@@ -32,20 +31,19 @@ from zbv_service.database.run_end import (
 )
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.database.search_events import portions
+from zbv_service.records.agents import NodeReport, WorkDocument
+from zbv_service.records.lists import Page, Position, RunListQuery
 from zbv_service.records.runs import (
     RUN_ENDED,
     AvailableAgent,
     Decision,
-    EventRecord,
+    EventDocument,
     NewRun,
-    NodeRecord,
-    NodeReport,
-    RunFilter,
-    RunRecord,
+    NodeDocument,
+    RequestKey,
+    RunDocument,
     WaitingRun,
-    Work,
 )
-from zbv_service.records.searches import NamedRequest, Page, Position
 
 _CONSIDERED = 200
 """Waiting runs per pass."""
@@ -61,8 +59,8 @@ class SearchGone(Exception):
     """The search was discarded or cancelled."""
 
 
-class RunRemoved(Exception):
-    """The run that a request with this Idempotency-Key created was removed."""
+class KeyReused(Exception):
+    """The caller used the same Idempotency-Key with another body before."""
 
 
 Decide = Callable[[Sequence[WaitingRun], Sequence[AvailableAgent]], Decision]
@@ -75,20 +73,30 @@ class RunTable(BaseTable):
     _undecided: tuple[list[WaitingRun], list[AvailableAgent]] | None = None
     """What the last pass saw, if no run could start; as long as it is the same, no run can."""
 
-    async def add(self, new: NewRun, named: NamedRequest | None = None) -> RunRecord:
+    async def add(
+        self, new: NewRun, key: RequestKey | None = None, search_options: bytes | None = None
+    ) -> RunDocument:
         """Store a new run, which waits for agents or for its plan, together with its Idempotency-Key.
 
         A repeated request returns the run that it created the first time.
+
+        Parameters
+        ----------
+        search_options
+            Options of the search for its plan and of later searches for measured costs, packed; None for the
+            defaults.
 
         Raises
         ------
         SearchGone
             The search to wait for has been discarded or cancelled in the meantime.
-        KeyReused, RunRemoved
-            As :meth:`of_request`.
+        KeyReused
+            The earlier request with this key had another body.
         """
         row = RunRow(
-            **asdict(new),
+            **new.model_dump(),
+            created_by=new.created_by,
+            search_options=search_options,
             state="planning" if new.plan_id is None else "waiting",
             generation=0,
             stop_requested=False,
@@ -96,11 +104,11 @@ class RunTable(BaseTable):
             failures=[],
             refusals=[],
             updated_at=new.created_at,
+            key_hash=None if key is None else key.hash,
+            key_fingerprint=None if key is None else key.fingerprint,
         )
         try:
             async with self._database.writing() as session:
-                if named is not None:
-                    await remember(session, named, new.id)
                 if new.search_id is not None and not await _held_search(session, new.search_id):
                     raise SearchGone(new.search_id)
                 session.add(row)
@@ -110,39 +118,35 @@ class RunTable(BaseTable):
                 else:
                     add_event(session, row.id, "waiting", f"for {new.nodes} agents")
         except IntegrityError:
-            known = None if named is None else await self.of_request(named)
+            known = None if key is None else await self.of_request(key)
             if known is None:
                 raise
             return known  # the same request arrived twice at once
         return _record(row, ())
 
-    async def of_request(self, named: NamedRequest) -> RunRecord | None:
+    async def of_request(self, key: RequestKey) -> RunDocument | None:
         """The run that an earlier request with this key created, None without one.
 
         Raises
         ------
         KeyReused
-            The earlier request had another address or body.
-        RunRemoved
-            The run was removed.
+            The earlier request had another body.
         """
-        async with self._database.reading() as session:
-            run_id = await answered_with(session, named)
-        if run_id is None:
-            return None
-        known = await self.get(run_id)
-        if known is None:
-            raise RunRemoved(run_id)
-        return known
+        query = select(RunRow.id, RunRow.key_fingerprint).where(RunRow.key_hash == key.hash)
+        for row in await self._database.rows(query):
+            if row.key_fingerprint != key.fingerprint:
+                raise KeyReused
+            return await self.get(row.id)
+        return None
 
-    async def get(self, run_id: str) -> RunRecord | None:
+    async def get(self, run_id: str) -> RunDocument | None:
         """A run by id."""
         return await self._database.read(lambda session: next(iter(_records(session, [run_id])), None))
 
-    async def brief(self, run_id: str) -> RunRecord | None:
+    async def brief(self, run_id: str) -> RunDocument | None:
         """A run by id without its nodes; reads one row for a run of any size."""
 
-        def find(session: Session) -> RunRecord | None:
+        def find(session: Session) -> RunDocument | None:
             row = session.get(RunRow, run_id)
             return None if row is None else _record(row, ())
 
@@ -153,28 +157,28 @@ class RunTable(BaseTable):
         found = await self._database.rows(select(RunRow.search_options).where(RunRow.id == run_id))
         return found[0].search_options if found else None
 
-    async def page(self, wanted: RunFilter, limit: int, after: Position | None = None) -> Page[RunRecord]:
+    async def page(self, wanted: RunListQuery, after: Position | None = None) -> Page[RunDocument]:
         """One page of runs, newest first, starting at a position."""
         query = select(RunRow.id).where(*_conditions(wanted))
 
-        def find(session: Session) -> Page[RunRecord]:
+        def find(session: Session) -> Page[RunDocument]:
             load = partial(_records, session)
-            return read_page(session, query, RunRow.created_at, RunRow.id, limit, after, load, _place)
+            return read_page(session, query, RunRow.created_at, RunRow.id, wanted.limit, after, load, _place)
 
         return await self._database.read(find)
 
-    async def events(self, run_id: str, after: int, limit: int) -> list[EventRecord]:
+    async def events(self, run_id: str, after: int, limit: int) -> list[EventDocument]:
         """The events of a run after a given event, oldest first."""
         newer = (EventRow.run_id == run_id, EventRow.id > after)
         query = select(*_EVENT).where(*newer).order_by(EventRow.id).limit(limit)
-        return [EventRecord(*row) for row in await self._database.rows(query)]
+        return [EventDocument(**row._mapping) for row in await self._database.rows(query)]
 
-    async def newest_events(self, run_id: str, limit: int) -> list[EventRecord]:
+    async def newest_events(self, run_id: str, limit: int) -> list[EventDocument]:
         """The latest events of a run, newest first."""
         query = select(*_EVENT).where(EventRow.run_id == run_id).order_by(EventRow.id.desc()).limit(limit)
-        return [EventRecord(*row) for row in await self._database.rows(query)]
+        return [EventDocument(**row._mapping) for row in await self._database.rows(query)]
 
-    async def request_cancel(self, run_id: str) -> RunRecord | None:
+    async def request_cancel(self, run_id: str) -> RunDocument | None:
         """Cancel a run without nodes at once; for any other unfinished run, stop its nodes first."""
         async with self._database.writing() as session:
             run = await lock_run(session, run_id)
@@ -228,16 +232,17 @@ class RunTable(BaseTable):
                 waits = update(RunRow).where(RunRow.id == run_id, RunRow.state == "waiting")
                 await session.execute(waits.values(waits_for=lacking[run_id]))
 
-    async def work_of(self, agent_id: str) -> Work | None:
+    async def work_of(self, agent_id: str) -> WorkDocument | None:
         """The node that an agent has to run; repeated calls return the same."""
 
-        def find(session: Session) -> Work | None:
+        def find(session: Session) -> WorkDocument | None:
             run_id = session.scalar(select(AgentRow.run_id).where(AgentRow.id == agent_id))
             run = None if run_id is None else session.get(RunRow, run_id)
             mine = None if run is None else session.scalar(nodes_of_agent(run, agent_id))
             if run is None or mine is None or mine.state == "ended":
                 return None
-            return Work(_record(run, [mine]), record_of(NodeRecord, mine))
+            place = {name: getattr(mine, name) for name in ("generation", "node_rank", "rendezvous")}
+            return record_of(WorkDocument, run, run_id=run.id, **place)
 
         return await self._database.read(find)
 
@@ -255,7 +260,7 @@ class RunTable(BaseTable):
                 await end_node(session, run, node, report.outcome, report.failures)
 
 
-_EVENT = columns_of(EventRecord, EventRow)
+_EVENT = columns_of(EventDocument, EventRow)
 
 
 class RunEventTable(BaseTable):
@@ -271,48 +276,50 @@ class RunEventTable(BaseTable):
                 found[run_id] = (number or 0) + (state in RUN_ENDED)
         return found
 
-    async def after(self, positions: Mapping[str, int]) -> list[EventRecord]:
+    async def after(self, positions: Mapping[str, int]) -> list[EventDocument]:
         """At most :data:`MOST_EVENTS` events of each run after the given number, in their order."""
 
-        def find(session: Session) -> list[EventRecord]:
-            found: list[EventRecord] = []
+        def find(session: Session) -> list[EventDocument]:
+            found: list[EventDocument] = []
             for run_id, number in positions.items():
                 newer = (EventRow.run_id == run_id, EventRow.id > number)
                 query = select(*_EVENT).where(*newer).order_by(EventRow.id).limit(MOST_EVENTS)
-                events = [EventRecord(*row) for row in session.execute(query)]
+                events = [EventDocument(**row._mapping) for row in session.execute(query)]
                 state = session.scalar(select(RunRow.state).where(RunRow.id == run_id))
                 found += events
                 if state in RUN_ENDED and len(events) < MOST_EVENTS:
                     newest = select(func.max(EventRow.id)).where(EventRow.run_id == run_id)
-                    last = EventRecord(
-                        (session.scalar(newest) or 0) + 1, datetime.now(UTC), "end", state, run_id
-                    )
+                    last = _end(run_id, (session.scalar(newest) or 0) + 1, state)
                     found += [last] if last.id > number else []
             return found
 
         return await self._database.read(find)
 
-    def removed(self, run_id: str, number: int) -> EventRecord:
+    def removed(self, run_id: str, number: int) -> EventDocument:
         """The last event, with this number, of a run that was removed."""
-        return EventRecord(number, datetime.now(UTC), "end", "removed", run_id)
+        return _end(run_id, number, "removed")
 
 
-def _conditions(wanted: RunFilter) -> list[ColumnElement[bool]]:
+def _end(run_id: str, number: int, state: str) -> EventDocument:
+    return EventDocument(id=number, at=datetime.now(UTC), kind="end", detail=state, run_id=run_id)
+
+
+def _conditions(wanted: RunListQuery) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
-    if wanted.states:
-        found.append(RunRow.state.in_(sorted(wanted.states)))
-    if wanted.text:
+    if wanted.state:
+        found.append(RunRow.state.in_(wanted.state))
+    if wanted.q:
         programs = (RunRow.model["factory"].as_string(), RunRow.script["path"].as_string())
-        ids = begins(wanted.text, RunRow.id, RunRow.plan_id, RunRow.search_id)
-        found.append(or_(*ids, *(each.icontains(wanted.text, autoescape=True) for each in programs)))
+        ids = begins(wanted.q, RunRow.id, RunRow.plan_id, RunRow.search_id)
+        found.append(or_(*ids, *(each.icontains(wanted.q, autoescape=True) for each in programs)))
     return found + created_between(wanted, RunRow)
 
 
-def _place(run: RunRecord) -> tuple[datetime, str]:
+def _place(run: RunDocument) -> tuple[datetime, str]:
     return run.created_at, run.id
 
 
-def _records(session: Session, run_ids: Sequence[str]) -> list[RunRecord]:
+def _records(session: Session, run_ids: Sequence[str]) -> list[RunDocument]:
     """Runs with the nodes of their current generation, in the order of node ranks."""
     query = select(NodeRow).join(RunRow, NodeRow.run_id == RunRow.id)
     query = query.where(RunRow.id.in_(run_ids), NodeRow.generation == RunRow.generation)
@@ -425,9 +432,8 @@ def _available_agent(row: Sequence[Any]) -> AvailableAgent:
     )
 
 
-def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunRecord:
-    members = tuple(record_of(NodeRecord, node) for node in nodes)
-    return record_of(RunRecord, row, members=members, search_options=None)
+def _record(row: RunRow, nodes: Iterable[NodeRow]) -> RunDocument:
+    return record_of(RunDocument, row, members=[record_of(NodeDocument, node) for node in nodes])
 
 
 async def _held_search(session: AsyncSession, search_id: str) -> bool:

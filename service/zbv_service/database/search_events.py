@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import SearchEventRow, SearchRow, columns_of
-from zbv_service.records.searches import EventKind, SearchEvent
+from zbv_service.database.models import SearchEventRow, SearchRow
+from zbv_service.records.searches import EventKind, SearchEventDocument
 
 KEPT_EVENTS = 1000
 """How many of the newest improvements and bounds of a search are kept; it makes a few per second."""
@@ -37,26 +37,32 @@ class SearchEventTable(BaseTable):
             found.update((search_id, number) for search_id, number in await self._database.rows(query))
         return found
 
-    async def after(self, positions: Mapping[str, int]) -> list[SearchEvent]:
+    async def after(self, positions: Mapping[str, int]) -> list[SearchEventDocument]:
         """The events of each search after the given number, in order within each search."""
         row = SearchEventRow
 
-        def find(session: Session) -> list[SearchEvent]:
-            found: list[SearchEvent] = []
+        def find(session: Session) -> list[SearchEventDocument]:
+            found: list[SearchEventDocument] = []
             for ids in portions(positions, _PER_QUERY // 2):
                 newer = (and_(row.search_id == key, row.number > positions[key]) for key in ids)
-                query = select(*columns_of(SearchEvent, row)).where(or_(*newer))
+                query = select(row).where(or_(*newer))
                 query = query.order_by(row.search_id, row.number)
-                found.extend(SearchEvent(*event) for event in session.execute(query))
+                found.extend(_document(event) for event in session.scalars(query))
             return found
 
         return await self._database.read(find)
 
-    def removed(self, search_id: str, number: int) -> SearchEvent:
+    def removed(self, search_id: str, number: int) -> SearchEventDocument:
         """The last event, with this number, of a search that was removed."""
         names = ("objective", "lower_bound", "gap", "method", "plan_id", "error", "seconds")
         data = {"state": "discarded", **dict.fromkeys(names)}
-        return SearchEvent(search_id, number, datetime.now(UTC), "end", data)
+        return _document(
+            SearchEventRow(search_id=search_id, number=number, at=datetime.now(UTC), kind="end", data=data)
+        )
+
+
+def _document(row: SearchEventRow) -> SearchEventDocument:
+    return SearchEventDocument(search_id=row.search_id, id=row.number, at=row.at, event=row.kind, **row.data)
 
 
 async def add_event(

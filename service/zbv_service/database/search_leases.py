@@ -24,7 +24,8 @@ from zbv_service.database.models import SearchPlanRow, SearchRow, record_of
 from zbv_service.database.plans import insert_plan
 from zbv_service.database.search_events import tell_end, tell_found, tell_state, times_since_found
 from zbv_service.documents.packing import contradicts, finite_or_none, supported_bound, unpack
-from zbv_service.records.searches import Claim, NewPlan, NewRanking, Refusal, SearchState, Update
+from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
 
 _CLAIM_LOCK = 7_321_009
 """The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
@@ -12,26 +13,20 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.models import SearchRow, columns_of, record_of
-from zbv_service.database.named_requests import answered_with, remember
-from zbv_service.database.paging import begins, of_shape, read_page
+from zbv_service.database.models import SearchRow, columns_of
+from zbv_service.database.paging import begins, created_between, of_shape, read_page
 from zbv_service.database.run_end import changed
 from zbv_service.database.run_models import RunRow
 from zbv_service.database.search_events import first_event, tell_end, tell_state
 from zbv_service.database.search_leases import SearchLeases
+from zbv_service.records.lists import LayoutListQuery, Page, Position, SearchListQuery
 from zbv_service.records.searches import (
     FINISHED,
-    NamedRequest,
+    LayoutSearchDocument,
     NewSearch,
-    Page,
-    Position,
-    SearchFilter,
+    SearchDocument,
     SearchRecord,
 )
-
-
-class SearchDiscarded(Exception):
-    """The search that an earlier request with this Idempotency-Key got was discarded."""
 
 
 class SearchInUse(Exception):
@@ -50,12 +45,7 @@ class SearchTable(SearchLeases):
     """The searches of one database."""
 
     async def add(
-        self,
-        new: NewSearch,
-        named: NamedRequest | None = None,
-        *,
-        most: int | None = None,
-        for_run: bool = False,
+        self, new: NewSearch, *, most: int | None = None, for_run: bool = False
     ) -> tuple[SearchRecord, bool]:
         """Queue a search, or find the search of an equal request; also returns whether it was added.
 
@@ -68,37 +58,33 @@ class SearchTable(SearchLeases):
 
         Raises
         ------
-        KeyReused, SearchDiscarded, TooManySearches
+        TooManySearches
             Nothing was stored.
         """
         for _ in range(3):
-            existing, is_answer = await self._known(new.request_key, named)
-            is_new_to_client = existing is not None and not (for_run or existing.is_wanted_by_client)
-            if existing is not None and is_new_to_client and not await self._want(existing.id):
+            existing = _only(await self._database.rows(_BY_REQUEST, key=new.request_key))
+            if existing is not None:
+                is_wanted = for_run or existing.is_wanted_by_client or await self._want(existing.id)
+                if is_wanted:
+                    return existing, False
                 continue  # the last run that waited for it was just cancelled
-            if existing is not None and is_answer:
-                return existing, False
-            try:
-                async with self._database.writing() as session:
-                    if named is not None:
-                        search_id = new.id if existing is None else existing.id
-                        await remember(session, named, search_id)
-                    if existing is not None:
-                        return existing, False
-                    if most is not None:
-                        await self._database.one_at_a_time(session, f"searches of {new.created_by}")
-                    if most is not None and await _unfinished(session, new.created_by, most) >= most:
-                        raise TooManySearches
-                    now = await _later_than_all(session, await self._database.now(session))
-                    row = _new_row(new, now, await _turn(session, new.created_by))
-                    row.is_wanted_by_client = not for_run
-                    session.add(row)
-                    await session.flush()  # the event refers to it
-                    session.add(first_event(row))
-            except IntegrityError:
-                continue  # another transaction added it, or its key, between the query and the insert
-            return _record(row), True
+            with suppress(IntegrityError):  # another transaction added it after the query
+                return await self._insert(new, most, for_run), True
         raise RuntimeError(f"search {new.request_key} is added and given up faster than it can be read.")
+
+    async def _insert(self, new: NewSearch, most: int | None, for_run: bool) -> SearchRecord:
+        async with self._database.writing() as session:
+            if most is not None:
+                await self._database.one_at_a_time(session, f"searches of {new.created_by}")
+                if await _unfinished(session, new.created_by, most) >= most:
+                    raise TooManySearches
+            now = await _later_than_all(session, await self._database.now(session))
+            row = _new_row(new, now, await _turn(session, new.created_by))
+            row.is_wanted_by_client = not for_run
+            session.add(row)
+            await session.flush()  # the event refers to it
+            session.add(first_event(row))
+        return _record({column.key: getattr(row, column.key) for column in _COLUMNS})
 
     async def get(self, search_id: str) -> SearchRecord | None:
         """A search by id."""
@@ -107,7 +93,7 @@ class SearchTable(SearchLeases):
     async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
         """The searches of these request keys, by key; keys without a search are left out."""
         query = select(SearchRow.request_key, *_LISTED).where(SearchRow.request_key.in_(request_keys))
-        return {str(key): SearchRecord(*values) for key, *values in await self._database.rows(query)}
+        return {row.request_key: _record(row._mapping) for row in await self._database.rows(query)}
 
     async def queued_before(self, record: SearchRecord) -> int:
         """The number of queued searches that start before this queued one."""
@@ -128,36 +114,27 @@ class SearchTable(SearchLeases):
         found = await self._database.rows(select(SearchRow.answer).where(SearchRow.id == search_id))
         return found[0].answer if found else None
 
-    async def _known(self, request_key: str, named: NamedRequest | None) -> tuple[SearchRecord | None, bool]:
-        """The search that answers a request, or None; and whether nothing remains to be stored."""
-        if named is not None:
-            async with self._database.reading() as session:
-                search_id = await answered_with(session, named)
-            if search_id is not None:
-                record = await self.get(search_id)
-                if record is None:
-                    raise SearchDiscarded
-                return record, True
-        return _only(await self._database.rows(_BY_REQUEST, key=request_key)), named is None
-
     async def page(
-        self, wanted: SearchFilter, limit: int, after: Position | None = None
+        self, wanted: SearchListQuery | LayoutListQuery, after: Position | None = None
     ) -> Page[SearchRecord]:
         """One page of searches, newest first, starting at a position."""
         conditions = [SearchRow.kind == wanted.kind]
-        conditions += of_shape(wanted, SearchRow, SearchRow.problem_objective)
-        if wanted.states:
-            conditions.append(SearchRow.state.in_(sorted(wanted.states)))
-        conditions += begins(wanted.text, SearchRow.id, SearchRow.plan_id)
+        if isinstance(wanted, SearchListQuery):
+            conditions += of_shape(wanted, SearchRow, SearchRow.problem_objective)
+        else:
+            conditions += created_between(wanted, SearchRow)
+        if wanted.state:
+            conditions.append(SearchRow.state.in_(wanted.state))
+        conditions += begins(wanted.q, SearchRow.id, SearchRow.plan_id)
         query = select(SearchRow.id).where(*conditions)
 
         def find(session: Session) -> Page[SearchRecord]:
             def load(ids: Sequence[str]) -> list[SearchRecord]:
                 rows = session.execute(select(*_LISTED).where(SearchRow.id.in_(ids)))
-                return [SearchRecord(*row) for row in rows]
+                return [_record(row._mapping) for row in rows]
 
             row = SearchRow
-            return read_page(session, query, row.created_at, row.id, limit, after, load, _place)
+            return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
 
         return await self._database.read(find)
 
@@ -198,7 +175,7 @@ class SearchTable(SearchLeases):
     async def discard(self, search_id: str) -> bool:
         """Remove a search and its events in any state; False if it does not exist.
 
-        Its plan stays. Its Idempotency-Key stays too, so that a repeated request does not run again.
+        Its plan stays.
 
         Raises
         ------
@@ -265,15 +242,15 @@ async def _turn(session: AsyncSession, caller: str | None) -> int:
 
 
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
-_RECORDS = select(*columns_of(SearchRecord, SearchRow))
-_LISTED = tuple(column for column in columns_of(SearchRecord, SearchRow) if column.key != "jitter")
-"""All columns of a record but the last one."""
+_COLUMNS = (*columns_of(SearchRecord, SearchRow), SearchRow.summary, SearchRow.options, SearchRow.progress)
+_RECORDS = select(*_COLUMNS)
+_LISTED = tuple(column for column in _COLUMNS if column.key != "jitter")
 _BY_ID = _RECORDS.where(SearchRow.id == bindparam("id"))
 _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
 
 def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
-    return SearchRecord(**rows[0]._mapping) if rows else None
+    return _record(rows[0]._mapping) if rows else None
 
 
 def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
@@ -296,8 +273,8 @@ def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
     )
 
 
-def _record(row: SearchRow) -> SearchRecord:
-    return record_of(SearchRecord, row)
+def _record(values: Any) -> SearchRecord:
+    return (SearchDocument if values["kind"] == "plan" else LayoutSearchDocument)(**values)
 
 
 def _place(record: SearchRecord) -> tuple[datetime, str]:

@@ -1,5 +1,4 @@
-"""JSON documents that several packages share: strict parsing, problems, packing for storage, common models.
+"""Large JSON documents that packages share: strict parsing, problems and layouts, packing for storage.
 
-Documents of one resource are defined with it, such as :mod:`zbv_service.runs.documents`. Nothing here does
-I/O.
+Nothing here does I/O.
 """

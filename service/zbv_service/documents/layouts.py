@@ -14,12 +14,13 @@ from zbv_models.layouts.executor_rules import FREE, require_runnable
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, Fixed, LayoutFamily, Order, Recompute
 from zbv_models.layouts.profile import Profile, parse_profile
 from zbv_models.layouts.request import Request, parse_request
-from zbv_solver.documents.fields import MAX_NAME, Number
+from zbv_solver.documents.fields import MAX_NAME
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.numeric import MAX_LAYERS
 
-from zbv_service.documents.shared import RequestDocument
+from zbv_service.records.searches import LayoutOptions
+from zbv_service.records.shared import RequestDocument
 
 MAX_DEVICES = 65_536
 MAX_BATCH = 65_536
@@ -44,20 +45,6 @@ class FixedParts(RequestDocument):
     recompute: Recompute | None = None
     recompute_layers: Annotated[int, Field(strict=True, ge=1, le=MAX_LAYERS)] | None = None
     placement: Order | None = None
-
-
-class LayoutOptions(RequestDocument):
-    """How hard to search."""
-
-    effort: Literal["quick", "standard", "thorough"] | None = Field(
-        None,
-        description="Searches better plans for the most promising layouts; null constructs orders alone.",
-    )
-    time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None,
-        description="Seconds from the start of the search; null means to search until the best layouts are "
-        "proved.",
-    )
 
 
 class LayoutRequest(RequestDocument):

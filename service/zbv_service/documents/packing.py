@@ -16,7 +16,8 @@ from zbv_solver.errors import ContradictedBound
 from zbv_solver.plans.plan import Plan, gap_of, plan_json, verdict
 
 from zbv_service.documents.problems import Question, question_json, summary_of
-from zbv_service.records.searches import NewPlan, PlanSummary, Update
+from zbv_service.records.plans import NewPlan, PlanSummaryDocument
+from zbv_service.records.searches import Update
 
 
 def pack(document: Any) -> bytes:
@@ -60,7 +61,7 @@ class PackedQuestion:
 def pack_plan(plan: Plan) -> NewPlan:
     """A verified plan in the form in which it is stored."""
     problem, metrics = plan.problem, plan.metrics
-    summary = PlanSummary(
+    summary = PlanSummaryDocument(
         plan_id=plan.plan_id,
         pp_degree=problem.pp_degree,
         microbatches=problem.microbatches,

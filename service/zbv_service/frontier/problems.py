@@ -25,12 +25,12 @@ from zbv_solver.search.options import EFFORTS
 
 from zbv_service.documents.packing import problem_key, unpack
 from zbv_service.documents.problems import asked_of
-from zbv_service.documents.shared import OptionsDocument
 from zbv_service.errors import INVALID_PARAMETER, ApiError
 from zbv_service.frontier.points import CutSummary
 from zbv_service.plans.facts import PlanFacts, facts_of
 from zbv_service.plans.renderings import plan_of
 from zbv_service.records.searches import NewSearch
+from zbv_service.records.shared import OptionsDocument
 from zbv_service.searches.searches import new_search, request_key
 from zbv_service.settings import Settings
 
@@ -168,7 +168,7 @@ def searches_of(
     plan = plan_of(packed)
     documents = dict(_documents(plan, wanted))
     options = {"effort": effort}
-    return {at: new_search({"problem": documents[at], "options": options}, settings) for at in wanted}
+    return {at: new_search(settings, {"problem": documents[at], "options": options}) for at in wanted}
 
 
 def _documents(plan: Plan, wanted: Collection[float]) -> list[tuple[float, dict[str, Any]]]:

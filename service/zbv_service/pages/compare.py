@@ -26,7 +26,7 @@ from zbv_service.pages.shell import page
 from zbv_service.pages.words import shape_of
 from zbv_service.plans.compared import USUAL, ComparedPlan
 from zbv_service.plans.renderings import actions_of, plan_of
-from zbv_service.records.searches import PlanSummary
+from zbv_service.records.plans import PlanSummaryDocument
 from zbv_service.security.scheme import READ
 
 MOST_NAMES = 32
@@ -68,7 +68,7 @@ async def get_baseline_actions(request: Request, plan_id: str, name: str) -> Res
 
 def _values(
     compared: Sequence[ComparedPlan],
-    offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
+    offered: tuple[Sequence[PlanSummaryDocument], Sequence[PlanSummaryDocument]],
     root: str,
     packed: bytes,
 ) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _values(
 def compare_values(
     plan: Plan,
     compared: Sequence[ComparedPlan],
-    offered: tuple[Sequence[PlanSummary], Sequence[PlanSummary]],
+    offered: tuple[Sequence[PlanSummaryDocument], Sequence[PlanSummaryDocument]],
     root: str,
 ) -> dict[str, Any]:
     """What the template shows of a comparison. Slow: it lays out every action.
@@ -176,7 +176,7 @@ def _choices(plan: Plan, compared: Sequence[ComparedPlan]) -> list[tuple[str, st
     ]
 
 
-def _offer(summary: PlanSummary) -> tuple[str, str]:
+def _offer(summary: PlanSummaryDocument) -> tuple[str, str]:
     """Value and label of a stored plan that the reader may add."""
     value = quantities.time(summary.value, Units(time=summary.time_unit))
     shape = f"{summary.pp_degree} × {summary.microbatches}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
@@ -12,15 +12,17 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.database.tally import tally
 from zbv_service.pages.shell import NO_STORE, page
-from zbv_service.records.runs import RUN_ENDED, RUN_STATES, RunFilter
-from zbv_service.records.searches import SearchFilter
+from zbv_service.records.lists import RunListQuery, SearchListQuery
+from zbv_service.records.runs import RUN_ENDED, RunState
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
 SHOWN_PLANS = 8
 SHOWN = 5
-_OPEN_SEARCHES = SearchFilter(states=frozenset({"queued", "running"}))
-_OPEN_RUNS = RunFilter(states=frozenset(RUN_STATES) - RUN_ENDED)
+_OPEN_SEARCHES = SearchListQuery(state=["queued", "running"], limit=SHOWN)
+_OPEN_RUNS = RunListQuery(
+    state=[state for state in get_args(RunState) if state not in RUN_ENDED], limit=SHOWN
+)
 
 router = APIRouter(include_in_schema=False)
 
@@ -33,8 +35,8 @@ async def get_home(request: Request) -> HTMLResponse:
         request,
         "home.html.j2",
         plans=await found.plans.newest(SHOWN_PLANS),
-        searches=(await found.searches.page(_OPEN_SEARCHES, SHOWN, None)).items,
-        runs=(await found.runs.page(_OPEN_RUNS, SHOWN)).items,
+        searches=(await found.searches.page(_OPEN_SEARCHES)).items,
+        runs=(await found.runs.page(_OPEN_RUNS)).items,
         tally=await tally(found.database),
         example=example_text(),
     )

@@ -23,7 +23,7 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.packing import unpack
 from zbv_service.pages.shell import page
-from zbv_service.records.searches import SearchFilter
+from zbv_service.records.lists import LayoutListQuery
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -61,7 +61,7 @@ async def post_layouts(request: Request) -> Response:
 
 
 async def _form_page(request: Request, form: LayoutForm, status: int = 200) -> HTMLResponse:
-    listed = await state_of(request).layouts.page(SearchFilter(), LISTED, None)
+    listed = await state_of(request).layouts.page(LayoutListQuery(limit=LISTED))
     return await page(request, "layouts.html.j2", status, form=form, rows=listed.items)
 
 

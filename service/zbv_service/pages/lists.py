@@ -12,25 +12,25 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 
-from zbv_service.api.listing import (
-    AgentListQuery,
-    PlanListQuery,
-    RunListQuery,
-    SearchListQuery,
-    neighbours,
-    position_of,
-)
+from zbv_service.api.listing import neighbours, position_of
 from zbv_service.api.state import state_of
 from zbv_service.pages.shell import html, render, shell_of
-from zbv_service.records.searches import Page, Position
+from zbv_service.records.lists import (
+    AgentListQuery,
+    Page,
+    PlanListQuery,
+    Position,
+    RunListQuery,
+    SearchListQuery,
+)
 from zbv_service.security.scheme import READ
 
 LISTED = 50
 """Rows on a page, unless the address says otherwise."""
 
 Query = SearchListQuery | PlanListQuery | RunListQuery | AgentListQuery
-Load = Callable[[Any, int, Position | None], Awaitable[Page[Any]]]
-"""Loads a page by its filter, length and position."""
+Load = Callable[[Any, Position | None], Awaitable[Page[Any]]]
+"""Loads a page by its query and position."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -89,10 +89,10 @@ async def _listed(request: Request, model: type[Query], load: Load, template: st
     after = position_of(query.cursor)
     computations = state_of(request).computations
     async with computations.listing(query.limit):
-        found = await load(query.filter, query.limit, after)
+        found = await load(query, after)
         if after is not None and after.is_newer and found.previous is None:
             # The first page of newer entries may be short: fill it.
-            found = await load(query.filter, query.limit, None)
+            found = await load(query, None)
     around = neighbours(request, found)
     asked = AskedList(given, newer=around.previous, older=around.next)
     # Rendering many rows takes long, so it must not block the event loop.

@@ -26,7 +26,7 @@ from zbv_service.documents.problems import asked_of
 from zbv_service.errors import ApiError
 from zbv_service.pages.shell import Shell, html, render, shell_of
 from zbv_service.plans.renderings import plan_of
-from zbv_service.records.searches import SearchRecord
+from zbv_service.records.searches import SearchDocument
 from zbv_service.searches.searches import parse_packed
 from zbv_service.security.scheme import READ
 
@@ -73,13 +73,14 @@ def _of_plan(write: Callable[[Start], bytes], at_smallest_limit: bool, packed: b
 
 
 def _of_search(
-    write: Callable[[Start], bytes], at_smallest_limit: bool, record: SearchRecord, packed: bytes
+    write: Callable[[Start], bytes], at_smallest_limit: bool, record: SearchDocument, packed: bytes
 ) -> bytes:
     problem, note = parse_packed(packed), f"This is the problem of search {record.id[:12]}."
     if isinstance(problem, Problem):
-        return write(_start_from(problem, record.options, note, at_smallest_limit))
+        return write(_start_from(problem, record.options.stored(), note, at_smallest_limit))
     needed = (record.error or {}).get("smallest_limit") if at_smallest_limit else None
-    return write(start_from_layers(problem, record.options, note + (_SMALLEST if needed else ""), needed))
+    note += _SMALLEST if needed else ""
+    return write(start_from_layers(problem, record.options.stored(), note, needed))
 
 
 def _start_from(problem: Problem, options: Mapping[str, Any], note: str, at_smallest_limit: bool) -> Start:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from itertools import pairwise
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote
@@ -23,10 +22,11 @@ from zbv_service.documents.parsing import parse_body
 from zbv_service.pages.charts import Scale, percent
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import reached_step
-from zbv_service.records.runs import RUN_ENDED, PartInfo, RunRecord, place_of
-from zbv_service.records.searches import PlanFilter, PlanSummary
-from zbv_service.runs.documents import PlanChange
-from zbv_service.runs.options import OF_SCRIPTS
+from zbv_service.records.lists import PlanListQuery
+from zbv_service.records.plans import PlanSummaryDocument
+from zbv_service.records.run_options import OF_SCRIPTS
+from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, place_of
+from zbv_service.runs.requests import PlanChange
 from zbv_service.runs.steps import StepLine
 from zbv_service.security.scheme import READ, needs
 
@@ -52,7 +52,7 @@ async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Re
     events = await found.runs.newest_events(run_id, EVENTS)
     plan = None
     if run.plan_id is not None:
-        plans = (await found.plans.page(PlanFilter(text=run.plan_id), 1, None)).items
+        plans = (await found.plans.page(PlanListQuery(q=run.plan_id, limit=1))).items
         plan = plans[0] if plans else None
     values = await found.computations.write(run_values, run, plan, index, lines, ranks)
     return await page(request, "run.html.j2", run=run, events=events, **values)
@@ -86,8 +86,8 @@ SHOWN_RANKS = 256
 
 
 def run_values(
-    run: RunRecord,
-    plan: PlanSummary | None,
+    run: RunDocument,
+    plan: PlanSummaryDocument | None,
     index: Sequence[PartInfo],
     lines: Sequence[StepLine],
     first_rank: int | None = None,
@@ -128,7 +128,7 @@ def run_values(
     }
 
 
-def _share(run: RunRecord, step: int | None) -> float | None:
+def _share(run: RunDocument, step: int | None) -> float | None:
     if run.steps is None:
         return None
     if run.state == "succeeded":
@@ -136,15 +136,15 @@ def _share(run: RunRecord, step: int | None) -> float | None:
     return 0.0 if step is None else min(1.0, step / run.steps)
 
 
-def _planned_seconds(plan: PlanSummary | None) -> float | None:
+def _planned_seconds(plan: PlanSummaryDocument | None) -> float | None:
     """The planned time of a step; None if the plan has no time unit."""
     unit = None if plan is None else NANOSECONDS.get(plan.time_unit or "")
     return None if plan is None or unit is None else plan.value * unit / 1e9
 
 
 def _facts(
-    run: RunRecord,
-    plan: PlanSummary | None,
+    run: RunDocument,
+    plan: PlanSummaryDocument | None,
     planned: float | None,
     lines: Sequence[StepLine],
     step: int | None,
@@ -165,7 +165,7 @@ def _facts(
             yield Card("Loss", quantities.figure(line.loss), f"of step {line.step}")
             break
     nodes = f"on {quantities.counted(run.nodes, 'node')}"
-    replicas = int(run.options.get("data_parallel", 1))
+    replicas = run.options.data_parallel
     ranks = str(run.nodes * run.ranks_per_node)
     yield Card("Ranks", ranks, nodes if replicas == 1 else f"{replicas} replicas {nodes}")
     restarts = f"restarted {quantities.counted(run.generation, 'time')}"
@@ -174,7 +174,7 @@ def _facts(
         yield Card("Planned bubble", quantities.percent(plan.bubble_rate), "idle share of a span")
 
 
-def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[dict[str, Any]]:
+def _ranks(run: RunDocument, index: Sequence[PartInfo], ranks: range) -> Iterator[dict[str, Any]]:
     """These ranks of the current generation, with the newest generations that have a log and a trace."""
     newest: dict[tuple[str, int], int] = {}
     for part in index:
@@ -194,40 +194,38 @@ def _ranks(run: RunRecord, index: Sequence[PartInfo], ranks: range) -> Iterator[
         }
 
 
-def _earlier(run: RunRecord) -> Sequence[dict[str, Any]]:
+def _earlier(run: RunDocument) -> Sequence[dict[str, Any]]:
     """The causes of failures before the last one."""
     last = run.generation if run.error is not None else None
-    return [cause for cause in run.failures if cause["generation"] != last]
+    return [cause.model_dump() for cause in run.failures if cause.generation != last]
 
 
 def _failure(failure: Mapping[str, Any]) -> dict[str, Any]:
     """Why a rank failed; for earlier generations also which one and when."""
-    at = failure.get("at")
     return {
         "rank": None,
         "agent": None,
         "where": place_of({**failure, "rank": None}),
         "detail": failure.get("message"),
         **failure,
-        "at": None if at is None else datetime.fromisoformat(at),
     }
 
 
-def _options(run: RunRecord) -> Iterator[tuple[str, str]]:
+def _options(run: RunDocument) -> Iterator[tuple[str, str]]:
     yield "Model" if run.script is None else "Script", run.program
-    if run.script is not None and run.script["arguments"]:
-        yield "Arguments", shlex.join(run.script["arguments"])[:1000]
-    for name, value in (run.model or {}).get("arguments", {}).items():
+    if run.script is not None and run.script.arguments:
+        yield "Arguments", shlex.join(run.script.arguments)[:1000]
+    for name, value in (run.model.arguments if run.model else {}).items():
         yield f"Argument {name}", _text(value)
     yield "Submitted by", run.created_by or "–"
-    for name, value in run.options.items():
+    for name, value in run.options:
         if run.script is not None and name not in OF_SCRIPTS:
             continue
-        if value is not None and not isinstance(value, dict):
+        if value is not None and name != "checkpoint":
             yield name.replace("_", " ").capitalize(), _text(value)
-    checkpoint = run.options.get("checkpoint")
-    if checkpoint:
-        yield "Checkpoints", f"every {checkpoint['every']} steps, in {checkpoint['directory']}"
+    checkpoint = run.options.checkpoint
+    if checkpoint is not None:
+        yield "Checkpoints", f"every {checkpoint.every} steps, in {checkpoint.directory}"
 
 
 def _text(value: Any) -> str:

@@ -24,7 +24,7 @@ from zbv_service.documents.packing import unpack
 from zbv_service.documents.problems import Question
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import facts_of_layers, shape_of
-from zbv_service.records.searches import FINISHED, SearchRecord
+from zbv_service.records.searches import FINISHED, SearchDocument
 from zbv_service.searches.searches import parse_packed
 from zbv_service.security.scheme import READ
 
@@ -40,7 +40,7 @@ async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
     return await page(request, "search.html.j2", row=record, **values)
 
 
-def _values(record: SearchRecord, packed: bytes) -> dict[str, Any]:
+def _values(record: SearchDocument, packed: bytes) -> dict[str, Any]:
     return search_values(record, parse_packed(packed))
 
 
@@ -57,7 +57,7 @@ class Shortage:
     smallest: str
 
 
-def search_values(record: SearchRecord, problem: Question, now: datetime | None = None) -> dict[str, Any]:
+def search_values(record: SearchDocument, problem: Question, now: datetime | None = None) -> dict[str, Any]:
     """What the template shows of a search's problem."""
     shortages = _shortages(record, problem) if record.state == "infeasible" else []
     model: Model | None
@@ -82,7 +82,7 @@ def search_values(record: SearchRecord, problem: Question, now: datetime | None 
     }
 
 
-def _seconds(record: SearchRecord, now: datetime) -> float | None:
+def _seconds(record: SearchDocument, now: datetime) -> float | None:
     if record.started_at is None:
         return None
     until = record.finished_at or now
@@ -96,7 +96,7 @@ def _subtitle(problem: Question) -> str:
     return aim
 
 
-def _shortages(record: SearchRecord, problem: Question) -> list[Shortage]:
+def _shortages(record: SearchDocument, problem: Question) -> list[Shortage]:
     """Neighbouring ranks with the same limit that is too small, together."""
     if isinstance(problem, Problem):
         limits, smallest = problem.memory.limit or (), problem.smallest_limit
@@ -130,13 +130,13 @@ def _facts(problem: Problem) -> list[tuple[str, str]]:
     return facts
 
 
-def _options(record: SearchRecord) -> list[tuple[str, str]]:
-    limit, seed = record.options.get("time_limit"), record.options.get("seed", 0)
-    effort = str(record.options.get("effort", "standard"))
+def _options(record: SearchDocument) -> list[tuple[str, str]]:
+    limit, seed = record.options.time_limit, record.options.seed
+    effort: str = record.options.effort
     if limit is not None:
         effort += f", at most {quantities.figure(limit)} s"
     facts = [("Effort", f"{effort}, seed {seed}" if seed else effort)]
-    quantile = record.options.get("quantile")
+    quantile = record.options.quantile
     if record.jitter is not None:
         time = "mean" if quantile is None else f"{quantities.figure(quantile)} quantile of the"
         varies = deviations(parse_jitter(unpack(record.jitter)))

@@ -14,7 +14,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, Units
 
 from zbv_service.plans.facts import PlanFacts
-from zbv_service.records.runs import RunRecord
+from zbv_service.records.runs import RunDocument
 
 
 def shape_of(problem: Problem | LayeredProblem | PlanFacts) -> str:
@@ -46,7 +46,7 @@ def grouped(names: Sequence[str]) -> str:
     return ", ".join(name if n == 1 else f"{n} × {name}" for name, n in Counter(names).items())
 
 
-def reached_step(run: RunRecord) -> int | None:
+def reached_step(run: RunDocument) -> int | None:
     """The step that every rank of a run has reached, counted from 0; None before all have reported one."""
     steps = [place.get("step") for node in run.members for place in node.ranks]
     known = [step for step in steps if step is not None]

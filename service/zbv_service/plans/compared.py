@@ -13,7 +13,8 @@ from zbv_service.errors import ApiError
 from zbv_service.plans.facts import PlanFacts
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.schedules import Schedules
-from zbv_service.records.searches import PlanFilter, PlanSummary
+from zbv_service.records.lists import PlanListQuery
+from zbv_service.records.plans import PlanSummaryDocument
 
 USUAL = ("1f1b", "interleaved-1f1b", "zb-h1")
 """The default schedules for a comparison."""
@@ -70,10 +71,10 @@ class ComparedPlans:
         """A classical schedule of a plan's problem, packed; None if no schedule has this name."""
         return await self._schedules.baseline(plan.plan_id, name) if name in plan.schedules else None
 
-    async def offered(self, plan: PlanFacts) -> tuple[list[PlanSummary], list[PlanSummary]]:
+    async def offered(self, plan: PlanFacts) -> tuple[list[PlanSummaryDocument], list[PlanSummaryDocument]]:
         """Stored plans to choose from, newest first: plans of the same shape, and others."""
-        shape = PlanFilter(pp_degree=plan.pp_degree, microbatches=plan.microbatches)
-        alike = (await self._plans.page(shape, OFFERED, None)).items
+        shape = PlanListQuery(pp_degree=plan.pp_degree, microbatches=plan.microbatches, limit=OFFERED)
+        alike = (await self._plans.page(shape)).items
         known = {plan.plan_id, *(each.plan_id for each in alike)}
         others = await self._plans.newest(OFFERED)
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
@@ -20,44 +19,12 @@ from zbv_solver.search.claims import Claim
 
 from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import MAX_SEED, NEXT, PREVIOUS, RequestDocument
-from zbv_service.records.searches import PlanSummary
+from zbv_service.records.shared import MAX_SEED, RequestDocument
 
 MAX_JITTER = 4096
 """Most characters of a jitter in an address."""
 MAX_SCENARIOS = 4096
 DEFAULT_JITTER = "action=5%,transfer=20%"
-
-
-class PlanSummaryDocument(BaseModel):
-    """A stored plan without its actions."""
-
-    plan_id: str
-    pp_degree: int
-    microbatches: int
-    placement: str
-    objective: Objective
-    value: float = Field(description="Of the objective, in the problem's time unit.")
-    lower_bound: float
-    gap: float | None
-    status: Literal["optimal", "feasible"]
-    bubble_rate: float
-    method: str
-    time_unit: str | None
-    created_at: datetime
-
-    @classmethod
-    def of(cls, summary: PlanSummary) -> PlanSummaryDocument:
-        """The document of a stored plan."""
-        return cls.model_validate(asdict(summary))
-
-
-class PlanList(BaseModel):
-    """A page of plans, newest first."""
-
-    plans: list[PlanSummaryDocument]
-    next: str | None = NEXT
-    previous: str | None = PREVIOUS
 
 
 class PlanDocument(BaseModel):

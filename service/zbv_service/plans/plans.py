@@ -33,7 +33,8 @@ from zbv_service.plans.renderings import (
     thumbnail_of,
     view_of,
 )
-from zbv_service.records.searches import NewPlan, Page, PlanFilter, PlanSummary, Position
+from zbv_service.records.lists import Page, PlanListQuery, Position
+from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 from zbv_service.settings import Settings
 
 if TYPE_CHECKING:
@@ -80,13 +81,13 @@ class Plans:
         self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
         self._simulations: Cache[bytes] = Cache(CACHED_THUMBNAILS)
 
-    async def newest(self, limit: int) -> list[PlanSummary]:
+    async def newest(self, limit: int) -> list[PlanSummaryDocument]:
         """The newest plans, newest first."""
         return await self._table.newest(limit)
 
-    async def page(self, wanted: PlanFilter, limit: int, after: Position | None) -> Page[PlanSummary]:
+    async def page(self, wanted: PlanListQuery, after: Position | None = None) -> Page[PlanSummaryDocument]:
         """One page of plans, newest first, starting at a position."""
-        return await self._table.page(wanted, limit, after)
+        return await self._table.page(wanted, after)
 
     async def text(self, plan_id: str) -> bytes:
         """A plan's document as JSON text; raises :class:`ApiError` 404."""

@@ -18,8 +18,8 @@ from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.problem import Problem
 
 from zbv_service.documents.packing import unpack
-from zbv_service.documents.shared import json_bytes
 from zbv_service.plans.documents import SimulationQuery
+from zbv_service.records.shared import json_bytes
 
 if TYPE_CHECKING:
     from zbv_solver.export.report import PlanView

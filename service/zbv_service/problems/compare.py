@@ -14,7 +14,6 @@ from zbv_service.database import PlanTable
 from zbv_service.documents.packing import PackedQuestion, supported_bound, unpack
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import read_problem, require_stages
-from zbv_service.plans.documents import PlanSummaryDocument
 from zbv_service.problems.documents import CompareRequest, Comparison
 from zbv_service.problems.estimate import LONGEST_SECONDS
 from zbv_service.settings import Settings
@@ -51,7 +50,7 @@ class Comparisons:
         answer = {**made, "problem_summary": asked.summary, "best": None}
         if best is not None:
             bound = max(made["lower_bound"], best.lower_bound)
-            answer["best"] = PlanSummaryDocument.of(best)
+            answer["best"] = best
             answer["lower_bound"] = supported_bound(
                 best.value, bound, "the bound of the problem", lambda: unpack(asked.packed)
             )

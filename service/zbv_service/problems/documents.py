@@ -10,8 +10,9 @@ from zbv_solver.packing.batch import BatchDocument
 from zbv_solver.plans.reading import BaselineDocument
 
 from zbv_service.documents.problems import QuestionDocument
-from zbv_service.documents.shared import ProblemSummary, RequestDocument
-from zbv_service.plans.documents import ClaimDocument, PlanSummaryDocument
+from zbv_service.plans.documents import ClaimDocument
+from zbv_service.records.plans import PlanSummaryDocument
+from zbv_service.records.shared import ProblemSummary, RequestDocument
 
 Fraction = Annotated[Number, Field(gt=0, le=1000, allow_inf_nan=False)]
 

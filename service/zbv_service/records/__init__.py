@@ -1,4 +1,5 @@
-"""Frozen records that the database stores and returns.
+"""The nouns of the service: plans, searches, runs, agents and tokens.
 
-They have no behaviour and know neither SQL nor HTTP.
+A class that ends in ``Document`` is what the database returns and the API sends; fields with ``exclude`` stay
+in the service. Nothing here knows SQL or HTTP.
 """

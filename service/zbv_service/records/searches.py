@@ -1,10 +1,26 @@
-"""Searches and plans, as they enter and leave the database."""
+"""Searches: what the database stores of them, and what the API sends."""
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from zbv_solver.documents.fields import Number
+
+from zbv_service.errors import StoredError
+from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.records.shared import (
+    NEXT,
+    PREVIOUS,
+    OptionsDocument,
+    ProblemSummary,
+    Record,
+    RequestDocument,
+    json_with,
+)
 
 SearchState = Literal["queued", "running", "done", "cancelled", "failed", "infeasible"]
 SearchKind = Literal["plan", "layouts"]
@@ -36,74 +52,146 @@ class NewSearch:
     """The document of the jitter, packed."""
 
 
-@dataclass(frozen=True)
-class SearchRecord:
-    """A search without its bulky parts (problem, incumbent, answer)."""
+class SearchRecord(Record):
+    """What searches of both kinds have in common, without their bulky parts (problem, incumbent, answer)."""
 
     id: str
     state: SearchState
-    summary: dict[str, Any]
-    options: dict[str, Any]
-    objective: float | None
-    lower_bound: float | None
-    gap: float | None
-    """Of the best plan known so far; None without a plan. Of a search of layouts, the step of the best
-    layout and the bound for all layouts, in seconds."""
-    method: str | None
-    plan_id: str | None
-    error: dict[str, Any] | None
-    cancel_requested: bool
-    attempts: int
-    """How often the search was started."""
-    crashes: int
-    """How often its process died."""
+    objective: float | None = None
+    lower_bound: float | None = None
+    gap: float | None = None
+    method: str | None = None
+    plan_id: str | None = None
+    """Set once the search is done, or cancelled with a plan."""
+    error: StoredError | None = None
+    """Why there is no plan."""
+    cancel_requested: bool = False
+    queued_before: int | None = None
+    """Searches that start before a queued one; only where one search is asked for."""
+    attempts: int = 0
+    """How often the search was started; more than 1 after a restart."""
     created_at: datetime
-    started_at: datetime | None
+    started_at: datetime | None = None
     updated_at: datetime
-    finished_at: datetime | None
-    created_by: str | None = None
-    is_wanted_by_client: bool = True
+    finished_at: datetime | None = None
+    kind: SearchKind = Field("plan", exclude=True)
+    crashes: int = Field(0, exclude=True)
+    """How often its process died."""
+    created_by: str | None = Field(None, exclude=True)
+    """Name of the token that submitted it; None without authentication."""
+    is_wanted_by_client: bool = Field(True, exclude=True)
     """Whether a client has submitted it. Otherwise only runs that wait for its plan have."""
-    kind: SearchKind = "plan"
-    progress: dict[str, int] | None = None
-    """How many layouts were considered, ruled out and planned; None for a plan."""
-    jitter: bytes | None = None
+    jitter: bytes | None = Field(None, exclude=True)
     """As in :class:`NewSearch`; None in lists."""
+
+
+class SearchDocument(SearchRecord):
+    """A search, running or ended.
+
+    ``objective``, ``lower_bound`` and ``gap`` are those of the best plan known so far.
+    """
+
+    summary: ProblemSummary = Field(serialization_alias="problem_summary")
+    options: OptionsDocument
+
+    def text(self) -> bytes:
+        """The document as JSON, with its jitter."""
+        if self.jitter is None:
+            return super().text()
+        document = self.model_dump(mode="json")
+        return json_with(
+            document, options=json_with(document["options"], jitter=zlib.decompress(self.jitter))
+        )
+
+
+class SearchList(BaseModel):
+    """Some of the searches, the newest first."""
+
+    searches: list[SearchDocument]
+    next: str | None = NEXT
+    previous: str | None = PREVIOUS
+
+
+class LayoutsSummary(BaseModel):
+    """The few values that name a request for layouts."""
+
+    model: str | None = Field(None, description="Its presets, or the `model_type` of a `config.json`.")
+    device: str | None = Field(None, description="The preset of the devices.")
+    devices: int
+    global_batch: int
+    sequence_length: int
+    layouts: int = Field(description="How many divide the cluster, the model and the global batch.")
+
+
+class LayoutOptions(RequestDocument):
+    """How hard to search."""
+
+    effort: Literal["quick", "standard", "thorough"] | None = Field(
+        None,
+        description="Searches better plans for the most promising layouts; null constructs orders alone.",
+    )
+    time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="Seconds from the start of the search; null means to search until the best layouts are "
+        "proved.",
+    )
+
+
+class LayoutCounts(BaseModel):
+    """How far a search of layouts is."""
+
+    considered: int = Field(description="Layouts that were enumerated.")
+    ruled_out: int = Field(description="Layouts that do not fit, or whose bound is too large.")
+    planned: int = Field(description="Layouts whose pipeline was planned.")
+
+
+class LayoutSearchDocument(SearchRecord):
+    """A search for layouts, running or ended.
+
+    ``objective`` is the step time of the best layout so far, ``lower_bound`` a time that no layout undercuts,
+    both in seconds, and ``plan_id`` the plan of the best layout's pipeline.
+    """
+
+    summary: LayoutsSummary
+    options: LayoutOptions
+    progress: LayoutCounts | None = None
+    answer: dict[str, Any] | None = None
+    """As `zbv layout -o` writes it, with a `plan_id` of each layout in place of its plan. Set once the search
+    is done or cancelled; only where one search is asked for."""
+
+    def text(self, packed: bytes | None = None) -> bytes:
+        """The document as JSON, with its packed answer, which may be large."""
+        if packed is None:
+            return super().text()
+        return json_with(self.model_dump(mode="json"), answer=zlib.decompress(packed))
+
+
+class LayoutSearchList(BaseModel):
+    """Some of the searches for layouts, the newest first."""
+
+    searches: list[LayoutSearchDocument]
+    next: str | None = NEXT
+    previous: str | None = PREVIOUS
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A search that a runner has leased, as it is sent to an executor.
-
-    Attributes
-    ----------
-    problem, incumbent
-        Packed documents: the problem or the request for layouts, and the ranks of the best plan known
-        (:func:`zbv_service.documents.packing.pack_incumbent`).
-    """
+    """A search that a runner has leased, as it is sent to an executor."""
 
     id: str
     fence: int
     """The runner's writes must carry it, so that they fail after the lease was lost."""
     problem: bytes
+    """The packed problem, or the packed request for layouts."""
     options: dict[str, Any]
     """Those of the request; the runner adds ``workers``, the number of threads."""
     incumbent: bytes | None
+    """The ranks of the best plan known (:func:`zbv_service.documents.packing.pack_incumbent`)."""
     attempts: int
     cancel_requested: bool
     kind: SearchKind = "plan"
     jitter: bytes | None = None
     created_by: str | None = None
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A stored incumbent does not fit its problem, so the search started without it."""
-
-    digest: str
-    """SHA-256 of the packed incumbent, in hexadecimal."""
-    reason: str
-    """The rule that it breaks."""
 
 
 @dataclass(frozen=True)
@@ -123,79 +211,76 @@ class Update:
     progress: dict[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class SearchEvent:
-    """An event of a search; ``number`` increases from 1 within the search, possibly with gaps."""
+class SearchEventDocument(Record):
+    """An event of a search, the same in a stream and in a list; an event has only some of the fields."""
 
-    search_id: str
-    number: int
+    model_config = ConfigDict(extra="forbid")
+
+    id: int
+    """Increases within the search, possibly with gaps. Pass it back to continue after it."""
     at: datetime
-    kind: EventKind
-    data: dict[str, Any]
+    event: EventKind
+    """`state`: the search was queued, started, or asked to stop. `improvement`: a better plan was found.
+    `bound`: a better bound was proven for the same plan. `progress`: a search for layouts has a better bound,
+    or has ruled out or planned more of them. `end`: the last event of every search."""
+    state: SearchState | Literal["discarded"] | None = None
+    """Of `state` and `end`."""
+    reason: (
+        Literal[
+            "submitted",
+            "started",
+            "cancel-requested",
+            "service-stopped",
+            "service-lost",
+            "process-died",
+            "process-lost",
+            "worker-ended",
+        ]
+        | None
+    ) = None
+    """Of `state`."""
+    attempts: int | None = None
+    """Of `state`: how often the search has been started."""
+    cancel_requested: bool | None = None
+    """Of `state`."""
+    objective: float | None = None
+    lower_bound: float | None = None
+    gap: float | None = None
+    method: str | None = None
+    seconds: float | None = None
+    """Seconds since the first start of the search; null if it never started. This and the four values above
+    are of all events but `state`."""
+    progress: LayoutCounts | None = None
+    """Of a search for layouts."""
+    plan_id: str | None = None
+    """Of `end`."""
+    error: StoredError | None = None
+    """Of `end`."""
+    search_id: str = Field(exclude=True)
 
     @property
     def owner(self) -> str:
         """The search."""
         return self.search_id
 
-
-RequestKind = Literal["search", "layouts", "run"]
-"""The resource that a request with an Idempotency-Key creates."""
-
-
-@dataclass(frozen=True)
-class NamedRequest:
-    """A request with an Idempotency-Key."""
-
-    key_hash: str
-    """Hash of the caller and the key."""
-    fingerprint: str
-    """Hash of the body. A key must always come with the same body."""
-    expires_at: datetime
-    kind: RequestKind = "search"
-    """The resource that the request creates. A key must always come to the same address."""
-    created_by: str | None = None
-    """The name of the caller, or its address."""
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """A plan without its action lists."""
-
-    plan_id: str
-    pp_degree: int
-    microbatches: int
-    placement: str
-    objective: str
-    value: float
-    lower_bound: float
-    gap: float | None
-    status: str
-    bubble_rate: float
-    method: str
-    time_unit: str | None
-    created_at: datetime
-
-
-@dataclass(frozen=True)
-class NewPlan:
-    """A verified plan to be stored."""
-
-    summary: PlanSummary
-    document: bytes
-    """The whole plan document, packed."""
-    problem_key: str
-    """Hash of its problem (:func:`zbv_service.documents.packing.problem_key`); plans with equal keys can
-    be compared."""
-    cut_bound: float | None = None
-    """For a problem given by layers: a lower bound on the objective over all cuts."""
-    refusal: Refusal | None = None
-    """As in :class:`Update`."""
+    @property
+    def number(self) -> int:
+        """The id."""
+        return self.id
 
     @property
-    def search_bound(self) -> float:
-        """The lower bound of the search, which for layers holds for every cut."""
-        return self.summary.lower_bound if self.cut_bound is None else self.cut_bound
+    def kind(self) -> EventKind:
+        """What happened."""
+        return self.event
+
+
+class SearchEventList(BaseModel):
+    """The events of a search after a given event."""
+
+    search_id: str
+    events: list[SearchEventDocument]
+    last_id: int = Field(description="Pass it as `after` to get the next events.")
+    is_over: bool = Field(description="Whether the search has ended, so that no event follows these.")
 
 
 @dataclass(frozen=True)
@@ -216,57 +301,3 @@ class NewRanking:
 
 Outcome = NewPlan | NewRanking
 """The result of a search."""
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Position:
-    """A position in a list sorted by creation, newest first; ``id`` breaks ties.
-
-    The items after it are older, or newer if ``is_newer`` is set.
-    """
-
-    created_at: datetime
-    id: str
-    is_newer: bool = False
-
-
-@dataclass(frozen=True)
-class Page(Generic[T]):
-    """A part of a list, newest first."""
-
-    items: tuple[T, ...]
-    next: Position | None
-    previous: Position | None = None
-    """Positions of the older and the newer items; None if there are none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The filter of lists of searches and plans; empty fields do not restrict them."""
-
-    text: str | None = None
-    """The beginning of the id, or of the id of a search's plan."""
-    pp_degree: int | None = None
-    microbatches: int | None = None
-    placement: str | None = None
-    objective: str | None = None
-    created_after: datetime | None = None
-    created_before: datetime | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchFilter(Shape):
-    """Which searches a list shows: those in one of these states, or in any state if ``states`` is empty."""
-
-    states: frozenset[str] = frozenset()
-    kind: SearchKind = "plan"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFilter(Shape):
-    """Which plans a list shows; ``status`` is ``optimal`` or ``feasible``."""
-
-    status: str | None = None

@@ -9,19 +9,21 @@ from typing import Any
 from zbv_service.compute.waiting import happened
 from zbv_service.database import AgentTable, RunTable
 from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, NOT_FOUND, ApiError
-from zbv_service.records.runs import (
+from zbv_service.records.agents import (
     AGENT_ENDED,
-    AgentFilter,
-    AgentRecord,
+    AgentDocument,
+    AgentRequest,
     AgentState,
     Beat,
     BeatAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    NodeEnd,
     NodeReport,
     RunOrders,
-    Work,
+    WorkDocument,
 )
-from zbv_service.records.searches import Page, Position
-from zbv_service.runs.agent_documents import AgentRequest, Heartbeat, HeartbeatAnswer, NodeEnd
+from zbv_service.records.lists import AgentListQuery, Page, Position
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -44,7 +46,7 @@ class Agents:
         # An owner changes only if an agent that is gone registers again with its id.
         self._owners: OrderedDict[str, str] = OrderedDict()
 
-    async def register(self, request: AgentRequest, grant: Grant) -> tuple[AgentRecord, bool]:
+    async def register(self, request: AgentRequest, grant: Grant) -> tuple[AgentDocument, bool]:
         """Register an agent; returns its record and whether it is new.
 
         Raises
@@ -86,15 +88,15 @@ class Agents:
                 f"admin, may act for it. Register this node under a new id.",
             )
 
-    async def get(self, agent_id: str) -> AgentRecord:
+    async def get(self, agent_id: str) -> AgentDocument:
         """An agent; raises :class:`ApiError` 404."""
         return _found(await self._agents.get(agent_id), agent_id)
 
-    async def page(self, wanted: AgentFilter, limit: int, after: Position | None = None) -> Page[AgentRecord]:
+    async def page(self, wanted: AgentListQuery, after: Position | None = None) -> Page[AgentDocument]:
         """One page of agents, newest first, starting at a position."""
-        return await self._agents.page(wanted, limit, after)
+        return await self._agents.page(wanted, after)
 
-    async def work(self, agent_id: str, wait_seconds: float) -> Work | None:
+    async def work(self, agent_id: str, wait_seconds: float) -> WorkDocument | None:
         """Wait for the work of an agent; the call counts as a heartbeat.
 
         Raises
@@ -130,7 +132,7 @@ class Agents:
         """Record that an agent is alive; raises as :meth:`work`."""
         await self._store(Beat(agent_id))
 
-    async def drain(self, agent_id: str) -> AgentRecord:
+    async def drain(self, agent_id: str) -> AgentDocument:
         """Stop assigning work to an agent; raises as :meth:`work`."""
         record = _found(await self._agents.drain(agent_id), agent_id)
         _require_present(agent_id, record.name, record.state)
@@ -157,7 +159,7 @@ def _answer_of(orders: RunOrders | None) -> HeartbeatAnswer:
     return HeartbeatAnswer(stop=False, plan_id=orders.target_plan_id)
 
 
-def _found(record: AgentRecord | None, agent_id: str) -> AgentRecord:
+def _found(record: AgentDocument | None, agent_id: str) -> AgentDocument:
     if record is None:
         raise _unknown(agent_id)
     return record

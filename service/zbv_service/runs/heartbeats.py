@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from zbv_service.database import HeartbeatTable
-from zbv_service.records.runs import Beat, BeatAnswer
+from zbv_service.records.agents import Beat, BeatAnswer
 
 PAUSE_SECONDS = 0.05
 """Seconds between two writes, so that each stores many heartbeats; a single one does not wait."""

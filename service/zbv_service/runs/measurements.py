@@ -17,7 +17,7 @@ from zbv_service.compute.computations import Computations
 from zbv_service.database import PartTable
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.renderings import plan_of
-from zbv_service.records.runs import PartInfo, RunRecord
+from zbv_service.records.runs import PartInfo, RunDocument
 from zbv_service.runs.measured.accounts import Account, KindTimes, account, kind_times
 from zbv_service.runs.measured.explain import Explanation, explain
 from zbv_service.runs.measured.step import (
@@ -96,7 +96,7 @@ class Measurements:
         self._plans = plans
         self._made: Cache[Any] = Cache(CACHED)
 
-    async def of(self, run: RunRecord, chosen: Chosen, show: partial[T]) -> T | NothingMeasured:
+    async def of(self, run: RunDocument, chosen: Chosen, show: partial[T]) -> T | NothingMeasured:
         """What a function shows of the requested step of a run, or why there is none.
 
         Parameters
@@ -208,7 +208,7 @@ def _of_one_plan(parts: Sequence[PartInfo]) -> list[PartInfo]:
     return [part for part in parts if part.plan_id == newest.plan_id]
 
 
-def _nothing_yet(run: RunRecord) -> NothingMeasured:
+def _nothing_yet(run: RunDocument) -> NothingMeasured:
     if run.state in ("failed", "cancelled"):
         return NothingMeasured(
             "ended", "The run ended before its ranks had sent a trace. Its events and logs say why."

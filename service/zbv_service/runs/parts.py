@@ -22,8 +22,8 @@ from zbv_service.database import PartTable
 from zbv_service.documents.packing import pack, unpack
 from zbv_service.documents.parsing import decompressed, parse_body
 from zbv_service.errors import MALFORMED_JSON, NOT_FOUND, ApiError
-from zbv_service.records.runs import NewPart, PartInfo, PartKind, RunRecord
-from zbv_service.runs.agent_documents import NonFinite, RankEvents
+from zbv_service.records.agents import NonFinite, RankEvents
+from zbv_service.records.runs import NewPart, PartInfo, PartKind, RunDocument
 from zbv_service.runs.picture import picture
 
 MAX_LOG_BYTES = 256 * 1024
@@ -167,7 +167,7 @@ class RunParts:
         """The list of a run's parts in all generations, without their content."""
         return await self._table.index(run_id)
 
-    async def merged_trace(self, run: RunRecord, generation: int | None) -> bytes:
+    async def merged_trace(self, run: RunDocument, generation: int | None) -> bytes:
         """All ranks' newest common step as one Trace Event Format document.
 
         Raises

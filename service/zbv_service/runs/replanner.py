@@ -9,7 +9,7 @@ whole state is in the database, so it survives a crash of the service; a run has
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from zbv_solver.errors import InvalidInput
@@ -25,7 +25,7 @@ from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable
 from zbv_service.documents.packing import unpack
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.renderings import plan_of
-from zbv_service.records.runs import Replanning, RunRecord
+from zbv_service.records.runs import OfferDocument, Replanning, RunDocument
 from zbv_service.records.searches import FINISHED, NewSearch
 from zbv_service.runs.parts import parse_traces
 from zbv_service.searches.searches import Searches, new_search
@@ -119,7 +119,7 @@ def look_at(settings: Settings, asked: Look) -> Seen | None:
     search = None
     if found.change > asked.threshold:
         options = {} if asked.options is None else unpack(asked.options)
-        search = new_search({"problem": problem_json(found.problem), "options": options}, settings)
+        search = new_search(settings, {"problem": problem_json(found.problem), "options": options})
     return Seen(max(fresh), found.change, search)
 
 
@@ -174,18 +174,18 @@ class Replanner:
                 # One run must not keep the replanner from the others.
                 logger.exception("run %s: its measured costs could not be checked", run_id)
 
-    async def _look(self, run: RunRecord, plan_id: str) -> None:
+    async def _look(self, run: RunDocument, plan_id: str) -> None:
         stored = None if run.replanning is None else Replanning(**run.replanning)
-        known = stored or Replanning(plan_id, run.generation, -1)
+        known = stored or Replanning(plan_id=plan_id, generation=run.generation, step=-1)
         if known.plan_id != plan_id:
             # The plan was changed after the latest search, whose result is now outdated.
-            known = Replanning(plan_id, run.generation, -1, searches=known.searches)
+            known = Replanning(plan_id=plan_id, generation=run.generation, step=-1, searches=known.searches)
         if known.is_open and known.search_id is not None:
             await self._judge(run, known, known.search_id)
         elif run.offer is None and run.target_plan_id in (None, plan_id):
             await self._measure(run, stored, known)
 
-    async def _measure(self, run: RunRecord, stored: Replanning | None, known: Replanning) -> None:
+    async def _measure(self, run: RunDocument, stored: Replanning | None, known: Replanning) -> None:
         """Look at the newest steps, if there are enough, and search the measured problem if costs drifted."""
         after = known.step if known.generation == run.generation else -1
         patience, facts = _patience(known.searches), await self._plans.facts(known.plan_id)
@@ -202,24 +202,25 @@ class Replanner:
             traces=[part.body for part in parts],
             after=after,
             patience=patience,
-            threshold=run.options["replan_threshold"],
+            threshold=run.options.replan_threshold,
         )
         seen = await self._computations.run(partial(look_at, self._settings), asked)
         if seen is None:
             return
-        looked = replace(known, generation=run.generation, step=seen.step)
+        looked = known.model_copy(update={"generation": run.generation, "step": seen.step})
         if seen.search is not None:
             search = await self._searches.submit_read(seen.search, caller=None, most=None)
             logger.info("run %s: costs differ by %.1f %%", run.id, 100 * seen.change)
-            looked = replace(looked, search_id=search.id, is_open=True, searches=known.searches + 1)
+            opened = {"search_id": search.id, "is_open": True, "searches": known.searches + 1}
+            looked = looked.model_copy(update=opened)
         await self._run_plans.remember(run.id, stored, looked)
 
-    async def _judge(self, run: RunRecord, known: Replanning, search_id: str) -> None:
+    async def _judge(self, run: RunDocument, known: Replanning, search_id: str) -> None:
         """Offer the plan of a search that has ended, if it is better."""
         search = await self._searches.find(search_id)
         if search is not None and search.state not in FINISHED:
             return
-        closed = replace(known, is_open=False)
+        closed = known.model_copy(update={"is_open": False})
         # A discarded search has no more to offer than one without a plan.
         if search is not None and search.plan_id is not None and search.plan_id != known.plan_id:
             then = (await self._plans.facts(search.plan_id)).value
@@ -228,12 +229,8 @@ class Replanner:
             running = await self._plans.packed(known.plan_id)
             now = await self._computations.run(objective_with, (measured, found, running))
             if then <= (1 - WORTHWHILE) * now:
-                offer = {
-                    "plan_id": search.plan_id,
-                    "objective_now": now,
-                    "objective_then": then,
-                }
-                take = run.options["replan"] == "auto"
+                offer = OfferDocument(plan_id=search.plan_id, objective_now=now, objective_then=then)
+                take = run.options.replan == "auto"
                 await self._run_plans.offer(run.id, known, closed, offer, take=take)
                 return
         await self._run_plans.remember(run.id, known, closed)

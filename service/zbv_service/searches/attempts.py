@@ -30,7 +30,8 @@ from zbv_service.errors import (
     infeasible,
 )
 from zbv_service.observability.metrics import Metrics
-from zbv_service.records.searches import Claim, NewPlan, NewRanking, Outcome, Refusal, Update
+from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.records.searches import Claim, NewRanking, Outcome, Update
 from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.searches.executors.task import plan_of_incumbent
 from zbv_service.settings import MEBIBYTE, Settings
@@ -282,7 +283,7 @@ class Endings:
 
     async def _plan_of(self, claim: Claim) -> NewPlan:
         """The plan of an incumbent, made in another process; raises TimeoutError, or its errors."""
-        future = await asyncio.to_thread(self._processes.submit, plan_of_incumbent, claim)
+        future = self._processes.submit(plan_of_incumbent, claim)
         try:
             async with asyncio.timeout(KEEP_SECONDS):
                 return await asyncio.wrap_future(future)

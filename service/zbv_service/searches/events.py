@@ -14,12 +14,10 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway
-from zbv_service.records.searches import SearchEvent
 
 POLL_SECONDS = 0.5
 """Seconds between queries for the events of other services."""
@@ -234,9 +232,3 @@ class EventFeed(Generic[E]):
         newest = {key: channel.newest for key, channel in self._channels.items() if not channel.is_over}
         numbers = await self._source.last_numbers(newest) if newest else {}
         return {key for key, number in newest.items() if numbers.get(key) != number and key in self._channels}
-
-
-def event_json(event: SearchEvent) -> dict[str, Any]:
-    """An event as JSON; see :mod:`zbv_service.searches.event_documents`."""
-    at = event.at.astimezone(UTC).isoformat().replace("+00:00", "Z")
-    return {"id": event.number, "event": event.kind, "at": at, **event.data}

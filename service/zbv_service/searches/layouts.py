@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import uuid
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from zbv_solver import __version__
 from zbv_solver.documents.files import canonical_json
@@ -14,36 +14,34 @@ from zbv_solver.documents.files import canonical_json
 from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
 from zbv_service.documents.packing import pack
 from zbv_service.documents.parsing import parse_body, parse_json
-from zbv_service.records.searches import NewSearch, RequestKind, SearchKind, SearchRecord
-from zbv_service.searches.idempotency import fingerprint_of
-from zbv_service.searches.layout_documents import LayoutSearchDocument
-from zbv_service.searches.searches import Searches, require_allowed
+from zbv_service.records.searches import LayoutSearchDocument, NewSearch
+from zbv_service.searches.searches import SearchesOfKind, require_allowed
 from zbv_service.settings import Settings
 
 
-class LayoutSearches(Searches):
+class LayoutSearches(SearchesOfKind[LayoutSearchDocument]):
     """The searches of a service for layouts."""
 
-    kind: ClassVar[SearchKind] = "layouts"
-    named: ClassVar[RequestKind] = "layouts"
-    address: ClassVar[str] = "/v1/layouts"
+    document = LayoutSearchDocument
+    kind = "layouts"
+    address = "/v1/layouts"
 
-    async def _read(self, body: Any) -> tuple[NewSearch, str]:
+    async def _read(self, body: Any) -> NewSearch:
         # Enumerating the layouts of a large cluster takes seconds.
         return await self._computations.run(partial(read_layout_search, self._settings), body)
 
-    async def answer(self, record: SearchRecord) -> bytes | None:
+    async def answer(self, record: LayoutSearchDocument) -> bytes | None:
         """The packed answer of a search; None before its end."""
         return await self._table.answer(record.id)
 
-    async def text(self, record: SearchRecord) -> bytes:
+    async def text(self, record: LayoutSearchDocument) -> bytes:
         """The document of a search with its answer, as JSON."""
-        packed, queued_before = await self.answer(record), await self.queued_before(record)
-        return await asyncio.to_thread(LayoutSearchDocument.text_of, record, queued_before, packed)
+        packed, placed = await self.answer(record), await self.placed(record)
+        return await asyncio.to_thread(placed.text, packed)
 
 
-def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
-    """The search of a body, and the body's fingerprint; runs in another process.
+def read_layout_search(settings: Settings, body: Any) -> NewSearch:
+    """The search of a body; runs in another process.
 
     Parameters
     ----------
@@ -63,7 +61,7 @@ def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
     summary = layouts_summary(asked, read_layouts(asked))
     normal, options = asked.model_dump(mode="json"), asked.options.model_dump()
     key = canonical_json({"layouts": normal, "version": __version__})
-    new = NewSearch(
+    return NewSearch(
         id=uuid.uuid4().hex,
         request_key=hashlib.sha256(key.encode()).hexdigest(),
         problem=pack(normal),
@@ -71,4 +69,3 @@ def read_layout_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
         options=options,
         kind="layouts",
     )
-    return new, fingerprint_of(document)

@@ -7,9 +7,10 @@ import hashlib
 import logging
 import re
 import uuid
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from zbv_solver import __version__
 from zbv_solver.documents.files import canonical_json
@@ -19,30 +20,25 @@ from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.compute.computations import Computations
-from zbv_service.database import SearchDiscarded, SearchInUse, SearchTable, TooManySearches
+from zbv_service.database import SearchInUse, SearchTable, TooManySearches
 from zbv_service.documents.packing import pack, unpack, unpack_text
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.problems import Question, question_json, read_question, summary_of
-from zbv_service.documents.shared import OptionsDocument
+from zbv_service.documents.problems import (
+    Question,
+    QuestionDocument,
+    question_json,
+    read_question,
+    summary_of,
+)
 from zbv_service.errors import (
     NOT_FOUND,
-    SEARCH_DISCARDED,
     SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
     ApiError,
 )
-from zbv_service.records.searches import (
-    NamedRequest,
-    NewSearch,
-    Page,
-    Position,
-    RequestKind,
-    SearchFilter,
-    SearchKind,
-    SearchRecord,
-)
-from zbv_service.searches.documents import SearchRequest
-from zbv_service.searches.idempotency import NamedRequests, fingerprint_of
+from zbv_service.records.lists import LayoutListQuery, Page, Position, SearchListQuery
+from zbv_service.records.searches import NewSearch, SearchDocument, SearchKind, SearchRecord
+from zbv_service.records.shared import OptionsDocument, RequestDocument
 from zbv_service.searches.runner import Runner
 from zbv_service.settings import Settings
 
@@ -53,43 +49,42 @@ _ID = re.compile(r"[0-9a-f]{32}")
 logger = logging.getLogger(__name__)
 
 
-class Searches:
-    """The searches of a service for plans; :class:`zbv_service.searches.layouts.LayoutSearches` are others.
+class SearchRequest(RequestDocument):
+    """A problem to search a plan for."""
 
-    Attributes
-    ----------
-    kind, address
-        Of the searches that are found and listed.
-    """
+    problem: QuestionDocument
+    options: OptionsDocument = OptionsDocument()
 
-    kind: ClassVar[SearchKind] = "plan"
-    named: ClassVar[RequestKind] = "search"
-    address: ClassVar[str] = "/v1/searches"
+
+S = TypeVar("S", bound=SearchRecord)
+
+
+class SearchesOfKind(ABC, Generic[S]):
+    """The searches of a service of one kind; others are not found or listed."""
+
+    document: type[S]
+    kind: ClassVar[SearchKind]
+    address: ClassVar[str]
 
     def __init__(self, table: SearchTable, runner: Runner, settings: Settings, computations: Computations):
         self._table = table
         self._computations = computations
         self._runner = runner
         self._settings = settings
-        self._names = NamedRequests(self.named, settings.idempotency_seconds)
 
     async def submit(
         self,
         body: Any,
         *,
-        key: str | None = None,
         caller: str | None = None,
         most: int | None = None,
-    ) -> SearchRecord:
+    ) -> S:
         """Queue the search of a request body, or return the search that already answers it.
 
         Parameters
         ----------
         body
             JSON text, or the decoded document.
-        key
-            Hash of the caller and its Idempotency-Key. For ``settings.idempotency_seconds``, the same key
-            with the same body returns the same search in any state.
         caller
             The name of the caller.
         most
@@ -100,43 +95,21 @@ class Searches:
         InvalidInput
             The body breaks a rule; nothing was stored.
         ApiError
-            409: a request with this key is being answered. 422: the key belongs to another body. 410: the
-            search of this key was discarded. 429: the caller has too many searches. 503: too many bodies wait
-            to be read.
+            429: the caller has too many searches. 503: too many bodies wait to be read.
         """
-        async with self._names.answering(key) as named:
-            new, fingerprint = await self._read(body)
-            return await self._submit(replace(new, created_by=caller), named(fingerprint), most)
+        return await self.submit_read(await self._read(body), caller=caller, most=most)
 
-    async def _read(self, body: Any) -> tuple[NewSearch, str]:
-        """The search of a body, and the body's fingerprint."""
-        is_text = isinstance(body, bytes | bytearray)
-        compute = self._computations.of_body if is_text else self._computations.of_document
-        return await compute(partial(read_search, self._settings), body)
+    @abstractmethod
+    async def _read(self, body: Any) -> NewSearch:
+        """The search of a body."""
 
-    async def submit_read(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
-        """As :meth:`submit` for a search that :func:`new_search` has made in another process."""
-        return await self._submit(replace(new, created_by=caller), None, most)
+    async def submit_read(self, new: NewSearch, *, caller: str | None, most: int | None) -> S:
+        """As :meth:`submit` for a search that :func:`new_search` has made."""
+        return await self._submit(replace(new, created_by=caller), most)
 
-    async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchRecord:
-        """Queue the search that a run waits for, or return the search that already answers it.
-
-        The run releases it with :meth:`cancel_unwanted`. Raises the errors of :meth:`submit`.
-        """
-        mine = replace(new, id=uuid.uuid4().hex, created_by=caller)  # the run may need another one
-        return await self._submit(mine, None, most, for_run=True)
-
-    async def _submit(
-        self, new: NewSearch, named: NamedRequest | None, most: int | None, for_run: bool = False
-    ) -> SearchRecord:
+    async def _submit(self, new: NewSearch, most: int | None, for_run: bool = False) -> S:
         try:
-            record, is_new = await self._table.add(new, named, most=most, for_run=for_run)
-        except SearchDiscarded:
-            raise ApiError(
-                SEARCH_DISCARDED,
-                "The search of this request was discarded. Send the request with a new Idempotency-Key to "
-                "search again.",
-            ) from None
+            record, is_new = await self._table.add(new, most=most, for_run=for_run)
         except TooManySearches:
             raise ApiError(
                 TOO_MANY_SEARCHES,
@@ -148,21 +121,23 @@ class Searches:
             # This line has the ids of both the request and the search, which links their logs.
             logger.info("search %s is queued", record.id, extra={"search_id": record.id})
             self._runner.wake()
-        return record
+        return self._found(record, record.id)
 
-    async def get(self, search_id: str) -> SearchRecord:
+    async def get(self, search_id: str) -> S:
         """A search; raises :class:`ApiError` 404."""
         return self._found(await self._table.get(self._known(search_id)), search_id)
 
     async def find(self, search_id: str) -> SearchRecord | None:
-        """A search, None if it was removed."""
+        """A search of any kind, None if it was removed."""
         return await self._table.get(search_id)
 
-    async def queued_before(self, record: SearchRecord) -> int | None:
-        """The number of searches that start before a queued one; None for any other search."""
-        return await self._table.queued_before(record) if record.state == "queued" else None
+    async def placed(self, record: S) -> S:
+        """The search with its place in the queue, if it is queued."""
+        if record.state != "queued":
+            return record
+        return record.model_copy(update={"queued_before": await self._table.queued_before(record)})
 
-    async def asked(self, search_id: str) -> tuple[SearchRecord, bytes]:
+    async def asked(self, search_id: str) -> tuple[S, bytes]:
         """A search and its packed problem, see :func:`parse_packed`; raises :class:`ApiError` 404."""
         record, packed = await self.get(search_id), await self._table.problem(search_id)
         if packed is None:
@@ -178,23 +153,17 @@ class Searches:
         _, packed = await self.asked(search_id)
         return await asyncio.to_thread(unpack_text, packed)
 
-    async def page(self, wanted: SearchFilter, limit: int, after: Position | None) -> Page[SearchRecord]:
+    async def page(self, wanted: SearchListQuery | LayoutListQuery, after: Position | None = None) -> Page[S]:
         """One page of searches, newest first, starting at a position."""
-        return await self._table.page(replace(wanted, kind=self.kind), limit, after)
+        return cast("Page[S]", await self._table.page(wanted, after))
 
-    async def cancel(self, search_id: str) -> SearchRecord:
+    async def cancel(self, search_id: str) -> S:
         """Ask a search to stop and keep its best plan; an ended search does not change."""
         await self.get(search_id)
         record = self._found(await self._table.request_cancel(search_id), search_id)
         self._runner.cancel(search_id)
         self._runner.wake()
         return record
-
-    async def cancel_unwanted(self, search_id: str) -> None:
-        """Cancel a search after the run that waited for it was cancelled, unless others want its plan."""
-        if await self._table.cancel_unwanted(search_id):
-            self._runner.cancel(search_id)
-            self._runner.wake()
 
     async def discard(self, search_id: str) -> None:
         """Stop and remove a search; its plan stays.
@@ -223,8 +192,8 @@ class Searches:
             raise self._not_found(search_id)
         return search_id
 
-    def _found(self, record: SearchRecord | None, search_id: str) -> SearchRecord:
-        if record is None or record.kind != self.kind:
+    def _found(self, record: SearchRecord | None, search_id: str) -> S:
+        if not isinstance(record, self.document):
             raise self._not_found(search_id)
         return record
 
@@ -232,17 +201,39 @@ class Searches:
         return ApiError(NOT_FOUND, f"found no search {search_id[:64]!r}; GET {self.address} lists them.")
 
 
+class Searches(SearchesOfKind[SearchDocument]):
+    """The searches of a service for plans."""
+
+    document = SearchDocument
+    kind = "plan"
+    address = "/v1/searches"
+
+    async def _read(self, body: Any) -> NewSearch:
+        is_text = isinstance(body, bytes | bytearray)
+        compute = self._computations.of_body if is_text else self._computations.of_document
+        return await compute(partial(new_search, self._settings), body)
+
+    async def submit_for_run(self, new: NewSearch, *, caller: str | None, most: int | None) -> SearchDocument:
+        """Queue the search that a run waits for, or return the search that already answers it.
+
+        The run releases it with :meth:`cancel_unwanted`. Raises the errors of :meth:`submit`.
+        """
+        mine = replace(new, id=uuid.uuid4().hex, created_by=caller)  # the run may need another one
+        return await self._submit(mine, most, for_run=True)
+
+    async def cancel_unwanted(self, search_id: str) -> None:
+        """Cancel a search after the run that waited for it was cancelled, unless others want its plan."""
+        if await self._table.cancel_unwanted(search_id):
+            self._runner.cancel(search_id)
+            self._runner.wake()
+
+
 def parse_packed(packed: bytes) -> Question:
     """The problem of a packed document."""
     return parse_any_problem(unpack(packed))
 
 
-def read_search(settings: Settings, body: Any) -> tuple[NewSearch, str]:
-    """The search of a decoded body, and the body's fingerprint; raises :class:`InvalidInput`."""
-    return new_search(body, settings), fingerprint_of(body)
-
-
-def new_search(body: Any, settings: Settings) -> NewSearch:
+def new_search(settings: Settings, body: Any) -> NewSearch:
     """The search of a decoded request body; raises :class:`InvalidInput`."""
     question, options = parse_request(body, settings)
     document, chosen = question_json(question), options.stored()

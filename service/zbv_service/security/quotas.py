@@ -12,7 +12,6 @@ from fastapi import Depends, Request, params
 from zbv_service.compute.cache import Cache
 from zbv_service.database.quotas import Owner, QuotaTable, Stored
 from zbv_service.errors import TOO_MUCH_STORED, ApiError
-from zbv_service.observability.context import CALLER
 from zbv_service.security.grants import Grant, grant_of
 from zbv_service.settings import Settings
 
@@ -28,7 +27,6 @@ _WAYS: dict[str, str] = {
     "runs": "Ended runs are removed after --keep-plan-days",
     "agents": "Deregister some (DELETE /v1/agents/ID)",
     "sessions": "Sign out of some, or revoke the token (zbv-service token revoke)",
-    "keys": "They expire after --idempotency-seconds; send requests without Idempotency-Key until then",
 }
 """How a token gets rid of each kind."""
 
@@ -43,7 +41,7 @@ class Quotas:
         self._rows = {**dict.fromkeys(_WAYS, rows), "agents": settings.max_agents_per_token}
         self._known: Cache[Stored] = Cache(CACHED)
 
-    async def require_room(self, grant: Grant, kind: str, size: int, *, has_key: bool = False) -> None:
+    async def require_room(self, grant: Grant, kind: str, size: int) -> None:
         """Refuse a request that stores ``size`` bytes in a row of this kind if the token has no room left.
 
         Raises
@@ -51,29 +49,25 @@ class Quotas:
         ApiError
             429: the token has stored too much.
         """
-        owner = Owner(grant.name, grant.owner, grant.token_id, grant.local_id, CALLER.get())
-        kinds = [kind, "keys"] if has_key else [kind]
+        owner = Owner(grant.name, grant.owner, grant.token_id, grant.local_id)
         refusal: ApiError | None = None
         for seconds in FRESH_SECONDS:
             period = int(asyncio.get_running_loop().time() / seconds)
             key = f"{owner} {seconds} {period}"
             stored = await self._known.get(key, lambda: self._table.stored(owner))
-            refusal = self._refusal(grant, stored, kinds, size)
+            refusal = self._refusal(grant, stored, kind, size)
             if refusal is None:
                 break
         if refusal is not None:
             raise refusal
-        for each in kinds:
-            stored.rows[each] += 1
+        stored.rows[kind] += 1
         stored.size += size
 
-    def _refusal(self, grant: Grant, stored: Stored, kinds: list[str], size: int) -> ApiError | None:
-        for each in kinds:
-            if stored.rows[each] >= self._rows[each]:
-                setting = "--max-agents-per-token" if each == "agents" else "--max-stored-rows-per-token"
-                what = f"{stored.rows[each]} {'Idempotency-Keys' if each == 'keys' else each}"
-                return _refused(grant, what, setting, self._rows[each], _WAYS[each])
-        if "sessions" not in kinds and stored.size + size > self._bytes:
+    def _refusal(self, grant: Grant, stored: Stored, kind: str, size: int) -> ApiError | None:
+        if stored.rows[kind] >= self._rows[kind]:
+            setting = "--max-agents-per-token" if kind == "agents" else "--max-stored-rows-per-token"
+            return _refused(grant, f"{stored.rows[kind]} {kind}", setting, self._rows[kind], _WAYS[kind])
+        if kind != "sessions" and stored.size + size > self._bytes:
             return _refused(
                 grant,
                 f"{stored.size} bytes of searches, plans, runs and agents",
@@ -98,8 +92,7 @@ def _stores(kind: Stores) -> params.Depends:
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
         quotas: Quotas = request.app.state.application.quotas
-        has_key = "idempotency-key" in request.headers
-        await quotas.require_room(grant_of(request), kind, size, has_key=has_key)
+        await quotas.require_room(grant_of(request), kind, size)
 
     return cast("params.Depends", Depends(require_room))
 

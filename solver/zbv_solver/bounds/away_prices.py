@@ -16,7 +16,7 @@ import numpy as np
 
 from zbv_solver.bounds.away import UNITS, Demand, Needs
 from zbv_solver.bounds.differing import MicrobatchPaths
-from zbv_solver.bounds.quick import preemptive_bound
+from zbv_solver.bounds.ramps import preemptive_bound
 from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.problem.problem import Problem
 

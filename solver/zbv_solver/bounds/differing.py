@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbv_solver.bounds.quick import preemptive_bound
+from zbv_solver.bounds.ramps import preemptive_bound
 from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.problem.problem import Problem
 

@@ -42,8 +42,6 @@ PAIRS_ALONE = 3_000_000
 """Pairs of states that the innermost rank alone may compare; where these are not enough, nothing helps."""
 LAYER = 300
 """Pairs that take as long as a layer of few states."""
-TIGHT = 0.7
-"""Share of memory in use from which on it may bind."""
 MOST_RANKS = 4
 MOST_FAILED = 2
 """Sets of one size that may take too many pairs; after them, none of this size is tried."""
@@ -122,8 +120,6 @@ def few_ranks_bounds(
     The innermost rank comes first. Then the rank joins that helps most, as long as one helps and there are
     pairs left.
     """
-    if not _memory_may_bind(directions(problem)[0]):
-        return
     p, left = problem.pp_degree, PAIRS
     best = 0.0
     chosen: tuple[int, ...] = ()
@@ -148,23 +144,6 @@ def few_ranks_bounds(
         others = sorted(
             (rank for rank in others if rank not in chosen), key=lambda rank: -values.get(rank, 0.0)
         )
-
-
-def _memory_may_bind(direction: Direction) -> bool:
-    """Whether some rank holds nearly all of its memory at every time if the busiest rank never idles.
-
-    One microbatch holds memory at least from each F to the end of its backward and its W, along the shortest
-    path. Much below 1, memory does not delay anything in the steady state.
-    """
-    chunks = direction.stages.shape[1]
-    load = float(direction.work.sum(axis=(1, 2)).max())
-    for rank, capacity in enumerate(direction.capacity):
-        paths, work, memory = _shortest_gaps(direction, rank), direction.work[rank], direction.memory[rank]
-        away = np.array([paths[j : 2 * chunks - 1 - j].sum() for j in range(chunks)]) + work[DOWN]
-        held = memory[HELD] @ away + memory[FREED_BY_REST] @ work[REST_AFTER]
-        if float(held) > TIGHT * float(capacity) * load:
-            return True
-    return False
 
 
 def few_ranks_bound(
@@ -288,16 +267,3 @@ def _route(letters: list[_Letter], capacity: FloatArray) -> Route:
         np.array(twins, np.int64),
         capacity,
     )
-
-
-def _shortest_gaps(direction: Direction, rank: int) -> FloatArray:
-    """The least time from the start of every visit of a rank to that of the next one: Lemma 10."""
-    p, chunks = direction.stages.shape
-    n = p * chunks
-    up, down = np.zeros(n), np.zeros(n)
-    up[direction.stages], down[direction.stages] = direction.work[:, UP], direction.work[:, DOWN]
-    latency = direction.latency[: n - 1]
-    steps = np.concatenate([up + np.append(latency, 0.0), down[::-1] + np.append(latency[::-1], 0.0)])
-    start = np.concatenate([[0.0], np.cumsum(steps)])
-    own = direction.stages[rank]
-    return np.diff(start[np.concatenate([own, 2 * n - 1 - own[::-1]])])

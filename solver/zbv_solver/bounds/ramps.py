@@ -1,4 +1,6 @@
-"""The idle time that the two ramps of a rank's window force, and the bounds that follow.
+"""Bounds of a rank's window: the one-machine bound, and the idle time that the two ramps of the window force.
+
+The one-machine bound is Jackson's (Carlier 1982): the preemptive schedule of jobs with heads and tails.
 
 Before a time t a rank can have done only what its heads and its memory allow; what this leaves of t is idle.
 The same holds for the time s before the window's end. The window is at least the rank's load plus both idle
@@ -32,7 +34,6 @@ from zbv_solver.bounds.directions import (
     knapsack,
 )
 from zbv_solver.bounds.heads import CELL_END, sweep
-from zbv_solver.bounds.quick import preemptive_bound
 from zbv_solver.kernels.jit import ZERO, FloatArray, IntArray, compiled, compiled_leaf
 from zbv_solver.problem.numeric import AMOUNT_ROUNDING
 from zbv_solver.problem.numeric import OPTIMAL_GAP as TINY
@@ -86,6 +87,58 @@ def heads_and_tails(window: Window, rank: int) -> tuple[FloatArray, FloatArray]:
             ]
         ),
     )
+
+
+def preemptive_bound(heads: FloatArray, lengths: FloatArray, tails: FloatArray) -> float:
+    """Jackson's bound of one machine with jobs (n,): Lemma 6."""
+    return float(_one_machine(np.argsort(heads), heads, lengths, tails))
+
+
+@compiled
+def _one_machine(
+    by_head: IntArray, heads: FloatArray, lengths: FloatArray, tails: FloatArray
+) -> float:  # pragma: no cover
+    """Largest end + tail of the preemptive schedule that always runs the job with the longest tail."""
+    n = len(heads)
+    queue = np.empty(n, np.int64)  # binary heap of job indices, longest tail on top
+    left = lengths.copy()
+    size, next_job, clock, worst = 0, 0, 0.0, 0.0
+    # Every pass releases or completes a job, and the heap costs O(log n) per job: O(n log n) in all.
+    while next_job < n or size > 0:
+        if size == 0:
+            clock = max(clock, heads[by_head[next_job]])
+        while next_job < n and heads[by_head[next_job]] <= clock:
+            child = size
+            queue[child] = by_head[next_job]
+            size += 1
+            next_job += 1
+            while child > 0 and tails[queue[(child - 1) // 2]] < tails[queue[child]]:
+                parent = (child - 1) // 2
+                queue[parent], queue[child] = queue[child], queue[parent]
+                child = parent
+        job = queue[0]
+        until = heads[by_head[next_job]] if next_job < n else np.inf
+        # The next job may have a longer tail, so the current one runs only until its release.
+        if clock + left[job] > until:
+            left[job] -= until - clock
+            clock = until
+            continue
+        clock += left[job]
+        worst = max(worst, clock + tails[job])
+        size -= 1
+        queue[0] = queue[size]
+        parent = 0
+        while True:
+            child = 2 * parent + 1
+            if child >= size:
+                break
+            if child + 1 < size and tails[queue[child + 1]] > tails[queue[child]]:
+                child += 1
+            if tails[queue[parent]] >= tails[queue[child]]:
+                break
+            queue[parent], queue[child] = queue[child], queue[parent]
+            parent = child
+    return worst
 
 
 def machine_bound(window: Window, rank: int) -> float:

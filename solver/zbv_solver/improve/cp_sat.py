@@ -186,7 +186,7 @@ def make_solver(effort: float, time_limit: float | None, seed: int) -> cp_model.
     parameters.cp_model_probing_level = 0
     parameters.use_new_integer_conflict_resolution = True
     # OR-Tools 9.15 proves false optima when presolve searches for included sets (its issue 5293;
-    # tests/solver/partition/test_least_memory.py has a case). A correct certificate is worth the lost time.
+    # tests/solver/partition/test_cuts.py has a case). A correct certificate is worth the lost time.
     parameters.presolve_inclusion_work_limit = 0
     # CP-SAT would replace the handler of Ctrl-C and then leave the system's default, which kills the process.
     parameters.catch_sigint_signal = False

@@ -211,13 +211,14 @@ class CutTables(NamedTuple):
     @classmethod
     def of(cls, problem: LayeredProblem) -> CutTables:
         """The tables of a problem."""
-        per_layer, places = _per_layer(problem), problem.places
-        kinds, n = len(problem.kinds), problem.model.n_layers
-        sums = np.zeros((kinds, 2, 5, n + 1))
-        np.cumsum(per_layer[:, :, :5], axis=3, out=sums[..., 1:])
+        layers, places = layer_table(problem), problem.places
+        forward, inputs, weights, fused, held, _, static, _ = np.moveaxis(layers, 2, 0)
+        summed = np.stack([forward, inputs + weights, fused, held + static, held], axis=2)
+        sums = np.zeros((*summed.shape[:3], problem.model.n_layers + 1))
+        np.cumsum(summed, axis=3, out=sums[..., 1:])
         sums = sums[..., places]
-        largest = np.maximum.reduceat(per_layer[:, :, 5], places[:-1], axis=2)
-        workspace = np.zeros((kinds, 2, len(places), len(places)))
+        largest = np.maximum.reduceat(layers[:, :, 7], places[:-1], axis=2)
+        workspace = np.zeros((*largest.shape[:2], len(places), len(places)))
         for begin in range(len(places) - 1):
             workspace[:, :, begin, begin + 1 :] = np.maximum.accumulate(largest[:, :, begin:], axis=2)
         p = problem.pp_degree
@@ -226,10 +227,7 @@ class CutTables(NamedTuple):
             limit = np.array(problem.limit)
             free = limit - np.array(problem.static)
             room, most_room = free + CUT_MEMORY * limit, free + 2 * MEMORY_TOLERANCE * limit
-        backward = np.minimum(per_layer[:, :, 1], per_layer[:, :, 2])
-        # The minimum is taken per layer. A sum of minima is at most the minimum of sums, so differences of
-        # `cheapest` are lower bounds on the cost of any stage.
-        each = (per_layer[:, :, 0] + backward).min(axis=1)
+        each = least_costs(layers)
         speeds = speeds_of(each.sum(axis=1))
         cheapest = np.concatenate(([0.0], np.cumsum((each * speeds[:, None]).min(axis=0))))[places]
         kind_of = np.array(problem.kind_of)
@@ -246,23 +244,34 @@ class CutTables(NamedTuple):
         )
 
 
-def _per_layer(problem: LayeredProblem) -> FloatArray:
-    """(K, 2, 6, layers): F, I + W, B, memory held by F and statically, that held by F alone, workspace."""
-    found = np.zeros((len(problem.kinds), 2, 6, problem.model.n_layers))
+def layer_table(problem: LayeredProblem, others: frozenset[str] = frozenset()) -> FloatArray:
+    """(K, 2, 8, layers), plain and recomputed: what a layer takes and holds, copies counted.
+
+    F, I, W and B; memory held after F, between I and W, and statically; workspace. The layers with the names
+    of ``others`` are never recomputed.
+    """
+    table = np.zeros((len(problem.kinds), 2, 8, problem.model.n_layers))
     for kind, device in enumerate(problem.kinds):
-        for place, layer in enumerate(problem.model.each):
+        for place, (name, layer) in enumerate(zip(problem.model.names, problem.model.each, strict=True)):
             for variant in (0, 1):
-                costs = layer.costs_when(variant == 1, device)
+                costs = layer.costs_when(variant == 1 and name not in others, device)
                 memory = costs.memory
-                found[kind, variant, :, place] = (
-                    costs.forward,
-                    costs.split,
-                    costs.fused,
-                    memory.forward + memory.static,
-                    memory.forward,
+                table[kind, variant, :, place] = (
+                    *(costs.forward, costs.backward_input, costs.backward_weight, costs.fused),
+                    *(memory.forward, max(0.0, memory.forward + memory.backward_input), memory.static),
                     memory.workspace,
                 )
-    return found
+    return table
+
+
+def least_costs(layers: FloatArray) -> FloatArray:
+    """(K, layers) the least cost of every layer by itself, from a :func:`layer_table`.
+
+    A sum of minima is at most the minimum of sums, so sums of these are lower bounds on the cost of any stage.
+    """
+    forward, inputs, weights, fused = np.moveaxis(layers[:, :, :4], 2, 0)
+    least: FloatArray = (forward + np.minimum(inputs + weights, fused)).min(axis=1)
+    return least
 
 
 def speeds_of(totals: FloatArray) -> FloatArray:

@@ -1,9 +1,9 @@
 """A fixed order as a function of the costs of its stages.
 
 The durations of actions do not change which action waits for which. So the graph of an order is built once,
-and any costs are then timed by sweeps over it (:mod:`zbv_solver.timing.sweeps`). The span is the largest of
-many sums: the lengths of cycles of critical paths. :class:`Terms` says how often every duration and every
-transfer occurs in one of them, which makes it a linear function of the costs.
+any costs are then timed by longest paths in it (:mod:`zbv_solver.timing.start_times`). The span is the
+largest of many sums: the lengths of cycles of critical paths. :class:`Terms` says how often every duration
+and every transfer occurs in one of them, which makes it a linear function of the costs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from functools import cached_property
 
 import numpy as np
 
-from zbv_solver.kernels.jit import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Objective, Problem, W
-from zbv_solver.timing import sweeps
-from zbv_solver.timing.start_times import execution_graph
-from zbv_solver.timing.sweeps import Graph
+from zbv_solver.timing.start_times import Graph, execute, longest_paths, policy_iteration
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ class FixedOrder:
         """The order of a problem; raises :class:`InvalidPlan` when it deadlocks."""
         return cls(
             orders,
-            execution_graph(problem, orders),
+            execute(problem, orders)[0],
             orders.letter.astype(np.int64),
             orders.stage.astype(np.int64),
             np.array(problem.placement.stages_of),
@@ -86,8 +84,8 @@ class FixedOrder:
         graph = self._with(duration, latency)
         release = np.zeros(len(graph.offset) - 1)
         if self.objective == "span":
-            return float(sweeps.policy_iteration(graph, release, ROUNDING))
-        _, length = _swept(graph, release)
+            return float(policy_iteration(graph, release, ROUNDING))
+        _, length = longest_paths(graph, release)
         return float(length[graph.offset[1:] - 1].max())
 
     def critical(self, duration: FloatArray, latency: FloatArray) -> Iterator[Terms]:
@@ -98,7 +96,7 @@ class FixedOrder:
         graph = self._with(duration, latency)
         p = len(graph.offset) - 1
         if self.objective == "makespan":
-            origin, length = _swept(graph, np.zeros(p))
+            origin, length = longest_paths(graph, np.zeros(p))
             last = int(graph.offset[1:][np.argmax(length[graph.offset[1:] - 1])]) - 1
             yield self._terms(graph, [(origin, length, last)])
             return
@@ -107,7 +105,7 @@ class FixedOrder:
         for rank in range(p):
             release = np.full(p, -np.inf)
             release[rank] = 0.0
-            paths.append(_swept(graph, release))
+            paths.append(longest_paths(graph, release))
         lasts = graph.offset[1:] - 1
         between = np.array(
             [
@@ -127,7 +125,7 @@ class FixedOrder:
         graph = self._with(duration, latency)
         release = np.full(len(graph.offset) - 1, -np.inf)
         release[rank] = 0.0
-        return self._terms(graph, [(*_swept(graph, release), int(graph.offset[rank + 1]) - 1)])
+        return self._terms(graph, [(*longest_paths(graph, release), int(graph.offset[rank + 1]) - 1)])
 
     def load_of(self, rank: int) -> Terms:
         """The path through all actions of a rank."""
@@ -145,7 +143,7 @@ class FixedOrder:
         stages = self.hosted.size
         count, transfers = np.zeros(4 * stages), np.zeros(max(0, stages - 1))
         for origin, length, last in paths:
-            sweeps.tally(graph, (origin, length), last, self.kind, self.boundary, count, transfers)
+            _tally(graph, (origin, length), last, self.kind, self.boundary, count, transfers)
         return Terms(count.reshape(4, stages), transfers, len(paths))
 
     def moments(self) -> tuple[IntArray, FloatArray]:
@@ -186,10 +184,39 @@ class FixedOrder:
         )
 
 
-def _swept(graph: Graph, release: FloatArray) -> tuple[IntArray, FloatArray]:
-    origin, length = np.empty(len(graph.source), np.int32), np.empty(len(graph.source))
-    sweeps.sweep(graph, release, origin, length)
-    return origin, length
+@compiled
+def _tally(
+    graph: Graph,
+    paths: tuple[IntArray, FloatArray],
+    last: int,
+    kind: IntArray,
+    boundary: IntArray,
+    count: FloatArray,
+    crossed: FloatArray,
+) -> None:  # pragma: no cover - compiled
+    """Count the actions and the transfers of the longest path to ``last``.
+
+    ``count`` grows at the kinds (n,) of the path's actions, ``crossed`` at the boundaries (n,) over which
+    they received their inputs, if the path came from there. ``paths`` are those of
+    :func:`.longest_paths`.
+    """
+    origin, length = paths
+    offset, rank = graph.offset, origin[last]
+    at = last
+    begin = offset[np.searchsorted(offset, at, side="right") - 1]  # of the rank that hosts `at`
+    while True:
+        count[kind[at]] += 1.0
+        if at == offset[rank]:
+            break
+        along = length[at - 1] if at > begin and origin[at - 1] == rank else -np.inf
+        feed = graph.source[at]
+        # Like the longest paths: a path along the rank stays on a tie.
+        if feed >= 0 and origin[feed] == rank and length[feed] + graph.latency[at] > along:
+            crossed[boundary[at]] += 1.0
+            at = feed
+            begin = offset[np.searchsorted(offset, at, side="right") - 1]
+        else:
+            at -= 1
 
 
 def _maximal(rows: FloatArray) -> FloatArray:

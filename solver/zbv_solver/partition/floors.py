@@ -7,8 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from zbv_solver.kernels.jit import FloatArray
-from zbv_solver.partition.cut_space import CutTables
+from zbv_solver.partition.cut_space import CutTables, layer_table, least_costs
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import ROUNDING
 
@@ -57,7 +56,7 @@ def _packed_load(problem: LayeredProblem) -> float:
 
     Of the parts, only the kind with the most copies and the largest `MOST_OTHERS` others count.
     """
-    costs = _part_costs(problem)  # (K, n)
+    costs = np.add.reduceat(least_costs(layer_table(problem)), problem.places[:-1], axis=1)  # (K, n)
     kinds, copies = np.unique(costs, axis=1, return_counts=True)
     often = int(copies.argmax())
     block, count = kinds[:, often], int(copies[often])
@@ -91,21 +90,6 @@ def _packed_load(problem: LayeredProblem) -> float:
     loads = np.unique(block[:, None, None] * np.arange(count + 1) + of_set[:, :, None])
     at = bisect_left(loads, x=True, key=fits)
     return float(loads[at]) * (1 - ROUNDING) if at < len(loads) else 0.0
-
-
-def _part_costs(problem: LayeredProblem) -> FloatArray:
-    """(K, n): the least cost of every part by itself, by device."""
-    least = [
-        [
-            min(
-                costs.forward + min(costs.split, costs.fused)
-                for costs in (layer.costs_when(False, device), layer.costs_when(True, device))
-            )
-            for layer in problem.model.each
-        ]
-        for device in problem.kinds
-    ]
-    return np.add.reduceat(np.array(least), problem.places[:-1], axis=1)
 
 
 def _least_total(tables: CutTables) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zbv_solver.kernels.jit import FloatArray, IntArray
-from zbv_solver.partition.cut_space import Boundaries, CutSpace
+from zbv_solver.partition.cut_space import Boundaries, CutSpace, layer_table
 from zbv_solver.partition.fixed_order import FixedOrder, Terms
 from zbv_solver.problem.layer import Layer, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -179,25 +179,14 @@ class Runs:
         others
             Names of layers that are never recomputed.
         """
-        problem = space.problem
+        problem, names = space.problem, space.problem.model.names
         places = problem.places
-        each = np.zeros((2, 7, problem.model.n_layers))
-        workspace, able = np.zeros((2, problem.model.n_layers)), np.zeros(problem.model.n_layers)
-        for place, (name, layer) in enumerate(zip(problem.model.names, problem.model.each, strict=True)):
-            able[place] = layer.recompute is not None and name not in others
-            for variant in (0, 1):
-                costs = layer.costs_when(variant == 1 and name not in others)
-                memory = costs.memory
-                each[variant, :, place] = (
-                    *(costs.forward, costs.backward_input, costs.backward_weight, costs.fused),
-                    memory.forward,
-                    max(0.0, memory.forward + memory.backward_input),
-                    memory.static,
-                )
-                workspace[variant, place] = memory.workspace
-        parts = np.add.reduceat(each, places[:-1], axis=2)
-        largest = np.maximum.reduceat(workspace, places[:-1], axis=1)
-        able = np.maximum.reduceat(able, places[:-1])
+        (table,) = layer_table(problem, others)  # ranks are equal
+        parts = np.add.reduceat(table[:, :7], places[:-1], axis=2)
+        largest = np.maximum.reduceat(table[:, 7], places[:-1], axis=1)
+        layers = zip(names, problem.model.each, strict=True)
+        can_recompute = [float(layer.recompute is not None and name not in others) for name, layer in layers]
+        able = np.maximum.reduceat(can_recompute, places[:-1])
         transfers = np.array([problem.transfer(int(place)) for place in places])
         steps = np.diff(transfers)
         columns = np.concatenate([parts.reshape(14, -1), largest, able[None], steps[None]])

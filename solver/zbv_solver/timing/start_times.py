@@ -2,22 +2,21 @@
 
 One pass executes the order, or finds a deadlock. It yields earliest times, and the *runs* of the execution:
 consecutive actions of one rank that execute without waiting for another rank's progress. Every further
-longest-path problem is then a linear sweep over the runs (kernels: :mod:`zbv_solver.timing.sweeps`).
+longest-path problem is then a linear sweep over the runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.kernels.jit import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, objective_value
-from zbv_solver.timing import sweeps
-from zbv_solver.timing.sweeps import Graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +36,19 @@ class Timing:
     """Per rank (p,), static memory included."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Executed:
-    """An order as it executes at earliest start; ``start`` and ``end`` are (n,)."""
+class Graph(NamedTuple):
+    """An order of n actions on p ranks as it executes: what longest paths need."""
 
-    graph: Graph
-    start: FloatArray
-    end: FloatArray
+    source: IntArray
+    """(n,) the action that sends the remote input, or -1."""
+    offset: IntArray
+    """(p + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``."""
+    duration: FloatArray
+    latency: FloatArray
+    """(n,) time that an action takes, and that its remote input is in transfer; -1 without such an input."""
+    runs: IntArray
+    """(k, 2) stretches of consecutive actions: a rank, and the index where they stop. Every input of a run is
+    in an earlier run, or earlier in this one."""
 
 
 def evaluate(problem: Problem, orders: Orders) -> Timing:
@@ -51,18 +56,17 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
 
     Raises :class:`InvalidPlan` when the order deadlocks, or the input of an action is not produced before it.
     """
-    executed = _execute_orders(problem, orders)
-    span = _exact_span(executed, orders)[0]
-    busy = float(executed.graph.duration.sum())
-    arrays = problem.arrays
+    graph, start, end = execute(problem, orders)
+    span = _exact_span(graph, start)[0]
+    busy, arrays = float(graph.duration.sum()), problem.arrays
     delta = arrays.deltas(orders.stage, orders.letter, orders.microbatch)
     return Timing(
-        start=executed.start,
-        end=executed.end,
-        makespan=_makespan(executed, orders),
+        start=start,
+        end=end,
+        makespan=_makespan(orders, start, end),
         span=span,
         bubble_rate=max(0.0, 1 - busy / (problem.pp_degree * span)) if span > 0 else 0.0,
-        peak_memory=tuple(sweeps.peaks(orders.offset, delta, arrays.static).tolist()),
+        peak_memory=tuple(_peaks(orders.offset, delta, arrays.static).tolist()),
     )
 
 
@@ -79,8 +83,7 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
     Raises :class:`InvalidPlan` like :func:`evaluate`.
     """
-    executed = _execute_orders(problem, orders)
-    return executed.start, executed.end
+    return execute(problem, orders)[1:]
 
 
 def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
@@ -90,15 +93,9 @@ def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, floa
 
     Raises :class:`InvalidPlan` like :func:`evaluate`.
     """
-    executed = _execute_orders(problem, orders)
+    _, start, end = execute(problem, orders)
     first, last = _ends_of_ranks(orders)
-    window = executed.end[last] - executed.start[first]
-    return _makespan(executed, orders), float(window.max(initial=0.0))
-
-
-def execution_graph(problem: Problem, orders: Orders) -> Graph:
-    """An order as it executes, for longest paths; raises :class:`InvalidPlan` like :func:`evaluate`."""
-    return _execute_orders(problem, orders).graph
+    return _makespan(orders, start, end), float((end[last] - start[first]).max(initial=0.0))
 
 
 def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
@@ -107,12 +104,22 @@ def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
     The first starts x solve x[q] >= x[r] + D[r][q] - span, a system without positive cycles. All other
     actions then start as early as possible.
     """
-    executed = _execute_orders(problem, orders)
-    _, release = _exact_span(executed, orders)
-    origin, length = np.empty(len(orders), np.int32), np.empty(len(orders))
-    sweeps.sweep(executed.graph, release, origin, length)
-    start: FloatArray = release[origin] + length - executed.graph.duration
+    graph, start, _ = execute(problem, orders)
+    _, release = _exact_span(graph, start)
+    origin, length = longest_paths(graph, release)
+    start = release[origin] + length - graph.duration
     return start - start.min(initial=np.inf) if len(start) else start
+
+
+def longest_paths(graph: Graph, release: FloatArray) -> tuple[IntArray, FloatArray]:
+    """Critical paths to all actions when rank r may not start before ``release[r]``.
+
+    An action ends at ``release[origin] + length``: its critical path begins with the first start of rank
+    ``origin`` (n,) and has this length (n,). The two are kept apart so that sums of whole costs stay whole.
+    """
+    origin, length = np.empty(len(graph.source), np.int32), np.empty(len(graph.source))
+    _sweep(graph, release, origin, length)
+    return origin, length
 
 
 def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatArray]:
@@ -136,12 +143,16 @@ def _ends_of_ranks(orders: Orders) -> tuple[IntArray, IntArray]:
     return orders.offset[:-1][filled], orders.offset[1:][filled] - 1
 
 
-def _makespan(executed: _Executed, orders: Orders) -> float:
+def _makespan(orders: Orders, start: FloatArray, end: FloatArray) -> float:
     first, last = _ends_of_ranks(orders)
-    return float(executed.end[last].max() - executed.start[first].min()) if len(first) else 0.0
+    return float(end[last].max() - start[first].min()) if len(first) else 0.0
 
 
-def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
+def execute(problem: Problem, orders: Orders) -> tuple[Graph, FloatArray, FloatArray]:
+    """An order as it executes, and the earliest start and end of every action, each (n,).
+
+    Raises :class:`InvalidPlan` like :func:`evaluate`.
+    """
     n_stages, m = problem.n_stages, problem.microbatches
     if orders.pp_degree != problem.pp_degree:
         raise InvalidPlan(f"found {orders.pp_degree} ranks; the problem has {problem.pp_degree}.")
@@ -160,13 +171,10 @@ def _execute_orders(problem: Problem, orders: Orders) -> _Executed:
     latency = waits[orders.letter, orders.stage, arrays.kind_of[orders.microbatch]]
     row = orders.letter * np.int32(n_stages) + orders.stage
     cell = orders.stage * np.int32(m) + orders.microbatch
-    start, end, source, runs, reached = sweeps.execute(
-        row, cell, orders.offset, duration, latency, n_stages, m
-    )
+    start, end, source, runs, reached = _execute(row, cell, orders.offset, duration, latency, n_stages, m)
     if (reached < orders.offset[1:]).any():
         raise InvalidPlan(_deadlock_message(orders, reached))
-    graph = Graph(source, orders.offset, duration, latency, runs)
-    return _Executed(graph, start, end)
+    return Graph(source, orders.offset, duration, latency, runs), start, end
 
 
 def _deadlock_message(orders: Orders, reached: IntArray) -> str:
@@ -179,11 +187,201 @@ def _deadlock_message(orders: Orders, reached: IntArray) -> str:
     return f"the order deadlocks: every rank waits for an input that nobody will produce ({shown})."
 
 
-def _exact_span(executed: _Executed, orders: Orders) -> tuple[float, FloatArray]:
+def _exact_span(graph: Graph, start: FloatArray) -> tuple[float, FloatArray]:
     """The span, and first starts of the ranks (p,) with which every rank finishes within it."""
-    release = np.zeros(orders.pp_degree)
-    filled = np.diff(orders.offset) > 0
+    begins, ends = graph.offset[:-1], graph.offset[1:]
+    release = np.zeros(len(begins))
     # If no rank gains from starting later, the earliest starts are the solution.
-    release[filled] = executed.start[orders.offset[:-1][filled]]
-    span = sweeps.policy_iteration(executed.graph, release, ROUNDING)
+    release[begins < ends] = start[begins[begins < ends]]
+    span = policy_iteration(graph, release, ROUNDING)
     return float(span), release
+
+
+@compiled
+def _execute(
+    row: IntArray,
+    cell: IntArray,
+    offset: IntArray,
+    duration: FloatArray,
+    latency: FloatArray,
+    n_stages: int,
+    m: int,
+) -> tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]:  # pragma: no cover - compiled
+    """Start, end, source and runs of an order, and the index at which every rank stopped.
+
+    A rank runs until an input is missing, and is visited again once that input is there: O(n) in all.
+    ``offset``, ``duration`` and ``latency`` are those of a :class:`Graph`; ``row`` (n,) is letter code * S +
+    stage, and ``cell`` (n,) stage * m + microbatch.
+    """
+    n, p, cells = len(row), len(offset) - 1, n_stages * m
+    # Among the actions, the index of every cell's F, then of every cell's I or B. Until it has executed: -1,
+    # or -2 - rank for the rank that waits for it. If several do, each one keeps the number before its own.
+    done, before = np.full(2 * cells, -1, np.int32), np.empty(p, np.int32)
+    start, end, source = np.empty(n), np.empty(n), np.full(n, -1, np.int32)
+    runs, n_runs = np.empty((n, 2), np.int32), 0
+    reached = offset[:-1].copy()
+    # A rank is in this queue, waits for one input, or has ended; so p places suffice.
+    queue, head, size = np.arange(p), 0, p
+    while size > 0:
+        rank = queue[head]
+        head, size = (head + 1) % p, size - 1
+        at = reached[rank]
+        free = end[at - 1] if at > offset[rank] else 0.0
+        while at < offset[rank + 1]:
+            kind, where = row[at], cell[at]
+            is_forward, is_weight = kind < n_stages, 2 * n_stages <= kind < 3 * n_stages
+            # I and B need the F of their cell; W needs the I.
+            need = -1 if is_forward else where + cells if is_weight else where
+            begin, is_there = free, need < 0 or done[need] >= 0
+            if is_there and latency[at] >= 0:
+                # Cells are stage * m + microbatch: m cells further is the same microbatch on the next stage.
+                need = where - m if is_forward else cells + where + m
+                is_there = done[need] >= 0
+                if is_there:
+                    source[at] = done[need]
+                    begin = max(begin, end[done[need]] + latency[at])
+            if not is_there:
+                before[rank], done[need] = done[need], -2 - rank
+                break
+            free = begin + duration[at]
+            start[at], end[at] = begin, free
+            if not is_weight:
+                made = where if is_forward else cells + where
+                waiting = done[made]
+                done[made] = at
+                while waiting < -1:
+                    queue[(head + size) % p] = -2 - waiting
+                    size += 1
+                    waiting = before[-2 - waiting]
+            at += 1
+        if at > reached[rank]:
+            # Every run has at least one action, so n rows suffice.
+            runs[n_runs, 0], runs[n_runs, 1] = rank, at
+            n_runs += 1
+            reached[rank] = at
+    return start, end, source, runs[:n_runs], reached
+
+
+@compiled
+def _sweep(
+    graph: Graph, release: FloatArray, origin: IntArray, length: FloatArray
+) -> None:  # pragma: no cover - compiled
+    """:func:`longest_paths`; ``origin`` and ``length`` (n,) are written."""
+    source, offset, runs = graph.source, graph.offset, graph.runs
+    duration, latency = graph.duration, graph.latency
+    reached = offset[:-1].copy()
+    for run in range(len(runs)):
+        rank, stop = runs[run]
+        at = reached[rank]
+        begun, path = np.int32(rank), 0.0
+        if at > offset[rank]:
+            begun, path = origin[at - 1], length[at - 1]
+        while at < stop:
+            feed = source[at]
+            if feed >= 0:
+                arrival = length[feed] + latency[at]
+                # Compare ends, which include the releases. On a tie the path along the rank stays.
+                if release[origin[feed]] + arrival > release[begun] + path:
+                    begun, path = origin[feed], arrival
+            path += duration[at]
+            origin[at], length[at] = begun, path
+            at += 1
+        reached[rank] = stop
+
+
+@compiled
+def policy_iteration(
+    graph: Graph, release: FloatArray, tolerance: float
+) -> float:  # pragma: no cover - compiled
+    """Largest mean weight of a cycle of D (Howard's policy iteration), D known only through sweeps.
+
+    ``release`` holds a first guess of the ranks' first starts, and in the end first starts under which every
+    window fits. Every sweep finds the critical path to the last end of each rank: an arc of D. Arcs that do
+    not fit the span so far either form cycles, and their largest mean is the next span, or they lengthen a
+    forest, and its values are the next releases. Both only grow. Once every window fits, the releases prove
+    the span.
+    """
+    offset = graph.offset
+    n, p = len(graph.source), len(offset) - 1
+    origin, length = np.empty(n, np.int32), np.empty(n)
+    parent, weight = np.full(p, -1, np.int32), np.zeros(p)
+    span, is_first = 0.0, True
+    for _ in range(4 * p + 64):  # a handful in practice; only rounding could ask for more than this
+        _sweep(graph, release, origin, length)
+        widest, latest = 0.0, 0.0
+        for rank in range(p):
+            if offset[rank] < offset[rank + 1]:
+                last = offset[rank + 1] - 1
+                end = release[origin[last]] + length[last]
+                latest = max(latest, abs(end))
+                widest = max(widest, end - release[rank])
+                # A rank with a window that fits keeps its arc, or stays a root.
+                if is_first or end - release[rank] > span + tolerance * abs(end):
+                    parent[rank], weight[rank] = origin[last], length[last]
+        # Cutting the cycles leaves a forest, so `_settle` terminates.
+        span, is_first = max(span, _cut_cycles(parent, weight)), False
+        # The span is the mean of a cycle of D (or 0), so no timing has less. Up to rounding, the releases
+        # satisfy the inequalities of Lemma 3, so a timing attains it.
+        if widest <= span + tolerance * latest:
+            break
+        _settle(parent, weight, span, release)
+    return span
+
+
+@compiled
+def _cut_cycles(parent: IntArray, weight: FloatArray) -> float:  # pragma: no cover - compiled
+    """Largest mean weight of a cycle of parents, or 0; one node of every cycle becomes a root."""
+    seen, best = np.zeros(len(parent), np.int32), 0.0
+    # `seen` is the walk that came to a node first. A walk that meets its own mark has closed a cycle; one
+    # that meets another mark ends. So all walks together take O(p).
+    for node in range(len(parent)):
+        at = node
+        while at >= 0 and seen[at] == 0:
+            seen[at] = node + 1
+            at = parent[at]
+        if at < 0 or seen[at] != node + 1:
+            continue
+        total, count, root = 0.0, 0, at
+        while count == 0 or at != root:
+            total += weight[at]
+            count += 1
+            at = parent[at]
+        best = max(best, total / count)
+        parent[root] = -1
+    return best
+
+
+@compiled
+def _settle(
+    parent: IntArray, weight: FloatArray, span: float, release: FloatArray
+) -> None:  # pragma: no cover - compiled
+    """release[q] = release[parent] + weight - span all over the forest, from its roots."""
+    p = len(parent)
+    settled, path = np.zeros(p, np.bool_), np.empty(p, np.int32)
+    for node in range(p):
+        # Walk up to a root or a settled node, then settle the path from there down. Roots keep their
+        # release.
+        depth, at = 0, node
+        while parent[at] >= 0 and not settled[at]:
+            path[depth] = at
+            depth += 1
+            at = parent[at]
+        for step in range(depth - 1, -1, -1):
+            at = path[step]
+            release[at] = release[parent[at]] + weight[at] - span
+            settled[at] = True
+
+
+@compiled
+def _peaks(
+    offset: IntArray, delta: FloatArray, static: FloatArray
+) -> FloatArray:  # pragma: no cover - compiled
+    """Peak memory of every rank, (p,); ``delta`` (n,) is the change of memory at every action."""
+    most = static.copy()
+    for rank in range(len(static)):
+        grown = 0.0
+        for at in range(offset[rank], offset[rank + 1]):
+            change = delta[at]
+            most[rank] = max(most[rank], static[rank] + grown + max(change, 0.0))
+            grown += change
+    return most

@@ -22,8 +22,7 @@ from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.jitter import Draws, Jitter, action_rows, draw
 from zbv_solver.problem.problem import F, Problem
-from zbv_solver.timing.start_times import execution_graph, span_start_times
-from zbv_solver.timing.sweeps import Graph
+from zbv_solver.timing.start_times import Graph, execute, span_start_times
 
 CHAINS = 16
 """Chains of iterations that are simulated; an iteration of each is a scenario."""
@@ -70,7 +69,7 @@ def iteration_times(
         raise InvalidInput.at(
             "/scenarios", f"found {scenarios}; must be an integer from 1 to {MAX_SCENARIOS}."
         )
-    graph = execution_graph(problem, orders)
+    graph = execute(problem, orders)[0]
     rows, inputs = _rows_of_draws(problem, orders)
     first = span_start_times(problem, orders)[np.minimum(orders.offset[:-1], len(orders) - 1)]
     together = max(1, min(CHAINS, _LANES_ACTIONS // max(1, len(orders))))
@@ -107,7 +106,7 @@ def rehearsed_times(
     InvalidPlan
         When the order deadlocks.
     """
-    graph = execution_graph(problem, orders)
+    graph = execute(problem, orders)[0]
     rows, inputs = _rows_of_draws(problem, orders)
     ready, end = np.zeros((problem.pp_degree, 1)), np.empty((len(orders), 1))
     spans, makespans = np.empty(iterations), np.empty(iterations)

@@ -1,43 +1,46 @@
 """An independent check of plans, which every plan passes before it leaves the library, command or service.
 
 It deliberately shares no code with timing or search: every rule is a plain loop, the precedence graph is
-sorted by Kahn's algorithm, and a stated span is checked against its definition instead of being computed
-(:mod:`zbv_solver.verify.graph`). An undetected mistake would have to be made twice, in two different ways.
+sorted by Kahn's algorithm, and a stated span is checked against its definition instead of being computed. An
+undetected mistake would have to be made twice, in two different ways.
+
+Start times with which every rank fits a window prove that the span is at most this window. A cycle of paths
+from rank to rank whose mean length exceeds the window proves that it is more. Both witnesses are computed by
+delaying starts.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from zbv_solver.errors import InvalidPlan
-from zbv_solver.kernels.jit import FloatArray, IntArray, compiled_where_possible
+from zbv_solver.kernels.jit import FloatArray, IntArray, can_compile, compiled_where_possible
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
-from zbv_solver.verify.graph import (
-    PrecedenceGraph,
-    amounts,
-    by_action,
-    columns,
-    earliest,
-    for_loops,
-    precedence_graph,
-    refuting_cycle,
-)
-
-_FINE, _OUT_OF_RANGE, _MISPLACED, _REPEATED, _MISSING, _EARLY = range(6)
 
 
 class VerifiedOrders(NamedTuple):
-    """Orders without a fault, and what their metrics are compared with."""
+    """Orders without a fault: peak memory, the precedence graph, and a sequence in which it can execute."""
 
-    peaks: list[float]
-    """Peak memory of every rank (p,)."""
-    graph: PrecedenceGraph
+    peaks: FloatArray
+    """(p,) memory of every rank."""
+    previous: IntArray
+    """(n,) the preceding action on the same rank; -1 - rank for the first action of a rank."""
+    feed: IntArray
+    latency: FloatArray
+    """(n,) the action of another stage whose output is the input, or -1, and the latency of the transfer."""
+    duration: FloatArray
+    """(n,) float64."""
+    sequence: IntArray
+    """(n,) a topological order of the actions."""
+    first: IntArray
+    last: IntArray
+    """(p,) first and last action of every rank."""
 
 
 def verify_orders(problem: Problem, orders: Orders) -> VerifiedOrders:
@@ -46,8 +49,7 @@ def verify_orders(problem: Problem, orders: Orders) -> VerifiedOrders:
     Raises :class:`InvalidPlan` with the broken rule, and the action and rank that break it.
     """
     where = _check_actions(problem, orders)
-    peaks = _check_memory(problem, orders)
-    return VerifiedOrders(peaks, precedence_graph(problem, orders, where))
+    return _precedence_graph(problem, orders, where, _check_memory(problem, orders))
 
 
 def verify(plan: Plan) -> None:
@@ -63,19 +65,19 @@ def verify_metrics(plan: Plan, orders: VerifiedOrders) -> None:
 
     Raises :class:`InvalidPlan` with the stated and the recomputed value of a metric.
     """
-    p, metrics, graph = plan.problem.pp_degree, plan.metrics, orders.graph
+    p, metrics = plan.problem.pp_degree, plan.metrics
     _check_finite(metrics)
-    start = earliest(graph, np.zeros(p))
-    compare("makespan", metrics.makespan, float(np.max(start + graph.duration) - np.min(start)))
-    _check_span(graph, metrics.span, start[graph.first])
-    busy = float(np.sum(graph.duration))
+    start = _earliest(orders, np.zeros(p))
+    compare("makespan", metrics.makespan, float(np.max(start + orders.duration) - np.min(start)))
+    _check_span(orders, metrics.span, start[orders.first])
+    busy = float(np.sum(orders.duration))
     bubble = 1 - busy / (p * metrics.span) if metrics.span > 0 else 0.0
     if abs(bubble - metrics.bubble_rate) > SAME_METRIC:
         raise InvalidPlan(f"the stated bubble_rate {metrics.bubble_rate:.9g} is {bubble:.9g} recomputed.")
     if len(metrics.peak_memory) != p:
         raise InvalidPlan(f"peak_memory states {len(metrics.peak_memory)} ranks, not {p}.")
     for rank, stated in enumerate(metrics.peak_memory):
-        compare(f"peak_memory of rank {rank}", stated, orders.peaks[rank])
+        compare(f"peak_memory of rank {rank}", stated, float(orders.peaks[rank]))
     _check_bound(plan)
 
 
@@ -90,15 +92,15 @@ def _check_finite(metrics: Metrics) -> None:
         raise InvalidPlan("the stated gap is nan; it must be a number.")
 
 
-def _check_span(graph: PrecedenceGraph, span: float, release: FloatArray) -> None:
+def _check_span(orders: VerifiedOrders, span: float, release: FloatArray) -> None:
     """Refute a span that is too small by a cycle of paths, and one that is too large by start times."""
-    mean = refuting_cycle(graph, span * (1 + SAME_METRIC), release)
+    mean = _refuting_cycle(orders, span * (1 + SAME_METRIC), release)
     if mean is not None:
         raise InvalidPlan(
             f"the stated span {span:.15g} is too small: paths of {mean:.15g} on average form a cycle "
             f"through the ranks."
         )
-    if span > 0 and refuting_cycle(graph, span * (1 - SAME_METRIC), release) is None:
+    if span > 0 and _refuting_cycle(orders, span * (1 - SAME_METRIC), release) is None:
         raise InvalidPlan(f"the stated span {span:.15g} is too large: the order reaches less.")
 
 
@@ -135,35 +137,44 @@ def _check_actions(problem: Problem, orders: Orders) -> IntArray:
         raise InvalidPlan(f"found {orders.pp_degree} ranks; the problem has {problem.pp_degree}.")
     if offset[0] != 0 or offset[-1] != len(orders) or np.any(np.diff(offset) < 0):
         raise InvalidPlan("the ranks' lists overlap or miss actions; every action is in exactly one list.")
-    rank_of = for_loops(np.array(problem.placement.rank_of))
     where = np.full(4 * problem.n_stages * m, -1, dtype=np.int32)
-    rule, at = _locate(*columns(orders), offset, rank_of, m, where)
-    if rule == _FINE:
-        rule, at = _misses(for_loops(where))
-    if rule != _FINE:
-        raise InvalidPlan(_fault(problem, orders, rule, int(at)))
+    stage, letter, microbatch, rank_of = map(
+        _for_loops, (orders.stage, orders.letter, orders.microbatch, np.array(problem.placement.rank_of))
+    )
+    wrong = int(_locate(stage, letter, microbatch, offset, rank_of, m, where))
+    if wrong >= 0:
+        raise InvalidPlan(_fault(problem, orders, wrong))
+    forward, inputs, weights, fused = (where[letter::4] for letter in (F, I, W, B))
+    is_whole = fused >= 0
+    incomplete = (forward < 0) | (is_whole == (inputs >= 0)) | (is_whole == (weights >= 0))
+    if incomplete.any():
+        raise InvalidPlan(_incomplete(orders, *divmod(int(np.argmax(incomplete)), m)))
+    # A cell's actions are all on one rank, so comparing indices compares places in its list.
+    for first, second in ((forward, fused), (forward, inputs), (inputs, weights)):
+        for at in second[(second >= 0) & (second < first)].tolist():
+            needed = f"{orders.stage[at]}{'I' if orders.letter[at] == W else 'F'}{orders.microbatch[at]}"
+            raise InvalidPlan(f"{orders.text_at(at)} comes before {needed} on its rank, but depends on it.")
     return where
 
 
-def _fault(problem: Problem, orders: Orders, rule: int, at: int) -> str:
-    """Describe the fault of an action, or of a cell stage * m + microbatch without all its actions."""
-    m = problem.microbatches
-    if rule == _OUT_OF_RANGE:
+def _fault(problem: Problem, orders: Orders, at: int) -> str:
+    """Describe the fault of an action that is out of range, on a wrong rank, or repeated."""
+    m, stage, microbatch = problem.microbatches, int(orders.stage[at]), int(orders.microbatch[at])
+    if not (0 <= stage < problem.n_stages and 0 <= microbatch < m and 0 <= orders.letter[at] < len(LETTERS)):
         return (
             f"found {orders.text_at(at)}; stages are 0 to {problem.n_stages - 1} and microbatches 0 to "
             f"{m - 1}."
         )
-    if rule == _MISPLACED:
-        stage = orders.stage[at]
+    rank, home = orders.rank_index()[at], problem.placement.rank_of[stage]
+    if rank != home:
         return (
-            f"found {orders.text_at(at)} on rank {orders.rank_index()[at]}; placement "
-            f"{problem.placement.kind} puts stage {stage} on rank {problem.placement.rank_of[stage]}."
+            f"found {orders.text_at(at)} on rank {rank}; placement {problem.placement.kind} puts stage "
+            f"{stage} on rank {home}."
         )
-    if rule == _EARLY:
-        needed = "I" if orders.letter[at] == W else "F"
-        needs = f"{orders.stage[at]}{needed}{orders.microbatch[at]}"
-        return f"{orders.text_at(at)} comes before {needs} on its rank, but depends on it."
-    stage, microbatch = divmod(at, m) if rule == _MISSING else (orders.stage[at], orders.microbatch[at])
+    return _incomplete(orders, stage, microbatch)
+
+
+def _incomplete(orders: Orders, stage: int, microbatch: int) -> str:
     here = orders.letter[(orders.stage == stage) & (orders.microbatch == microbatch)]
     found = ", ".join(f"{np.count_nonzero(here == k)} {LETTERS[k]}" for k in range(4))
     return (
@@ -172,21 +183,144 @@ def _fault(problem: Problem, orders: Orders, rule: int, at: int) -> str:
     )
 
 
-def _check_memory(problem: Problem, orders: Orders) -> list[float]:
+def _check_memory(problem: Problem, orders: Orders) -> FloatArray:
     """Peak memory (p,); raises when it exceeds a limit."""
     memory = problem.memory
-    forward, inputs = amounts(problem, "memory", "forward"), amounts(problem, "memory", "backward_input")
+    forward, inputs = _amounts(problem, "memory", "forward"), _amounts(problem, "memory", "backward_input")
     # W releases what F and I leave. The stated deltas sum to 0 only up to rounding, and the rounding would
     # accumulate over many microbatches.
     left = np.maximum(forward + inputs, 0.0)
     tables = {F: forward, I: np.where(left > 0, inputs, -forward), W: -left, B: -forward}
-    delta = by_action(orders, tables)
-    static = np.array(memory.static, dtype=np.float64)
-    peaks: list[float] = _highest(orders.offset, delta, static).tolist()
+    delta, peaks = _by_action(orders, tables), np.array(memory.static, dtype=np.float64)
+    for rank, static in enumerate(memory.static):
+        # While an action runs, its rank holds the larger of the amounts before and after it. So it suffices
+        # to look after every action.
+        peaks[rank] = np.cumsum(np.append(static, delta[orders.slice_of(rank)])).max()
     for rank, limit in enumerate(memory.limit or ()):
         if peaks[rank] > limit + MEMORY_TOLERANCE * max(abs(peaks[rank]), abs(limit)):
             raise InvalidPlan(f"rank {rank} needs {peaks[rank]:.15g} of memory; its limit is {limit:.15g}.")
     return peaks
+
+
+def _precedence_graph(problem: Problem, orders: Orders, where: IntArray, peaks: FloatArray) -> VerifiedOrders:
+    """The record of complete orders; raises :class:`InvalidPlan` when a cycle makes them a deadlock."""
+    placement = problem.placement
+    duration = _durations_of(problem, orders)
+    at_boundary = _amounts(problem, "costs", "p2p")
+    for boundary in range(problem.n_stages - 1):
+        if placement.rank_of[boundary] == placement.rank_of[boundary + 1]:
+            at_boundary[boundary] = 0.0
+    # The action whose output is the input of every action, or -1. A complete cell has either I or B; the
+    # index of the other is -1.
+    outputs = where.reshape(problem.n_stages, problem.microbatches, len(LETTERS))
+    feed, latency = np.full(len(orders), -1, np.int32), np.zeros(len(orders))
+    for at, source in (
+        (np.flatnonzero((orders.letter == F) & (orders.stage > 0)), -1),
+        (np.flatnonzero((orders.letter != F) & (orders.letter != W) & (orders.stage < len(outputs) - 1)), 1),
+    ):
+        stage, microbatch = orders.stage[at], orders.microbatch[at]
+        made = outputs[stage + source, microbatch]
+        feed[at] = made[:, F] if source < 0 else np.maximum(made[:, I], made[:, B])
+        latency[at] = at_boundary[np.minimum(stage, stage + source), microbatch]
+    previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
+    filled = np.flatnonzero(np.diff(orders.offset))
+    previous[orders.offset[filled]] = -1 - filled
+    sequence, done = _kahn(_for_loops(previous), _for_loops(feed))
+    if done < len(orders):
+        stuck = np.ones(len(orders), dtype=bool)
+        stuck[sequence[:done]] = False
+        raise InvalidPlan(
+            f"the order deadlocks: {len(orders) - done} actions wait in a cycle, among them "
+            f"{orders.text_at(int(np.argmax(stuck)))}."
+        )
+    first, last = orders.offset[:-1], orders.offset[1:] - 1
+    return VerifiedOrders(peaks, previous, feed, latency, duration, sequence, first, last)
+
+
+def _for_loops(array: IntArray) -> IntArray:
+    """The array, or a list if kernels run as plain Python, which reads lists in half the time."""
+    return array if can_compile() else cast(IntArray, array.tolist())
+
+
+_LETTER_OF = {"forward": F, "backward_input": I, "backward_weight": W, "backward": B}
+
+
+def _amounts(problem: Problem, section: str, name: str) -> FloatArray:
+    """What microbatches cost on a stage or boundary, (length, m), straight from the problem's document."""
+    given = problem.given_arrays
+    if given is not None:  # of a search: these stand for the numbers of the document
+        tables = given.duration if section == "costs" else given.delta
+        by_kind: FloatArray = given.latency if name == "p2p" else tables[_LETTER_OF[name]]
+        return by_kind[:, given.kind_of]
+    fixed = getattr(getattr(problem, section), name)
+    table = np.repeat(np.array(fixed, dtype=np.float64)[:, None], problem.microbatches, axis=1)
+    for feature in problem.features:
+        table += np.outer(getattr(getattr(feature, section), name), feature.value)
+    return table
+
+
+def _durations_of(problem: Problem, orders: Orders) -> FloatArray:
+    """The duration of every action, (n,)."""
+    forward, inputs, weights = (
+        _amounts(problem, "costs", name) for name in ("forward", "backward_input", "backward_weight")
+    )
+    fused = inputs + weights if problem.costs.backward is None else _amounts(problem, "costs", "backward")
+    # A sum of terms with different signs may be 0 up to rounding.
+    return np.maximum(_by_action(orders, {F: forward, I: inputs, W: weights, B: fused}), 0.0)
+
+
+def _by_action(orders: Orders, tables: dict[int, FloatArray]) -> FloatArray:
+    """The number of every action, (n,), from a table (S, m) per letter."""
+    found = np.zeros(len(orders))
+    for letter, table in tables.items():
+        chosen = orders.letter == letter
+        found[chosen] = table[orders.stage[chosen], orders.microbatch[chosen]]
+    return found
+
+
+def _refuting_cycle(orders: VerifiedOrders, window: float, release: FloatArray) -> float | None:
+    """Decide whether start times exist that keep every rank within a window, with a witness in both cases.
+
+    First starts (``release``, in place) are delayed until every rank fits the window. Every delay follows a
+    critical path, which links the rank to the one where the path begins. If such links form a cycle, its
+    paths are longer on average than the window, and no start times exist.
+
+    Returns
+    -------
+    The mean length of the paths of such a cycle, each traced action by action; or None when start times were
+    found that satisfy every inequality.
+    """
+    pushed_by: dict[int, tuple[int, float]] = {}
+    # Without a cycle, no chain of delays visits a rank twice. The extra rounds are for rounding.
+    for _ in range(2 * len(release) + 8):
+        start = _earliest(orders, release)
+        needed = start[orders.last] + orders.duration[orders.last] - window
+        late = np.flatnonzero(needed > release + 1e-12 * abs(window))
+        if not len(late):
+            return None
+        # For a rank that must start later: the rank where its critical path begins, and the path's length.
+        for rank in late.tolist():
+            pushed_by[rank] = _trace(orders, start, release, orders.last[rank])
+        mean = _longest_cycle(pushed_by)
+        if mean > window:
+            return mean
+        release[late] = needed[late]
+    raise InvalidPlan("the span cannot be checked: neither start times nor a cycle of paths decides it.")
+
+
+def _longest_cycle(pushed_by: dict[int, tuple[int, float]]) -> float:
+    """Largest mean length of a cycle of delays, or -inf."""
+    best = -math.inf
+    for begin in pushed_by:
+        total, count, rank = 0.0, 0, begin
+        while rank in pushed_by and count <= len(pushed_by):
+            rank, length = pushed_by[rank]
+            total += length
+            count += 1
+            if rank == begin:
+                best = max(best, total / count)
+                break
+    return best
 
 
 @compiled_where_possible
@@ -198,58 +332,85 @@ def _locate(
     rank_of: IntArray,
     m: int,
     where: IntArray,
-) -> tuple[int, int]:  # pragma: no cover - compiled
-    """Fill ``where``; returns the first action that is out of range, on a wrong rank, or repeated."""
+) -> int:  # pragma: no cover - compiled
+    """Fill ``where``; returns the first action that is out of range, on a wrong rank, or repeated, or -1."""
     for rank in range(len(offset) - 1):
         for at in range(offset[rank], offset[rank + 1]):
             s, k, j = stage[at], letter[at], microbatch[at]
-            if not (0 <= s < len(rank_of) and 0 <= k < 4 and 0 <= j < m):
-                return _OUT_OF_RANGE, at
-            if rank_of[s] != rank:
-                return _MISPLACED, at
+            if not (0 <= s < len(rank_of) and 0 <= k < 4 and 0 <= j < m) or rank_of[s] != rank:
+                return at
             slot = 4 * (s * m + j) + k
             if where[slot] >= 0:
-                return _REPEATED, at
+                return at
             where[slot] = at
-    return _FINE, -1
+    return -1
 
 
 @compiled_where_possible
-def _misses(where: IntArray) -> tuple[int, int]:  # pragma: no cover - compiled
-    """The first cell without F and either B or I and W, or the first action before one it depends on."""
-    # A cell's actions are all on one rank (`_locate`), so comparing indices compares places in its list.
-    for cell in range(len(where) // 4):
-        forward, inputs = where[4 * cell + F], where[4 * cell + I]
-        weights, fused = where[4 * cell + W], where[4 * cell + B]
-        if forward < 0:
-            return _MISSING, cell
-        if fused >= 0:
-            if inputs >= 0 or weights >= 0:
-                return _MISSING, cell
-            if fused < forward:
-                return _EARLY, fused
+def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma: no cover - compiled
+    """A topological order of the actions, and how many of them can be executed."""
+    n = len(previous)
+    # An output has at most one consumer on another stage, so one entry per action suffices.
+    takes, waiting = np.full(n, -1, np.int32), np.zeros(n, np.int8)
+    queue, size, done = np.empty(n, np.int32), 0, 0
+    for at in range(n):
+        if feed[at] >= 0:
+            takes[feed[at]] = at
+            waiting[at] += 1
+        if previous[at] >= 0:
+            waiting[at] += 1
+        if waiting[at] == 0:
+            queue[size] = at
+            size += 1
+    while done < size:
+        at = queue[done]
+        done += 1
+        follower = takes[at]
+        if follower >= 0:
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                queue[size] = follower
+                size += 1
+        follower = at + 1
+        if follower < n and previous[follower] == at:
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                queue[size] = follower
+                size += 1
+    return queue, done
+
+
+@compiled_where_possible
+def _earliest(orders: VerifiedOrders, release: FloatArray) -> FloatArray:  # pragma: no cover - compiled
+    """Earliest starts (n,) when rank r may not start before ``release[r]``."""
+    duration, start = orders.duration, np.empty(len(orders.sequence))
+    # F before I or B, and I before W, needs no term here: a cell's actions are on one rank, and the verifier
+    # has checked their order in its list.
+    for at in orders.sequence:
+        before, remote = orders.previous[at], orders.feed[at]
+        begin = start[before] + duration[before] if before >= 0 else release[-1 - before]
+        if remote >= 0:
+            begin = max(begin, start[remote] + duration[remote] + orders.latency[at])
+        start[at] = begin
+    return start
+
+
+@compiled_where_possible
+def _trace(
+    orders: VerifiedOrders, start: FloatArray, release: FloatArray, at: int
+) -> tuple[int, float]:  # pragma: no cover - compiled
+    """Trace the critical path back from an action: the rank where it begins, and its length."""
+    duration, latency, length = orders.duration, orders.latency, 0.0
+    while True:
+        length += duration[at]
+        before, remote = orders.previous[at], orders.feed[at]
+        # These are the sums of `earliest`, in the same order of additions. So the comparison below finds the
+        # input that determined the start.
+        free = start[before] + duration[before] if before >= 0 else release[-1 - before]
+        if remote >= 0 and start[remote] + duration[remote] + latency[at] > free:
+            length += latency[at]
+            at = remote
+        elif before >= 0:
+            at = before
         else:
-            if inputs < 0 or weights < 0:
-                return _MISSING, cell
-            if inputs < forward:
-                return _EARLY, inputs
-            if weights < inputs:
-                return _EARLY, weights
-    return _FINE, -1
-
-
-@compiled_where_possible
-def _highest(
-    offset: IntArray, delta: FloatArray, static: FloatArray
-) -> FloatArray:  # pragma: no cover - compiled
-    """Peak memory of every rank (p,): before, during and after all actions."""
-    highest = static.copy()
-    for rank in range(len(static)):
-        held = static[rank]
-        for at in range(offset[rank], offset[rank + 1]):
-            # While an action runs, its rank holds the larger of the amounts before and after it. So it
-            # suffices to look after every action.
-            held += delta[at]
-            if held > highest[rank]:
-                highest[rank] = held
-    return highest
+            return -1 - before, length

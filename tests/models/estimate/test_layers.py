@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import but, estimate_config, estimate_configs, gpt, llama, modern_configs
+from support.estimates import but, estimate_config, estimate_configs, llama, modern_configs
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, estimate_model
 from zbv_models.estimate.model import Transformer
@@ -24,8 +24,6 @@ EXPERTS = {
     "state_space": {"parameters": 1, "flops": 1},
 }
 VISION = {"hidden": 64, "layers": 3, "heads": 4, "patches": 16, "merged": 4, "images": 2, "bias": False}
-LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
-SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_expert_ffn": 192}
 
 
 def changed(config: EstimateConfig, **parallel: Any) -> EstimateConfig:
@@ -95,21 +93,6 @@ def test_replicas_share_only_static_memory_and_more_in_higher_stages_of_zero(con
         assert copies[0].plain == copies[1].plain
     alone = estimate_layers(changed(config, data_parallel=1))
     assert alone == estimate_layers(changed(config, data_parallel=1, zero_stage=0))
-
-
-@given(estimate_configs(recompute="full"))
-def test_full_recomputation_keeps_only_the_input_and_adds_a_forward(config: EstimateConfig) -> None:
-    for layer in estimate_layers(config):
-        plain, again = layer.plain, layer.full
-        if again is None:
-            assert layer.name in ("embedding", "head")
-            continue
-        assert again.times.forward == plain.times.forward
-        assert again.times.backward_input == pytest.approx(plain.times.backward_input + plain.times.forward)
-        assert again.times.backward_weight == plain.times.backward_weight
-        assert again.after_forward == layer.output_bytes  # the input is as large
-        assert again.after_input == plain.after_input
-        assert again.workspace - plain.workspace == plain.after_forward - again.after_forward
 
 
 @given(modern_configs())
@@ -276,66 +259,6 @@ def test_costs_of_a_mamba_2_layer() -> None:
         "after_forward": 2 * (2 * 32 + projected + 96 + 2 * 64) + 4 * 8 * 64 / 16,
         "after_input": 2 * (2 * 32 + projected + 64),
     }
-
-
-def repeated(modules: list[str], model: dict[str, Any]) -> tuple[float, float]:
-    """Bytes per token that F saves, and microseconds that I takes in addition."""
-    layer = layers({"layers": 2, "ffn": 512, **model}, recompute="selective", recompute_modules=modules)
-    plain, again = (block := list(layer.values())[1]).plain, block.selective
-    assert again is not None
-    assert (again.after_input, again.times.forward) == (plain.after_input, plain.times.forward)
-    assert again.workspace >= plain.workspace
-    added = again.times.backward_input - plain.times.backward_input
-    return (plain.after_forward - again.after_forward) / 4096, added
-
-
-def time_of(products: int, values: int) -> float:
-    """Microseconds of products with so many weights, and of the traffic of so many values of a token."""
-    return 4096 * 1e6 * (2 * products / 100e12 + 2 * values / 1e12)
-
-
-@pytest.mark.parametrize(
-    ("model", "modules", "dropped", "time"),
-    [
-        # Outputs of 256 values; a norm reads and writes a tensor. Others are parts of the next product.
-        (LATENT, ["layernorm"], 2 * 256, time_of(0, 2 * 256)),
-        ({**LATENT, **SPARSE}, ["layernorm"], 2 * 2 * 256, time_of(0, 2 * 2 * 256)),
-        (LATENT, ["mla_up_proj"], 2 * 4 * (2 * 48 + 24), time_of(256 * 4 * 48 + 64 * 4 * 56, 4 * 4 * 48)),
-        ({}, ["mlp"], 2 * (3 * 512 + 256), time_of(3 * 256 * 512, 3 * 512 + 2 * 256)),
-        (SPARSE, ["moe_act"], 2 * 2 * 128, time_of(0, 3 * 2 * 128)),
-        (SPARSE, ["shared_experts"], 2 * 3 * 192, time_of(3 * 256 * 192, 3 * 192)),
-    ],
-)
-def test_modules_can_be_computed_again(
-    model: dict[str, Any], modules: list[str], dropped: int, time: float
-) -> None:
-    assert repeated(modules, model) == pytest.approx((dropped, time))
-
-
-def test_experts_as_a_whole_have_their_parts() -> None:
-    whole, time = repeated(["moe"], SPARSE)
-    assert whole == (4 + 1) * 8 + 2 * 2 * (256 + 3 * 128) + 2 * 3 * 192
-    assert time > repeated(["shared_experts"], SPARSE)[1]
-    assert repeated(["moe", "moe_act", "shared_experts"], SPARSE) == (whole, time)
-
-
-def test_selective_recomputation_drops_scores_and_computes_them_again() -> None:
-    """Korthikanti et al. 2022, §5: 34 s b h remain."""
-    model = gpt()
-    attention, mlp = estimate_layers(estimate_config(model, recompute="selective", granularity="half"))[1:3]
-    block = estimate_layers(estimate_config(model, recompute="selective"))[1]
-    assert (mlp.selective, attention.selective is None, block.selective is None) == (None, False, False)
-    scores = 5 * model.heads * model.sequence * model.tokens
-    assert attention.selective is not None
-    assert attention.plain.after_forward - attention.selective.after_forward == scores
-    assert attention.selective.workspace - attention.plain.workspace == scores
-    assert block.selective is not None
-    statistics = 2 * 8 * model.tokens
-    assert block.selective.after_forward == 34 * model.tokens * model.hidden + statistics
-    added = block.selective.times.backward_input - block.plain.times.backward_input
-    score_flops = 4 * model.tokens * model.sequence * model.hidden
-    moved = 4.5 * 2 * model.heads * model.sequence * model.tokens
-    assert added == pytest.approx(1e6 * (score_flops / 100e12 + moved / 1000e9))
 
 
 SMALL = {"hidden": 8, "layers": 1, "heads": 4, "vocabulary": 1000, "sequence": 100, "dtype": "float32"}

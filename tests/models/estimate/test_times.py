@@ -11,21 +11,12 @@ from zbv_models.estimate.config import EstimateConfig, estimate_layers, problem_
 from zbv_models.estimate.device import Device
 from zbv_models.estimate.layers import LayerEstimate
 from zbv_models.estimate.part import Product
-from zbv_models.estimate.sections import preset, preset_names
+from zbv_models.estimate.sections import preset
 from zbv_models.estimate.shapes import PerAction, Stream
-from zbv_models.estimate.times import (
-    ATTENTION_SHARE,
-    KERNEL_LATENCY,
-    SUSTAINED_SHARE,
-    TRAFFIC_SHARE,
-    ULTRA_ATTENTION_SHARE,
-    filled_share,
-    product_times,
-)
+from zbv_models.estimate.times import SUSTAINED_SHARE, filled_share, product_times
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
-DEVICES = [name for name in preset_names() if "kernel_latency" in preset(name).device]
 ACTIONS = ("forward", "backward_input", "backward_weight")
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SPARSE = {"hidden": 1024, "heads": 8, "experts": 16, "experts_per_token": 4, "expert_ffn": 512}
@@ -94,27 +85,18 @@ def test_times_and_memory_match_the_zero_bubble_paper(name: str, device: str | N
         assert transfer / 1e3 == pytest.approx(measured["profiled_ms"]["p2p"], rel=0.08)
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_devices_share_the_constants_of_the_curve(name: str) -> None:
-    found = preset(name).device
-    attention = ULTRA_ATTENTION_SHARE if name in ("b300", "gb300") else ATTENTION_SHARE
-    assert (found["kernel_latency"], found["attention_share"]) == (KERNEL_LATENCY, attention)
-    assert (found["tensor_parallel_latency"], found["tensor_parallel_step_latency"]) == (8.4, 3.4)
-    assert found["processors"] > 50
-    assert 0.5 < found["achieved_tflops"] / SUSTAINED_SHARE / found["peak_tflops"] < 0.9
-    data_sheet = found["memory_bandwidth"] / TRAFFIC_SHARE
-    assert found["product_bandwidth"] == pytest.approx(0.75 * data_sheet, rel=5e-3)
-    assert found.get("fp8_tflops", math.inf) > 1.7 * found["achieved_tflops"]
-
-
-def test_a_product_of_w_reads_and_writes_the_gradients_to_which_it_adds() -> None:
+def test_a_product_of_w_reads_the_gradients_to_which_it_adds_and_narrow_operands_must_be_cast() -> None:
     """With few tokens, memory bounds W: with gradients in float32, 8 bytes of each instead of 2."""
-    product, weight = Product(16, 4096, 8192), 4096 * 8192
-    apart, added = (product_times(product, Stream(4096), FAST, size) for size in (0.0, 4.0))
-    longer = (0, 0, 6 * weight / 2000e9 * 1e6)
-    assert as_tuple(added + apart.scaled(-1)) == pytest.approx(longer, abs=1e-9)
-    large = Product(2**16, 4096, 8192)
-    assert product_times(large, Stream(4096), FAST, 4.0) == product_times(large, Stream(4096), FAST)
+    weight = 4096 * 8192
+    for rows, longer in ((16, 6 * weight / 2000e9 * 1e6), (2**16, 0)):
+        product = Product(rows, 4096, 8192)
+        apart, added = (as_tuple(product_times(product, Stream(4096), FAST, size)) for size in (0.0, 4.0))
+        assert added == pytest.approx((*apart[:2], apart[2] + longer))
+    product = Product(8192, 8192, 8192)
+    slow, fast = (product_times(product, Stream(8192, product_dtype=of), FAST) for of in (None, "fp8"))
+    cast = 8192**2 * (2 + 2 * 1) / 2000e9 * 1e6
+    assert slow.backward_weight - 6 == pytest.approx(2 * (fast.backward_weight - 6))
+    assert slow.forward - 6 == pytest.approx(2 * (fast.forward - cast - 6))
 
 
 def test_fused_gradients_make_w_of_few_tokens_longer_but_not_by_a_kernel() -> None:
@@ -130,19 +112,19 @@ def test_fused_gradients_make_w_of_few_tokens_longer_but_not_by_a_kernel() -> No
     assert times[2] - times[1] == pytest.approx(4 * weights / 1000e9 * 1e6)
 
 
-def test_narrow_operands_are_faster_but_must_be_cast() -> None:
-    product = Product(8192, 8192, 8192)
-    slow, fast = (product_times(product, Stream(8192, product_dtype=of), FAST) for of in (None, "fp8"))
-    cast = 8192**2 * (2 + 2 * 1) / 2000e9 * 1e6
-    assert slow.backward_weight - 6 == pytest.approx(2 * (fast.backward_weight - 6))
-    assert slow.forward - 6 == pytest.approx(2 * (fast.forward - cast - 6))
-
-
-def test_flash_attention_has_a_share_of_the_rate() -> None:
+def test_flash_attention_has_a_share_of_the_rate_and_launches_that_wait_lengthen_actions() -> None:
     config = preset_config("llama-3.1-8b")
-    slower, block = (layers(config, attention_share=each)["block"].plain.times for each in (0.5, 1.0))
     core = parts(config.model)["attention"].core
-    assert slower.forward - block.forward == pytest.approx(core.forward / 600e12 * 1e6)
+    slower, block, waiting = (
+        layers(config, **change)["block"]
+        for change in ({"attention_share": 0.5}, {"attention_share": 1.0, "launch_time": 0.0},
+                       {"attention_share": 1.0, "launch_time": 2.0})
+    )  # fmt: skip
+    added = slower.plain.times.forward - block.plain.times.forward
+    assert added == pytest.approx(core.forward / 600e12 * 1e6)
+    longer = as_tuple(waiting.plain.times + block.plain.times.scaled(-1))
+    assert longer == pytest.approx((2 * 20, 2 * 20, 2 * 10))  # two halves
+    assert waiting.shares.launches == pytest.approx(2 * 50)
 
 
 def test_misaligned_heads_are_slow_in_plain_attention_only() -> None:
@@ -172,14 +154,6 @@ def test_the_last_wave_of_tiles_counts_as_a_full_one(
 ) -> None:
     device = Device(achieved_tflops=100.0, processors=processors)
     assert filled_share(rows, columns, groups, device) == pytest.approx(share)
-
-
-def test_launches_that_wait_lengthen_every_action_of_a_part() -> None:
-    config = preset_config("llama-3.1-8b")
-    before, after = (layers(config, launch_time=each)["block"] for each in (0.0, 2.0))
-    longer = as_tuple(after.plain.times + before.plain.times.scaled(-1))
-    assert longer == pytest.approx((2 * 20, 2 * 20, 2 * 10))  # two halves
-    assert after.shares.launches == pytest.approx(2 * 50)
 
 
 def test_embedding_and_head_move_tables_and_logits() -> None:

@@ -19,7 +19,7 @@ from support.live import Live, listening
 from support.processes import is_alive
 from support.serving import DEADLINE, PROBLEM, until
 from zbv_service.app import create_app
-from zbv_service.compute import computations
+from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
 
@@ -42,6 +42,13 @@ def sleep(directory: str, *_arguments: object) -> None:
     """A computation that writes its process and lasts far too long."""
     Path(directory, "process").write_text(str(os.getpid()))
     time.sleep(10 * DEADLINE)
+
+
+def every_computation_sleeps(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    submit = IsolatedProcesses.submit
+    monkeypatch.setattr(
+        IsolatedProcesses, "submit", lambda self, *_: submit(self, partial(sleep, str(directory)), None)
+    )
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ async def test_the_computation_of_a_request_ends_when_its_client_disconnects(
     method: str, path: str, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = import_plan(live)
-    monkeypatch.setattr(computations, "_call", partial(sleep, str(tmp_path)))
+    every_computation_sleeps(monkeypatch, tmp_path)
     batch = {"sequences": [1, 2], "max_tokens": 4, "problem": {**PROBLEM}}
     body = json.dumps({"batch": batch} if path.endswith("pack") else {"problem": PROBLEM}).encode()
     started = tmp_path / "process"
@@ -90,7 +97,7 @@ async def test_a_computation_ends_when_the_last_of_its_clients_disconnects(
     live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = GET[0].format(plan=import_plan(live))
-    monkeypatch.setattr(computations, "_call", partial(sleep, str(tmp_path)))
+    every_computation_sleeps(monkeypatch, tmp_path)
     started = tmp_path / "process"
     first, second = send(live, "GET", path), send(live, "GET", path)
     await until(lambda: started.exists() and bool(started.read_text()), "the computation begins")
@@ -112,7 +119,7 @@ def test_a_computation_past_its_deadline_says_what_to_do(
 ) -> None:
     short = settings.model_copy(update={"computation_seconds": 0.5})
     with listening(create_app(short, search=fake_searches.immediate)) as live:
-        monkeypatch.setattr(computations, "_call", partial(sleep, str(tmp_path)))
+        every_computation_sleeps(monkeypatch, tmp_path)
         answer = post(live, "/v1/problems/estimate", {"problem": PROBLEM})
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) > 0

@@ -1,10 +1,12 @@
-"""A service behind docker/haproxy.cfg, and warnings of a service on a public address."""
+"""A service behind docker/haproxy.cfg, and services on public addresses."""
 
 from __future__ import annotations
 
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ from support.paths import ROOT
 from support.tokens import add_token
 from zbv_service.app import create_app
 from zbv_service.commands import serving
-from zbv_service.commands.serving import CannotServe, config_of, exposure
+from zbv_service.commands.serving import CannotServe, config_of
 from zbv_service.settings import Settings
 
 CONFIGURATION = ROOT / "docker/haproxy.cfg"
@@ -64,29 +66,31 @@ async def test_the_load_balancer_forwards_the_scheme(settings: Settings, over_tl
 
 
 @pytest.mark.parametrize(
-    ("host", "warns"), [("0.0.0.0", True), ("::", True), ("planner.example", True), ("127.0.0.1", False)]
+    ("host", "more", "is_refused"),
+    [
+        ("0.0.0.0", {}, True),
+        ("::", {}, True),
+        ("planner.example", {}, True),
+        ("127.0.0.1", {}, False),
+        ("0.0.0.0", {"trusted_proxies": "10.0.0.2"}, False),
+        ("0.0.0.0", {"plain_http": "anywhere"}, False),
+        ("0.0.0.0", {"tls_cert": Path("c"), "tls_key": Path("k")}, False),
+    ],
 )
-def test_a_public_address_without_tls_causes_a_warning(
-    host: str,
-    warns: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    settings: Settings,
+def test_a_public_address_needs_tls_or_a_trusted_proxy_or_permission(
+    host: str, more: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
     resolve(monkeypatch, "planner.example", "0.0.0.0")
-    monkeypatch.setattr(serving._Server, "run", lambda *_args, **_more: None)
-    serving.serve(settings.model_copy(update={"host": host, "port": 0, "auth": "tokens"}))
-    assert ("without TLS" in caplog.text) == warns
-    if warns:
-        assert "--tls-cert" in caplog.text
-        assert "--trusted-proxies" in caplog.text
-
-
-def test_only_tls_or_a_trusted_proxy_prevents_the_warning() -> None:
-    assert exposure("10.0.0.1", Settings(host="10.0.0.1")) is not None
-    with_tls = Settings(host="10.0.0.1", tls_cert=Path("c"), tls_key=Path("k"))
-    assert exposure("10.0.0.1", with_tls) is None
-    assert exposure("10.0.0.1", Settings(host="10.0.0.1", trusted_proxies="10.0.0.2")) is None
+    monkeypatch.setattr(serving, "config_of", lambda *_: None)
+    monkeypatch.setattr(serving, "_Server", lambda *_: SimpleNamespace(run=lambda **_: None, started=True))
+    settings = settings.model_copy(update={"host": host, "port": 0, "auth": "tokens", **more})
+    if not is_refused:
+        assert serving.serve(settings)
+        return
+    with pytest.raises(CannotServe, match="without TLS") as caught:
+        serving.serve(settings)
+    for remedy in ("--tls-cert", "--trusted-proxies", "--plain-http anywhere"):
+        assert remedy in str(caught.value)
 
 
 def test_a_local_name_that_resolves_to_a_public_address_is_refused(

@@ -10,7 +10,6 @@ import pytest
 from support.client_answers import Answering, Given, found, problem
 from zbv_service.client import (
     Client,
-    InvalidRequest,
     Overloaded,
     Retries,
     ServiceFailed,
@@ -38,24 +37,6 @@ def test_transient_errors_are_retried(answering: Answering, trouble: Given) -> N
     assert len(requests) == 3
 
 
-def test_a_conflict_with_retry_after_is_retried_under_the_same_key(
-    answering: Answering, pauses: list[float]
-) -> None:
-    """The first try got no answer, and the service has not finished with it."""
-    kind = {"type": "/errors/idempotency-key-in-use"}
-    in_use = httpx.Response(409, json={**problem(409).json(), **kind}, headers={"Retry-After": "0.0"})
-    later = httpx.Response(409, json=problem(409).json(), headers={"Retry-After": "1"})
-    client, requests = answering(httpx.ReadTimeout("slow"), later, found(), retries=SOON)
-    assert client.submit({}).id == "a"
-    assert len({request.headers["idempotency-key"] for request in requests}) == 1
-    assert pauses == [0.0, 1.0]
-    for final in (in_use, problem(409)):  # nothing says when to come back
-        client, requests = answering(final)
-        with pytest.raises(InvalidRequest):
-            client.submit({})
-        assert len(requests) == 1
-
-
 def test_the_last_error_is_raised_after_the_retries(answering: Answering) -> None:
     client, requests = answering(*[httpx.ConnectError("refused")] * 3)
     with pytest.raises(ServiceUnreachable, match="refused"):
@@ -65,14 +46,6 @@ def test_the_last_error_is_raised_after_the_retries(answering: Answering) -> Non
         client, _ = answering(*[problem(status)] * 3)
         with pytest.raises(kind):
             client.search("a")
-
-
-def test_a_retried_submission_keeps_its_key(answering: Answering) -> None:
-    client, requests = answering(httpx.ReadError("cut"), found(), found())
-    client.submit({})
-    client.submit({})
-    keys = [request.headers["idempotency-key"] for request in requests]
-    assert keys[0] == keys[1] != keys[2]
 
 
 def told(value: str) -> httpx.Response:

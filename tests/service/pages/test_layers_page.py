@@ -17,7 +17,8 @@ from zbv_service.pages.new_search import start_from, start_from_layers
 from zbv_service.pages.search import Shortage, search_values
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.words import facts_of_layers, recomputed
-from zbv_service.records.searches import SearchRecord
+from zbv_service.records.searches import SearchDocument
+from zbv_service.records.shared import OptionsDocument, ProblemSummary
 from zbv_solver.export import export
 from zbv_solver.export.report import plan_view
 from zbv_solver.export.report.sections import layers_view
@@ -56,12 +57,14 @@ def planned(problem: Problem | None = None) -> Plan:
     )
 
 
-def record(**changes: Any) -> SearchRecord:
-    known = SearchRecord(
+def record(**changes: Any) -> SearchDocument:
+    known = SearchDocument(
         id="a" * 32,
         state="done",
-        summary={"pp_degree": 2, "microbatches": 4, "objective": "span", "time_unit": "us", "layers": 8},
-        options={"effort": "quick"},
+        summary=ProblemSummary(
+            pp_degree=2, microbatches=4, placement="v", objective="span", time_unit="us", layers=8
+        ),
+        options=OptionsDocument(effort="quick"),
         objective=8.0,
         lower_bound=8.0,
         gap=0.0,
@@ -76,10 +79,10 @@ def record(**changes: Any) -> SearchRecord:
         updated_at=AT,
         finished_at=AT,
     )
-    return replace(known, **changes)
+    return known.model_copy(update=changes)
 
 
-def page_of(found: SearchRecord, question: Problem | LayeredProblem) -> str:
+def page_of(found: SearchDocument, question: Problem | LayeredProblem) -> str:
     values = search_values(found, question, AT)
     return render("search.html.j2", Shell(), row=found, **values).decode()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,7 +247,7 @@ async def test_a_run_of_many_ranks_shows_some_of_them_at_a_time(serving: Serving
     async with serving("immediate") as service:
         run_id = (await submit(service)).json()["id"]
         run = await service.app.state.application.runs.get(run_id)
-    many = replace(run, nodes=1, ranks_per_node=2 * SHOWN_RANKS + 1)
+    many = run.model_copy(update={"nodes": 1, "ranks_per_node": 2 * SHOWN_RANKS + 1})
     seen = [run_values(many, None, (), (), first) for first in (None, SHOWN_RANKS, 2 * SHOWN_RANKS)]
     shown = [[row["rank"] for row in values["ranks"]] for values in seen]
     assert shown[1:] == [[*range(SHOWN_RANKS, 2 * SHOWN_RANKS)], [2 * SHOWN_RANKS]]

@@ -15,7 +15,8 @@ from zbv_service.pages.new_search import presets, start_from
 from zbv_service.pages.search import Shortage, search_values
 from zbv_service.pages.shell import Shell, render
 from zbv_service.problems.check import check
-from zbv_service.records.searches import SearchRecord
+from zbv_service.records.searches import SearchDocument
+from zbv_service.records.shared import OptionsDocument, ProblemSummary
 from zbv_service.settings import Settings
 from zbv_solver.frontiers.memory_fraction import at_fraction
 from zbv_solver.problem.problem import Problem
@@ -23,11 +24,11 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
 
 AT = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
-RECORD = SearchRecord(
+RECORD = SearchDocument(
     id="a" * 32,
     state="running",
-    summary={"pp_degree": 2, "microbatches": 4, "objective": "span", "time_unit": "us"},
-    options={"effort": "quick", "time_limit": 90, "seed": 7},
+    summary=ProblemSummary(pp_degree=2, microbatches=4, placement="v", objective="span", time_unit="us"),
+    options=OptionsDocument(effort="quick", time_limit=90, seed=7),
     objective=1234.0,
     lower_bound=1200.0,
     gap=0.02875,
@@ -44,7 +45,11 @@ RECORD = SearchRecord(
 )
 
 
-def page_of(record: SearchRecord, problem: Problem | None = None, **shell: Any) -> str:
+def changed(record: SearchDocument, **changes: Any) -> SearchDocument:
+    return record.model_copy(update=changes)
+
+
+def page_of(record: SearchDocument, problem: Problem | None = None, **shell: Any) -> str:
     values = search_values(record, problem or uniform(2, 4, limit=3), AT + timedelta(seconds=12.5))
     return render("search.html.j2", Shell(**shell), **values, row=record).decode()
 
@@ -78,29 +83,29 @@ def test_actions_on_searches_need_the_scope_search() -> None:
 
 
 def test_only_a_stored_plan_without_a_gap_is_called_optimal() -> None:
-    done = replace(RECORD, state="done", plan_id="b" * 64, finished_at=AT)
+    done = changed(RECORD, state="done", plan_id="b" * 64, finished_at=AT)
     assert "Proved optimal" not in page_of(done)
     assert "above the optimum: the lower bound is" in page_of(done)
-    assert "Proved optimal" in page_of(replace(done, gap=0.0))
-    early = replace(RECORD, gap=0.0)
+    assert "Proved optimal" in page_of(changed(done, gap=0.0))
+    early = changed(RECORD, gap=0.0)
     assert "Proved optimal" not in page_of(early), "not before its plan is stored"
 
 
 def test_nested_parameters_of_a_method_are_shown_whole() -> None:
-    values = search_values(replace(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4))
+    values = search_values(changed(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4))
     assert (values["method"], values["details"]) == ("windows", "greedy-v(a=1)")
 
 
 def test_a_search_without_a_plan_shows_the_reason_and_the_next_step() -> None:
-    nothing = replace(RECORD, objective=None, lower_bound=None, gap=None, method=None)
-    assert "Stopped before a plan was found" in page_of(replace(nothing, state="cancelled"))
+    nothing = changed(RECORD, objective=None, lower_bound=None, gap=None, method=None)
+    assert "Stopped before a plan was found" in page_of(changed(nothing, state="cancelled"))
     error = {
         "title": "It <died>",
         "detail": "memory ran out",
         "type": "/errors/search-crashed",
         "status": 500,
     }
-    failed = page_of(replace(nothing, state="failed", error=error), root="/zbv")
+    failed = page_of(changed(nothing, state="failed", error=error), root="/zbv")
     for words in (
         "It &lt;died&gt;",
         "memory ran out",
@@ -114,15 +119,13 @@ def test_a_search_without_a_plan_shows_the_reason_and_the_next_step() -> None:
 def test_neighbouring_ranks_with_the_same_shortage_share_a_row() -> None:
     problem = parse_problem({**problem_json(uniform(4, 4, limit=1)), "pp_degree": 4})
     limited = replace(problem, memory=replace(problem.memory, limit=(1.0, 1.0, 5.0, 1.5)))
-    values = search_values(replace(RECORD, state="infeasible"), limited)
+    values = search_values(changed(RECORD, state="infeasible"), limited)
     assert values["shortages"] == [Shortage(0, 1, "1", "2"), Shortage(3, 3, "1.5", "2")]
     assert values["fraction"] == "0.25 ×"
     rounded = replace(problem, memory=replace(problem.memory, limit=(1.0, 2 - 1e-12, 5.0, 5.0)))
-    values = search_values(replace(RECORD, state="infeasible"), rounded)
-    assert values["shortages"] == [Shortage(0, 0, "1", "2")], (
-        "a limit that is too low by rounding alone is none"
-    )
-    assert "limit=smallest" in page_of(replace(RECORD, state="infeasible"), rounded)
+    values = search_values(changed(RECORD, state="infeasible"), rounded)
+    assert values["shortages"] == [Shortage(0, 0, "1", "2")], "rounding alone is no shortage"
+    assert "limit=smallest" in page_of(changed(RECORD, state="infeasible"), rounded)
     weightless = replace(
         problem,
         memory=replace(
@@ -133,7 +136,7 @@ def test_neighbouring_ranks_with_the_same_shortage_share_a_row() -> None:
             static=(2.0,) * 4,
         ),
     )
-    assert search_values(replace(RECORD, state="infeasible"), weightless)["fraction"] == ""
+    assert search_values(changed(RECORD, state="infeasible"), weightless)["fraction"] == ""
 
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)

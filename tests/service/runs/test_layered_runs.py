@@ -73,7 +73,7 @@ def test_the_measured_problem_keeps_the_partition() -> None:
     assert found.problem.model is not None
     assert [list(names) for names in found.problem.model.partition] == EARLY
     # The replanner submits this document; one with contradicting layers and stages would be refused.
-    asked = new_search({"problem": problem_json(found.problem)}, Settings())
+    asked = new_search(Settings(), {"problem": problem_json(found.problem)})
     assert asked.summary["layers"] == 8
     assert isinstance(parse_problem(problem_json(found.problem)), Problem)
 

@@ -20,7 +20,7 @@ from support.runs_over_http import (
 )
 from support.serving import Service, Serving
 from zbv_service.documents.parsing import parse_body
-from zbv_service.runs.documents import RunRequest
+from zbv_service.runs.requests import RunRequest
 from zbv_solver.errors import InvalidInput
 
 pytestmark = pytest.mark.anyio

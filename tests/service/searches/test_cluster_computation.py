@@ -13,7 +13,8 @@ from support.fake_searches import immediate, orders_of, plan_of, stages_of
 from support.serving import PROBLEM
 from zbv_service.documents.packing import pack
 from zbv_service.documents.problems import question_json
-from zbv_service.records.searches import Claim, NewPlan, Update
+from zbv_service.records.plans import NewPlan
+from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted

@@ -20,8 +20,9 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
-from zbv_service.records.runs import EventRecord
-from zbv_service.records.searches import Claim, SearchEvent, Update
+from zbv_service.records.runs import EventDocument
+from zbv_service.records.searches import Claim, Update
+from zbv_service.records.searches import SearchEventDocument as Event
 from zbv_service.searches import events as hub
 from zbv_service.searches.events import EventFeed
 
@@ -36,12 +37,12 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-def table(database: Database, events: EventFeed[SearchEvent]) -> SearchTable:
+def table(database: Database, events: EventFeed[Event]) -> SearchTable:
     return SearchTable(database, events.changed)
 
 
 @pytest.fixture
-async def events(database: Database) -> AsyncIterator[EventFeed[SearchEvent]]:
+async def events(database: Database) -> AsyncIterator[EventFeed[Event]]:
     made = EventFeed(SearchEventTable(database))
     await made.start()
     yield made
@@ -59,12 +60,12 @@ def better(objective: float) -> Update:
     return Update(objective, 1.0, objective - 1, "m", b"ranks")
 
 
-async def all_of(events: EventFeed[SearchEvent], search_id: str, after: int = 0) -> list[SearchEvent]:
+async def all_of(events: EventFeed[Event], search_id: str, after: int = 0) -> list[Event]:
     return [found async for batch in events.follow(search_id, after) for found in batch]
 
 
 async def test_a_change_by_this_service_reaches_readers_immediately(
-    events: EventFeed[SearchEvent], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "POLL_SECONDS", 3600.0)
     claim = await claimed(table, "a")
@@ -72,12 +73,12 @@ async def test_a_change_by_this_service_reaches_readers_immediately(
         waiting = asyncio.create_task(anext(batches))
         await asyncio.sleep(0.05)
         await table.progressed("a", claim.fence, better(9))
-        (found,) = cast("Sequence[SearchEvent]", await asyncio.wait_for(waiting, 30))
-    assert (found.number, found.kind, found.data["objective"]) == (3, "improvement", 9)
+        (found,) = cast("Sequence[Event]", await asyncio.wait_for(waiting, 30))
+    assert (found.number, found.kind, found.objective) == (3, "improvement", 9)
 
 
 async def test_many_idle_readers_cost_one_query_per_look(
-    events: EventFeed[SearchEvent], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "POLL_SECONDS", 0.05)
     for index in range(20):
@@ -110,7 +111,7 @@ async def test_many_readers_of_a_run_share_its_queries(
     await runs.add(a_run("r", 1))
     await feed.start()
 
-    async def first() -> Sequence[EventRecord]:
+    async def first() -> Sequence[EventDocument]:
         return await anext(aiter(feed.follow("r", 1)))
 
     readers = [asyncio.create_task(first()) for _ in range(400)]
@@ -133,7 +134,7 @@ async def test_many_readers_of_a_run_share_its_queries(
 
 
 async def test_a_slow_reader_neither_delays_others_nor_costs_memory(
-    events: EventFeed[SearchEvent], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "HELD_EVENTS", 10)
     claim = await claimed(table, "a")
@@ -152,14 +153,14 @@ async def test_a_slow_reader_neither_delays_others_nor_costs_memory(
 
 
 async def test_a_reader_that_joins_while_the_last_one_leaves_misses_no_event(
-    events: EventFeed[SearchEvent], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = await claimed(table, "a")
     first, second = (cast("Any", events.follow("a", 0)) for _ in range(2))
     assert len(await anext(first)) == 2
     read, was_read, goes_on = SearchEventTable.after, asyncio.Event(), asyncio.Event()
 
-    async def slowly(self: SearchEventTable, positions: Any) -> list[SearchEvent]:
+    async def slowly(self: SearchEventTable, positions: Any) -> list[Event]:
         found = await read(self, positions)
         was_read.set()
         await goes_on.wait()
@@ -177,7 +178,7 @@ async def test_a_reader_that_joins_while_the_last_one_leaves_misses_no_event(
 
 
 async def test_a_silent_stream_sends_signs_of_life(
-    events: EventFeed[SearchEvent], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
     await table.add(a_search("a"))
@@ -185,7 +186,7 @@ async def test_a_silent_stream_sends_signs_of_life(
         assert [len(await anext(batches)) for _ in range(3)] == [0, 0, 0]
 
 
-async def test_readers_end_with_their_service(events: EventFeed[SearchEvent], table: SearchTable) -> None:
+async def test_readers_end_with_their_service(events: EventFeed[Event], table: SearchTable) -> None:
     await table.add(a_search("a"))
     reader = asyncio.create_task(all_of(events, "a"))
     await until(lambda: events.readers > 0, "a reader")
@@ -194,7 +195,7 @@ async def test_readers_end_with_their_service(events: EventFeed[SearchEvent], ta
 
 
 async def test_a_short_database_failure_ends_no_stream(
-    events: EventFeed[SearchEvent], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = await claimed(table, "a")
     reader = asyncio.create_task(all_of(events, "a"))
@@ -203,7 +204,7 @@ async def test_a_short_database_failure_ends_no_stream(
     read = SearchEventTable.after
     failures: list[datetime] = []
 
-    async def fail_once(self: SearchEventTable, positions: Any) -> list[SearchEvent]:
+    async def fail_once(self: SearchEventTable, positions: Any) -> list[Event]:
         if not failures:
             failures.append(datetime.now(UTC))
             raise OSError("the disk is gone")

@@ -14,7 +14,8 @@ from zbv_service.database import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import answers, question_json
-from zbv_service.records.searches import Claim, Refusal
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim
 from zbv_service.searches.executors.task import compute, solver_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidPlan

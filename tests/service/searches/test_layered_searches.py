@@ -14,7 +14,8 @@ from support.serving import Service, Serving, until
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import Question, question_json
-from zbv_service.records.searches import Claim, NewPlan, Refusal
+from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.records.searches import Claim
 from zbv_service.searches.executors.task import compute, solver_search
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, gap_of

@@ -34,21 +34,23 @@ def document(p: int, m: int, placement: str) -> dict[str, Any]:
     return {**sizes, "costs": COSTS, "memory": MEMORY}
 
 
-def dumped(name: str, folder: Path, communication: bool) -> Path:
-    """A schedule of 4 ranks and 8 microbatches as PyTorch's own ``_dump_csv`` writes it."""
-    placement = Placement.of("v" if name in ("ZBVZeroBubble", "DualPipeV") else "loop", 4)
+def dumped(name: str, p: int, m: int, path: Path, communication: bool) -> Path:
+    """A schedule as PyTorch writes it, with its own ``_dump_csv`` if there is communication."""
+    single, is_v = name == "1F1B", name in ("ZBVZeroBubble", "DualPipeV")
+    placement = Placement.of("single" if single else "v" if is_v else "loop", p)
+    n = placement.n_stages
     stages = [
-        Mock(stage_index=at, num_stages=8, group_size=4, group_rank=0, is_first=at == 0, is_last=at == 7,
+        Mock(stage_index=at, num_stages=n, group_size=p, group_rank=0, is_first=at == 0, is_last=at == n - 1,
              stage_index_to_group_rank=dict(enumerate(placement.rank_of)))
         for at in placement.stages_of[0]
     ]  # fmt: skip
-    made: Any = torch_schedules.get_schedule_class(name)(stages, 8, loss_fn=Mock())
-    path = folder / "schedule.csv"
+    made: Any = torch_schedules.get_schedule_class(name)(stages[0] if single else stages, m, loss_fn=Mock())
+    order = made._get_pipeline_order() if single else made.pipeline_order
     with path.open("w", newline="") as file:
-        for rank in made.pipeline_order:
-            csv.writer(file).writerow(["" if a is None else a for a in made.pipeline_order[rank]])
+        for rank in range(p):
+            csv.writer(file).writerow(["" if a is None else a for a in order[rank]])
     if communication:
-        runtime: Any = torch_schedules._PipelineScheduleRuntime(stages, 8, loss_fn=Mock())  # type: ignore[no-untyped-call]
+        runtime: Any = torch_schedules._PipelineScheduleRuntime(stages, m, loss_fn=Mock())  # type: ignore[no-untyped-call]
         runtime.stage_index_to_group_rank = dict(enumerate(placement.rank_of))
         runtime._load_csv(str(path))
         runtime._dump_csv(str(path))
@@ -71,43 +73,36 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     return run
 
 
-# --- schedules of PyTorch
+NAMES = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
 
-@pytest.mark.parametrize("communication", [False, True])
 @pytest.mark.parametrize(
-    "name", ["Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"]
+    ("name", "p", "m", "communication"),
+    [(name, 4, 8, communication) for name in NAMES for communication in (False, True)]
+    + [("1F1B", p, m, False) for p, m in ((1, 3), (2, 2), (4, 8))],
 )
 def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
-    name: str, communication: bool, tmp_path: Path, check: Check
+    name: str, p: int, m: int, communication: bool, tmp_path: Path, check: Check
 ) -> None:
-    order = torch_schedule(name, 4, 8)
-    given = document(4, 8, order.placement.kind)
-    status, shown = check(dumped(name, tmp_path, communication), given, "--json")
+    """The last rank of PyTorch's own 1F1B counts forwards from 1."""
+    order = torch_schedule(name, p, m)
+    given = document(p, m, order.placement.kind)
+    path = dumped(name, p, m, tmp_path / "schedule.csv", communication)
+    assert (f"{p - 1}F{m}" in path.read_text()) == (name == "1F1B")
+    status, shown = check(path, given, "--json")
     assert status == 0, shown
     found, expected = json.loads(shown), evaluate(parse_problem(given), order.orders())
     for metric in ("span", "makespan", "bubble_rate"):
         assert found["metrics"][metric] == pytest.approx(getattr(expected, metric))
     assert found["metrics"]["peak_memory"] == pytest.approx(list(expected.peak_memory))
-    verified = {claim["text"] for claim in found["claims"] if claim["is_verified"]}
-    assert ("every tensor is sent and received in order" in verified) == communication
-    assert "losses and reductions come in the order that PyTorch's runtime needs" in verified
-    assert any("overlap" in claim["text"] for claim in found["claims"]) == (name == "DualPipeV")
-
-
-@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (4, 8)])
-def test_the_last_rank_of_pytorchs_own_1f1b_counts_forwards_from_1(p: int, m: int, check: Check) -> None:
-    stage = Mock(stage_index=0, num_stages=p, group_size=p, group_rank=0, is_first=True, is_last=p == 1)
-    order = torch_schedules.Schedule1F1B(stage, m, loss_fn=Mock())._get_pipeline_order()
-    assert order is not None
-    rows = [",".join("" if action is None else str(action) for action in order[rank]) for rank in range(p)]
-    assert f"{p - 1}F{m}" in rows[-1]
-    status, shown = check("\n".join(rows) + "\n", document(p, m, "single"), "--json")
-    assert status == 0, shown
-    found = json.loads(shown)
-    expected = evaluate(parse_problem(document(p, m, "single")), torch_schedule("1F1B", p, m).orders())
-    assert found["metrics"]["span"] == pytest.approx(expected.span)
-    assert any("1, 2, …" in claim["text"] and not claim["is_verified"] for claim in found["claims"])
+    verified, others = (
+        "; ".join(claim["text"] for claim in found["claims"] if claim["is_verified"] == is_verified)
+        for is_verified in (True, False)
+    )
+    # The file of a single rank looks as if it had all communication, without reductions.
+    assert ("every tensor is sent and received in order" in verified) == (communication or p == 1)
+    assert ("losses and reductions come in the order that PyTorch's runtime needs" in verified) == (p > 1)
+    assert ("overlap" in others, "1, 2, …" in others) == (name == "DualPipeV", name == "1F1B")
 
 
 @pytest.mark.parametrize(
@@ -166,8 +161,7 @@ def test_the_limit_and_the_rules_of_layers_hold_for_schedules(check: Check) -> N
     assert "rank 0 needs 4 of memory; its limit is 3" in check("0F0,0F1,0B0,0B1", full)[1]
     layers = {"pp_degree": 2, "microbatches": 2, "layers": [{**BLOCK, "repeat": 6}], "placement": "auto"}
     status, shown = check("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", {**layers, "cut": {"first": 2, "last": 2}})
-    assert status == 2
-    assert "problem.json: /cut: found first 2 and last 2 on 2 ranks" in shown
+    assert (status, "problem.json: /cut: found first 2 and last 2 on 2 ranks" in shown) == (2, True)
 
 
 def test_layers_get_the_best_cut_for_the_order_of_a_schedule(
@@ -181,24 +175,22 @@ def test_layers_get_the_best_cut_for_the_order_of_a_schedule(
         "placement": "auto",
         "layers": [{**BLOCK, "repeat": 14}, head],
     }
-    made = tmp_path / "plan.json"
-    status, shown = check(dumped("Interleaved1F1B", tmp_path, True), layers, "-o", str(made))
-    assert status == 0, shown
-    assert "layers per stage: 2 2 2 2 2 2 2 1" in shown
+    made, path = tmp_path / "plan.json", dumped("Interleaved1F1B", 4, 8, tmp_path / "schedule.csv", True)
+    status, shown = check(path, layers, "-o", str(made))
+    assert (status, "layers per stage: 2 2 2 2 2 2 2 1" in shown) == (0, True), shown
     assert main(["simulate", str(made), "--scenarios", "32"]) == 0
     assert f"schedule {tmp_path}"[:30] in capsys.readouterr().out, "a plan has the name of its schedule"
 
 
-# --- plans
-
-
 def test_a_plan_without_metrics_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = {"problem": document(1, 2, "single"), "ranks": [["0F0", "0B0", "0F1", "0B1"]]}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    assert main(["check", str(tmp_path / "plan.json")]) == 0
+    path = tmp_path / "plan.json"
+    path.write_text(
+        json.dumps({"problem": document(1, 2, "single"), "ranks": [["0F0", "0B0", "0F1", "0B1"]]})
+    )
+    assert main(["check", str(path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("valid\nspan 6, makespan 6, bubble rate 0.00%\n")
     assert "peak memory 2 on rank 0" in shown
-    assert main(["simulate", str(tmp_path / "plan.json"), "--scenarios", "32"]) == 0
+    assert main(["simulate", str(path), "--scenarios", "32"]) == 0
     table = capsys.readouterr().out
     assert ("this plan" in table, "zbv" in table) == (True, False)

@@ -22,58 +22,62 @@ from zbv_solver.commands.tables import cut_summary, print_frontier
 from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.frontiers.frontier import FrontierPoint
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.claims import load_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 
-Capture = pytest.CaptureFixture[str]
-PROGRAM = [sys.executable, "-m", "zbv_solver.commands.cli"]
+Run = Callable[[str], tuple[str, str]]
 DIFFERING = uniform_document(2, 4) | {"sequences": [[1000], [2000], [500, 500], [3000]]}
 DIFFERING["costs"]["forward"] = {"fixed": 0.25, "tokens": 1}
-JITTER = {"action": 0.05, "rank": 0, "transfer": 0.2}
 
 
-@pytest.fixture(scope="module")
-def problem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("cli") / "problem.json", uniform_document(2, 4, limit=4))
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run ``zbv`` in a folder with documents; returns what it wrote to both streams."""
+    monkeypatch.chdir(tmp_path)
+    for name, document in {
+        "problem": uniform_document(2, 4, limit=4),
+        "differing": DIFFERING,
+        "batch": batch_document([8] * 8, max_tokens=8),
+        "one": batch_document([8], max_tokens=8, replicas=1),
+        "jitter": {"action": {"samples": [0.9, 1.1]}, "rank": 0.01, "transfer": 0},
+    }.items():
+        Path(f"{name}.json").write_text(json.dumps(document))
+
+    def command(text: str) -> tuple[str, str]:
+        assert main(text.split()) == 0
+        return tuple(capsys.readouterr())
+
+    return command
 
 
-@pytest.fixture(scope="module")
-def plan(problem: Path) -> Path:
-    path = problem.with_name("plan.json")
-    assert main(["plan", str(problem), "-o", str(path), "--effort", "quick"]) == 0
-    return path
-
-
-def write(path: Path, document: object) -> Path:
-    path.write_text(json.dumps(document))
-    return path
+def written(name: str) -> Any:
+    return json.loads(Path(name).read_text())
 
 
 # --- zbv plan
 
 
-def test_plan_writes_a_plan_and_reports_its_quality(problem: Path, tmp_path: Path, capsys: Capture) -> None:
-    path = str(tmp_path / "plan.json")
-    for flags in ((), ("--jitter", "action=5%,transfer=20%", "--quantile", "0.95", "--effort", "quick")):
-        assert main(["plan", str(problem), "-o", path, *flags]) == 0
-        out, err = capsys.readouterr()
-        assert (out, f"{path}: span 24 (proved optimal)" in err) == ("", True)
-        document = json.loads(Path(path).read_text())
-        assert document["metrics"]["span"] == 24
-        assert main(["check", str(problem), path]) == 0
-        assert capsys.readouterr().out.startswith("valid\n")
-    assert document["simulation"]["jitter"] == JITTER
-    assert document["provenance"]["quantile"] == 0.95
+@pytest.mark.parametrize(
+    "flags", ["", "--jitter action=5%,transfer=20% --quantile 0.95 --effort quick"], ids=["exact", "jitter"]
+)
+def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> None:
+    out, err = run(f"plan problem.json -o plan.json {flags}")
+    assert (out, "plan.json: span 24 (proved optimal)" in err) == ("", True)
+    document = written("plan.json")
+    assert document["metrics"]["span"] == 24
+    assert run("check problem.json plan.json")[0].startswith("valid\n")
+    if flags:
+        assert document["simulation"]["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.2}
+        assert document["provenance"]["quantile"] == 0.95
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_writes_the_best_plan_so_far(
-    number: signal.Signals, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = write(tmp_path / "problem.json", uniform_document(4, 16, limit=6))
-    path, searched = tmp_path / "plan.json", search
+    Path("large.json").write_text(json.dumps(uniform_document(4, 16, limit=6)))
+    searched = search
 
     def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> Plan:
         os.kill(os.getpid(), number)
@@ -82,12 +86,12 @@ def test_ctrl_c_writes_the_best_plan_so_far(
         return searched(problem, options, on_progress, cancelled)
 
     monkeypatch.setattr("zbv_solver.commands.searches.search", interrupted)
-    assert main(["plan", str(problem), "-o", str(path)]) == 130
+    assert main(["plan", "large.json", "-o", "plan.json"]) == 130
     err = capsys.readouterr().err
-    assert f"{path}: span" in err
+    assert "plan.json: span" in err
     assert "zbv: interrupted: the search ended early, and the plan written is the best" in err
-    assert main(["check", str(problem), str(path)]) == 0
-    assert json.loads(path.read_text())["provenance"]["cut"] == "cancelled"
+    run("check large.json plan.json")
+    assert written("plan.json")["provenance"]["cut"] == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -101,140 +105,112 @@ def test_ctrl_c_writes_the_best_plan_so_far(
     ],
 )
 def test_on_a_terminal_the_answer_is_summarised(
-    command: str, words: list[str], problem: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    command: str, words: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.chdir(problem.parent)
-    write(Path("batch.json"), batch_document([8] * 8, max_tokens=8))
-    assert main([*command.split(), "--effort", "quick"]) == 0
-    out = capsys.readouterr().out
+    out, _ = run(f"{command} --effort quick")
     assert all(each in out for each in words)
 
 
-def test_standard_input_and_output_in_a_real_process(problem: Path) -> None:
-    def run(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*PROGRAM, *arguments], input=text, capture_output=True, text=True, timeout=120, check=True
-        )
+def test_standard_input_and_output_in_a_real_process_and_help_imports_nothing_heavy() -> None:
+    def python(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=True)
 
-    made = run(problem.read_text(), "plan", "-", "--effort", "quick")
+    zbv = ("-m", "zbv_solver.commands.cli")
+    made = python(*zbv, "plan", "-", "--effort", "quick", text=json.dumps(uniform_document(2, 4)))
     assert made.stderr == ""
-    assert run(made.stdout, "check", str(problem), "-").stdout.startswith("valid\n")
-
-
-def test_help_describes_efforts_and_imports_nothing_heavy() -> None:
+    assert python(*zbv, "check", "-", text=made.stdout).stdout.startswith("valid\n")
     code = (
         "import sys, zbv_solver.commands.cli as cli\n"
         "try: cli.main(['plan', '--help'])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('numba', 'numpy', 'rich', 'ortools', 'jinja2') if m in sys.modules])"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert "thorough" in made.stdout.partition("about how long they take")[2]
-    assert made.stdout.splitlines()[-1] == "[]"
+    shown = python("-c", code).stdout
+    assert "thorough" in shown.partition("about how long they take")[2]
+    assert shown.splitlines()[-1] == "[]"
 
 
-# --- zbv compare and zbv simulate
+# --- zbv compare, zbv simulate and zbv pack
 
 
-def test_compare_shows_every_schedule(problem: Path, capsys: Capture) -> None:
-    assert main(["compare", str(problem), "--json"]) == 0
-    names = [row["name"] for row in json.loads(capsys.readouterr().out)["baselines"]]
-    assert names == list(BASELINES)
-    assert main(["compare", str(problem)]) == 0
-    table = capsys.readouterr().out
-    assert "lower bound of span: 24" in table
-    assert "eager-1f1b" in table
+def test_compare_shows_every_schedule(run: Run) -> None:
+    baselines = json.loads(run("compare problem.json --json")[0])["baselines"]
+    assert [row["name"] for row in baselines] == list(BASELINES)
+    table, _ = run("compare problem.json")
+    assert all(words in table for words in ("lower bound of span: 24", "eager-1f1b"))
 
 
-def test_tables_cut_no_number_and_no_name_in_a_narrow_terminal(tmp_path: Path, capsys: Capture) -> None:
+def test_tables_cut_no_number_and_no_name_in_a_narrow_terminal(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Names of the schedules of microbatches that differ are long."""
-    assert main(["compare", str(write(tmp_path / "differing.json", DIFFERING)), "--effort", "quick"]) == 0
-    plan = search(parse_problem(DIFFERING), SearchOptions("quick"))
-    point = FrontierPoint(1234567.0, plan, plan.objective * 0.812345, 1.0, 1.234567)
-    print_frontier(plan.problem, [point])
-    table = capsys.readouterr().out
-    assert table.count(" interleaved-1f1b-practice ") == 2
-    assert "…" not in table
+    run("plan differing.json --effort quick -o plan.json")
+    plan = load_plan("plan.json")
+    print_frontier(plan.problem, [FrontierPoint(1234567.0, plan, plan.objective * 0.812345, 1.0, 1.234567)])
+    tables = capsys.readouterr().out + run("compare differing.json --effort quick")[0]
+    assert (tables.count(" interleaved-1f1b-practice "), "…" in tables) == (2, False)
 
 
-def test_simulate_compares_schedules_in_the_same_scenarios(plan: Path, capsys: Capture) -> None:
-    assert main(["simulate", str(plan), "--jitter", "action=5%,transfer=20%", "--scenarios", "32"]) == 0
-    shown = capsys.readouterr().out
+def test_simulate_compares_schedules_in_the_same_scenarios_of_every_kind_of_jitter(run: Run) -> None:
+    run("plan problem.json -o plan.json --effort quick")
+    plan = load_plan("plan.json")
+    traces = trace_documents(plan.problem, plan.orders, plan_id=plan.plan_id, steps=2)
+    for rank, trace in enumerate(traces):
+        Path(f"trace-{rank}.json").write_text(json.dumps(trace))
+    shown, _ = run("simulate plan.json --jitter action=5%,transfer=20% --scenarios 32")
     assert all(name in shown for name in ("span in 32 scenarios", "zbv", "1f1b", "interleaved-1f1b", "p95"))
-    assert main(["simulate", str(plan), "--scenarios", "32", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["jitter"] == JITTER
-    assert found["expected_span"] > 24
-    assert found["plan_id"] == json.loads(plan.read_text())["plan_id"]
-
-
-def test_simulate_reads_a_jitter_document_and_traces(plan: Path, tmp_path: Path, capsys: Capture) -> None:
-    document = {"action": {"samples": [0.9, 1.1]}, "rank": 0.01, "transfer": 0}
-    known = load_plan(plan)
-    traces = trace_documents(known.problem, known.orders, plan_id=known.plan_id, steps=2)
-    paths = [write(tmp_path / f"trace-{rank}.json", trace) for rank, trace in enumerate(traces)]
-    answers = []
-    for given in (str(write(tmp_path / "jitter.json", document)), ",".join(map(str, paths))):
-        assert main(["simulate", str(plan), "--scenarios", "32", "--json", "--jitter", given]) == 0
-        answers.append(json.loads(capsys.readouterr().out)["jitter"])
-    assert answers[0] == document
-    assert set(answers[1]["rank"]["samples"]) == {1}
-
-
-# --- zbv pack
+    default, given, measured = (
+        json.loads(run(f"simulate plan.json --scenarios 32 --json {jitter}")[0])
+        for jitter in ("", "--jitter jitter.json", "--jitter trace-0.json,trace-1.json")
+    )
+    assert default["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.2}
+    assert default["expected_span"] > 24
+    assert default["plan_id"] == plan.plan_id
+    assert given["jitter"] == written("jitter.json")
+    assert set(measured["jitter"]["rank"]["samples"]) == {1}
 
 
 @pytest.mark.parametrize(
-    ("lengths", "replicas", "counted"),
-    [([8] * 8, 2, "8 microbatches on 2 replicas"), ([8], 1, "1 microbatch on 1 replica,")],
+    ("name", "counted"),
+    [("batch", "8 microbatches on 2 replicas"), ("one", "1 microbatch on 1 replica,")],
 )
-def test_a_packing_is_written_and_its_quality_reported(
-    lengths: list[int], replicas: int, counted: str, tmp_path: Path, capsys: Capture
-) -> None:
-    batch = write(tmp_path / "batch.json", batch_document(lengths, max_tokens=8, replicas=replicas))
-    path = tmp_path / "packed.json"
-    assert main(["pack", str(batch), "-o", str(path)]) == 0
-    out, err = capsys.readouterr()
+def test_a_packing_is_written_and_its_quality_reported(name: str, counted: str, run: Run) -> None:
+    out, err = run(f"pack {name}.json -o packed.json")
     assert (out, counted in err) == ("", True)
-    packed = json.loads(path.read_text())
-    assert len(packed["replicas"]) == replicas
+    packed = written("packed.json")
+    assert len(packed["replicas"]) == written(f"{name}.json")["replicas"]
     assert packed["baselines"][0]["step_time"] is None
-    plan = write(tmp_path / "plan.json", packed["replicas"][0]["plan"])
-    assert main(["check", str(plan)]) == 0
+    Path("plan.json").write_text(json.dumps(packed["replicas"][0]["plan"]))
+    run("check plan.json")
 
 
 # --- the summary of a cut
-
-
-def summary(**changes: Any) -> list[str]:
-    return cut_summary(search(layered(**changes), SearchOptions("quick", seed=1))).splitlines()
-
-
-def test_a_line_names_the_layers_of_a_rank_and_their_cost() -> None:
-    lines = summary(placement="single", cut={"first": 5})
-    assert lines[0] == "  rank 0: embedding … block.4; 27 a microbatch"
-    assert lines[1] == "  rank 1: block.5 … head; 30 a microbatch"
-    assert lines[2].startswith("  placement single; no cut of these layers has a span below 120 (gap ")
-    assert len(lines) == 3 + 1  # and finer layers may help
-
 
 NOTHING = {"name": "a", "forward": 0, "backward_input": 0, "backward_weight": 0, "repeat": 4}
 LEAN = {**BLOCK, "recompute": RECOMPUTE, "repeat": 2}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "words", "is_uneven"),
     [
-        ({"layers": [LEAN], "memory": {"limit": 8}, "cut": {"allow_empty": True}}, "(recomputed) nothing"),
-        ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20% more than the mean"),
-        ({"layers": [{**BLOCK, "repeat": 8}]}, ""),
-        ({"layers": [NOTHING]}, ""),
+        (
+            {"placement": "single", "cut": {"first": 5}},
+            "  rank 0: embedding … block.4; 27 a microbatch\n  rank 1: block.5 … head; 30 a microbatch\n"
+            "  placement single; no cut of these layers has a span below 120 (gap ",
+            True,
+        ),
+        ({"layers": [LEAN], "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)", False),
+        ({"layers": [LEAN], "memory": {"limit": 8}, "cut": {"allow_empty": True}}, "nothing", False),
+        ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20% more than the mean", True),
+        ({"layers": [{**BLOCK, "repeat": 8}]}, "", False),
+        ({"layers": [NOTHING]}, "", False),
     ],
 )
-def test_recomputed_empty_and_uneven_stages_are_named(changes: dict[str, Any], words: str) -> None:
-    lines = summary(**changes)
-    assert all(word in " ".join(lines) for word in words.split())
-    assert ("cannot be divided evenly" in lines[-1]) == ("mean" in words)
+def test_the_summary_of_a_cut_has_the_layers_of_every_rank_and_says_what_is_uneven(
+    changes: dict[str, Any], words: str, is_uneven: bool
+) -> None:
+    summary = cut_summary(search(layered(**changes), SearchOptions("quick", seed=1)))
+    assert words in summary
+    assert ("cannot be divided evenly" in summary.splitlines()[-1]) == is_uneven

@@ -24,18 +24,11 @@ from zbv_solver.construct.baselines import order_of
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import export
 from zbv_solver.export.torchtitan import StepSizes, TitanSettings, module_names
-from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem, W
 from zbv_solver.search.assemble import make_plan
 
 NAMES = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]
 PARTS = ["embedding", "block.attention", "block.mlp", "head"]
-each_version = pytest.mark.parametrize("version", VERSIONS)
-
-
-def cut_plan(names: list[str], recomputed: tuple[bool, ...]) -> Plan:
-    problem = cut_problem(names, (len(names) // 4,) * 4, recomputed)
-    return make_plan(problem, random_orders(problem, Random(1)), method="random")
 
 
 # --- of a plan
@@ -66,41 +59,37 @@ def test_the_settings_fit_the_plan(problem: Problem, random: Random) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "recomputed", "checkpoint", "note"),
+    ("names", "recomputed", "modules", "checkpoint", "note"),
     [
-        (NAMES, (False,) * 4, None, ""),
-        (NAMES, (True,) * 4, FULL, ""),
-        (NAMES, (False, True, False, True), None, "# Planned to be recomputed: 1, 3."),
-        (PARTS, (False,) * 4, None, '#   2: ["block.mlp"]'),
+        (NAMES, (False,) * 4, (), None, ""),
+        (NAMES, (True,) * 4, (), FULL, ""),
+        (NAMES, (False, True, False, True), (), None, "# Planned to be recomputed: 1, 3."),
+        (PARTS, (False,) * 4, (), None, '#   2: ["block.mlp"]'),
+        # Of a block, torchtitan recomputes its own choice of operations. A whole one would take longer.
+        (NAMES, (True,) * 2, ("op",), SELECTIVE, ""),
+        (NAMES, (True,) * 2, ("mlp", "moe_act"), None,
+         "# Planned to be recomputed: mlp, moe_act of the stages 0, 1."),
     ],
-)
+)  # fmt: skip
 def test_modules_and_recomputation_are_torchtitans_or_listed_for_the_reader(
-    names: list[str], recomputed: tuple[bool, ...], checkpoint: str | None, note: str
+    names: list[str], recomputed: tuple[bool, ...], modules: Any, checkpoint: str | None, note: str
 ) -> None:
-    text = export(cut_plan(names, recomputed), "torchtitan")
+    kind, stages = ("v", 4) if len(recomputed) == 4 else ("single", 2)
+    problem = cut_problem(names, (len(names) // stages,) * stages, recomputed, placement=kind)
+    assert problem.model is not None
+    model = replace(problem.model, model=replace(problem.model.model, recompute_modules=modules))
+    problem = replace(problem, model=model)
+    orders = random_orders(problem, Random(1))
+    if kind == "single":
+        orders = order_of("1f1b", problem.placement, problem.microbatches)
+    text = export(make_plan(problem, orders, method="by hand"), "torchtitan")
     config = configured(text, "newer")
-    expected = module_names(("Et", "tt", "tt", "tL")) if names is NAMES else None
-    assert config.parallelism.module_fqns_per_model_part == expected
+    cut = {4: ("Et", "tt", "tt", "tL"), 2: ("Ettt", "tttL")}[stages]
+    assert config.parallelism.module_fqns_per_model_part == (module_names(cut) if names is NAMES else None)
     assert config.activation_checkpoint == checkpoint
     assert note in text.splitlines()
     assert ("checkpoint yourself" in text) == ("recomputed" in note)
     assert ("#   2: " in text) == (names is PARTS)
-
-
-@pytest.mark.parametrize(
-    ("modules", "expected", "is_foreign"), [(("op",), SELECTIVE, False), (("mlp", "moe_act"), None, True)]
-)
-def test_what_torchtitan_recomputes_of_a_block_are_its_own_operations(
-    modules: Any, expected: str | None, is_foreign: bool
-) -> None:
-    """Recomputation of whole blocks would take longer than planned."""
-    cut = cut_problem(NAMES, (4, 4), (True, True), placement="single")
-    assert cut.model is not None
-    model = replace(cut.model, model=replace(cut.model.model, recompute_modules=modules))
-    orders = order_of("1f1b", cut.placement, cut.microbatches)
-    text = export(make_plan(replace(cut, model=model), orders, method="by hand"), "torchtitan")
-    assert configured(text, "newer").activation_checkpoint == expected
-    assert (f"recomputed: {', '.join(modules)} of the stages 0, 1." in text) == is_foreign
 
 
 # --- of a cut
@@ -116,47 +105,37 @@ def test_modules_are_named_like_torchtitans() -> None:
     assert len(set(first)) == len(first), "a vision encoder is in the first stage once"
 
 
-@each_version
 @pytest.mark.parametrize(
-    ("recompute", "is_split", "expected"),
+    ("recompute", "is_split", "checkpoint"),
     [("none", False, None), ("all", False, FULL), ("selective", False, SELECTIVE), (None, False, UNTOUCHED),
      (None, True, UNTOUCHED)],
 )  # fmt: skip
-def test_a_configuration_gets_the_pipeline(
-    version: str, recompute: str | None, is_split: bool, expected: str | None
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("experts", [1, 4])
+def test_a_configuration_of_any_version_gets_the_pipeline_and_sizes_in_its_units(
+    ranks: int, experts: int, recompute: str | None, is_split: bool, checkpoint: str | None
 ) -> None:
-    parts = None if is_split else module_names(("Ett", "t", "ttt", "tL"))
-    config = configured(TitanSettings(2, "Interleaved1F1B", 8, parts, recompute, is_split).text(), version)
-    own = config.parallelism
-    assert (own.pipeline_parallel_degree, own.pipeline_parallel_schedule) == (2, "Interleaved1F1B")
-    assert own.module_fqns_per_model_part == parts
-    assert (config.training.local_batch_size if version == "0.3.0" else own.num_pp_microbatches) == 8
-    assert config.training.disable_cuda_graphs is True
-    assert config.activation_checkpoint == expected
-    assert config.compile.enable == (False if is_split else UNTOUCHED)
-
-
-@each_version
-@pytest.mark.parametrize(("ranks", "experts"), [(1, 1), (2, 1), (1, 4)])
-def test_sizes_are_in_the_units_of_the_version_and_graphs_need_a_single_rank_without_experts(
-    version: str, ranks: int, experts: int
-) -> None:
-    sizes, keys = StepSizes(sequence=128, microbatch_size=2, total=24), {}
-    if experts > 1:
-        keys = {"parallelism.expert_parallel_degree": experts}
-    config = configured(TitanSettings(ranks, "1F1B", 4, batch=sizes, keys=keys).text(), version)
-    training = config.training
-    if version == "0.3.0":
-        # Without a pipeline, a batch is a microbatch, and torchtitan accumulates gradients.
-        assert training.local_batch_size == (8 if ranks > 1 else 2)
-        assert config.parallelism.pipeline_parallel_microbatch_size == (2 if ranks > 1 else 1)
-        assert (training.global_batch_size, training.seq_len) == (24, 128)
-    else:
-        assert training.num_tokens_per_microbatch_per_dp_rank == 256
-        assert (training.num_tokens_per_train_step, training.max_context_length) == (24 * 128, 128)
-    assert config.parallelism.expert_parallel_degree == keys.get("parallelism.expert_parallel_degree")
-    assert training.disable_cuda_graphs == (True if ranks > 1 or experts > 1 else None)
-    assert (config.parallelism.pipeline_parallel_schedule is None) == (ranks == 1)
+    """Graphs need a single rank without experts."""
+    sizes, is_piped = StepSizes(sequence=128, microbatch_size=2, total=24), ranks > 1
+    keys = {"parallelism.expert_parallel_degree": experts} if experts > 1 else {}
+    parts = None if is_split else module_names(("Ett", "tL"))
+    text = TitanSettings(ranks, "1F1B", 4, parts, recompute, is_split, batch=sizes, keys=keys).text()
+    older, newer = (configured(text, version) for version in VERSIONS)
+    # Without a pipeline, a batch is a microbatch, and torchtitan accumulates gradients.
+    assert older.training.local_batch_size == (8 if is_piped else 2)
+    assert older.parallelism.pipeline_parallel_microbatch_size == (2 if is_piped else 1)
+    assert (older.training.global_batch_size, older.training.seq_len) == (24, 128)
+    assert newer.training.num_tokens_per_microbatch_per_dp_rank == 256
+    assert (newer.training.num_tokens_per_train_step, newer.training.max_context_length) == (24 * 128, 128)
+    assert newer.parallelism.num_pp_microbatches == (4 if is_piped else None)
+    for config in (older, newer):
+        own = config.parallelism
+        assert (own.pipeline_parallel_degree, own.expert_parallel_degree or 1) == (ranks, experts)
+        assert own.pipeline_parallel_schedule == ("1F1B" if is_piped else None)
+        assert own.module_fqns_per_model_part == (parts if is_piped else None)
+        assert config.training.disable_cuda_graphs == (True if is_piped or experts > 1 else None)
+        assert config.activation_checkpoint == checkpoint
+        assert config.compile.enable == (False if is_split else UNTOUCHED)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -25,7 +24,6 @@ from zbv_solver.frontiers.frontier import (
     floor,
     frontier_points,
     layer_limits,
-    recomputed_stages,
     smallest_limit,
 )
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
@@ -33,8 +31,7 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem, parse_problem
-from zbv_solver.problem.stages import Memory
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.claims import load_plan
 from zbv_solver.search.options import SearchOptions
@@ -45,53 +42,22 @@ known = st.lists(
     st.builds(Known, st.just("plan"), st.integers(1, 8).map(float), st.integers(1, 9).map(float)), max_size=8
 )
 
-
-def holding(problem: Problem) -> Problem:
-    assume(memory_fraction.one_f_one_b_memory(problem) > 0)
-    return problem
-
-
 # --- fractions of 1F1B's memory
 
 
-@given(problems(max_p=5, max_m=8))
-def test_the_unit_is_the_largest_activation_memory_of_1f1b(problem: Problem) -> None:
+@given(problems(max_p=5, max_m=8), st.floats(0.01, 4.0))
+def test_1_is_the_largest_activation_memory_of_1f1b_and_plans_begin_at_the_smallest_fraction(
+    problem: Problem, fraction: float
+) -> None:
     merged, orders = baseline("1f1b", problem)
     peaks = evaluate(without_limit(merged), orders).peak_memory
-    held = [peak - static for peak, static in zip(peaks, problem.memory.static, strict=True)]
-    assert memory_fraction.one_f_one_b_memory(problem) == pytest.approx(max(held))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "unit"), [([1, 2, 3, 6], 2 * 2 * 3), ([6, 3, 1, 2], 2 * 2 * 3), ([1, 1, 1, 40], 2 * 40)]
-)
-def test_the_unit_of_microbatches_that_differ_is_that_of_their_mean_or_the_largest(
-    tokens: list[int], unit: float
-) -> None:
-    document = {
-        "pp_degree": 2,
-        "microbatches": 4,
-        "features": {"tokens": tokens},
-        "costs": {"forward": {"tokens": 1}, "backward_input": 1, "backward_weight": 1, "p2p": 0},
-        "memory": {"forward": {"tokens": 1}, "backward_input": {"tokens": -0.5}, "static": 10}
-        | {"backward_weight": {"tokens": -0.5}},
-    }
-    problem = parse_problem(document)
-    assert memory_fraction.one_f_one_b_memory(problem) == unit
-    memory_fraction.at_fraction(problem, 1.0).require_feasible()
-
-
-@given(problems().map(holding), st.floats(0.01, 4.0))
-def test_a_fraction_becomes_limits_that_need_that_fraction(problem: Problem, fraction: float) -> None:
-    limits = memory_fraction.limits(problem, fraction)
+    whole = max(peak - static for peak, static in zip(peaks, problem.memory.static, strict=True))
+    assert memory_fraction.one_f_one_b_memory(problem) == pytest.approx(whole)
+    assume(whole > 0)
     limited = memory_fraction.at_fraction(problem, fraction)
-    assert limited.memory.limit == limits
-    for found in (memory_fraction.needed(problem, limits), memory_fraction.of_limit(limited)):
-        assert found == pytest.approx(fraction, rel=1e-9, abs=1e-9)
-
-
-@given(problems().map(holding))
-def test_there_is_a_plan_at_the_smallest_fraction_and_none_below(problem: Problem) -> None:
+    assert limited.memory.limit == memory_fraction.limits(problem, fraction)
+    needed = memory_fraction.needed(problem, limited.memory.limit)
+    assert (needed, memory_fraction.of_limit(limited)) == pytest.approx((fraction,) * 2, rel=1e-9, abs=1e-9)
     least = memory_fraction.smallest(problem)
     assume(least > 0)
     memory_fraction.at_fraction(problem, least).require_feasible()
@@ -99,19 +65,27 @@ def test_there_is_a_plan_at_the_smallest_fraction_and_none_below(problem: Proble
         memory_fraction.at_fraction(problem, least * (1 - 1e-6)).require_feasible()
 
 
-def test_the_tightest_rank_says_what_fraction_a_limit_is() -> None:
-    problem = uniform(2, 4)
-    assert memory_fraction.of_limit(problem) is None
-    assert memory_fraction.of_limit(replace(problem, memory=replace(problem.memory, limit=(4.0, 6.0)))) == 1
-
-
 @pytest.mark.parametrize(
-    "ask", [memory_fraction.smallest, lambda problem: memory_fraction.needed(problem, (1.0, 1.0))]
+    ("tokens", "whole"), [([1, 2, 3, 6], 2 * 2 * 3), ([6, 3, 1, 2], 2 * 2 * 3), ([1, 1, 1, 40], 2 * 40)]
 )
-def test_nothing_held_has_no_fractions(ask: Callable[[Problem], Any]) -> None:
-    bare = replace(uniform(2, 4), memory=Memory.unlimited(uniform(2, 4).placement))
-    with pytest.raises(InvalidInput, match="/memory"):
-        ask(bare)
+def test_of_microbatches_that_differ_1_is_for_their_mean_or_the_largest(
+    tokens: list[int], whole: float
+) -> None:
+    memory = {"forward": {"tokens": 1}, "backward_input": {"tokens": -0.5}, "static": 10}
+    memory |= {"backward_weight": {"tokens": -0.5}}
+    problem = parse_any_problem(uniform_document(2, 4) | {"features": {"tokens": tokens}, "memory": memory})
+    assert isinstance(problem, Problem)
+    assert memory_fraction.one_f_one_b_memory(problem) == whole
+    memory_fraction.at_fraction(problem, 1.0).require_feasible()
+
+
+def test_stages_and_layers_that_hold_nothing_have_no_frontier() -> None:
+    bare = [{name: value for name, value in layer.items() if name != "memory"} for layer in LAYERED["layers"]]
+    stages = parse_any_problem({**uniform_document(2, 4), "memory": None})
+    for problem, pointer in ((stages, "/memory"), (layered(LAYERED, layers=bare), "/layers")):
+        with pytest.raises(InvalidInput) as refused:
+            frontier_points(problem, quick)
+        assert refused.value.issues[0].pointer == pointer
 
 
 # --- limits, and what is known at them
@@ -120,34 +94,23 @@ def test_nothing_held_has_no_fractions(ask: Callable[[Problem], Any]) -> None:
 def test_the_grid_is_the_smallest_limit_and_round_ones_up_to_twice_1f1bs() -> None:
     assert grid(uniform(4, 16)) == (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.25, 1.5, 2.0)
     assert grid(uniform(16, 32))[:3] == (0.0625, 0.125, 0.25)
+    problem = uniform(2, 4)
+    limited = replace(problem, memory=replace(problem.memory, limit=(4.0, 6.0)))
+    assert (memory_fraction.of_limit(problem), memory_fraction.of_limit(limited)) == (None, 1), "the tightest"
+    assert (fits(0.1 + 0.2, 0.3), fits(0.3001, 0.3)) == (True, False), "rounding excludes no plan"
 
 
-def test_rounding_does_not_exclude_a_plan() -> None:
-    assert fits(0.1 + 0.2, 0.3)
-    assert not fits(0.3001, 0.3)
-
-
-@given(known, st.integers(0, 9).map(float))
-def test_the_best_within_a_limit_has_the_least_value_and_then_the_least_memory(
-    plans: list[Known], limit: float
+@given(known, st.lists(st.integers(0, 50).map(float), max_size=8))
+def test_the_best_at_a_limit_needs_least_the_staircase_says_the_same_and_bounds_hold_below(
+    plans: list[Known], bounds: list[float]
 ) -> None:
-    fitting = [plan for plan in plans if plan.needs <= limit]
-    expected = min(fitting, key=lambda plan: (plan.value, plan.needs), default=None)
-    assert best_within(limit, plans) == expected
-
-
-@given(known)
-def test_the_staircase_says_the_same_at_every_limit_and_has_no_other_plans(plans: list[Known]) -> None:
     corners = staircase(plans)
     for limit in range(10):
-        assert best_within(limit, plans) == best_within(limit, corners)
+        fitting = [plan for plan in plans if plan.needs <= limit]
+        expected = min(fitting, key=lambda plan: (plan.value, plan.needs), default=None)
+        assert best_within(limit, plans) == best_within(limit, corners) == expected
     needs, values = [each.needs for each in corners], [each.value for each in corners]
-    assert needs == sorted(set(needs))
-    assert values == sorted(set(values), reverse=True)
-
-
-@given(st.lists(st.integers(0, 50).map(float), max_size=8))
-def test_a_bound_is_raised_to_those_of_larger_limits(bounds: list[float]) -> None:
+    assert (needs, values) == (sorted(set(needs)), sorted(set(values), reverse=True))
     assert list(tightened(bounds)) == [max(bounds[at:]) for at in range(len(bounds))]
 
 
@@ -166,52 +129,66 @@ def quick(problem: AnyProblem) -> Plan:
 
 def every_need(problem: LayeredProblem) -> list[float]:
     """What the fullest rank needs at least, of every cut and every choice of recomputed stages."""
-    needs = []
-    inner = [int(place) for place in problem.places[1:-1]]
-    for placement in problem.placements:
-        for places in combinations(inner, placement.n_stages - 1):
-            for recompute in product((False, True), repeat=placement.n_stages):
-                cut = Cut.at((0, *places, problem.model.n_layers), recompute)
-                needs.append(max(problem.cut_into(placement, cut).smallest_limit))
-    return needs
+    placement, n = problem.placements[0], problem.model.n_layers
+    return [
+        max(problem.cut_into(placement, Cut.at((0, *places, n), recompute)).smallest_limit)
+        for places in combinations(problem.places[1:-1].tolist(), placement.n_stages - 1)
+        for recompute in product((False, True), repeat=placement.n_stages)
+    ]
 
 
-@pytest.mark.parametrize("problem", [uniform(2, 6, p2p=0.25), layered(microbatches=3)], ids=type)
-def test_more_memory_never_costs_time_and_bounds_hold(problem: AnyProblem) -> None:
-    points = frontier_points(problem, quick)
-    values, bounds = [point.plan.objective for point in points], [point.lower_bound for point in points]
-    assert values == sorted(values, reverse=True)
+@pytest.mark.parametrize(
+    "document",
+    [uniform_document(2, 6, p2p=0.25, limit=1), RECOMPUTED | {"microbatches": 3, "memory": {"limit": 1}}],
+    ids=["stages", "layers"],
+)
+def test_more_memory_never_costs_time_and_bounds_hold(
+    document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ignores the problem's own limit, which nothing fits."""
+    problem, folder = parse_any_problem(document), tmp_path / "plans"
+    (tmp_path / "problem.json").write_text(json.dumps(document))
+    command = ["frontier", str(tmp_path / "problem.json")]
+    assert main([*command, "--json", "-o", str(folder)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "frontier.json").read_text()) == answer
+    points = answer["points"]
+    plans = [load_plan(folder / f"{point['plan_id'][:12]}.json") for point in points]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    values, bounds = [point["objective"] for point in points], [point["lower_bound"] for point in points]
+    assert (values, bounds) == (sorted(values, reverse=True), sorted(bounds, reverse=True))
+    assert (answer["objective"], values) == ("span", [plan.objective for plan in plans])
     assert values[0] > values[-1]
-    assert bounds == sorted(bounds, reverse=True)
-    for point in points:
-        assert point.lower_bound <= point.plan.objective * (1 + 1e-9)
-        assert point.gap == pytest.approx(point.plan.objective / point.lower_bound - 1)
-        limit = point.limit if point.fraction is None else point.fraction
-        assert point.needs <= limit * (1 + 1e-9)
+    assert [point["gap"] for point in points] == pytest.approx(np.array(values) / bounds - 1)
+    assert min(point["gap"] for point in points) >= 0
+    limits = [point["limit"] for point in points]
     if isinstance(problem, LayeredProblem):
-        assert [point.limit for point in points] == list(layer_limits(problem))
-        floors = [floor(at_limit(problem, point.limit)) for point in points]
+        assert limits == pytest.approx(list(layer_limits(problem)))
+        assert all(point["peak_memory"] <= point["limit"] * (1 + 1e-9) for point in points)
+        floors = [floor(at_limit(problem, limit)) for limit in limits]
         assert np.all(np.array(floors) <= np.array(values) * (1 + 1e-9))
-        assert recomputed_stages(points[0].plan) > recomputed_stages(points[-1].plan) == 0
-        cuts = {point.plan.problem.model.partition for point in points if point.plan.problem.model}
+        assert points[0]["recomputed"] > points[-1]["recomputed"] == 0
+        assert (points[0]["placement"], points[0]["chunks"]) == ("v", 2)
+        cuts = {plan.problem.model.partition for plan in plans if plan.problem.model}
         assert len(cuts) > 1, "every limit has its own"
+        assert all(words in table for words in ("cut again", f"{points[0]['recomputed']} of 4"))
     else:
-        assert [point.fraction for point in points] == list(grid(problem))
-        limits = [max(memory_fraction.limits(problem, fraction)) for fraction in grid(problem)]
-        assert [point.limit for point in points] == pytest.approx(limits)
-        schedules = {each.name: each for each in baseline_points(points[0].plan)}
+        assert [point["fraction"] for point in points] == list(grid(problem))
+        assert limits == [max(memory_fraction.limits(problem, fraction)) for fraction in grid(problem)]
+        assert all(point["needs"] <= point["fraction"] * (1 + 1e-9) for point in points)
+        schedules = {each.name: each for each in baseline_points(plans[0])}
         assert schedules["1f1b"].needs == pytest.approx(1.0)
+        assert " 1f1b " in table
 
 
 def test_a_plan_of_little_memory_counts_where_more_memory_was_searched_in_vain() -> None:
     plans: list[Plan] = []
 
     def in_vain(limited: AnyProblem) -> Plan:
-        if not plans:
-            plans.append(quick(limited))
-        else:
-            problem = plans[0].problem
-            plans.append(make_plan(problem, orders_of(problem), method="one microbatch after the other"))
+        """One microbatch after the other, but for the first limit."""
+        problem = plans[0].problem if plans else None
+        plans.append(make_plan(problem, orders_of(problem), method="serial") if problem else quick(limited))
         return plans[-1]
 
     points = frontier_points(layered(), in_vain)
@@ -222,8 +199,7 @@ def test_a_plan_of_little_memory_counts_where_more_memory_was_searched_in_vain()
 def test_the_smallest_limit_is_that_of_the_placement_that_needs_least() -> None:
     """Under V the first and the last stage are one rank's."""
     blocks = [{**LAYERED["layers"][1], "repeat": 10}]
-    rules = {"first": 3, "last": 3}
-    problem = layered(LAYERED, pp_degree=3, placement="auto", layers=blocks, cut=rules)
+    problem = layered(LAYERED, pp_degree=3, placement="auto", layers=blocks, cut={"first": 3, "last": 3})
     assert [each.kind for each in problem.placements] == ["v", "loop", "single"]
     assert smallest_limit(problem) == 4 * 7
     assert smallest_limit(replace(problem, placement="v")) == 6 * 7
@@ -252,45 +228,5 @@ def test_a_bound_of_all_cuts_is_exact_in_the_loads_of_v_and_knows_the_limit() ->
     assert floor(least) == pytest.approx(plan.cut.lower_bound)
     assert floor(problem) < floor(least), "what is recomputed is work, too"
     assert floor(layered(memory={}, placement="auto")) <= floor(problem)
-    assert (
-        floor(layered(memory={}, placement="single")) == 4 * 124
-    )  # head and two blocks are the heavier stage
-
-
-def test_layers_that_hold_nothing_have_no_frontier() -> None:
-    bare = [{name: value for name, value in layer.items() if name != "memory"} for layer in LAYERED["layers"]]
-    with pytest.raises(InvalidInput) as refused:
-        layer_limits(layered(LAYERED, layers=bare))
-    assert refused.value.issues[0].pointer == "/layers"
-
-
-def test_the_command_prints_tables_and_documents_and_keeps_plans(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """The problem's own limit, which nothing fits, is ignored."""
-    changes: dict[str, Any] = {"microbatches": 2, "placement": "single"}
-    stages, layers, folder = tmp_path / "stages.json", tmp_path / "layers.json", tmp_path / "plans"
-    stages.write_text(json.dumps(uniform_document(2, 4, limit=1)))
-    layers.write_text(json.dumps({**RECOMPUTED, **changes, "memory": {"limit": 1}}))
-
-    assert main(["frontier", str(stages), "--json", "-o", str(folder)]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["objective"] == "span"
-    assert [point["fraction"] for point in document["points"]] == list(grid(uniform(2, 4)))
-    assert json.loads((folder / "frontier.json").read_text()) == document
-    for point in document["points"]:
-        plan = load_plan(folder / f"{point['plan_id'][:12]}.json")
-        assert (plan.plan_id, plan.objective) == (point["plan_id"], point["objective"])
-    assert main(["frontier", str(stages)]) == 0
-    assert " 1f1b " in capsys.readouterr().out
-
-    assert main(["frontier", str(layers), "--json"]) == 0
-    points = json.loads(capsys.readouterr().out)["points"]
-    assert [point["limit"] for point in points] == pytest.approx(list(layer_limits(layered(**changes))))
-    assert all(point["peak_memory"] <= point["limit"] * (1 + 1e-9) for point in points)
-    assert (points[0]["placement"], points[0]["chunks"]) == ("single", 1)
-    assert points[0]["recomputed"] > points[-1]["recomputed"] == 0
-    assert main(["frontier", str(layers)]) == 0
-    table = capsys.readouterr().out
-    assert "cut again" in table
-    assert "2 of 2" in table
+    # The head and two blocks are the heavier stage.
+    assert floor(layered(memory={}, placement="single")) == 4 * 124

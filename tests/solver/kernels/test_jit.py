@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.paths import TESTS
 from zbv_solver.kernels.jit import drop_stale_code
 
 
@@ -29,23 +26,3 @@ def test_cached_code_older_than_any_kernel_is_deleted(
     os.utime(plain, ns=(9_000, 9_000))
     drop_stale_code(tmp_path)
     assert caller.exists() == remains
-
-
-def test_verification_imports_numba_only_when_a_plan_is_verified() -> None:
-    code = """
-import sys, zbv_solver.verify.verifier as verify
-from support.problems import uniform
-from zbv_solver.plans.orders import Orders
-before = "numba" in sys.modules
-verify.verify_orders(uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]]))
-print(before, "numba" in sys.modules)
-"""
-    made = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert made.stdout.split() == ["False", "True"]

@@ -1,32 +1,55 @@
-"""Refitting recovers the costs that traces were made from."""
+"""Costs and jitter that traces show are those that the traces were made from."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.cut_models import cut_problem
+from support.layered import RECOMPUTED
+from support.plans import write_plan
 from support.rank_traces import mixed_orders, trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
-from zbv_solver.measure.refit import largest_change, refit
-from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.problem import Problem, Units
-from zbv_solver.problem.reading import parse_problem
+from zbv_solver.measure.refit import (
+    fitted,
+    jitter_of_traces,
+    largest_change,
+    non_negative_least_squares,
+    refit,
+    relative_residual,
+    with_stage_costs,
+)
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.problem import B, Problem, Units
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.stages import Costs, PlacementKind
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.assemble import make_plan
 
 PLANNED: dict[str, Any] = {
     "pp_degree": 3,
     "microbatches": 5,
-    "costs": {"forward": 10, "backward_input": 10, "backward_weight": 10, "backward": 18, "p2p": 4},
+    "costs": {"forward": 10, "backward_input": 20, "backward_weight": 30, "backward": 45, "p2p": 4},
+    "units": {"time": "us"},
+}
+DIFFERING: dict[str, Any] = {
+    "pp_degree": 2,
+    "microbatches": 6,
+    "sequences": [[100], [30, 40], [200], [64, 64], [10], [150]],
+    "costs": {
+        "forward": {"fixed": 5, "tokens": 0.1, "tokens_squared": 0.001},
+        "backward_input": {"fixed": 5, "tokens": 0.12, "tokens_squared": 0.002},
+        "backward_weight": {"tokens": 0.1},
+        "p2p": {"fixed": 2, "tokens": 0.01},
+    },
     "units": {"time": "us"},
 }
 
@@ -35,171 +58,88 @@ def planned(**changes: Any) -> Problem:
     return parse_problem({**PLANNED, **changes})
 
 
-def really(problem: Problem) -> Problem:
-    """The same pipeline with different costs for every stage and boundary."""
-    n = problem.n_stages
-
-    def ramp(first: float) -> tuple[float, ...]:
-        return tuple(first + stage for stage in range(n))
-
-    costs = Costs(ramp(11), ramp(21), ramp(31), ramp(2)[: n - 1], ramp(45))
-    return replace(problem, costs=costs)
+def parts(problem: Problem) -> list[Costs]:
+    """The fixed part of the costs, and the coefficients of every feature."""
+    return [problem.costs, *(feature.costs for feature in problem.features)]
 
 
-def orders_of(problem: Problem, is_fused: Callable[[int], bool] = lambda j: j % 2 == 0) -> Orders:
-    return mixed_orders(problem, is_fused)
+def slower(problem: Problem, factor: Callable[[int], float] = lambda stage: 2.0 + stage) -> Problem:
+    """The same pipeline with all costs multiplied, differently on every stage and boundary."""
+
+    def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * factor(at) for at, value in enumerate(values))
+
+    fixed, *coefficients = (part.mapped(scaled, scaled(part.p2p)) for part in parts(problem))
+    features = zip(problem.features, coefficients, strict=True)
+    return replace(problem, costs=fixed, features=tuple(replace(f, costs=costs) for f, costs in features))
 
 
-def only_fused(_microbatch: int) -> bool:
-    return True
-
-
-def only_split(_microbatch: int) -> bool:
+def never(_microbatch: int) -> bool:
     return False
 
 
-def traces_of(problem: Problem, orders: Orders, **how: Any) -> list[RankTrace]:
-    return [parse_rank_trace(document) for document in trace_documents(problem, orders, **how)]
+def half_fused(microbatch: int) -> bool:
+    return microbatch % 2 == 0
+
+
+def traces_of(problem: Problem, is_fused: Callable[[int], bool] = half_fused, **how: Any) -> list[RankTrace]:
+    """Traces of a random order on ranks where every action takes its cost."""
+    return list(map(parse_rank_trace, trace_documents(problem, mixed_orders(problem, is_fused), **how)))
 
 
 @pytest.mark.parametrize("placement", ["v", "loop", "single"])
-def test_every_measured_cost_is_recovered(placement: PlacementKind) -> None:
+def test_every_measured_cost_is_recovered_and_nothing_else_changes(placement: PlacementKind) -> None:
     problem = planned(placement=placement)
-    actual = really(problem)
-    found = refit(problem, traces_of(actual, orders_of(problem)))
-    assert found.costs.forward == actual.costs.forward
-    assert found.costs.backward_input == actual.costs.backward_input
-    assert found.costs.backward_weight == actual.costs.backward_weight
-    assert found.costs.backward == actual.costs.backward
-    assert (found.memory, found.placement, found.units) == (problem.memory, problem.placement, problem.units)
+    actual = slower(problem)
+    found = refit(replace(problem, measured=(("device", "H200"),)), traces_of(actual))
+    p2p = found.costs.p2p
+    assert found == replace(actual, costs=replace(actual.costs, p2p=p2p))
+    # A transfer is measured only if its receiver waited for it, and inside a rank there is none.
+    choices = list(zip(p2p, actual.costs.p2p, problem.costs.p2p, strict=True))
+    assert all(mine in (true, before) for mine, true, before in choices)
+    assert sum(mine == true for mine, true, _ in choices) > len(choices) / 2
+    local = [b for b in range(len(p2p)) if problem.placement.is_local(b)]
+    assert [p2p[b] for b in local] == [problem.costs.p2p[b] for b in local]
 
 
-def test_only_inputs_that_a_rank_waited_for_measure_latency() -> None:
-    problem = planned()
-    actual = really(problem)
-    orders = orders_of(problem)
-    found, waited = refit(problem, traces_of(actual, orders)), waited_for(actual, orders)
-    assert waited
-    for boundary in range(problem.n_stages - 1):
-        known = boundary in waited and not problem.placement.is_local(boundary)
-        assert found.costs.p2p[boundary] == (actual if known else problem).costs.p2p[boundary]
-
-
-def waited_for(problem: Problem, orders: Orders) -> set[int]:
-    """Boundaries with an input that a rank waited for before it was sent."""
-    rows = [row for document in trace_documents(problem, orders) for row in document["steps"][0]["actions"]]
-    sent = {}
-    for text, _, _, end, _ in rows:
-        stage, letter, j = Action.parse(text)
-        if letter != "W":
-            sent[stage, letter == "F", j] = end
-    found = set()
-    for text, wait, *_ in rows:
-        stage, letter, j = Action.parse(text)
-        source = stage - 1 if letter == "F" else stage + 1
-        if letter != "W" and wait < sent.get((source, letter == "F", j), 0):
-            found.add(min(stage, source))
-    return found
-
-
-def test_clock_offsets_have_no_effect() -> None:
-    problem = planned()
-    actual, orders = really(problem), orders_of(problem)
-    apart = traces_of(actual, orders, ahead=[0, 123_456_789, -(10**15)])
-    assert refit(problem, apart) == refit(problem, traces_of(actual, orders))
-
-
-def test_an_outlier_in_one_step_has_no_effect() -> None:
-    problem = planned()
-    actual, orders = really(problem), orders_of(problem)
-    documents = trace_documents(actual, orders, steps=3)
+def test_offsets_of_clocks_and_one_slow_step_have_no_effect() -> None:
+    actual = slower(planned())
+    orders = mixed_orders(actual, half_fused)
+    documents = trace_documents(actual, orders, steps=3, ahead=[77, 123_456_789, -(10**15)])
     for row in documents[0]["steps"][1]["actions"]:
         row[3] += 50_000
-    assert refit(problem, list(map(parse_rank_trace, documents))).costs.forward == actual.costs.forward
+    assert refit(planned(), list(map(parse_rank_trace, documents))) == refit(planned(), traces_of(actual))
 
 
 def test_replicas_count_equally_and_inputs_come_from_the_same_replica() -> None:
-    problem = planned()
-    actual, orders = really(problem), orders_of(problem)
+    problem, actual = planned(), slower(planned())
     slow = replace(actual, costs=replace(actual.costs, forward=tuple(3 * f for f in actual.costs.forward)))
-    both = traces_of(actual, orders) + traces_of(slow, orders, replica=1)
-    found = refit(problem, both).costs
+    found = refit(problem, traces_of(actual) + traces_of(slow, replica=1)).costs
     assert found.forward == tuple(2 * f for f in actual.costs.forward)
     assert found.backward_input == actual.costs.backward_input
     assert max(found.p2p) <= max(*actual.costs.p2p, *problem.costs.p2p)
 
 
-@pytest.mark.parametrize(("is_fused", "absent"), [(only_split, "B"), (only_fused, "IW")])
-def test_unmeasured_costs_stay_in_proportion(is_fused: Callable[[int], bool], absent: str) -> None:
-    problem = planned()
-    twice = replace(
-        problem,
-        costs=Costs((20.0,) * 6, (20.0,) * 6, (20.0,) * 6, (4.0,) * 5, (36.0,) * 6),
-    )
-    orders = orders_of(problem, is_fused)
-    assert not any(letter in text for texts in orders.all_text() for text in texts for letter in absent)
-    found = refit(problem, traces_of(twice, orders)).costs
-    assert (found.backward, found.backward_input, found.backward_weight) == (
-        (36.0,) * 6,
-        (20.0,) * 6,
-        (20.0,) * 6,
-    )
+@pytest.mark.parametrize("has_fused", [True, False])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_unmeasured_costs_stay_in_proportion(is_fused: bool, has_fused: bool) -> None:
+    """Without a measured or a planned B it stays I + W."""
+    problem = planned(costs={**PLANNED["costs"], "backward": 45 if has_fused else None})
+    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), lambda _j: is_fused)).costs
+    fused = None if not (has_fused or is_fused) else (90.0 if has_fused else 100.0,) * 6
+    assert (found.backward, found.backward_input, found.backward_weight) == (fused, (40.0,) * 6, (60.0,) * 6)
 
 
-def test_without_measured_or_planned_fused_backward_b_stays_i_plus_w() -> None:
-    costs = {**PLANNED["costs"], "backward": None}
-    problem = planned(costs=costs)
-    actual = really(problem)
-    assert refit(problem, traces_of(actual, orders_of(problem, only_split))).costs.backward is None
-    assert refit(problem, traces_of(actual, orders_of(problem))).costs.backward == actual.costs.backward
-
-
-def test_stages_without_a_trace_stay_as_planned() -> None:
-    problem = planned()
-    actual = really(problem)
-    found = refit(problem, traces_of(actual, orders_of(problem))[1:2]).costs
-    for stage, rank in enumerate(problem.placement.rank_of):
-        assert found.forward[stage] == (actual if rank == 1 else problem).costs.forward[stage]
-    assert found.p2p == problem.costs.p2p
-
-
-@pytest.mark.parametrize(("unit", "expected"), [("ns", 1000.0), ("ms", 0.001), ("s", 1e-6)])
-def test_measured_costs_are_in_the_problem_s_unit(unit: str, expected: float) -> None:
-    problem = planned()
-    actual = really(problem)
-    other = replace(problem, units=Units(unit))
-    found = refit(other, traces_of(actual, orders_of(problem)))
-    assert found.costs.forward == pytest.approx([expected * f for f in actual.costs.forward])
-
-
-def test_the_costs_of_a_run_are_not_those_of_the_measured_program() -> None:
-    problem = replace(planned(), measured=(("device", "H200"),))
-    assert refit(problem, traces_of(really(problem), orders_of(problem))).measured == ()
-
-
-def test_without_a_known_unit_the_total_work_stays_as_planned() -> None:
-    problem = replace(planned(), units=Units(None))
-    costs = replace(problem.costs, forward=tuple(7 * f for f in problem.costs.forward))
-    slow = replace(problem, costs=costs)
-    orders = orders_of(problem)
-    found = refit(problem, traces_of(slow, orders))
-
-    def work(one: Problem) -> float:
-        return float(one.arrays.durations(orders.stage, orders.letter, orders.microbatch).sum())
-
-    assert work(found) == pytest.approx(work(problem), rel=1e-4)
-    assert found.costs.forward[0] / found.costs.backward_input[0] == pytest.approx(7.0, rel=1e-4)
-
-
-def test_the_largest_change_is_relative_to_the_plan() -> None:
-    problem = planned()
-    costs = problem.costs
-    changed = replace(problem, costs=replace(costs, forward=(*costs.forward[:5], 8.0), p2p=(400.0,) * 5))
-    assert largest_change(problem, changed) == pytest.approx(0.2)
-    assert largest_change(problem, problem) == 0.0
-
-
-Change = Callable[[dict[str, Any]], object]
+@pytest.mark.parametrize(
+    ("unit", "expected"), [("ns", 1000.0), ("µs", 1.0), ("ms", 0.001), ("s", 1e-6), (None, 0.75)]
+)
+def test_measured_costs_are_in_the_problem_s_unit(unit: str | None, expected: float) -> None:
+    """Without a known one, the actions take as long in total as planned: 60 for F, I and W."""
+    problem = replace(planned(), units=Units(unit))
+    actual = replace(problem, costs=replace(problem.costs, forward=(30.0,) * 6))
+    found = refit(problem, traces_of(actual, never)).costs
+    assert found.forward == pytest.approx([expected * 30] * 6, rel=1e-5)
+    assert found.backward_weight == pytest.approx([expected * 30] * 6, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -213,44 +153,193 @@ Change = Callable[[dict[str, Any]], object]
         (lambda d: d["steps"][0]["actions"][2].pop(), "/steps/0/actions/2"),
     ],
 )
-def test_an_invalid_trace_is_refused_at_the_broken_key(change: Change, pointer: str) -> None:
-    document = trace_documents(planned(), orders_of(planned()))[0]
+def test_an_invalid_trace_is_refused_at_the_broken_key(
+    change: Callable[[dict[str, Any]], object], pointer: str
+) -> None:
+    document = trace_documents(planned(), mixed_orders(planned(), half_fused))[0]
     change(document)
     with pytest.raises(InvalidInput) as found:
         parse_rank_trace(document)
     assert found.value.issues[0].pointer == pointer
 
 
-def test_traces_of_another_problem_are_refused() -> None:
-    problem = planned()
-    traces = traces_of(problem, orders_of(problem))
-    for other in (planned(placement="loop"), planned(microbatches=4), planned(pp_degree=2)):
-        with pytest.raises(InvalidInput):
-            refit(other, traces)
-    with pytest.raises(InvalidInput, match="no measured action"):
-        refit(problem, [traces[0].only(frozenset())])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"placement": "loop"}, "ran stage 5, which does not belong to rank 0 of the pipeline"),
+        ({"microbatches": 4}, "ran microbatch 4"),
+        ({"pp_degree": 2}, "/pp_rank: found 2; the problem has ranks 0 to 1|ran stage"),
+    ],
+)
+def test_traces_of_another_problem_are_refused(change: dict[str, Any], says: str) -> None:
+    traces = traces_of(planned())
+    for measure in (refit, jitter_of_traces, relative_residual):
+        with pytest.raises(InvalidInput, match=says):
+            measure(planned(**change), traces)
+        with pytest.raises(InvalidInput, match="no measured action"):
+            measure(planned(), [traces[0].only(frozenset())])
 
 
-def test_the_command_writes_the_measured_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    problem = planned()
-    actual, plan = really(problem), make_plan(problem, orders_of(problem), method="random")
-    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
-    paths = []
-    for document in trace_documents(actual, plan.orders, plan_id=plan.plan_id):
-        paths.append(tmp_path / f"trace-{document['rank']}.json")
-        paths[-1].write_text(json.dumps(document))
-    names = [str(path) for path in paths]
-    assert main(["refit", str(tmp_path / "plan.json"), *names, "-o", str(tmp_path / "out.json")]) == 0
-    written = parse_problem(json.loads((tmp_path / "out.json").read_text()))
-    assert problem_json(written) == problem_json(refit(problem, traces_of(actual, plan.orders)))
-    assert "3 ranks measured" in capsys.readouterr().err
-    paths[1].write_text(paths[1].read_text().replace(plan.plan_id, "0" * 64))
-    assert main(["refit", str(tmp_path / "plan.json"), *names]) == 2
-    assert "/plan_id: found 000000000000; the plan given is" in capsys.readouterr().err
+# --- microbatches that differ
 
 
-def test_times_are_converted_to_the_clock_of_rank_0() -> None:
-    problem = planned()
-    (first, *_) = traces_of(problem, orders_of(problem), ahead=[77, 0, 0])
-    (again, *_) = traces_of(problem, orders_of(problem))
-    assert np.array_equal(first.steps[0].times, again.steps[0].times)
+def test_the_coefficients_of_every_measured_stage_are_recovered() -> None:
+    problem = parse_problem(DIFFERING)
+    actual = slower(problem)
+    traces = traces_of(actual, never)
+    found, partly = refit(problem, traces), refit(problem, traces[:1])
+    assert found.costs.backward is None
+    for name in ("forward", "backward_input", "backward_weight"):
+        for mine, one, true, before in zip(*map(parts, (found, partly, actual, problem)), strict=True):
+            expected = getattr(true, name)
+            assert getattr(mine, name) == pytest.approx(expected, rel=0.02, abs=0.003)
+            assert getattr(one, name)[::3] == pytest.approx(expected[::3], rel=0.02, abs=0.003)
+            assert getattr(one, name)[1:3] == getattr(before, name)[1:3], "rank 1 was not measured"
+    assert relative_residual(found, traces) < 1e-4
+    assert largest_change(actual, found) < 1e-2
+    assert largest_change(problem, found) > 0.5
+
+
+def test_too_few_kinds_scale_the_planned_coefficients() -> None:
+    """A B that only one microbatch ran says nothing about single features."""
+    problem = parse_problem(DIFFERING)
+    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), lambda j: j == 5))
+    assert found.costs.backward is not None
+    assert largest_change(problem, found) == pytest.approx(1.0, rel=1e-3)
+    assert found.arrays.duration[B] == pytest.approx(2 * problem.arrays.duration[B], rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_coefficients_fit_better(seed: int) -> None:
+    """The best fit over every choice of the coefficients that are not 0."""
+    random = np.random.default_rng(seed)
+    design, target = random.normal(size=(7, 4)), random.normal(size=7)
+    found = non_negative_least_squares(design, target)
+    best = float(target @ target)
+    for chosen in (list(some) for count in range(1, 5) for some in combinations(range(4), count)):
+        fit = np.linalg.lstsq(design[:, chosen], target, rcond=None)[0]
+        if (fit >= 0).all():
+            best = min(best, float(np.sum((design[:, chosen] @ fit - target) ** 2)))
+    assert (found >= 0).all()
+    assert float(np.sum((design @ found - target) ** 2)) == pytest.approx(best, rel=1e-9)
+
+
+def test_microbatches_that_take_no_time_do_not_hide_the_others() -> None:
+    amounts = np.array([[1.0, 0.0], [1.0, 2.0]])
+    found = fitted(amounts, np.array([[0.0], [1.0]]), np.array([[0.0, 800.0]]))
+    assert found.ravel() == pytest.approx([0, 400])
+
+
+def test_the_command_says_how_well_the_coefficients_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = parse_problem(DIFFERING)
+    orders, out = mixed_orders(problem, never), tmp_path / "measured.json"
+    plan = write_plan(tmp_path / "plan.json", problem, orders)
+    paths = [tmp_path / f"trace-{rank}.json" for rank in range(2)]
+    plan_id = identity(problem_json(problem), orders.all_text())
+    for name, status, message in (
+        (plan_id, 0, r"2 ranks measured(.|\n)*relative residual 0\.0%"),
+        ("0" * 64, 2, "trace-0.json: /plan_id: found 000000000000; the plan given is"),
+    ):
+        for path, document in zip(paths, trace_documents(slower(problem), orders, plan_id=name), strict=True):
+            path.write_text(json.dumps(document))
+        assert main(["refit", str(plan), *map(str, paths), "-o", str(out)]) == status
+        assert re.search(message, capsys.readouterr().err)
+    assert json.loads(out.read_text()) == problem_json(refit(problem, traces_of(slower(problem), never)))
+
+
+# --- jitter
+
+
+def steady(steps: int) -> tuple[Problem, list[dict[str, Any]]]:
+    """A problem, and traces in which every action takes its cost."""
+    problem = planned(pp_degree=2, microbatches=6)
+    return problem, trace_documents(problem, mixed_orders(problem, half_fused), steps=steps)
+
+
+@pytest.mark.parametrize("document", [PLANNED, DIFFERING])
+def test_traces_without_variation_give_factors_of_1(document: dict[str, Any]) -> None:
+    problem = parse_problem(document)
+    found = jitter_of_traces(problem, traces_of(problem, steps=2))
+    for spread in (*found.actions, *found.rank, found.transfer):
+        assert spread.samples
+        assert spread.samples == pytest.approx([1.0] * len(spread.samples), abs=0.02)
+
+
+def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions() -> None:
+    problem, documents = steady(steps=4)
+    for record in documents[1]["steps"][2]["actions"]:  # rank 1 is twice as slow in one step
+        record[3] = record[2] + 2 * (record[3] - record[2])
+    slow = next(record for record in documents[0]["steps"][0]["actions"] if record[0] == "0F3")
+    slow[3] = slow[2] + 3 * (slow[3] - slow[2])
+    found = jitter_of_traces(problem, list(map(parse_rank_trace, documents)))
+    assert sorted(found.rank[0].samples) == [1.0] * 7 + [2.0]
+    forward = found.forward.samples
+    assert (max(forward), forward.count(3.0)) == (3.0, 1)
+
+
+def test_many_factors_become_quantiles() -> None:
+    problem, documents = steady(steps=60)
+    noise = np.random.default_rng(1)
+    for record in (
+        record for document in documents for step in document["steps"] for record in step["actions"]
+    ):
+        record[3] = record[2] + round((record[3] - record[2]) * noise.lognormal(0, 0.1))
+    found = jitter_of_traces(problem, list(map(parse_rank_trace, documents)))
+    assert len(found.forward.samples) == 1000
+    assert np.std(np.log(found.forward.samples)) == pytest.approx(0.1, rel=0.1)
+
+
+# --- layers
+
+PARTITION = [["embedding", "block.0"], ["block.1", "block.2"], ["block.3", "block.4"], ["block.5", "head"]]
+FLAGS = [False, True, True, False]
+CUT = parse_any_problem({**RECOMPUTED, "partition": PARTITION, "recompute": FLAGS})
+MEASURED = Costs((5.0, 30.0, 40.0, 50.0), (3.0, 31.0, 41.0, 51.0), (2.0, 32.0, 42.0, 52.0), (7.0, 8.0, 9.0))
+
+
+@pytest.mark.parametrize("fused", [None, (4.0, 50.0, 60.0, 70.0)])
+def test_scaled_layers_keep_their_cut_and_sum_to_the_costs_of_stages(fused: tuple[float, ...] | None) -> None:
+    assert isinstance(CUT, Problem)
+    costs = replace(MEASURED, backward=fused)
+    found = with_stage_costs(CUT, costs)
+    for name, values in vars(costs).items():
+        assert getattr(found.costs, name) == (values and pytest.approx(values)), name
+    assert found.model is not None
+    assert [list(names) for names in found.model.partition] == PARTITION
+    assert found.model.cut == CUT.model.cut  # type: ignore[union-attr]
+    assert (found.memory, found.placement, found.units) == (CUT.memory, CUT.placement, CUT.units)
+    assert parse_problem(problem_json(found)) == found
+    again = refit(CUT, traces_of(found))
+    assert again.costs.forward == pytest.approx(MEASURED.forward, rel=1e-5)
+    assert again.model is not None
+    assert again.model.partition == found.model.partition
+    plain = replace(CUT, model=None)
+    assert with_stage_costs(plain, costs) == replace(plain, costs=costs)
+
+
+def test_a_layer_keeps_its_share_and_its_recomputed_costs_are_scaled_alike() -> None:
+    assert isinstance(CUT, Problem)
+    model = with_stage_costs(CUT, MEASURED).model
+    assert model is not None
+    layers = dict(zip(model.model.names, model.model.each, strict=True))
+    # Of 32 for F of block.5 and the head, 10 and 22 were planned.
+    assert layers["block.5"].costs.forward == pytest.approx(50 * 10 / 32)
+    assert layers["head"].costs.forward == pytest.approx(50 * 22 / 32)
+    # Stage 1 is recomputed: its I is the recomputed one, and the plain I is scaled with it.
+    block = layers["block.1"]
+    assert block.recompute is not None
+    assert block.recompute.backward_input == pytest.approx(31 / 2)
+    assert block.costs.backward_input == pytest.approx(31 / 2 * 11 / 21)
+    assert block.recompute.memory == CUT.model.model.each[2].recompute.memory  # type: ignore[union-attr]
+
+
+def test_layers_planned_at_zero_share_evenly_and_an_empty_stage_costs_nothing() -> None:
+    known = cut_problem(["a", "b", "c", "d"], [2, 1, 0, 1])
+    free = replace(known.costs, backward_weight=(0.0,) * 4)
+    found = with_stage_costs(with_stage_costs(known, free), MEASURED)
+    assert found.costs.backward_weight == pytest.approx((2.0, 32.0, 0.0, 52.0))
+    assert found.costs.forward == pytest.approx((5.0, 30.0, 0.0, 50.0))
+    assert found.model is not None
+    assert [layer.costs.backward_weight for layer in found.model.model.each[:2]] == [1.0, 1.0]

@@ -36,17 +36,23 @@ def made_of(problem: LayeredProblem) -> Problem:
     return problem.cut_into(problem.placements[0], Cut.at((0, 2, 3, 5, 6, 8, 10)))
 
 
-def test_a_stage_costs_what_its_layers_cost_on_the_device_of_its_rank() -> None:
+def test_a_stage_costs_what_its_layers_cost_on_the_device_of_its_rank_planned_or_measured() -> None:
     made = made_of(mixed())
     assert list(made.costs.forward) == [3, 2, 12, 6, 4, 7]  # stages 2 and 3 are on rank 2
     assert list(made.costs.backward_input) == [2, 2, 10, 5, 4, 7]
     assert list(made.costs.backward_weight) == [2, 1, 2, 1, 2, 6]
     assert list(made.memory.forward) == [4, 4, 6, 3, 8, 4]
-    assert made.arrays.latency[:, 0].tolist() == [2, 4, 0, 4, 2]  # rank 2 hosts stages 2 and 3
+    assert made.arrays.latency[:, 0].tolist() == [2, 4, 0, 4, 2]
     assert list(made.memory.static) == [2, 3, 3]
     around = made_of(mixed(placement="loop"))
     assert list(around.costs.p2p) == [2, 4, 9, 2, 4]
     assert list(around.costs.forward) == [3, 2, 12, 2, 4, 11]
+    double = made.costs.mapped(lambda values: tuple(2 * value for value in values), made.costs.p2p)
+    measured = with_stage_costs(made, double)
+    assert (measured.costs, measured.model and measured.model.devices) == (double, ("fast", "fast", "slow"))
+    assert measured.model is not None
+    block = measured.model.model.each[3]  # block.2, which is on the slow rank
+    assert (block.on[0].costs.forward, block.costs.forward) == (12, 4)
 
 
 def test_documents_and_plans_keep_devices_and_links() -> None:
@@ -66,36 +72,27 @@ def test_documents_and_plans_keep_devices_and_links() -> None:
         best_cut(mixed(), [])  # an executor's order needs equal ranks
 
 
-LAYER = [{**BLOCK, "on": SLOW, "recompute": {"backward_input": 4}}]
-MANY = {"pp_degree": 9, "devices": list("abcdefghi"), "layers": [{**BLOCK, "repeat": 30}]}
-
-
 @pytest.mark.parametrize(
     ("change", "pointer", "words"),
     [
         ({"devices": ["fast", "slow"]}, "/devices", "must be 3, one per rank"),
         ({"devices": ["fast", "fast", "fast"]}, "/layers/1/on", "which no rank has"),
-        (MANY, "/devices", "at most 8"),
+        ({"pp_degree": 9, "devices": list("abcdefghi")}, "/devices", "at most 8"),
         ({"costs": {"link": LINKS[:2]}}, "/costs/link", "found 2 links"),
         ({"costs": {"link": [*LINKS[:2], {"bandwidth": 0}]}}, "/costs/link/2/bandwidth", "positive"),
         ({"costs": {"link": [*LINKS[:2], {"latency": 1}]}}, "/costs/link/2/bandwidth", "required"),
         ({"layers": [{**BLOCK, "on": {"slow": {"forward": -1}}}]}, "/layers/0/on/slow/forward", "negative"),
         ({"layers": [{**BLOCK, "on": {"slow": {"recompute": {}}}}]}, "/layers/0/recompute", "absent"),
-        ({"layers": LAYER}, "/layers/0/on/slow/recompute", "absent"),
+        (
+            {"layers": [{**BLOCK, "on": SLOW, "recompute": {"backward_input": 4}}]},
+            "/layers/0/on/slow/recompute",
+            "absent",
+        ),
+        ({"features": {"tokens": [1] * 4}}, "/features", "layers are the same for every microbatch"),
+        ({"sequences": [[1]] * 4}, "/sequences", "layers are the same for every microbatch"),
     ],
 )
 def test_wrong_devices_and_links_are_refused(change: dict[str, Any], pointer: str, words: str) -> None:
     with pytest.raises(InvalidInput, match=words) as error:
         mixed(**change)
     assert pointer in [issue.pointer for issue in error.value.issues]
-
-
-def test_measured_costs_of_stages_scale_layers_on_every_device() -> None:
-    made = made_of(mixed())
-    double = made.costs.mapped(lambda values: tuple(2 * value for value in values), made.costs.p2p)
-    found = with_stage_costs(made, double)
-    assert found.costs == double
-    assert found.model is not None
-    assert found.model.devices == ("fast", "fast", "slow")
-    block = found.model.model.each[3]  # block.2, which is on the slow rank
-    assert (block.on[0].costs.forward, block.costs.forward) == (12, 4)

@@ -45,9 +45,8 @@ def test_terms_are_exact_for_their_costs_and_bounds_for_others(
 
 
 def test_the_largest_mean_cycle() -> None:
+    """0 → 1 → 2 → 0 has the mean 5, and 0 → 1 → 0 has 4.5."""
     none = -np.inf
     weight = np.array([[1.0, 5.0, none], [4.0, 2.0, 9.0], [1.0, none, 4.4]])
-    # 0 → 1 → 2 → 0 has the mean 5, and 0 → 1 → 0 has 4.5.
-    cycle = largest_mean_cycle(weight)
-    assert sorted(cycle) == [0, 1, 2]
+    assert sorted(largest_mean_cycle(weight)) == [0, 1, 2]
     assert largest_mean_cycle(np.array([[3.0]])) == [0]

@@ -1,178 +1,89 @@
-"""Problems: validation, normalisation, and error messages."""
+"""What problems mean: the costs and memory of stages, of microbatches that differ, and of cuts of layers."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
-from support.problems import problems, uniform, uniform_document
+from hypothesis import strategies as st
+from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered
+from support.problems import DIFFERING, differing_problems, problems, rough_problems, uniform
 from support.reference import all_orders_of_one_microbatch, peak_memory
-from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
-from zbv_solver.problem.problem import Problem, require_same_problem
+from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.problem import B, F, I, Problem, W, require_same_problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.writing import problem_json
+from zbv_solver.problem.stages import Costs, Memory, Placement
 
 
-def test_scalars_values_per_chunk_and_values_per_stage_are_equivalent() -> None:
-    document = uniform_document(3, 4, limit=6)
-    expected = parse_problem(document)
-    for values in ([1, 1], [1] * 6):
-        document["costs"] = {**document["costs"], "forward": values}
-        assert parse_problem(document) == expected
-
-
-def test_chunk_0_is_the_first_half_of_the_stages() -> None:
-    document = uniform_document(3, 4)
-    document["costs"]["forward"] = [5, 7]
-    assert parse_problem(document).costs.forward == (5, 5, 5, 7, 7, 7)
-
-
-def test_a_problem_keeps_the_program_that_was_measured_whatever_the_order_of_its_keys() -> None:
-    document = uniform_document(2, 2)
-    one, other = (
-        parse_problem({**document, "measured": dict(pairs)})
-        for pairs in ([("torch", "2.13.0"), ("device", "H200")], [("device", "H200"), ("torch", "2.13.0")])
-    )
-    assert one == other
-    assert problem_json(one)["measured"] == {"device": "H200", "torch": "2.13.0"}
-    assert parse_problem(problem_json(one)) == one
-    assert "measured" not in problem_json(parse_problem(document))
-
-
-def test_a_plan_may_resume_from_costs_that_another_program_had() -> None:
-    problem = parse_problem(uniform_document(2, 2))
-    require_same_problem(problem, replace(problem, measured=(("device", "H200"),)))
-
-
-def test_a_measured_program_is_a_short_list_of_texts() -> None:
-    for wrong in ({"a": 1}, {"a" * 33: "b"}, {str(at): "" for at in range(33)}):
-        with pytest.raises(InvalidInput, match="/measured"):
-            parse_problem({**uniform_document(2, 2), "measured": wrong})
-
-
-def test_absent_memory_means_unlimited() -> None:
-    document = uniform_document(2, 2)
-    del document["memory"]
-    problem = parse_problem(document)
-    assert problem.memory.limit is None
-    assert math.isinf(problem.arrays.limit[0])
-
-
-def test_absent_backward_means_i_plus_w() -> None:
-    problem = uniform(2, 2)
-    assert problem.costs.backward is None
-    assert problem.costs.fused(0) == 2
-
-
-def test_transfers_inside_a_rank_cost_nothing() -> None:
-    problem = uniform(3, 2, p2p=9)
-    assert problem.arrays.latency[:, 0].tolist() == [9, 9, 0, 9, 9]
-
-
-@given(problems(kinds=("v", "loop", "single")))
-def test_normalised_documents_read_back_as_the_same_problem(problem: Problem) -> None:
-    document = json.loads(canonical_json(problem_json(problem)))
-    assert parse_problem(document) == problem
-    assert problem_json(parse_problem(document)) == document
+def test_a_cost_is_its_fixed_part_plus_coefficients_times_features() -> None:
+    arrays = parse_problem(DIFFERING).arrays
+    last = 7
+    for microbatch, tokens in enumerate([4, 2, 1]):
+        kind = arrays.kind_of[microbatch]
+        assert arrays.duration[:, 0, kind].tolist() == [
+            20 - tokens + 0.5 * tokens**2,
+            3 * tokens,
+            7,
+            3 * tokens + 7,
+        ]
+        assert arrays.duration[I, last, kind] == 4 * tokens
+        assert arrays.latency[:, kind].tolist() == [5 + tokens] * 3 + [0] + [5 + tokens] * 3
+        assert arrays.delta[:, 0, kind].tolist() == [2 * tokens, -tokens, -tokens, -2 * tokens]
 
 
 @pytest.mark.parametrize(
-    "given_as",
-    [
-        list,
-        np.array,
-        lambda values: tuple(map(int, values)),
-        lambda values: tuple(np.array(values, dtype=np.int64)),
-        lambda values: tuple(np.array(values, dtype=np.float32)),
-    ],
+    ("tokens", "kind_of"), [([2, 2, 2], [0, 0, 0]), ([1, 2, 1], [0, 1, 0]), ([3, 2, 1], [2, 1, 0])]
 )
-def test_sequences_and_numbers_of_any_type_have_the_same_document(given_as: Callable[[Any], Any]) -> None:
-    """The document's text is part of a plan's identity."""
-    problem = uniform(2, 3, limit=4)
-    costs = {name: given_as(values) for name, values in vars(problem.costs).items() if values is not None}
-    limit = given_as(problem.memory.limit)
+def test_microbatches_are_of_one_kind_if_they_cost_the_same(tokens: list[int], kind_of: list[int]) -> None:
+    squares = [number**2 for number in tokens]
+    features = {"tokens": tokens, "tokens_squared": squares, "unused": [1, 2, 3]}
+    problem = parse_problem({**DIFFERING, "features": features})
+    assert problem.arrays.kind_of.tolist() == kind_of
+    assert problem.is_equal == (max(kind_of) == 0)
+
+
+def test_a_sum_that_is_zero_up_to_rounding_is_zero() -> None:
+    features = {"tokens": [3, 2, 1]}
+    costs = {"forward": {"fixed": 0.3, "tokens": -0.1}, "backward_input": 1, "backward_weight": 1}
+    problem = parse_problem({**DIFFERING, "features": features, "costs": costs})
+    assert problem.arrays.duration[F, 0, problem.arrays.kind_of[0]] == 0
+
+
+@given(differing_problems() | rough_problems())
+def test_every_microbatch_releases_what_it_holds_and_the_average_one_keeps_the_loads(
+    problem: Problem,
+) -> None:
+    delta, average = problem.arrays.delta, problem.averaged()
+    assert (delta[F] + delta[I] + delta[W] == 0).all()
+    assert (delta[F] + delta[B] == 0).all()
+    assert average.is_equal
+    for own, mean in (
+        (problem.arrays.duration, average.arrays.duration),
+        (delta, average.arrays.delta),
+        (problem.arrays.latency, average.arrays.latency),
+    ):
+        total = own @ problem.arrays.count
+        assert mean[..., 0] * problem.microbatches == pytest.approx(total, rel=1e-8)
+
+
+@given(differing_problems(), st.floats(1e-3, 1e3))
+def test_the_unit_of_a_feature_does_not_matter(problem: Problem, unit: float) -> None:
+    def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value / unit for value in values)
+
+    (feature,) = problem.features
     other = replace(
-        problem, costs=replace(problem.costs, **costs), memory=replace(problem.memory, limit=limit)
+        feature,
+        value=tuple(value * unit for value in feature.value),
+        costs=feature.costs.mapped(scaled, scaled(feature.costs.p2p)),
+        memory=replace(feature.memory, **{k: scaled(v) for k, v in vars(feature.memory).items()}),
     )
-    assert canonical_json(problem_json(other)) == canonical_json(problem_json(problem))
-
-
-WRONG: list[tuple[str, Any, str, str]] = [
-    ("costs.forward", -1, "/costs/forward", "must not be negative"),
-    ("costs.forward", [1, 1, 1, -2], "/costs/forward/3", "must not be negative"),
-    ("costs.forward", float("nan"), "/costs/forward", "finite"),
-    ("costs.forward", float("inf"), "/costs/forward", "finite"),
-    ("costs.forward", 1e16, "/costs/forward", "larger unit"),
-    ("costs.forward", 10**400, "/costs/forward", "valid number"),
-    ("costs.forward", "1", "/costs/forward", "valid number"),
-    ("costs.forward", True, "/costs/forward", "valid number"),
-    ("costs.forward", [1, True, 1, 1], "/costs/forward/1", "valid number"),
-    ("costs.forward", [1, 2, 3], "/costs/forward", "found 3 values; must be a number, 2 values"),
-    ("costs.p2p", [1, 2], "/costs/p2p", "found 2 values; must be a number or 3 values"),
-    ("costs.forwards", 1, "/costs/forwards", "unknown key"),
-    ("costs.backward", [1], "/costs/backward", "found 1 values"),
-    ("memory.backward_input", -1, "/memory", "sum to"),
-    ("memory.forward", -1, "/memory/forward", "must not be negative"),
-    ("memory.limit", [1, 2, 3], "/memory/limit", "2 values (one per rank)"),
-    ("memory.static", -1, "/memory/static", "must not be negative"),
-    ("pp_degree", 0, "/pp_degree", "greater than or equal to 1"),
-    ("pp_degree", 2.0, "/pp_degree", "valid integer"),
-    ("pp_degree", 10**9, "/pp_degree", "less than or equal to"),
-    ("microbatches", 0, "/microbatches", "greater than or equal to 1"),
-    ("microbatches", 999_999, "/microbatches", "product must be at most"),
-    ("objective", "time", "/objective", "'span' or 'makespan'"),
-    ("placement", "w", "/placement", "'v', 'loop' or 'single'"),
-    ("chunks", 3, "/chunks", "placement v has 2 per rank"),
-    ("extra", 1, "/extra", "unknown key"),
-]
-
-
-@pytest.mark.parametrize(("key", "value", "pointer", "says"), WRONG, ids=[f"{k}={v}" for k, v, *_ in WRONG])
-def test_a_wrong_value_is_reported_at_its_key(key: str, value: Any, pointer: str, says: str) -> None:
-    document = uniform_document(2, 2)
-    if key == "microbatches" and value > 1:
-        document["pp_degree"] = 1024
-    target = document
-    *path, last = key.split(".")
-    for part in path:
-        target = target[part]
-    target[last] = value
-    with pytest.raises(InvalidInput) as caught:
-        parse_problem(document)
-    assert caught.value.issues[0].pointer == pointer
-    assert says in caught.value.issues[0].detail
-
-
-def test_all_wrong_values_are_reported_at_once() -> None:
-    with pytest.raises(InvalidInput) as caught:
-        parse_problem({"microbatches": 0, "costs": {"forward": "x"}})
-    assert {issue.pointer for issue in caught.value.issues} == {
-        "/pp_degree",
-        "/microbatches",
-        "/costs/forward",
-        "/costs/backward_input",
-        "/costs/backward_weight",
-    }
-
-
-def test_w_must_not_allocate_memory() -> None:
-    document = uniform_document(2, 2)
-    document["memory"] |= {"backward_input": -2, "backward_weight": 1}
-    with pytest.raises(InvalidInput, match="W releases what F and I hold"):
-        parse_problem(document)
-
-
-@pytest.mark.parametrize("document", [None, 3, [], "x", True])
-def test_anything_but_an_object_is_refused(document: Any) -> None:
-    with pytest.raises(InvalidInput, match="must be a JSON object"):
-        parse_problem(document)
+    arrays = replace(problem, features=(other,)).arrays
+    assert arrays.duration == pytest.approx(problem.arrays.duration)
+    assert np.array_equal(arrays.kind_of, problem.arrays.kind_of)
 
 
 @given(problems(max_p=3, max_m=1))
@@ -183,12 +94,72 @@ def test_the_smallest_limit_is_the_lowest_peak_of_any_order(problem: Problem) ->
     assert leanest == pytest.approx(problem.smallest_limit)
 
 
-def test_an_infeasible_limit_names_ranks_and_smallest_limits() -> None:
-    document = uniform_document(2, 2, limit=None)
-    document["memory"] |= {"static": [1, 5], "limit": [3, 6.5]}
-    problem = parse_problem(document)
-    with pytest.raises(InfeasibleMemory) as caught:
-        problem.require_feasible()
-    assert list(caught.value.ranks) == [1]
-    assert list(caught.value.smallest) == [3, 7]
-    assert "rank 1: 6.5 < 7" in str(caught.value)
+def test_an_infeasible_limit_names_the_ranks_and_what_the_largest_microbatch_needs() -> None:
+    with pytest.raises(InfeasibleMemory, match=r"rank 3: 17\.5 < 18") as caught:
+        parse_problem(DIFFERING).require_feasible()
+    assert list(caught.value.ranks) == [0, 3]
+    assert list(caught.value.smallest) == [17, 17, 17, 18]
+
+
+def test_a_plan_may_start_from_one_of_the_same_problem_on_another_program() -> None:
+    require_same_problem(uniform(2, 2), replace(uniform(2, 2), measured=(("device", "H200"),)))
+
+
+def test_problems_in_code_are_checked_like_documents() -> None:
+    placement, ones = Placement.of("v", 2), (1.0,) * 4
+    with pytest.raises(InvalidInput) as caught:
+        Problem(
+            replace(placement, kind="w"),  # type: ignore[arg-type]
+            0,
+            Costs(ones, ones[:3], (1.0, -1.0, 1.0, 1.0), ones[:3]),
+            Memory.unlimited(placement),
+            "time",  # type: ignore[arg-type]
+        )
+    assert {issue.pointer for issue in caught.value.issues} == {
+        *("/placement", "/objective", "/microbatches"),
+        *("/costs/backward_input", "/costs/backward_weight/1"),
+    }
+
+
+def test_a_cut_sums_the_layers_of_every_stage() -> None:
+    """Recomputed layers have other costs; a rank holds the static memory and the largest workspace."""
+    block = {**BLOCK, "recompute": {**RECOMPUTE, "forward": 3}, "output_bytes": 50}
+    head = {**HEAD, "backward": 9, "memory": {"workspace": 1}, "parameters_bytes": 6}
+    problem = layered(
+        layers=[EMBEDDING, block, head],
+        costs={"link": {"latency": 2, "bandwidth": 25}},
+        memory={"static": [10, 20]},
+        cut={"allow_empty": True},
+    ).cut_into(Placement.of("v", 2), Cut.at((0, 1, 5, 5, 10), (False, True, False, False)))
+    assert vars(problem.costs) == {
+        "forward": (1, 4 * 3, 0, 5 * 2 - 2 + 5),
+        "backward_input": (0, 4 * 4, 0, 4 * 2 + 5),
+        "backward_weight": (1, 4 * 1, 0, 4 * 1 + 5),
+        "backward": (1, 4 * 5, 0, 4 * 3 + 9),
+        "p2p": (2 + 100 / 25, 2 + 50 / 25, 2 + 50 / 25),
+    }
+    assert problem.memory.forward == (0, 4 * 1, 0, 4 * 4)
+    assert problem.memory.backward_input == (0, 4 * 1, 0, -4 * 2)
+    assert problem.memory.backward_weight == (0, -4 * 2, 0, -4 * 2)
+    assert problem.memory.static == (10 + 4 * 1 + 6 + 1, 20 + 4 + 2)
+    assert problem.model is not None
+    assert problem.model.partition[1:3] == (("block.0", "block.1", "block.2", "block.3"), ())
+
+
+def test_blocking_transfers_are_a_part_of_the_actions() -> None:
+    problem = layered(costs={"p2p": 0.5, "blocking": True})
+    overlapping = layered(costs={"p2p": 0.5})
+    cut = Cut.at((0, 3, 5, 7, 10))
+    one, other = (each.cut_into(each.placements[0], cut).costs for each in (problem, overlapping))
+    assert np.subtract(one.forward, other.forward).tolist() == [0.5, 0, 0.5, 0]
+    assert np.subtract(one.backward_input, other.backward_input).tolist() == [0, 0.5, 0, 0.5]
+    assert (one.p2p, other.p2p) == ((0, 0, 0), (0.5, 0.5, 0.5))
+
+
+def test_auto_tries_the_placements_that_have_layers_enough() -> None:
+    for p, names in (
+        (1, ["single"]),
+        (2, ["v", "loop-2", "loop-3", "loop-4", "single"]),
+        (4, ["v", "loop-2", "single"]),
+    ):
+        assert [each.name for each in layered(placement="auto", pp_degree=p).placements] == names

@@ -1,13 +1,11 @@
-"""Timing against published vectors and slow references."""
+"""Timing and simulated iterations, against published vectors and slow references."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from random import Random
-from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,82 +14,72 @@ from hypothesis import strategies as st
 from support.orders import random_orders
 from support.paths import ROOT
 from support.problems import problems, uniform
-from support.reference import largest_cycle_mean, makespan, peak_memory, reach, simulate, steady_period
+from support.reference import Times, largest_cycle_mean, peak_memory, reach, simulate
 from zbv_solver.construct.baselines import baseline
-from zbv_solver.construct.dispatch import priority_schedules, serial
-from zbv_solver.construct.greedy_v import get_v_schedule
-from zbv_solver.errors import InvalidPlan
-from zbv_solver.plans.orders import Orders
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.jitter import Jitter, draw
 from zbv_solver.problem.numeric import ROUNDING
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.timing import sweeps
 from zbv_solver.timing.start_times import (
+    Graph,
     earliest_start_values,
     evaluate,
     memory_profile,
+    policy_iteration,
     span_start_times,
 )
+from zbv_solver.timing.step_times import WARM_UP, iteration_times, rehearsed_times
 
 VECTORS = json.loads((ROOT / "tests/solver/timing/vectors.json").read_text())["vectors"]
+SEEDS = st.integers(0, 2**32)
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=range(len(VECTORS)))
 def test_published_vectors(vector: dict[str, Any]) -> None:
     problem, orders = parse_problem(vector["problem"]), Orders.from_text(vector["ranks"])
     timing, expected = evaluate(problem, orders), vector["expect"]
-    assert timing.makespan == pytest.approx(expected["makespan"], rel=1e-12)
-    assert timing.span == pytest.approx(expected["span"], rel=1e-12)
-    assert timing.bubble_rate == pytest.approx(expected["bubble_rate"], abs=1e-12)
-    assert list(timing.peak_memory) == pytest.approx(expected["peak_memory"], rel=1e-12)
-    _, bound = earliest_start_values(problem, orders)
-    assert bound == pytest.approx(expected["earliest_start_span"], rel=1e-12)
+    for name in ("makespan", "span", "bubble_rate", "peak_memory"):
+        assert getattr(timing, name) == pytest.approx(expected[name], rel=1e-12, abs=1e-12), name
+    assert earliest_start_values(problem, orders)[1] == pytest.approx(expected["earliest_start_span"])
 
 
-@given(problems(max_p=4, max_m=4))
-def test_times_and_memory_equal_a_plain_simulation(problem: Problem) -> None:
-    orders = some_orders(problem)
-    timing, times = evaluate(problem, orders), simulate(problem, orders)[0]
-    for rank in range(problem.pp_degree):
-        part = orders.slice_of(rank)
-        for action, start, end in zip(
-            orders.actions(rank), timing.start[part], timing.end[part], strict=True
-        ):
-            assert times[action] == (start, end)
-    assert timing.makespan == makespan(problem, orders)
-    assert list(timing.peak_memory) == pytest.approx(peak_memory(problem, orders))
-
-
-@given(problems(max_p=4, max_m=3))
-def test_the_span_is_the_period_of_consecutive_iterations(problem: Problem) -> None:
-    """The definition, simulated: unrolled iterations settle at one span each.
-
-    With a critical cycle through k ranks, the period shows over multiples of k iterations. 120 and 60 are
-    multiples of all cycle lengths that are possible here, 1 to 4.
-    """
-    orders = some_orders(problem)
-    assert evaluate(problem, orders).span == pytest.approx(steady_period(problem, orders, 120), rel=1e-9)
-
-
-@given(problems(max_p=6, max_m=6, kinds=("v", "loop", "single")), st.integers(0, 2**32))
-def test_span_is_the_largest_cycle_mean_of_all_paths(problem: Problem, seed: int) -> None:
+@given(problems(max_p=4, max_m=4, kinds=("v", "loop", "single")), SEEDS)
+def test_times_and_memory_equal_a_plain_simulation(problem: Problem, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
-    expected = largest_cycle_mean(reach(problem, orders))
-    assert evaluate(problem, orders).span == pytest.approx(expected, rel=1e-12)
+    timing, times, peaks = evaluate(problem, orders), simulate(problem, orders)[0], []
+    during, after = memory_profile(problem, orders)
+    windows = []
+    for rank in range(problem.pp_degree):
+        part, plain = orders.slice_of(rank), [times[action] for action in orders.actions(rank)]
+        pairs = zip(timing.start[part].tolist(), timing.end[part].tolist(), strict=True)
+        assert list(pairs) == plain
+        windows.append(plain[-1][1] - plain[0][0])
+        peaks.append(during[part].max())
+        assert after[part][-1] == pytest.approx(problem.memory.static[rank])
+    assert timing.makespan == last_end(times) - min(start for start, _ in times.values())
+    assert earliest_start_values(problem, orders) == (timing.makespan, max(windows))
+    assert list(timing.peak_memory) == pytest.approx(peak_memory(problem, orders)) == peaks
 
 
-def test_random_orders_include_spans_below_those_of_earliest_starts() -> None:
-    """Otherwise tests with random orders would prove little."""
-    below = 0
-    for seed in range(40):
-        random = Random(seed)
-        costs = {kind: [random.randint(0, 20) for _ in range(12)] for kind in ("forward", "backward_input")}
-        problem = parse_problem(
-            {"pp_degree": 6, "microbatches": 5, "costs": {**costs, "backward_weight": costs["forward"]}}
-        )
-        orders = random_orders(problem, random)
-        below += evaluate(problem, orders).span < earliest_start_values(problem, orders)[1] * (1 - 1e-9)
-    assert below >= 3
+def last_end(times: Times) -> float:
+    return max(end for _, end in times.values())
+
+
+@given(problems(max_p=6, max_m=6, kinds=("v", "loop", "single")), SEEDS)
+def test_the_span_is_the_largest_cycle_mean_and_start_times_attain_it(problem: Problem, seed: int) -> None:
+    orders = random_orders(problem, Random(seed))
+    timing, start = evaluate(problem, orders), span_start_times(problem, orders)
+    assert timing.span == pytest.approx(largest_cycle_mean(reach(problem, orders)), rel=1e-12)
+    end = start + problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
+    first, last = orders.offset[:-1], orders.offset[1:] - 1
+    rounding = 1e-9 * float(end.max())
+    assert np.all(end[last] - start[first] <= timing.span + rounding)
+    assert np.all(start >= timing.start - rounding)
+    assert start.min() == 0
+    for part in map(orders.slice_of, range(problem.pp_degree)):
+        assert np.all(start[part][1:] >= end[part][:-1] - rounding)
 
 
 @given(
@@ -108,12 +96,12 @@ def test_policy_iteration_finds_the_largest_cycle_mean_of_any_matrix(
     """Cycles through several ranks are rare in real orders, but common in matrices."""
     weight, guess = case
     release = np.array(guess, dtype=np.float64)
-    span = sweeps.policy_iteration(graph_of(weight), release, ROUNDING)
+    span = policy_iteration(graph_of(weight), release, ROUNDING)
     assert span == pytest.approx(largest_cycle_mean(weight), rel=1e-12)
     assert np.all(release[:, None] + np.array(weight) - span <= release[None, :] + 1e-9)
 
 
-def graph_of(weight: Sequence[Sequence[float]]) -> sweeps.Graph:
+def graph_of(weight: Sequence[Sequence[float]]) -> Graph:
     """A graph whose longest paths are a matrix: rank q gathers one path of each length weight[r][q].
 
     A rank's first action takes no time and feeds the other p - 1 ranks. Its second takes weight[q][q]. The
@@ -127,72 +115,32 @@ def graph_of(weight: Sequence[Sequence[float]]) -> sweeps.Graph:
         duration[at + 1] = weight[q][q]
         for place, r in enumerate((r for r in range(p) if r != q), start=at + 2):
             source[place], latency[place] = firsts[r], weight[r][q]
-    runs = np.array(
-        [(q, at + 1) for q, at in enumerate(firsts)] + [(q, at + p + 1) for q, at in enumerate(firsts)],
-        dtype=np.int32,
-    )
-    return sweeps.Graph(source, np.array([*firsts, p * (p + 1)]), duration, latency, runs)
+    stops = [(q, at + length) for length in (1, p + 1) for q, at in enumerate(firsts)]
+    offset, runs = np.array([*firsts, p * (p + 1)]), np.array(stops, dtype=np.int32)
+    return Graph(source, offset, duration, latency, runs)
 
 
-@given(problems(max_p=4, max_m=4), st.integers(0, 2**32))
-def test_span_start_times_fit_every_window(problem: Problem, seed: int) -> None:
-    orders = random_orders(problem, Random(seed))
-    span = evaluate(problem, orders).span
-    start = span_start_times(problem, orders)
-    end = start + problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
-    first, last = orders.offset[:-1], orders.offset[1:] - 1
-    rounding = 1e-9 * float(end.max())
-    assert np.all(end[last] - start[first] <= span + rounding)
-    assert np.all(start >= evaluate(problem, orders).start - rounding)
-    assert start.min() == 0
-    for rank in range(problem.pp_degree):
-        part = orders.slice_of(rank)
-        assert np.all(start[part][1:] >= end[part][:-1] - rounding)
-
-
-@given(problems(max_p=4, max_m=4), st.integers(0, 2**32))
-def test_earliest_start_values(problem: Problem, seed: int) -> None:
-    orders = random_orders(problem, Random(seed))
-    times = simulate(problem, orders)[0]
-    windows = [
-        times[actions[-1]][1] - times[actions[0]][0]
-        for actions in (orders.actions(rank) for rank in range(problem.pp_degree))
-    ]
-    assert earliest_start_values(problem, orders) == (makespan(problem, orders), max(windows))
-
-
-@given(problems(max_p=4, max_m=4))
-def test_spans_are_ordered(problem: Problem) -> None:
-    orders = some_orders(problem)
-    timing = evaluate(problem, orders)
-    busiest = max(
-        problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)[orders.slice_of(rank)].sum()
-        for rank in range(problem.pp_degree)
-    )
-    assert busiest <= timing.span * (1 + 1e-12) <= earliest_start_values(problem, orders)[1] * (1 + 2e-12)
-    assert timing.span <= timing.makespan * (1 + 1e-12)
-
-
-def test_memory_profile_counts_growth_while_an_action_runs() -> None:
-    problem = uniform(1, 1)
-    orders = Orders.from_text([["0F0", "1F0", "1I0", "1W0", "0B0"]])
-    during, after = memory_profile(problem, orders)
-    assert during.tolist() == [1, 2, 2, 1.5, 1]
-    assert after.tolist() == [1, 2, 1.5, 1, 0]
-
-
-def test_a_deadlock_is_reported_with_ranks_and_actions() -> None:
-    ranks = [["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]]
-    with pytest.raises(InvalidPlan, match=r"deadlocks.*rank 0 at 3F0.*rank 1 at 2F0"):
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]], r"rank 0 at 3F0, rank 1 at 2F0"),
+        ([["0F0", "4F0"], []], "found 4F0; the problem has 4 stages and 1 microbatches"),
+        ([["0F0", "0F1"], []], "found 0F1; the problem has 4 stages and 1 microbatches"),
+        ([["0F0"]], "found 1 ranks; the problem has 2"),
+    ],
+)
+def test_orders_that_cannot_be_executed_are_refused(ranks: list[list[str]], says: str) -> None:
+    with pytest.raises(InvalidPlan, match=says):
         evaluate(uniform(2, 1), Orders.from_text(ranks))
 
 
-def test_an_order_with_an_empty_rank_can_be_timed() -> None:
+def test_orders_with_empty_ranks_can_be_timed() -> None:
     timing = evaluate(uniform(2, 1), Orders.from_text([["0F0"], []]))
     assert (timing.makespan, timing.span, timing.peak_memory) == (1, 1, (1, 0))
-    nothing = evaluate(uniform(2, 1), Orders.from_text([[], []]))
-    assert (nothing.makespan, nothing.span, nothing.bubble_rate) == (0, 0, 0)
-    assert span_start_times(uniform(2, 1), Orders.from_text([[], []])).tolist() == []
+    empty = Orders.from_text([[], []])
+    timing = evaluate(uniform(2, 1), empty)
+    assert (timing.makespan, timing.span, timing.bubble_rate) == (0, 0, 0)
+    assert span_start_times(uniform(2, 1), empty).tolist() == []
 
 
 def test_rounding_makes_no_negative_bubble() -> None:
@@ -201,40 +149,61 @@ def test_rounding_makes_no_negative_bubble() -> None:
     assert evaluate(*baseline("1f1b", parse_problem(document))).bubble_rate == 0
 
 
-@pytest.mark.parametrize("action", [(4, "F", 0), (-1, "F", 0), (0, "F", 1), (0, "F", -1)])
-def test_an_action_out_of_range_is_reported(action: tuple[int, str, int]) -> None:
-    with pytest.raises(InvalidPlan, match="found {}{}{};".format(*action)):
-        evaluate(uniform(2, 1), Orders.from_actions([[(0, "F", 0), action], []]))
+# --- iterations with jitter
+
+NOISY = Jitter.of(0.3, 0.5, 0.2)
 
 
-def some_orders(problem: Problem) -> Orders:
-    """A valid order that is not optimal."""
-    attempts = [*get_v_schedule(problem), *priority_schedules(problem, (0.5,))]
-    return attempts[len(attempts) // 2].orders
+@given(problems(max_p=3, max_m=4), st.integers(0, 2**16))
+def test_without_jitter_iterations_take_at_most_the_exact_span_and_settle_at_it(
+    problem: Problem, seed: int
+) -> None:
+    orders = random_orders(problem, Random(seed))
+    times, exact = iteration_times(problem, orders, Jitter(), scenarios=32, seed=0), evaluate(problem, orders)
+    assert times.makespan == pytest.approx(exact.makespan, rel=1e-9, abs=1e-9)
+    assert times.span.max() <= exact.span * (1 + 1e-9)
+    # With a critical cycle through k ranks, the period shows over multiples of k iterations.
+    settled = rehearsed_times(problem, orders, Jitter(), iterations=120, seed=0).span[60:]
+    assert settled.mean() == pytest.approx(exact.span, rel=1e-9)
 
 
-def test_executing_takes_steps_in_proportion_to_the_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even with one microbatch in flight, when all ranks but one always wait."""
-    kernel, lines = cast(Any, sweeps.execute).py_func, 0
+@given(problems(max_p=3, max_m=4), st.integers(0, 2**16))
+def test_iterations_equal_a_plain_simulation(problem: Problem, seed: int) -> None:
+    orders = random_orders(problem, Random(seed))
+    alone = [plain_ends(problem, orders, seed, 1, first=k)[0] for k in range(WARM_UP + 3)]
+    found = iteration_times(problem, orders, NOISY, scenarios=16 * 3, seed=seed).makespan[::16]
+    assert found == pytest.approx(alone[WARM_UP:], rel=1e-9, abs=1e-9)
+    rehearsed = rehearsed_times(problem, orders, NOISY, iterations=3, seed=seed)
+    ends = [0.0, *plain_ends(problem, orders, seed, 3)]
+    assert rehearsed.span == pytest.approx(np.diff(ends), rel=1e-9, abs=1e-9)
+    assert rehearsed.makespan == pytest.approx(alone[:3], rel=1e-9, abs=1e-9)
 
-    def count(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return count if frame.f_code is kernel.__code__ else None
 
-    def counted(*arguments: Any) -> Any:
-        before = sys.gettrace()
-        sys.settrace(count)
-        try:
-            return kernel(*arguments)
-        finally:
-            sys.settrace(before)
+def test_back_to_back_iterations_of_coupled_ranks_equal_a_plain_simulation() -> None:
+    problem = uniform(3, 6, p2p=0.5)
+    orders = random_orders(problem, Random(3))
+    found = iteration_times(problem, orders, NOISY, scenarios=16 * 40, seed=5).span[::16]
+    ends = plain_ends(problem, orders, 5, WARM_UP + 40)
+    assert found[5:] == pytest.approx(np.diff(ends)[WARM_UP + 4 :], rel=1e-9)
 
-    def lines_per_action(p: int) -> float:
-        nonlocal lines
-        orders, lines = serial(uniform(p, 3)).orders, 0
-        earliest_start_values(uniform(p, 3), orders)
-        return lines / len(orders)
 
-    monkeypatch.setattr(sweeps, "execute", counted)
-    assert lines_per_action(32) < 1.2 * lines_per_action(8)
+def plain_ends(problem: Problem, orders: Orders, seed: int, iterations: int, first: int = 0) -> list[float]:
+    """Last ends of iterations of the first chain; ranks begin the first one together."""
+    draws = [draw(NOISY, problem, seed, [0], first + k) for k in range(iterations)]
+    m, n, rank_of = problem.microbatches, problem.n_stages, problem.placement.rank_of
+
+    def factors(k: int, action: Action) -> tuple[float, float]:
+        stage, letter, j = action
+        row = (LETTERS.index(letter) * n + stage) * m + j
+        way = (0 if letter == "F" else n) + stage
+        longer = draws[k].action[row, 0] * draws[k].rank[rank_of[stage], 0]
+        return longer, draws[k].transfer[way * m + j, 0]
+
+    return [last_end(times) for times in simulate(problem, orders, iterations, factors)]
+
+
+@pytest.mark.parametrize("scenarios", [0, 100_001])
+def test_the_number_of_scenarios_is_limited(scenarios: int) -> None:
+    problem = uniform(2, 2)
+    with pytest.raises(InvalidInput, match="/scenarios"):
+        iteration_times(problem, random_orders(problem, Random(1)), Jitter(), scenarios=scenarios, seed=0)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from support.orders import random_orders
 from support.paths import TESTS
 from support.problems import limited, problems, uniform
@@ -28,7 +27,6 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
-from zbv_solver.verify.graph import PrecedenceGraph, earliest, refuting_cycle, respects_inputs
 from zbv_solver.verify.verifier import verify, verify_orders
 
 Ranks = list[list[Action]]
@@ -38,40 +36,23 @@ GOOD = [
 ]
 
 
-def swap(ranks: Ranks, random: Random) -> None:
-    rank = random.choice(ranks)
-    a, b = random.randrange(len(rank)), random.randrange(len(rank))
-    rank[a], rank[b] = rank[b], rank[a]
-
-
-def drop(ranks: Ranks, random: Random) -> None:
-    rank = random.choice(ranks)
-    del rank[random.randrange(len(rank))]
-
-
-def repeat(ranks: Ranks, random: Random) -> None:
-    rank = random.choice(ranks)
-    rank.insert(random.randrange(len(rank)), random.choice(rank))
-
-
-def move(ranks: Ranks, random: Random) -> None:
+def mutate(ranks: Ranks, random: Random) -> None:
+    """Exchange, drop, repeat, move or change an action."""
     source, target = random.choice(ranks), random.choice(ranks)
-    target.insert(random.randrange(len(target) + 1), source.pop(random.randrange(len(source))))
-
-
-def reletter(ranks: Ranks, random: Random) -> None:
-    rank = random.choice(ranks)
-    at = random.randrange(len(rank))
-    rank[at] = rank[at]._replace(letter=random.choice("FIWB"))
-
-
-def renumber(ranks: Ranks, random: Random) -> None:
-    rank = random.choice(ranks)
-    at = random.randrange(len(rank))
-    rank[at] = rank[at]._replace(microbatch=rank[at].microbatch + random.choice((-1, 1)))
-
-
-MUTATIONS: list[Callable[[Ranks, Random], None]] = [swap, drop, repeat, move, reletter, renumber]
+    at, to = random.randrange(len(source)), random.randrange(len(target))
+    match random.choice(("exchange", "drop", "repeat", "move", "letter", "number")):
+        case "exchange":
+            source[at], target[to] = target[to], source[at]
+        case "drop":
+            del source[at]
+        case "repeat":
+            target.insert(to, source[at])
+        case "move":
+            target.insert(to, source.pop(at))
+        case "letter":
+            source[at] = source[at]._replace(letter=random.choice("FIWB"))
+        case "number":
+            source[at] = source[at]._replace(microbatch=source[at].microbatch + random.choice((-1, 1)))
 
 
 def executable(problem: Problem, ranks: Ranks) -> bool:
@@ -99,16 +80,10 @@ def executable(problem: Problem, ranks: Ranks) -> bool:
 
 
 @given(
-    problems(max_p=3, max_m=3),
-    st.sampled_from([None, 0.0, 4.0]),
-    st.lists(st.sampled_from(MUTATIONS), min_size=1, max_size=3),
-    st.integers(0, 2**32),
+    problems(max_p=3, max_m=3), st.sampled_from([None, 0.0, 4.0]), st.integers(1, 3), st.integers(0, 2**32)
 )
 def test_the_verifier_agrees_with_the_plain_rules_on_mutated_orders(
-    problem: Problem,
-    headroom: float | None,
-    mutations: list[Callable[[Ranks, Random], None]],
-    seed: int,
+    problem: Problem, headroom: float | None, mutations: int, seed: int
 ) -> None:
     if headroom is not None:
         problem = limited(problem, headroom)
@@ -117,11 +92,9 @@ def test_the_verifier_agrees_with_the_plain_rules_on_mutated_orders(
         return
     random = Random(seed)
     ranks: Ranks = [attempt.orders.actions(rank) for rank in range(problem.pp_degree)]
-    for mutate in mutations:
+    for _ in range(mutations):
         if all(ranks):
             mutate(ranks, random)
-    if any(action.microbatch < 0 for rank in ranks for action in rank):
-        return  # no such text exists
     orders = Orders.from_actions(ranks)
     if executable(problem, ranks):
         verify_orders(problem, orders)
@@ -130,78 +103,54 @@ def test_the_verifier_agrees_with_the_plain_rules_on_mutated_orders(
             verify_orders(problem, orders)
 
 
-@pytest.mark.parametrize(
-    ("rank", "actions", "says"),
-    [
-        (0, ["0F0", "3F0", "3I0", "0B0"], "stage 3 microbatch 0 has 1 F, 1 I, 0 W, 0 B"),
-        (0, ["0F0", "3F0", "3I0", "3W0", "3W0", "0B0"], "2 W"),
-        (0, ["0F0", "3F0", "3I0", "3W0", "0B0", "1F0"], "found 1F0 on rank 0"),
-        (0, ["0F0", "3F0", "3W0", "3I0", "0B0"], "3W0 comes before 3I0"),
-        (0, ["0F0", "3I0", "3F0", "3W0", "0B0"], "3I0 comes before 3F0"),
-        (0, ["0F0", "3F0", "3I0", "3W0", "0B1"], "found 0B1; .* microbatches 0 to 0"),
-        (0, ["0F0", "3F0", "3I0", "3W0", "4B0"], "found 4B0; stages are 0 to 3"),
-        (0, ["3F0", "3I0", "3W0", "0B0"], "stage 0 microbatch 0 has 0 F, 0 I, 0 W, 1 B"),
-        (0, ["0F0", "0F0", "3F0", "3I0", "3W0", "0B0"], "stage 0 microbatch 0 has 2 F"),
-        (0, ["0F0", "3F0", "3I0", "3W0"], "stage 0 microbatch 0 has 1 F, 0 I, 0 W, 0 B"),
-        (0, ["0F0", "3F0", "3W0", "0B0"], "stage 3 microbatch 0 has 1 F, 0 I, 1 W, 0 B"),
-        (0, ["0F0", "3F0", "3I0", "3W0", "0B0", "0I0"], "stage 0 microbatch 0 has 1 F, 1 I, 0 W, 1 B"),
-        (0, ["0F0", "3F0", "3I0", "3W0", "0B0", "0W0"], "stage 0 microbatch 0 has 1 F, 0 I, 1 W, 1 B"),
-        (0, ["0B0", "0F0", "3F0", "3I0", "3W0"], "0B0 comes before 0F0"),
-        (0, ["3F0", "0F0", "3I0", "3W0", "0B0"], "deadlocks.* among them 3F0"),
-        (0, ["0F0", "3F0", "0B0", "3I0", "3W0"], "deadlocks.* among them 0B0"),
-        (1, ["2F0", "1F0", "2I0", "1I0", "1W0", "2W0"], "deadlocks"),
-        (1, ["1F0", "2F0", "1I0", "2I0", "1W0", "2W0"], "deadlocks"),
-    ],
-)
-def test_broken_rules_are_reported(rank: int, actions: list[str], says: str) -> None:
-    ranks = [list(GOOD[0]), list(GOOD[1])]
-    verify_orders(uniform(2, 1), Orders.from_text(ranks))
-    ranks[rank] = actions
-    with pytest.raises(InvalidPlan, match=says):
-        verify_orders(uniform(2, 1), Orders.from_text(ranks))
+def listed(rank: int, text: str) -> Orders:
+    """A good order, but for the list of one rank."""
+    return Orders.from_text([text.split() if at == rank else texts for at, texts in enumerate(GOOD)])
 
 
-@pytest.mark.parametrize(
-    ("action", "says"),
-    [
-        ((-1, 0, 0), "found -1F0; stages are 0 to 3"),
-        ((0, 0, -1), "found 0F-1; .* microbatches 0 to 0"),
-        ((0, 4, 0), r"found 0\(letter 4\)0"),
-        ((0, -1, 0), r"found 0\(letter -1\)0"),
-    ],
-)
-def test_numbers_that_have_no_text_are_reported(action: tuple[int, int, int], says: str) -> None:
+def beginning(stage: int, code: int, microbatch: int) -> Orders:
+    """A good order, but for its first action, which may have no text."""
     good = Orders.from_text(GOOD)
-    rows = [
-        [(a.stage, "FIWB".index(a.letter), a.microbatch) for a in good.actions(rank)] for rank in range(2)
-    ]
-    rows[0][0] = action
+    good.stage[0], good.letter[0], good.microbatch[0] = stage, code, microbatch
+    return good
+
+
+def divided(*offset: int) -> Orders:
+    return replace(Orders.from_text(GOOD), offset=np.array(offset))
+
+
+@pytest.mark.parametrize(
+    ("orders", "says"),
+    [
+        (listed(0, "0F0 3F0 3I0 0B0"), "stage 3 microbatch 0 has 1 F, 1 I, 0 W, 0 B; it must have one F"),
+        (listed(0, "0F0 0F0 3F0 3I0 3W0 0B0"), "stage 0 microbatch 0 has 2 F"),
+        (listed(0, "0F0 3F0 3I0 3W0 0B0 0I0"), "stage 0 microbatch 0 has 1 F, 1 I, 0 W, 1 B"),
+        (listed(0, "0F0 3F0 3I0 3W0 0B0 1F0"), "found 1F0 on rank 0; placement v puts stage 1 on rank 1"),
+        (listed(0, "0F0 3F0 3W0 3I0 0B0"), "3W0 comes before 3I0"),
+        (listed(0, "0F0 3I0 3F0 3W0 0B0"), "3I0 comes before 3F0"),
+        (listed(0, "0B0 0F0 3F0 3I0 3W0"), "0B0 comes before 0F0"),
+        (listed(0, "0F0 3F0 3I0 3W0 0B1"), "found 0B1; .* microbatches 0 to 0"),
+        (listed(0, "0F0 3F0 3I0 3W0 4B0"), "found 4B0; stages are 0 to 3"),
+        (listed(0, "3F0 0F0 3I0 3W0 0B0"), "deadlocks: 11 actions .* among them 3F0"),
+        (beginning(-1, 0, 0), "found -1F0; stages are 0 to 3"),
+        (beginning(0, 0, -1), "found 0F-1; .* microbatches 0 to 0"),
+        (beginning(0, 4, 0), r"found 0\(letter 4\)0"),
+        (beginning(0, -1, 0), r"found 0\(letter -1\)0"),
+        (divided(0, 5, 10), "lists overlap or miss actions"),
+        (divided(0, 12, 11), "lists overlap or miss actions"),
+        (divided(0, 11), "found 1 ranks; the problem has 2"),
+    ],
+)
+def test_broken_rules_are_reported(orders: Orders, says: str) -> None:
+    verify_orders(uniform(2, 1), Orders.from_text(GOOD))
     with pytest.raises(InvalidPlan, match=says):
-        verify_orders(uniform(2, 1), Orders.pack(rows))
+        verify_orders(uniform(2, 1), orders)
 
 
-@pytest.mark.parametrize("offset", [[0, 5, 10], [1, 5, 11], [0, 12, 11], [0, 11]])
-def test_lists_that_overlap_or_miss_actions_are_refused(offset: list[int]) -> None:
-    with pytest.raises(InvalidPlan, match=r"lists overlap or miss actions|found 1 ranks"):
-        verify_orders(uniform(2, 1), replace(Orders.from_text(GOOD), offset=np.array(offset)))
-
-
-def test_memory_counts_while_an_action_runs_and_between_actions() -> None:
-    """Rank 0 holds most after F, rank 1 after an I that allocates; both are exactly at their limits."""
-    problem = uniform(2, 1)
-    memory = replace(
-        problem.memory,
-        backward_input=(-0.5, 0.25, 0.25, -0.5),
-        backward_weight=(-0.5, -1.25, -1.25, -0.5),
-        static=(3.0, 5.0),
-    )
-    for limit, fits in (((5.0, 7.5), True), ((4.9, 7.5), False), ((5.0, 7.4), False)):
-        limited_problem = replace(problem, memory=replace(memory, limit=limit))
-        if fits:
-            verify_orders(limited_problem, Orders.from_text(GOOD))
-        else:
-            with pytest.raises(InvalidPlan, match=r"rank \d needs [57]\.?5? of memory; its limit is [47]\."):
-                verify_orders(limited_problem, Orders.from_text(GOOD))
+def test_the_memory_that_a_rank_needs_is_reported() -> None:
+    problem = uniform(2, 1, limit=1.9)
+    with pytest.raises(InvalidPlan, match=r"rank 0 needs 2 of memory; its limit is 1\.9"):
+        verify_orders(problem, Orders.from_text(GOOD))
 
 
 @pytest.fixture(scope="module")
@@ -230,10 +179,8 @@ def test_false_metrics_are_refused(plan: Plan, change: Callable[[Metrics], Any],
 
 
 @pytest.mark.parametrize("name", ["makespan", "span", "bubble_rate", "peak_memory", "lower_bound", "gap"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_metrics_that_are_not_finite_are_refused(plan: Plan, name: str, value: float) -> None:
-    if name == "lower_bound" and value == -1:
-        return  # true, if of no use
     false: Any = (value,) * 3 if name == "peak_memory" else value
     with pytest.raises(InvalidPlan, match=name):
         verify(replace(plan, metrics=replace(plan.metrics, **{name: false})))
@@ -245,69 +192,25 @@ def test_only_the_true_span_passes(problem: Problem, seed: int) -> None:
     made = make_plan(problem, orders, method="random", lower_bound=0.0)  # verifies
     true = largest_cycle_mean(reach(problem, orders))
     assert made.metrics.span == pytest.approx(true, rel=1e-12)
-    busy = (1 - made.metrics.bubble_rate) * made.metrics.span if true > 0 else 0.0
-    for factor, says in (
-        (1 - 1e-6, "too small"),
-        (1 + 1e-6, "too large"),
-        (0.5, "too small"),
-        (2.0, "too large"),
-    ):
-        span = true * factor
-        false = replace(made.metrics, span=span, bubble_rate=1 - busy / span if span > 0 else 0.0)
-        if true > 0:
-            with pytest.raises(InvalidPlan, match=f"the stated span .* is {says}"):
-                verify(replace(made, metrics=false))
-
-
-def test_a_span_is_refuted_by_a_cycle_and_confirmed_by_start_times() -> None:
-    """Two ranks, each feeding the other's last action: the only critical cycle visits both."""
-    for mean, length in ((5.0, {(0, 1): 6.0, (1, 0): 4.0}), (8.0, {(0, 0): 8.0, (0, 1): 1.0})):
-        graph = graph_of_paths(length)
-        release = np.zeros(2)
-        assert refuting_cycle(graph, mean + 0.01, release) is None
-        assert np.all(ends(graph, release) <= release + mean + 0.01 + 1e-9)
-        assert refuting_cycle(graph, mean - 0.01, release) == mean
-
-
-def test_start_times_before_an_input_are_refused() -> None:
-    graph = graph_of_paths({(0, 0): 5.0, (0, 1): 6.0})
-    start = earliest(graph, np.zeros(2))
-    assert start.tolist() == [0, 0, 5, 0, 0, 6]
-    assert respects_inputs(graph, start)
-    for at in (2, 5):  # after its own rank, and after the other's
-        early = start.copy()
-        early[at] -= 0.5
-        assert not respects_inputs(graph, early)
-
-
-def graph_of_paths(length: dict[tuple[int, int], float]) -> PrecedenceGraph:
-    """Two ranks of three actions each: the first feeds the other rank's last; all take no time."""
-    own = [length.get((rank, rank), 0.0) for rank in range(2)]
-    return PrecedenceGraph(
-        previous=np.array([-1, 0, 1, -2, 3, 4], dtype=np.int32),
-        feed=np.array([-1, -1, 3, -1, -1, 0], dtype=np.int32),
-        latency=np.array([0, 0, length.get((1, 0), 0.0), 0, 0, length.get((0, 1), 0.0)]),
-        duration=np.array([0, own[0], 0, 0, own[1], 0.0]),
-        sequence=np.array([0, 1, 3, 4, 2, 5], dtype=np.int32),
-        first=np.array([0, 3]),
-        last=np.array([2, 5]),
-    )
-
-
-def ends(graph: PrecedenceGraph, release: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray((earliest(graph, release) + graph.duration)[graph.last])
+    busy = (1 - made.metrics.bubble_rate) * made.metrics.span
+    for factor in (0.5, 1 - 1e-6, 1 + 1e-6, 2.0) if true > 0 else ():
+        metrics = replace(made.metrics, span=true * factor, bubble_rate=1 - busy / (true * factor))
+        says = "small" if factor < 1 else "large"
+        with pytest.raises(InvalidPlan, match=f"the stated span .* is too {says}"):
+            verify(replace(made, metrics=metrics))
 
 
 def test_plans_are_verified_without_numba(plan: Plan) -> None:
-    """GPU nodes verify plan files, and have no Numba."""
+    """GPU nodes verify plan files, and have no Numba. Nor is it imported before a plan is verified."""
     code = """
 import json, sys
-sys.modules["numba"] = None
 from support.problems import uniform
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.verify.verifier import verify, verify_orders
+print(sys.modules.get("numba"))
+sys.modules["numba"] = None
 document, good = json.load(sys.stdin)
 verify(parse_plan(document))
 document["metrics"]["span"] *= 1.01
@@ -329,5 +232,7 @@ for check in (
         check=True,
         env={**os.environ, "PYTHONPATH": str(TESTS)},
     )
-    assert "too large" in made.stdout
-    assert "deadlocks" in made.stdout
+    before, span, order = made.stdout.splitlines()
+    assert before == "None"
+    assert "too large" in span
+    assert "deadlocks" in order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -13,15 +12,13 @@ from zbv_solver.measure.rank_trace import RankTraceDocument
 
 from zbv_service.api.bodies import read_json, read_packed
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.listing import AgentListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import SEE_PAGE
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import decompressed, parse_body
-from zbv_service.documents.shared import json_with
 from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, INVALID_BODY, TOO_MUCH_STORED
-from zbv_service.records.runs import AgentRecord
-from zbv_service.runs.agent_documents import (
+from zbv_service.records.agents import (
     AgentDocument,
     AgentList,
     AgentRequest,
@@ -32,6 +29,7 @@ from zbv_service.runs.agent_documents import (
     RegisteredAgent,
     WorkDocument,
 )
+from zbv_service.records.lists import AgentListQuery
 from zbv_service.runs.parts import MAX_LOG_BYTES, RankKey
 from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import STORES
@@ -73,7 +71,7 @@ async def register_agent(request: Request) -> Response:
     body = await read_json(request, found.settings.max_body_bytes, partial(parse_body, AgentRequest))
     record, is_new = await found.agents.register(body, grant_of(request))
     document = RegisteredAgent(
-        agent=AgentDocument.model_validate(record),
+        agent=record,
         heartbeat_seconds=found.settings.agent_heartbeat_seconds,
         timeout_seconds=found.settings.agent_timeout_seconds,
     )
@@ -94,8 +92,9 @@ async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()
     return await list_response(
         request,
         query,
-        lambda limit, after: agents.page(query.filter, limit, after),
-        lambda items, around: json_with({"agents": None, **asdict(around)}, agents=[*map(_text, items)]),
+        agents.page,
+        "agents",
+        AgentDocument.text,
     )
 
 
@@ -109,7 +108,7 @@ async def get_agent(request: Request, agent_id: str) -> AgentDocument:
     """Includes agents that left or are lost. A token without the scope read can only get its own agents."""
     if not allows(grant_of(request).scopes, READ_SCOPES):
         await _require_own_agent(request, agent_id)
-    return AgentDocument.model_validate(await state_of(request).agents.get(agent_id))
+    return await state_of(request).agents.get(agent_id)
 
 
 @router.get(
@@ -130,7 +129,7 @@ async def get_work(
     work = await found.agents.work(agent_id, min(wait, longest))
     if work is None:
         return Response(status_code=204)
-    return Response(WorkDocument.of(work).model_dump_json(), media_type="application/json")
+    return Response(work.model_dump_json(), media_type="application/json")
 
 
 @router.post(
@@ -245,7 +244,7 @@ async def _small_body(request: Request) -> AsyncIterator[bytes]:
 )
 async def drain_agent(request: Request, agent_id: str) -> AgentDocument:
     """The agent's current run continues."""
-    return AgentDocument.model_validate(await state_of(request).agents.drain(agent_id))
+    return await state_of(request).agents.drain(agent_id)
 
 
 @router.delete(
@@ -259,8 +258,3 @@ async def remove_agent(request: Request, agent_id: str) -> Response:
     """The agent's unfinished run fails."""
     await state_of(request).agents.leave(agent_id)
     return Response(status_code=204)
-
-
-def _text(record: AgentRecord) -> bytes:
-    """An agent of a list as JSON; pydantic would keep the interpreter while it writes the whole list."""
-    return AgentDocument.model_validate(record).model_dump_json().encode()

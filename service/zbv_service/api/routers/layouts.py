@@ -8,8 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.api.bodies import MEDIUM, read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.idempotency import KEY_PARAMETER, request_key
-from zbv_service.api.listing import LayoutListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.routers.search_events import (
@@ -22,10 +21,9 @@ from zbv_service.api.routers.search_events import (
 from zbv_service.api.routers.searches import RETRY_SECONDS, SEARCH
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.layouts import LayoutRequest
-from zbv_service.errors import INVALID_BODY, SEARCH_DISCARDED, TOO_MANY_SEARCHES, TOO_MUCH_STORED
-from zbv_service.records.searches import FINISHED, SearchRecord
-from zbv_service.searches.event_documents import SearchEventList
-from zbv_service.searches.layout_documents import LayoutSearchDocument, LayoutSearchList
+from zbv_service.errors import INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED
+from zbv_service.records.lists import LayoutListQuery
+from zbv_service.records.searches import FINISHED, LayoutSearchDocument, LayoutSearchList, SearchEventList
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ
 
@@ -39,19 +37,17 @@ router = APIRouter(prefix="/v1/layouts", tags=["layouts"], generate_unique_id_fu
     status_code=202,
     response_model=LayoutSearchDocument,
     response_description="Accepted, possibly by an earlier request: follow the Location.",
-    openapi_extra={**body_of(LayoutRequest), "parameters": [KEY_PARAMETER]},
+    openapi_extra=body_of(LayoutRequest),
     responses={
         200: {"model": LayoutSearchDocument, "description": "Finished earlier: the same request."},
-        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+        **documented(INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
     },
 )
 async def submit_layouts(request: Request) -> Response:
     """Equal requests share one search, until it is cancelled, fails or is discarded."""
-    found, key = state_of(request), request_key(request)
+    found = state_of(request)
     async with read_text(request, min(MEDIUM, found.settings.max_body_bytes)) as body:
-        record = await found.layouts.submit(
-            body, key=key, caller=caller_of(request), most=most_searches(request)
-        )
+        record = await found.layouts.submit(body, caller=caller_of(request), most=most_searches(request))
     return await _response(request, record)
 
 
@@ -68,10 +64,9 @@ async def list_layouts(request: Request, query: Annotated[LayoutListQuery, Query
     return await list_response(
         request,
         query,
-        lambda limit, after: searches.page(query.filter, limit, after),
-        lambda items, around: LayoutSearchList(
-            searches=[*map(LayoutSearchDocument.of, items)], next=around.next, previous=around.previous
-        ).json_bytes(),
+        searches.page,
+        "searches",
+        LayoutSearchDocument.text,
     )
 
 
@@ -145,7 +140,7 @@ async def discard_layouts(request: Request, search_id: str) -> Response:
     return Response(status_code=204)
 
 
-async def _response(request: Request, record: SearchRecord, status: int | None = None) -> Response:
+async def _response(request: Request, record: LayoutSearchDocument, status: int | None = None) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
     headers = {**VARY, "Location": f"/v1/layouts/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED

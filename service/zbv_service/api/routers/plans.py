@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from zbv_service.api.bodies import read_text
 from zbv_service.api.caching import REVALIDATED, cached, derived
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.listing import PlanListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, content_of, operation_id
 from zbv_service.api.state import caller_of, state_of
@@ -25,13 +25,13 @@ from zbv_service.errors import (
 from zbv_service.plans.documents import (
     ImportedPlan,
     PlanDocument,
-    PlanList,
     PlanSimulation,
-    PlanSummaryDocument,
     RankDocument,
     SimulationQuery,
 )
 from zbv_service.plans.plans import rank_tag
+from zbv_service.records.lists import PlanListQuery
+from zbv_service.records.plans import PlanList, PlanSummaryDocument
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -78,12 +78,9 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
     return await list_response(
         request,
         query,
-        lambda limit, after: plans.page(query.filter, limit, after),
-        lambda items, around: (
-            PlanList(plans=[*map(PlanSummaryDocument.of, items)], next=around.next, previous=around.previous)
-            .model_dump_json()
-            .encode()
-        ),
+        plans.page,
+        "plans",
+        PlanSummaryDocument.text,
     )
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -17,32 +16,23 @@ from fastapi.sse import format_sse_event
 from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.event_streams import RETRY, EventStream, encoded
-from zbv_service.api.idempotency import KEY_PARAMETER, request_key
-from zbv_service.api.listing import RunListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, preferred, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
-from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.api.state import most_searches, state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.shared import json_bytes, json_with
 from zbv_service.errors import (
+    IDEMPOTENCY_KEY_REUSED,
     INVALID_BODY,
-    RUN_REMOVED,
     RUN_STATE,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
-    located,
 )
-from zbv_service.records.runs import RUN_ENDED, EventRecord, RunRecord
-from zbv_service.runs.documents import (
-    EventDocument,
-    EventList,
-    NodeDocument,
-    PlanChange,
-    RunDocument,
-    RunList,
-    RunRequest,
-)
+from zbv_service.records.lists import RunListQuery
+from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
+from zbv_service.runs.requests import PlanChange, RunRequest
+from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, READ_SCOPES, needs
 
@@ -51,6 +41,15 @@ _MOST = 2**31 - 1
 _NO_STORE = {"Cache-Control": "no-store"}
 LAUNCH = needs("launch")
 
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        max_length=255,
+        pattern=r"^[\x21-\x7e]+$",
+        description="A key, such as a UUID, so that a repeated request starts no second run: while the first "
+        "run is stored, it is the answer. Each token has its own keys.",
+    ),
+]
 Generation = Annotated[int | None, Query(ge=0, le=_MOST)]
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function=operation_id)
@@ -64,17 +63,17 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function
     response_model=RunDocument,
     response_description="Accepted: it starts once its plan is found and all its agents are free. Follow the "
     "Location.",
-    openapi_extra={**body_of(RunRequest), "parameters": [KEY_PARAMETER]},
-    responses=documented(RUN_REMOVED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+    openapi_extra=body_of(RunRequest),
+    responses=documented(IDEMPOTENCY_KEY_REUSED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
 )
-async def submit_run(request: Request) -> Response:
+async def submit_run(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """The run gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
     starts a second run."""
-    found, key = state_of(request), request_key(request)
+    found, caller = state_of(request), grant_of(request)
+    # Each token has its own keys. Clients of the draft "The Idempotency-Key HTTP Header Field" quote them.
+    key = None if idempotency_key is None else (caller.owner, idempotency_key.strip('"'))
     async with read_text(request, min(MEDIUM, found.settings.max_body_bytes)) as body:
-        record = await found.runs.submit(
-            body, key=key, caller=caller_of(request), most=most_searches(request)
-        )
+        record = await found.runs.submit(body, key=key, caller=caller.name, most=most_searches(request))
     return await _response(record, 202)
 
 
@@ -91,8 +90,9 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
     return await list_response(
         request,
         query,
-        lambda limit, after: runs.page(query.filter, limit, after),
-        lambda items, around: json_with({"runs": None, **asdict(around)}, runs=[*map(_text, items)]),
+        runs.page,
+        "runs",
+        RunDocument.text,
     )
 
 
@@ -223,22 +223,11 @@ async def get_rank_log(
     return PlainTextResponse(await found.parts.log(run_id, rank, generation), headers=_NO_STORE)
 
 
-async def _response(record: RunRecord, status: int) -> Response:
+async def _response(record: RunDocument, status: int) -> Response:
     headers = {**VARY, **_NO_STORE, "Location": f"/v1/runs/{record.id}"}
     if record.state not in RUN_ENDED:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return Response(await asyncio.to_thread(_text, record), status, headers, "application/json")
-
-
-def _text(record: RunRecord) -> bytes:
-    """A run as JSON, node by node, because it may have thousands of ranks.
-
-    The stored error is an error document already, without members that are null.
-    """
-    document = RunDocument.model_validate(replace(record, members=(), error=None)).model_dump(mode="json")
-    error = None if record.error is None else located(record.error)
-    nodes = [json_bytes(NodeDocument.model_validate(node).model_dump(mode="json")) for node in record.members]
-    return json_with({**document, "error": error}, members=nodes)
+    return Response(await asyncio.to_thread(record.text), status, headers, "application/json")
 
 
 async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:
@@ -252,15 +241,11 @@ async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[b
             yield await encoded(_encoded, batch)
 
 
-def _listed(records: Sequence[EventRecord]) -> str:
-    return EventList(events=[*map(_event, records)]).model_dump_json()
+def _listed(records: Sequence[EventDocument]) -> str:
+    return EventList(events=list(records)).model_dump_json()
 
 
-def _event(record: EventRecord) -> EventDocument:
-    return EventDocument.model_validate(record)
-
-
-def _encoded(record: EventRecord) -> bytes:
+def _encoded(record: EventDocument) -> bytes:
     if record.kind == "end":  # it is not stored, so it has no id to continue after
         return format_sse_event(event="end", data_str=json.dumps({"state": record.detail}))
-    return format_sse_event(event=record.kind, id=str(record.id), data_str=_event(record).model_dump_json())
+    return format_sse_event(event=record.kind, id=str(record.id), data_str=record.model_dump_json())

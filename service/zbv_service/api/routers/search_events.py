@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, cast
@@ -15,10 +14,7 @@ from zbv_service.api.event_streams import RETRY, EventStream, encoded
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
 from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
-from zbv_service.errors import located
-from zbv_service.records.searches import FINISHED, SearchEvent, SearchRecord
-from zbv_service.searches.event_documents import SearchEventList
-from zbv_service.searches.events import event_json
+from zbv_service.records.searches import FINISHED, SearchEventDocument, SearchEventList, SearchRecord
 from zbv_service.security.scheme import READ, READ_SCOPES
 
 _MAX_NUMBER = 2**31 - 1
@@ -83,14 +79,13 @@ async def events_response(
     return EventStream(_stream(request, search_id, number))
 
 
-def _listed(record: SearchRecord, number: int, events: list[SearchEvent]) -> str:
-    document = {
-        "search_id": record.id,
-        "events": [_document(event) for event in events],
-        "last_id": events[-1].number if events else number,
-        "is_over": record.state in FINISHED or (bool(events) and events[-1].kind == "end"),
-    }
-    return _text(document)
+def _listed(record: SearchRecord, number: int, events: list[SearchEventDocument]) -> str:
+    return SearchEventList(
+        search_id=record.id,
+        events=events,
+        last_id=events[-1].id if events else number,
+        is_over=record.state in FINISHED or (bool(events) and events[-1].event == "end"),
+    ).model_dump_json(exclude_unset=True)
 
 
 async def _stream(request: Request, search_id: str, number: int) -> AsyncIterator[bytes]:
@@ -104,15 +99,6 @@ async def _stream(request: Request, search_id: str, number: int) -> AsyncIterato
             yield await encoded(_encoded, batch)
 
 
-def _document(event: SearchEvent) -> dict[str, Any]:
-    document = event_json(event)
-    error = document.get("error")
-    return document if error is None else {**document, "error": located(error)}
-
-
-def _encoded(event: SearchEvent) -> bytes:
-    return format_sse_event(event=event.kind, id=str(event.number), data_str=_text(_document(event)))
-
-
-def _text(document: Any) -> str:
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def _encoded(event: SearchEventDocument) -> bytes:
+    text = event.model_dump_json(exclude_unset=True)
+    return format_sse_event(event=event.event, id=str(event.id), data_str=text)

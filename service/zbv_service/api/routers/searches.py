@@ -9,20 +9,19 @@ from fastapi import APIRouter, Query, Request, Response
 
 from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.idempotency import KEY_PARAMETER, request_key
-from zbv_service.api.listing import SearchListQuery, list_response
+from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.errors import (
     INVALID_BODY,
-    SEARCH_DISCARDED,
     SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
-from zbv_service.records.searches import FINISHED, SearchRecord
-from zbv_service.searches.documents import SearchDocument, SearchList, SearchRequest
+from zbv_service.records.lists import SearchListQuery
+from zbv_service.records.searches import FINISHED, SearchDocument, SearchList
+from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -39,19 +38,17 @@ router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_
     status_code=202,
     response_model=SearchDocument,
     response_description="Accepted, possibly by an earlier request: follow the Location.",
-    openapi_extra={**body_of(SearchRequest), "parameters": [KEY_PARAMETER]},
+    openapi_extra=body_of(SearchRequest),
     responses={
         200: {"model": SearchDocument, "description": "Finished earlier: the same problem and options."},
-        **documented(SEARCH_DISCARDED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+        **documented(INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
     },
 )
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
-    found, key = state_of(request), request_key(request)
+    found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
-        record = await found.searches.submit(
-            body, key=key, caller=caller_of(request), most=most_searches(request)
-        )
+        record = await found.searches.submit(body, caller=caller_of(request), most=most_searches(request))
     return await _response(record)
 
 
@@ -68,10 +65,9 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
     return await list_response(
         request,
         query,
-        lambda limit, after: searches.page(query.filter, limit, after),
-        lambda items, around: SearchList(
-            searches=[*map(SearchDocument.of, items)], next=around.next, previous=around.previous
-        ).json_bytes(),
+        searches.page,
+        "searches",
+        SearchDocument.text,
     )
 
 
@@ -88,7 +84,7 @@ async def get_search(request: Request, search_id: str) -> Response:
         return to_page(request)
     searches = state_of(request).searches
     record = await searches.get(search_id)
-    return await _response(record, 200, await searches.queued_before(record))
+    return await _response(await searches.placed(record), 200)
 
 
 @router.get(
@@ -132,13 +128,11 @@ async def discard_search(request: Request, search_id: str) -> Response:
     return Response(status_code=204)
 
 
-async def _response(
-    record: SearchRecord, status: int | None = None, queued_before: int | None = None
-) -> Response:
+async def _response(record: SearchDocument, status: int | None = None) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
     headers = {**VARY, "Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED
     if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    text = await asyncio.to_thread(SearchDocument.text_of, record, queued_before)
+    text = await asyncio.to_thread(record.text)
     return Response(text, status or (200 if has_ended else 202), headers, "application/json")

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
-from functools import partial
+from contextlib import closing
+from typing import TYPE_CHECKING
 
+from zbv_service.compute.child import Caller
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
+from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import Claim, Outcome, Update
-from zbv_service.searches.executors.connection import run_connected
 from zbv_service.searches.executors.executor import SearchCrashed, SearchLost
-from zbv_service.searches.executors.progress import ProgressServer, TaskConnection
-from zbv_service.searches.executors.task import SearchFunction
+from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
+
+if TYPE_CHECKING:
+    from zbv_models.layouts.progress import LayoutProgress
+    from zbv_solver.search.incumbent import Progress
+
+REPORT_SECONDS = 0.25
+"""Minimal time between two reports of one search."""
 
 
 class LocalExecutor:
@@ -32,18 +41,15 @@ class LocalExecutor:
         self._slots = slots
         self._preload = preload
         self._processes = IsolatedProcesses(memory)
-        self._progress = ProgressServer()
 
     async def start(self) -> None:
-        """Listen for reports of searches, and prepare the fork server."""
-        await self._progress.start()
+        """Prepare the fork server."""
         if self._preload:
             await asyncio.to_thread(self._processes.prepare)
 
     async def stop(self) -> None:
-        """Close the connections, and end each process after its task."""
-        await self._progress.close()
-        self._processes.shutdown(wait=False, cancel_futures=True)
+        """Ask every search to stop, and end each process after its search."""
+        self._processes.shutdown()
 
     def kill(self) -> None:
         """Kill every process now."""
@@ -68,27 +74,31 @@ class LocalExecutor:
         self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
     ) -> LocalComputation:
         """Prepare a search for a separate process."""
-        run = partial(run_connected, claim, search)
-        return LocalComputation(self._processes, self._progress, run, on_update)
+        return LocalComputation(self._processes, claim, search, on_update)
 
 
-class LocalComputation(TaskConnection):
+class LocalComputation:
     """One search in a separate process."""
 
     def __init__(
         self,
         processes: IsolatedProcesses,
-        progress: ProgressServer,
-        run: Callable[[tuple[str, int], str], Outcome],
+        claim: Claim,
+        search: SearchFunction,
         on_update: Callable[[Update], None],
     ):
-        super().__init__(on_update)
         self._processes = processes
-        self._progress = progress
-        self._run = run
+        self._asked = (claim, search)
+        self._on_update = on_update
         self._future: Future[Outcome] | None = None
+        self._is_stopped = False
         self._was_killed = False
-        progress.expect(self)
+
+    def stop(self) -> None:
+        """Ask the search to return its best plan, now or as soon as it begins."""
+        self._is_stopped = True
+        if self._future is not None:
+            self._processes.stop(self._future)
 
     def kill(self) -> None:
         """Kill its process."""
@@ -98,15 +108,20 @@ class LocalComputation(TaskConnection):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether its process has connected."""
-        return self.writer is not None
+        """Whether it has its process."""
+        return self._future is not None and self._processes.has_begun(self._future)
 
     async def plan(self) -> Outcome:
         """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
+        loop = asyncio.get_running_loop()
+
+        def on_report(update: Update) -> None:
+            loop.call_soon_threadsafe(self._on_update, update)
+
         try:
-            # Starting a process takes some milliseconds, so another thread does it.
-            start = partial(self._processes.submit, self._run, self._progress.address, self.token)
-            self._future = await asyncio.to_thread(start)
+            self._future = self._processes.submit(run_reporting, self._asked, on_report)
+            if self._is_stopped:
+                self.stop()
             return await asyncio.wrap_future(self._future)
         except ShutDown as error:
             raise SearchLost("the service stopped before a process was started for it.") from error
@@ -115,5 +130,57 @@ class LocalComputation(TaskConnection):
             raise SearchCrashed(f"it {how}") from error
         except OSError as error:
             raise SearchCrashed(f"its machine refused it something ({error})") from error
-        finally:
-            self._progress.forget(self)
+
+
+def run_reporting(asked: tuple[Claim, SearchFunction], caller: Caller) -> Outcome:
+    """Run a claimed search in this process, and report to the service.
+
+    Raises
+    ------
+    InfeasibleMemory, NoLayoutFits
+        No plan or layout fits the memory limit.
+    """
+    claim, search = asked
+    with closing(_Reports(caller)) as reports:
+        return outcome_of(claim, search, reports)
+
+
+class _Reports:
+    """Sends the newest report in another thread, so that the search never waits for the service.
+
+    It is a :class:`zbv_service.searches.executors.task.Reporter`.
+    """
+
+    def __init__(self, caller: Caller):
+        self.refusal: Refusal | None = None
+        self.is_stopped = caller.is_stopped
+        self._caller = caller
+        self._closed = threading.Event()
+        self._fresh = threading.Event()
+        self._latest: Progress | LayoutProgress | None = None
+        self._thread = threading.Thread(target=self._send, name="zbv-reports", daemon=True)
+        self._thread.start()
+
+    def report(self, progress: Progress | LayoutProgress) -> None:
+        """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
+        self._latest = progress
+        self._fresh.set()
+
+    def close(self) -> None:
+        """Send no more."""
+        self._closed.set()
+        self._fresh.set()
+        self._thread.join()
+
+    def _send(self) -> None:
+        while True:
+            self._fresh.wait()
+            self._fresh.clear()
+            if self._closed.is_set():
+                return
+            if self._latest is not None:
+                try:
+                    self._caller.report(update_of(self._latest, self.refusal))
+                except OSError:  # the service is gone, and the search has been asked to stop
+                    return
+            self._closed.wait(REPORT_SECONDS)

@@ -21,7 +21,8 @@ from zbv_solver.problem.writing import problem_json
 
 from zbv_service.documents.packing import finite_or_none, pack_incumbent, pack_plan, unpack
 from zbv_service.documents.problems import Question, answers
-from zbv_service.records.searches import Claim, NewPlan, Outcome, Refusal, Update
+from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need

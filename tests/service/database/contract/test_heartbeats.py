@@ -13,7 +13,8 @@ from sqlalchemy import update
 from support.stored import an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.run_models import AgentRow, ListenerRow
-from zbv_service.records.runs import AgentFilter, Beat, BeatAnswer, NodeReport, RunFilter, RunOrders
+from zbv_service.records.agents import Beat, BeatAnswer, NodeReport, RunOrders
+from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.heartbeats import Heartbeats
@@ -62,7 +63,7 @@ async def test_the_work_and_the_end_of_a_node_read_one_node_and_the_last_end_rea
     with counting() as counts:
         work = await runs.work_of(agents[5])
     assert work is not None
-    assert (work.node.node_rank, counts.nodes) == (5, 1)
+    assert (work.node_rank, counts.nodes) == (5, 1)
     with counting() as counts:
         for agent in agents[:-1]:
             await runs.ended(agent, NodeReport("run", 0, "succeeded", []))
@@ -124,11 +125,11 @@ async def test_a_script_runs_once_it_has_begun_and_is_found_by_its_path(database
     await HeartbeatTable(database).store([in_step(agent, "run", None)])
     assert await state_of(database, "run") == "running"
     for text, count in (("SHARED/tr", 1), ("a.b", 0)):
-        page = await RunTable(database).page(RunFilter(text=text), 9)
+        page = await RunTable(database).page(RunListQuery(q=text))
         assert len(page.items) == count
     found = await RunTable(database).get("run")
     assert found is not None
-    assert (found.model, found.steps, found.script, found.program) == (None, None, script, script["path"])
+    assert (found.model, found.steps, found.program) == (None, None, script["path"])
 
 
 async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(any_database_url: str) -> None:
@@ -230,7 +231,7 @@ async def test_the_silence_of_an_agent_counts_only_while_every_service_listens(d
     await age(database, 70)
     await agents.add(an_agent("talks"))
     assert await look("two")
-    assert [record.id for record in (await agents.page(AgentFilter(), 9)).items] == ["talks"]
+    assert [record.id for record in (await agents.page(AgentListQuery())).items] == ["talks"]
 
 
 async def test_a_stopped_service_delays_losses_until_its_agents_could_reach_another_one(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from dataclasses import replace
 
 import pytest
+from support.stored import a_plan, a_search
 from zbv_service.database import Database, PlanTable, SearchTable
-from zbv_service.records.searches import NewPlan, NewSearch, PlanSummary
+from zbv_service.records.searches import SearchDocument
 
 pytestmark = pytest.mark.anyio
 
@@ -15,17 +16,16 @@ async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan
     any_database_url: str,
 ) -> None:
     database = Database(any_database_url)
-    table, now = SearchTable(database), datetime.now(UTC)
-    summary = {"pp_degree": 2, "microbatches": 4, "placement": "auto", "objective": "span", "layers": 8}
-    await table.add(NewSearch("a", "a", b"problem", summary, {}))
+    table = SearchTable(database)
+    await table.add(a_search("a", placement="auto", layers=8))
     claim = await table.claim("me", 60)
     assert claim is not None
-    found = PlanSummary("p", 2, 4, "loop", "span", 5.0, 4.5, 1 / 9, "feasible", 0.1, "fake", "us", now)
-    assert await table.finished("a", claim.fence, NewPlan(found, b"document", "problem", cut_bound=4.0))
+    found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), cut_bound=4.0)
+    assert await table.finished("a", claim.fence, found)
     record = await table.get("a")
-    assert record is not None
+    assert isinstance(record, SearchDocument)
     assert (record.objective, record.lower_bound, record.gap) == (5.0, 4.0, 0.25)
-    assert record.summary["layers"] == 8
+    assert record.summary.layers == 8
     (stored,) = await PlanTable(database).newest(1)
     assert (stored.placement, stored.lower_bound) == ("loop", 4.5)
     await database.close()

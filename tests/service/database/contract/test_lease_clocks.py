@@ -11,7 +11,7 @@ from support.clocks import clock_off_by
 from support.stored import a_plan, a_search
 from zbv_service.database import Database, SearchTable
 from zbv_service.database.tally import tally
-from zbv_service.records.searches import SearchFilter
+from zbv_service.records.lists import SearchListQuery
 
 pytestmark = pytest.mark.anyio
 
@@ -96,7 +96,7 @@ async def test_searches_created_at_the_same_time_are_listed_in_order_of_submissi
     table, names = SearchTable(database), list("zmaqkfyb")
     for name in names:
         await table.add(a_search(name))
-    assert [record.id for record in (await table.page(SearchFilter(), 9)).items] == names[::-1]
+    assert [record.id for record in (await table.page(SearchListQuery())).items] == names[::-1]
     # After the clock was set back, later searches sort earlier; their times are not changed.
     noon -= timedelta(hours=1)
     await table.add(a_search("back"))

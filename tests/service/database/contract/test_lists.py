@@ -7,11 +7,19 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import update
-from support.stored import a_plan, a_search, an_agent, begin, counting
+from support.stored import a_plan, a_run, a_search, an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable, paging
 from zbv_service.database.models import SearchRow
-from zbv_service.records.runs import AgentFilter, NewAgent, NewRun, NodeReport, RunFilter
-from zbv_service.records.searches import NewSearch, Page, PlanFilter, Position, SearchFilter, SearchRecord
+from zbv_service.records.agents import NodeReport
+from zbv_service.records.lists import (
+    AgentListQuery,
+    Page,
+    PlanListQuery,
+    Position,
+    RunListQuery,
+    SearchListQuery,
+)
+from zbv_service.records.searches import NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
 pytestmark = pytest.mark.anyio
@@ -33,8 +41,8 @@ async def add(database: Database, search: NewSearch, created_at: datetime) -> No
         await session.execute(this.values(created_at=created_at))
 
 
-async def listed(table: SearchTable, wanted: SearchFilter, limit: int = 1000) -> list[str]:
-    return [record.id for record in (await table.page(wanted, limit)).items]
+async def listed(table: SearchTable, wanted: SearchListQuery) -> list[str]:
+    return [record.id for record in (await table.page(wanted)).items]
 
 
 async def test_pages_hold_every_search_once_newest_first(database: Database) -> None:
@@ -46,7 +54,7 @@ async def test_pages_hold_every_search_once_newest_first(database: Database) -> 
     position: Position | None = None
     pages = 0
     while pages == 0 or position is not None:
-        page = await table.page(SearchFilter(), 2, position)
+        page = await table.page(SearchListQuery(limit=2), position)
         found.extend(record.id for record in page.items)
         position, pages = page.next, pages + 1
         # Rows that are added meanwhile are newer, and move nothing.
@@ -59,8 +67,8 @@ async def test_a_full_last_page_has_no_next_page(database: Database) -> None:
     table = SearchTable(database)
     for name in "ab":
         await table.add(a_search(name))
-    assert (await table.page(SearchFilter(), 2)).next is None
-    assert (await table.page(SearchFilter(), 1)).next is not None
+    assert (await table.page(SearchListQuery(limit=2))).next is None
+    assert (await table.page(SearchListQuery(limit=1))).next is not None
 
 
 async def test_previous_pages_are_the_pages_before(database: Database) -> None:
@@ -71,23 +79,25 @@ async def test_previous_pages_are_the_pages_before(database: Database) -> None:
     def ids(page: Page[SearchRecord]) -> str:
         return "".join(record.id[1] for record in page.items)
 
-    first = await table.page(SearchFilter(), 3)
-    second = await table.page(SearchFilter(), 3, first.next)
-    third = await table.page(SearchFilter(), 3, second.next)
+    first = await table.page(SearchListQuery(limit=3))
+    second = await table.page(SearchListQuery(limit=3), first.next)
+    third = await table.page(SearchListQuery(limit=3), second.next)
     assert (ids(first), ids(second), ids(third)) == ("654", "321", "0")
     assert (first.previous, third.next) == (None, None)
-    back = await table.page(SearchFilter(), 3, third.previous)
+    back = await table.page(SearchListQuery(limit=3), third.previous)
     assert ids(back) == "321"
     assert (back.next, back.previous) == (second.next, second.previous)
-    top = await table.page(SearchFilter(), 3, back.previous)
+    top = await table.page(SearchListQuery(limit=3), back.previous)
     assert (ids(top), top.previous, top.next) == ("654", None, first.next)
     # Newer rows that were added meanwhile are on a separate page.
     await add(database, a_search("s7"), NOON + timedelta(seconds=1))
-    top = await table.page(SearchFilter(), 3, back.previous)
+    top = await table.page(SearchListQuery(limit=3), back.previous)
     assert ids(top) == "654"
     assert top.previous is not None
-    assert ids(await table.page(SearchFilter(), 3, top.previous)) == "7"
-    assert ids(await table.page(SearchFilter(), 3, Position(NOON + timedelta(days=1), "x", True))) == ""
+    assert ids(await table.page(SearchListQuery(limit=3), top.previous)) == "7"
+    assert (
+        ids(await table.page(SearchListQuery(limit=3), Position(NOON + timedelta(days=1), "x", True))) == ""
+    )
 
 
 async def test_searches_are_filtered_by_their_properties(database: Database) -> None:
@@ -100,16 +110,16 @@ async def test_searches_are_filtered_by_their_properties(database: Database) -> 
     await table.request_cancel("fast")
     await table.claim("me", 60)
     for wanted, expected in (
-        (SearchFilter(), ["fast", "loop", "long", "wide", "old"]),
-        (SearchFilter(pp_degree=8), ["wide"]),
-        (SearchFilter(microbatches=64), ["long"]),
-        (SearchFilter(placement="loop"), ["loop"]),
-        (SearchFilter(objective="makespan"), ["fast"]),
-        (SearchFilter(states=frozenset({"running"})), ["old"]),
-        (SearchFilter(states=frozenset({"running", "cancelled"})), ["fast", "old"]),
-        (SearchFilter(states=frozenset({"running", "cancelled"}), pp_degree=8), []),
-        (SearchFilter(created_after=NOON + timedelta(seconds=2)), ["fast", "loop"]),
-        (SearchFilter(created_before=NOON + timedelta(seconds=2)), ["wide", "old"]),
+        (SearchListQuery(), ["fast", "loop", "long", "wide", "old"]),
+        (SearchListQuery(pp_degree=8), ["wide"]),
+        (SearchListQuery(microbatches=64), ["long"]),
+        (SearchListQuery(placement="loop"), ["loop"]),
+        (SearchListQuery(objective="makespan"), ["fast"]),
+        (SearchListQuery(state=["running"]), ["old"]),
+        (SearchListQuery(state=["running", "cancelled"]), ["fast", "old"]),
+        (SearchListQuery(state=["running", "cancelled"], pp_degree=8), []),
+        (SearchListQuery(created_after=NOON + timedelta(seconds=2)), ["fast", "loop"]),
+        (SearchListQuery(created_before=NOON + timedelta(seconds=2)), ["wide", "old"]),
     ):
         assert await listed(table, wanted) == expected, wanted
 
@@ -119,12 +129,15 @@ async def test_plans_are_filtered_and_paged_like_searches(database: Database) ->
     for index in range(5):
         status = "optimal" if index == 3 else "feasible"
         await table.add(a_plan(f"p{index}", status=status, pp_degree=2 + index % 2, created_at=NOON))
-    first = await table.page(PlanFilter(), 3)
-    rest = await table.page(PlanFilter(), 3, first.next)
+    first = await table.page(PlanListQuery(limit=3))
+    rest = await table.page(PlanListQuery(limit=3), first.next)
     assert [plan.plan_id for plan in (*first.items, *rest.items)] == ["p4", "p3", "p2", "p1", "p0"]
     assert rest.next is None
-    assert [plan.plan_id for plan in (await table.page(PlanFilter(status="optimal"), 9)).items] == ["p3"]
-    assert [plan.plan_id for plan in (await table.page(PlanFilter(pp_degree=3), 9)).items] == ["p3", "p1"]
+    assert [plan.plan_id for plan in (await table.page(PlanListQuery(status="optimal"))).items] == ["p3"]
+    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == [
+        "p3",
+        "p1",
+    ]
 
 
 async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
@@ -133,8 +146,8 @@ async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
         await searches.add(a_search(name))
         await plans.add(a_plan(name))
     for text, expected in (("abc", {"abc1", "abc2"}), ("ABC1", {"abc1"}), ("bc", set()), ("%", set())):
-        assert set(await listed(searches, SearchFilter(text=text))) == expected, text
-        found = await plans.page(PlanFilter(text=text), 9)
+        assert set(await listed(searches, SearchListQuery(q=text))) == expected, text
+        found = await plans.page(PlanListQuery(q=text))
         assert {plan.plan_id for plan in found.items} == expected, text
 
 
@@ -143,25 +156,25 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
     table = RunTable(database)
     for index in range(5):
         model = {"factory": f"package.models:{'GPT' if index % 2 else 'llama'}", "arguments": {}, "seed": 0}
-        run = NewRun(f"r{index}", "plan", None, None, model, 1, 1, 5, {}, NOON + timedelta(seconds=index))
-        await table.add(run)
+        created_at = NOON + timedelta(seconds=index)
+        await table.add(a_run(f"r{index}", plan_id="plan", model=model, created_at=created_at))
     await table.request_cancel("r1")
 
-    async def names(wanted: RunFilter, limit: int = 9, after: Position | None = None) -> list[str]:
-        return [run.id for run in (await table.page(wanted, limit, after)).items]
+    async def names(wanted: RunListQuery, after: Position | None = None) -> list[str]:
+        return [run.id for run in (await table.page(wanted, after)).items]
 
-    first = await table.page(RunFilter(), 3)
+    first = await table.page(RunListQuery(limit=3))
     assert [run.id for run in first.items] == ["r4", "r3", "r2"]
-    assert await names(RunFilter(), 3, first.next) == ["r1", "r0"]
+    assert await names(RunListQuery(limit=3), first.next) == ["r1", "r0"]
     for wanted, expected in (
-        (RunFilter(states=frozenset({"cancelled"})), ["r1"]),
-        (RunFilter(text="r3"), ["r3"]),
-        (RunFilter(text="plan"), ["r4", "r3", "r2", "r1", "r0"]),
-        (RunFilter(text="models:gpt"), ["r3", "r1"]),
-        (RunFilter(text="gpt", states=frozenset({"waiting"})), ["r3"]),
-        (RunFilter(text="m_dels"), []),
-        (RunFilter(created_after=NOON + timedelta(seconds=2)), ["r4", "r3"]),
-        (RunFilter(created_before=NOON + timedelta(seconds=2)), ["r1", "r0"]),
+        (RunListQuery(state=["cancelled"]), ["r1"]),
+        (RunListQuery(q="r3"), ["r3"]),
+        (RunListQuery(q="plan"), ["r4", "r3", "r2", "r1", "r0"]),
+        (RunListQuery(q="models:gpt"), ["r3", "r1"]),
+        (RunListQuery(q="gpt", state=["waiting"]), ["r3"]),
+        (RunListQuery(q="m_dels"), []),
+        (RunListQuery(created_after=NOON + timedelta(seconds=2)), ["r4", "r3"]),
+        (RunListQuery(created_before=NOON + timedelta(seconds=2)), ["r1", "r0"]),
     ):
         assert await names(wanted) == expected, wanted
 
@@ -169,24 +182,24 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
 async def test_ended_agents_are_listed_only_on_request(database: Database) -> None:
     table = AgentTable(database)
     for name in ("Gpu-1", "gpu-2", "cpu"):
-        await table.add(NewAgent(name.lower(), name, f"{name}.cluster", 1000, 1, [], {}, ["*"], owner="t"))
+        await table.add(an_agent(name.lower(), name=name, address=f"{name}.cluster"))
     await table.leave("cpu")
     await table.drain("gpu-2")
 
-    async def names(wanted: AgentFilter) -> list[str]:
-        return [agent.name for agent in (await table.page(wanted, 9)).items]
+    async def names(wanted: AgentListQuery) -> list[str]:
+        return [agent.name for agent in (await table.page(wanted)).items]
 
     for wanted, expected in (
-        (AgentFilter(), ["gpu-2", "Gpu-1"]),
-        (AgentFilter(states=frozenset({"draining"})), ["gpu-2"]),
-        (AgentFilter(states=frozenset({"left", "live"})), ["cpu", "Gpu-1"]),
-        (AgentFilter(text="GPU"), ["gpu-2", "Gpu-1"]),
-        (AgentFilter(text="-1.clu"), ["Gpu-1"]),
-        (AgentFilter(text="cpu"), []),
+        (AgentListQuery(), ["gpu-2", "Gpu-1"]),
+        (AgentListQuery(state=["draining"]), ["gpu-2"]),
+        (AgentListQuery(state=["left", "live"]), ["cpu", "Gpu-1"]),
+        (AgentListQuery(q="GPU"), ["gpu-2", "Gpu-1"]),
+        (AgentListQuery(q="-1.clu"), ["Gpu-1"]),
+        (AgentListQuery(q="cpu"), []),
     ):
         assert await names(wanted) == expected, wanted
-    one = await table.page(AgentFilter(), 1)
-    assert [agent.name for agent in (await table.page(AgentFilter(), 1, one.next)).items] == ["Gpu-1"]
+    one = await table.page(AgentListQuery(limit=1))
+    assert [agent.name for agent in (await table.page(AgentListQuery(limit=1), one.next)).items] == ["Gpu-1"]
 
 
 async def test_the_best_plan_of_a_problem_is_found_by_its_key(database: Database) -> None:
@@ -208,14 +221,14 @@ async def test_a_list_reads_only_its_page_and_the_nodes_on_it(database: Database
             await runs.ended(member, NodeReport(f"r{index}", 0, "failed", []))
         assert await runs.assign(decide) == [f"r{index}"]
     with counting() as counts:
-        page = await runs.page(RunFilter(), 3)
+        page = await runs.page(RunListQuery(limit=3))
     assert [run.id for run in page.items] == ["r4", "r3", "r2"]
     assert {(run.generation, len(run.members)) for run in page.items} == {(1, 4)}
     assert counts.statements <= 4
     assert counts.loaded == {"RunRow": 3, "NodeRow": 3 * 4}
     with counting() as counts:
-        await agents.page(AgentFilter(), 5)
-        await SearchTable(database).page(SearchFilter(), 5)
+        await agents.page(AgentListQuery(limit=5))
+        await SearchTable(database).page(SearchListQuery(limit=5))
         await runs.brief("r3")
     assert counts.loaded == {"AgentRow": 5, "RunRow": 1}
 
@@ -227,12 +240,12 @@ async def test_a_page_of_large_rows_ends_early_and_the_next_one_goes_on(
     agents = AgentTable(database)
     for index in range(7):
         await agents.add(an_agent(f"a{index}", devices=["x" * 1000]))
-    page, pages = await agents.page(AgentFilter(), 100), []
+    page, pages = await agents.page(AgentListQuery()), []
     pages.append([each.id for each in page.items])
     while page.next is not None:
-        page = await agents.page(AgentFilter(), 100, page.next)
+        page = await agents.page(AgentListQuery(), page.next)
         pages.append([each.id for each in page.items])
     assert [len(names) for names in pages] == [4, 3]
     assert [name for names in pages for name in names] == [f"a{index}" for index in reversed(range(7))]
-    before = await agents.page(AgentFilter(), 100, page.previous)
+    before = await agents.page(AgentListQuery(), page.previous)
     assert [each.id for each in before.items] == pages[0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 import pytest
-from support.stored import a_plan, a_search
+from support.stored import a_plan, a_run, a_search
 from zbv_service.database import Database, PartTable, PlanTable, RunTable, SearchTable
-from zbv_service.records.runs import NewPart, NewRun
+from zbv_service.records.runs import NewPart
 
 pytestmark = pytest.mark.anyio
 
@@ -45,8 +43,7 @@ async def test_the_searches_of_several_requests_are_found(any_database_url: str)
 async def test_the_artifacts_of_a_run_are_listed_without_their_content(any_database_url: str) -> None:
     database = Database(any_database_url)
     await PlanTable(database).add(a_plan("f" * 64))
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
-    await RunTable(database).add(NewRun("run", "f" * 64, None, None, model, 1, 2, 5, {}, datetime.now(UTC)))
+    await RunTable(database).add(a_run("run", ranks_per_node=2))
     parts = PartTable(database)
     await parts.put(NewPart("run", 1, 0, "log", b"text"))
     await parts.put(NewPart("run", 0, 1, "trace", b"body", "f" * 64, 1, 0, 7))

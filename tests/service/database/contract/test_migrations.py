@@ -13,7 +13,7 @@ from zbv_service.database import Database, DatabaseUnusable, SearchTable
 from zbv_service.database.migrate import upgrade
 from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
-from zbv_service.records.searches import SearchFilter
+from zbv_service.records.lists import SearchListQuery
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ async def test_migrating_twice_or_at_once_changes_nothing(empty_database_url: st
     opened = [Database(empty_database_url) for _ in range(4)]
     await asyncio.gather(*(each.migrate() for each in opened))
     await opened[0].migrate()
-    assert (await SearchTable(opened[1]).page(SearchFilter(), 1)).items == ()
+    assert (await SearchTable(opened[1]).page(SearchListQuery(limit=1))).items == ()
     for each in opened:
         await each.close()
 

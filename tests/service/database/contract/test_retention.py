@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
-from support.stored import a_plan, a_search
+from support.stored import a_layout_search, a_plan, a_search
+from support.stored import a_run as new_run
 from zbv_service.database import (
     Database,
     Keep,
@@ -23,11 +24,11 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
-from zbv_service.database.models import IdempotencyRow, PlanRow, SearchEventRow, SearchRow, TokenRow
+from zbv_service.database.models import PlanRow, SearchEventRow, SearchRow, TokenRow
 from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.sweeper import Sweeper
-from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NamedRequest, NewRanking, SearchFilter, SearchState
+from zbv_service.records.lists import SearchListQuery
+from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, NewRanking, SearchState
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,6 @@ NAMES = {
     "searches": SearchRow.id,
     "events": SearchEventRow.search_id,
     "plans": PlanRow.plan_id,
-    "keys": IdempotencyRow.key_hash,
     "runs": RunRow.id,
     "run events": EventRow.run_id,
     "nodes": NodeRow.run_id,
@@ -142,8 +142,7 @@ async def fill(database: Database, of: str) -> None:
         await ended(database, f"{of}-{state}", state)
     await ended(database, f"{of}-waited", "done", f"{of}-found")
     await ended(database, f"{of}-measured", "done", f"{of}-found")
-    named = NamedRequest(f"{of}-key", "body", now + timedelta(days=1))
-    await table.add(a_search(f"{of}-running"), named)
+    await table.add(a_search(f"{of}-running"))
     assert await table.claim("me", 60) is not None
     await table.add(a_search(f"{of}-queued"))
     for name in ("alone", "fetched", "ran", "traced", "earlier", "live", "target", "offered", "replanned"):
@@ -199,7 +198,6 @@ async def fill(database: Database, of: str) -> None:
 
 AFTER: list[tuple[float, dict[str, set[str]]]] = [
     # Days since the old rows were stored, and the rows that the sweep of this day removes.
-    (9.9, {"keys": {"old-key"}}),
     (
         10.1,
         {
@@ -257,7 +255,7 @@ async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Da
 
 async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Database) -> None:
     table = SearchTable(database)
-    await table.add(replace(a_search("s"), kind="layouts"))
+    await table.add(a_layout_search("s"))
     claim = await table.claim("me", 60)
     assert claim is not None
     plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan
@@ -267,8 +265,9 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Datab
     assert await table.ranked("s", claim.fence, ranking)
     assert await table.answer("s") == b"answer"
     record = await table.get("s")
-    assert record is not None
-    assert (record.state, record.plan_id, record.gap, record.progress) == ("done", "best", 0.25, counts)
+    assert isinstance(record, LayoutSearchDocument)
+    assert (record.state, record.plan_id, record.gap) == ("done", "best", 0.25)
+    assert record.progress == LayoutCounts(**counts)
     with days_later(30):
         await Retention(database).sweep(replace(KEEP, others=40))
         assert (await stored(database))["plans"] == {"best", "second"}
@@ -276,12 +275,12 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Datab
     assert gone == {"searches": 1, "plans": 2}
 
 
-async def test_with_infinite_retention_only_expired_keys_are_removed(database: Database) -> None:
+async def test_with_infinite_retention_nothing_is_removed(database: Database) -> None:
     await fill(database, "old")
     before = await stored(database)
     with days_later(30_000):
-        assert await Retention(database).sweep(FOREVER) == {"idempotency keys": 1}
-        assert await stored(database) == without(before, {"keys": {"old-key"}})
+        assert await Retention(database).sweep(FOREVER) == {}
+        assert await stored(database) == before
 
 
 async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None:
@@ -292,7 +291,7 @@ async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None
     def is_enough() -> bool:
         nonlocal asked
         asked += 1
-        return asked > 5  # once for each of the three earlier kinds; searches take two batches
+        return asked > 4  # once for each of the two earlier kinds; searches take two batches
 
     with days_later(100):
         assert await Retention(database).sweep(KEEP, is_enough) == {"searches": 4}
@@ -328,9 +327,8 @@ async def test_a_request_after_its_search_was_removed_starts_a_new_search_for_th
 
 async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) -> None:
     await ended(database, "served", "done", "plan")
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     runs = RunTable(database)
-    await runs.add(NewRun("r", None, "served", None, model, 1, 1, 5, {}, datetime.now(UTC)))
+    await runs.add(new_run("r", plan_id=None, search_id="served"))
     await RunPlanTable(database).settle_planned()
     with days_later(11):
         await Retention(database).sweep(KEEP)
@@ -364,14 +362,13 @@ async def test_concurrent_sweeps_remove_everything_once(database: Database, any_
             assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
     finally:
         await second.close()
-    assert (await SearchTable(database).page(SearchFilter(), 9)).items == ()
+    assert (await SearchTable(database).page(SearchListQuery())).items == ()
 
 
 async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_refused(
     database: Database, any_database_url: str
 ) -> None:
     """A run is never stored without its plan."""
-    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     names = [f"p{index}" for index in range(8)]
     for name in names:
         await PlanTable(database).add(a_plan(name))
@@ -379,7 +376,7 @@ async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_
     try:
         with days_later(25):
             runs = RunTable(second)
-            new = [NewRun(f"r-{p}", p, None, None, model, 1, 1, 5, {}, datetime.now(UTC)) for p in names]
+            new = [new_run(f"r-{p}", plan_id=p) for p in names]
             outcomes = await asyncio.gather(
                 Retention(database).sweep(KEEP), *(runs.add(each) for each in new), return_exceptions=True
             )

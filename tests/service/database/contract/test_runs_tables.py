@@ -19,24 +19,15 @@ from zbv_service.database import (
     HeartbeatTable,
     KeyReused,
     PlanTable,
-    RunRemoved,
     RunTable,
     SearchGone,
     SearchInUse,
     SearchTable,
 )
 from zbv_service.database.run_models import AgentRow, EventRow, RunRow
-from zbv_service.records.runs import (
-    AgentFilter,
-    AvailableAgent,
-    Beat,
-    Decision,
-    NodeOutcome,
-    NodeReport,
-    RunFilter,
-    WaitingRun,
-)
-from zbv_service.records.searches import NamedRequest
+from zbv_service.records.agents import Beat, NodeReport
+from zbv_service.records.lists import AgentListQuery, RunListQuery
+from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, RequestKey, WaitingRun
 from zbv_service.runs.scheduler import decide
 
 pytestmark = pytest.mark.anyio
@@ -66,20 +57,20 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
                 assert run is not None
                 for node in run.members:
                     await table.ended(node.agent_id, NodeReport(name, 0, "succeeded", []))
-            if all(record.state == "succeeded" for record in (await table.page(RunFilter(), 100)).items):
+            if all(record.state == "succeeded" for record in (await table.page(RunListQuery())).items):
                 return
 
     async def check(table: RunTable) -> None:
         holders: dict[str, str] = {}
-        for run in (await table.page(RunFilter(), 100)).items:
+        for run in (await table.page(RunListQuery())).items:
             assert len(run.members) == (0 if run.state == "waiting" else run.nodes)
             for node in run.members:
                 if node.state != "ended":
                     assert holders.setdefault(node.agent_id, run.id) == run.id
 
     await asyncio.gather(*map(serve, tables))
-    assert {record.state for record in (await tables[0].page(RunFilter(), 100)).items} == {"succeeded"}
-    assert [agent.run_id for agent in (await AgentTable(databases[0]).page(AgentFilter(), 100)).items] == [
+    assert {record.state for record in (await tables[0].page(RunListQuery())).items} == {"succeeded"}
+    assert [agent.run_id for agent in (await AgentTable(databases[0]).page(AgentListQuery())).items] == [
         None
     ] * 4
     for database in databases:
@@ -104,7 +95,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
         for turn in range(5):
             with suppress(AgentsTaken):
                 await runs.assign(decide)
-            for agent in (await agents.page(AgentFilter(), 100)).items:
+            for agent in (await agents.page(AgentListQuery())).items:
                 run = None if agent.run_id is None else await runs.get(agent.run_id)
                 if run is None:
                     continue
@@ -124,7 +115,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
 
     async with asyncio.timeout(120):
         await asyncio.gather(*map(play, range(4)))
-    states = {record.state for record in (await RunTable(databases[0]).page(RunFilter(), 100)).items}
+    states = {record.state for record in (await RunTable(databases[0]).page(RunListQuery())).items}
     assert states & {"succeeded", "failed", "cancelled"}
     for database in databases:
         await database.close()
@@ -133,7 +124,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
 async def test_a_run_cannot_wait_for_a_missing_search(any_database_url: str) -> None:
     database = Database(any_database_url)
     searches, runs = SearchTable(database), RunTable(database)
-    waiting = replace(a_run("waits", 1), plan_id=None, search_id="search")
+    waiting = a_run("waits", plan_id=None, search_id="search")
     with pytest.raises(SearchGone):
         await runs.add(waiting)
     await searches.add(a_search("search"))
@@ -154,11 +145,11 @@ async def test_simultaneous_equal_registrations_and_submissions_are_stored_once(
     both = databases * 8
     agents = await asyncio.gather(*(AgentTable(each).add(an_agent("same")) for each in both))
     assert sorted(is_new for _, is_new in agents) == [False] * 15 + [True]
-    named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
+    named = RequestKey("name", "body")
     adding = (RunTable(each).add(a_run(f"r{index}", 1), named) for index, each in enumerate(both))
     runs = await asyncio.gather(*adding)
     assert len({run.id for run in runs}) == 1
-    assert [run.id for run in (await RunTable(databases[0]).page(RunFilter(), 9)).items] == [runs[0].id]
+    assert [run.id for run in (await RunTable(databases[0]).page(RunListQuery())).items] == [runs[0].id]
     assert len(await RunTable(databases[0]).events(runs[0].id, 0, 9)) == 1
     for database in databases:
         await database.close()
@@ -168,32 +159,27 @@ async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_
     database = Database(any_database_url)
     await PlanTable(database).add(a_plan(PLAN))
     runs = RunTable(database)
-    named = NamedRequest("name", "body", datetime.now(UTC) + timedelta(seconds=60), "run")
+    named = RequestKey("name", "body")
     with pytest.raises(SearchGone):
-        await runs.add(replace(a_run("a", 1), plan_id=None, search_id="gone"), named)
+        await runs.add(a_run("a", plan_id=None, search_id="gone"), named)
     assert await runs.of_request(named) is None, "the name of a request that failed is free"
     assert (await runs.add(a_run("a", 1), named)).id == "a"
     assert (await runs.add(a_run("b", 1), named)).id == "a"
-    for other in (replace(named, fingerprint="other"), replace(named, kind="search")):
-        with pytest.raises(KeyReused):
-            await runs.add(a_run("c", 1), other)
-    assert [run.id for run in (await runs.page(RunFilter(), 9)).items] == ["a"]
+    with pytest.raises(KeyReused):
+        await runs.add(a_run("c", 1), replace(named, fingerprint="other"))
+    assert [run.id for run in (await runs.page(RunListQuery())).items] == ["a"]
     async with database.writing() as session:
         await session.execute(delete(EventRow))
         await session.execute(delete(RunRow))
-    with pytest.raises(RunRemoved):
-        await runs.add(a_run("d", 1), named)
-    expired = replace(named, key_hash="old", expires_at=datetime.now(UTC) - timedelta(seconds=1))
-    assert (await runs.add(a_run("e", 1), expired)).id == "e"
-    assert (await runs.add(a_run("f", 1), expired)).id == "f"
+    assert (await runs.add(a_run("d", 1), named)).id == "d", "the key of a removed run is free"
     await database.close()
 
 
 async def test_an_agent_keeps_the_owner_that_registered_it(any_database_url: str) -> None:
     database = Database(any_database_url)
     agents = AgentTable(database)
-    await agents.add(replace(an_agent("a"), owner="one"))
-    record, is_new = await agents.add(replace(an_agent("a"), owner="two"))
+    await agents.add(an_agent("a", owner="one"))
+    record, is_new = await agents.add(an_agent("a", owner="two"))
     assert (record.owner, is_new) == ("one", False)
     await database.close()
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from support.stored import a_plan, a_search
 from zbv_service.database import Database, SearchEventTable, SearchTable, search_events
-from zbv_service.records.searches import SearchEvent, Update
+from zbv_service.records.searches import SearchEventDocument as Event
+from zbv_service.records.searches import Update
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +25,7 @@ def found(objective: float, lower_bound: float, ranks: bytes = b"ranks") -> Upda
     return Update(objective, lower_bound, objective / lower_bound - 1, "m", ranks)
 
 
-async def stored_events(database: Database, search_id: str = "a", after: int = 0) -> list[SearchEvent]:
+async def stored_events(database: Database, search_id: str = "a", after: int = 0) -> list[Event]:
     return await SearchEventTable(database).after({search_id: after})
 
 
@@ -49,11 +50,7 @@ async def test_stored_results_never_get_worse(database: Database) -> None:
     record = await table.get("a")
     assert record is not None
     assert (record.objective, record.lower_bound, record.plan_id) == (7.5, 7, "p")
-    seen = [
-        (e.kind, e.data["objective"], e.data["lower_bound"])
-        for e in await stored_events(database)
-        if e.kind != "state"
-    ]
+    seen = [(e.kind, e.objective, e.lower_bound) for e in await stored_events(database) if e.kind != "state"]
     assert seen == [
         ("improvement", 10, 5),
         ("improvement", 8, 6),
@@ -104,7 +101,7 @@ async def test_numbers_count_every_change_of_a_search(database: Database, any_da
     for name in "ab":
         events = await stored_events(second, name)
         assert [event.number for event in events] == list(range(1, len(events) + 1))
-        values = [event.data["objective"] for event in events if event.kind == "improvement"]
+        values = [event.objective or 0.0 for event in events if event.kind == "improvement"]
         assert values == sorted(values, reverse=True)
         assert (await SearchEventTable(database).last_numbers([name])) == {name: len(events)}
         assert await stored_events(database, name, after=3) == events[3:]

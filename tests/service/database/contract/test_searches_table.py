@@ -10,11 +10,12 @@ from datetime import UTC
 
 import pytest
 from sqlalchemy import func, select, text
-from support.stored import a_plan, a_search
+from support.stored import a_layout_search, a_plan, a_search
 from zbv_service.database import Database, PlanTable, SearchTable, TooManySearches
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import pack
-from zbv_service.records.searches import NewPlan, NewRanking, Refusal, Update
+from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.records.searches import NewRanking, Update
 from zbv_solver.errors import ContradictedBound
 
 pytestmark = pytest.mark.anyio
@@ -163,7 +164,7 @@ async def test_a_killed_search_is_cancelled_only_if_somebody_cancelled_it(
 ) -> None:
     table = SearchTable(database)
     for name in ("killed", "unplanned"):
-        await table.add(replace(a_search(name), kind="layouts"))
+        await table.add(a_layout_search(name))
         claim = await table.claim("me", 60)
         assert claim is not None
         if is_cancelled:

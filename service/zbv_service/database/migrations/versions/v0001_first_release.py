@@ -42,17 +42,6 @@ def _create_tokens() -> None:
     op.create_index("ix_tokens_local_id", "tokens", ["local_id"])
     op.create_index("ix_tokens_name", "tokens", ["name"])
     op.create_index("ix_tokens_parent_id", "tokens", ["parent_id"])
-    op.create_table(
-        "idempotency_keys",
-        sa.Column("key_hash", sa.String(64), primary_key=True),
-        sa.Column("fingerprint", sa.String(64), nullable=False),
-        sa.Column("kind", sa.String(16), nullable=False),
-        sa.Column("resource_id", sa.String(32), nullable=False),
-        sa.Column("expires_at", _moment, nullable=False),
-        sa.Column("created_by", sa.String(200)),
-    )
-    op.create_index("ix_idempotency_keys_created_by", "idempotency_keys", ["created_by"])
-    op.create_index("ix_idempotency_keys_expires_at", "idempotency_keys", ["expires_at"])
 
 
 def _create_plans() -> None:
@@ -178,6 +167,8 @@ def _create_runs() -> None:
         sa.Column("started_at", _moment),
         sa.Column("updated_at", _moment, nullable=False),
         sa.Column("finished_at", _moment),
+        sa.Column("key_hash", sa.String(64), unique=True),
+        sa.Column("key_fingerprint", sa.String(64)),
     )
     op.create_index("ix_runs_created_at", "runs", ["created_at", "id"])
     op.create_index("ix_runs_created_by", "runs", ["created_by"])

@@ -9,7 +9,7 @@ import { Issues } from "./issues.js";
 import { layerRows, showLayers } from "./layers-panel.js";
 import { COSTS, DELTAS, LIMIT, ProblemForm, STATIC } from "./problem-form.js";
 import { copy, curl, pretty } from "./script-view.js";
-import { Service, latest, newKey, said } from "./service.js";
+import { Service, latest, said } from "./service.js";
 import { factRows, meaningOf, verdictOf } from "./verdict.js";
 
 const CHECK_PAUSE = 200; // ms after the last key
@@ -26,7 +26,6 @@ class NewSearch {
     this.facts = null; // of the problem that was checked last; null if it was invalid
     this.layerFacts = null; // instead of these, for a problem with layers
     this.checked = null; // the text of the question that was checked last
-    this.intent = null; // {text, key} of a request that may have to be repeated
     const changed = (key) => this.#cellChanged(key);
     this.tables = {
       costs: new Cells(at("table-costs"), COSTS, this.form, changed),
@@ -291,17 +290,10 @@ class NewSearch {
 
   async #post() {
     const text = JSON.stringify(this.body());
-    if (this.intent?.text !== text) {
-      this.intent = { text, key: newKey() };
-    }
-    const answer = await this.service.post("/v1/searches", text, { "Idempotency-Key": this.intent.key });
+    const answer = await this.service.post("/v1/searches", text);
     if (answer.ok) {
-      this.intent = null; // the same problem submitted later is another request
       location.assign(`${page.root}/searches/${answer.body.id}`);
       return;
-    }
-    if (answer.status !== 0) {
-      this.intent = null;
     }
     const errors = (answer.body.errors ?? []).filter(({ pointer }) => typeof pointer === "string");
     if (errors.length > 0) {

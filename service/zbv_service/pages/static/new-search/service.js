@@ -29,11 +29,6 @@ export function said(answer) {
   return answer.body.detail ?? `The service answered with status ${answer.status}.`;
 }
 
-// An idempotency key. (crypto.randomUUID needs a secure context.)
-export function newKey() {
-  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-}
-
 // Debounces a function: runs it for the latest request only, one at a time, after a pause.
 export function latest(work, pause) {
   let timer = 0;

@@ -28,7 +28,8 @@ import zbv_solver
 from distributed import Worker, get_worker
 from distributed.core import Status
 
-from zbv_service.records.searches import Claim, Outcome, Refusal, Update
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
 
 if TYPE_CHECKING:

@@ -1,24 +1,27 @@
-"""JSON documents of agents, as pydantic models; they are named schemas of the API."""
+"""Agents: what they send, what the database stores of them, and what the API answers."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
-from zbv_service.documents.shared import NEXT, PREVIOUS, RequestDocument
-from zbv_service.records.runs import (
-    AgentState,
-    FailureKind,
-    NewAgent,
-    NodeOutcome,
-    StopCause,
-    Work,
-)
-from zbv_service.runs.documents import ModelDocument, RecordDocument, ScriptDocument
-from zbv_service.runs.options import RunOptionsDocument
+from zbv_service.records.run_options import ModelDocument, RunOptionsDocument, ScriptDocument
+from zbv_service.records.runs import FailureKind, NodeOutcome
+from zbv_service.records.shared import NEXT, PREVIOUS, Record, RequestDocument
+
+AgentState = Literal["live", "draining", "left", "lost"]
+AGENT_STATES: tuple[str, ...] = get_args(AgentState)
+AGENT_PRESENT: frozenset[str] = frozenset({"live", "draining"})
+"""States of agents that can work."""
+AGENT_ENDED: frozenset[str] = frozenset({"left", "lost"})
+"""States that an agent leaves only by registering again."""
+
+StopCause = Literal["cancelled", "failed", "unknown-run"]
+"""Why an agent must end its ranks."""
 
 Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Directory = Annotated[str, Field(max_length=4000, pattern=r"^/[^\x00-\x1f\x7f]*$")]
@@ -89,8 +92,8 @@ class AgentRequest(RequestDocument):
         )
 
 
-class AgentDocument(RecordDocument):
-    """A registered agent."""
+class NewAgent(Record):
+    """An agent as it registers."""
 
     id: str
     name: str
@@ -100,14 +103,23 @@ class AgentDocument(RecordDocument):
     devices: list[str]
     versions: dict[str, str]
     allowed_models: list[str]
-    allowed_scripts: list[str] = Field([], description="Patterns of paths of scripts that it may run.")
-    checkpoint_directories: list[str] | None = Field(
-        description="Where its ranks may save checkpoints; null if the agent did not say."
-    )
+    allowed_scripts: list[str] = Field([])
+    """Patterns of paths of scripts that it may run."""
+    checkpoint_directories: list[str] | None
+    """Where its ranks may save checkpoints; null if the agent did not say."""
+    owner: str = Field(exclude=True)
+    """The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`)."""
+
+
+class AgentDocument(NewAgent):
+    """A registered agent."""
+
     state: AgentState
-    run_id: str | None = Field(description="The run that it works for.")
+    run_id: str | None
+    """The run that it works for."""
     created_at: datetime
-    seen_at: datetime = Field(description="The time of its last heartbeat.")
+    seen_at: datetime
+    """The time of its last heartbeat."""
 
 
 class RegisteredAgent(BaseModel):
@@ -128,7 +140,7 @@ class AgentList(BaseModel):
     previous: str | None = PREVIOUS
 
 
-class WorkDocument(BaseModel):
+class WorkDocument(Record):
     """One node of one generation of a run."""
 
     run_id: str
@@ -142,24 +154,6 @@ class WorkDocument(BaseModel):
     script: ScriptDocument | None = None
     steps: int | None = Field(description="null if the ranks run a script.")
     options: RunOptionsDocument
-
-    @classmethod
-    def of(cls, work: Work) -> WorkDocument:
-        """The document of an agent's work."""
-        run, node = work.run, work.node
-        return cls(
-            run_id=run.id,
-            generation=node.generation,
-            node_rank=node.node_rank,
-            nodes=run.nodes,
-            ranks_per_node=run.ranks_per_node,
-            rendezvous=node.rendezvous,
-            plan_id=run.plan_id,
-            model=None if run.model is None else ModelDocument.model_validate(run.model),
-            script=None if run.script is None else ScriptDocument.model_validate(run.script),
-            steps=run.steps,
-            options=RunOptionsDocument.model_validate(run.options),
-        )
 
 
 class RankPlace(RequestDocument):
@@ -236,3 +230,47 @@ class RankEvents(RequestDocument):
         list[Annotated[NonFinite | SkippedCheckpoint, Field(discriminator="kind")]],
         Field(max_length=MAX_RANK_EVENTS),
     ]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat of an agent."""
+
+    agent_id: str
+    port: int | None = None
+    """A free port of its node; None leaves the stored one."""
+    run_id: str | None = None
+    ranks: tuple[dict[str, Any], ...] = ()
+    """The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks."""
+
+    def is_running(self, *, is_script: bool) -> bool:
+        """Whether all of its ranks have begun a step, or a script, which need not have steps."""
+        return bool(self.ranks) and (is_script or all(place["step"] is not None for place in self.ranks))
+
+
+@dataclass(frozen=True)
+class RunOrders:
+    """What the agents of a run must do."""
+
+    cancel_requested: bool
+    stop_requested: bool
+    target_plan_id: str | None
+
+
+@dataclass(frozen=True)
+class BeatAnswer:
+    """The answer to a heartbeat: the agent's state (None if it is unknown) and the orders of its run."""
+
+    name: str
+    state: AgentState | None
+    orders: RunOrders | None
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """How a node ended in a generation; ``failures`` are the failure documents of its ranks."""
+
+    run_id: str
+    generation: int
+    outcome: NodeOutcome
+    failures: list[dict[str, Any]]

@@ -1,24 +1,46 @@
-"""The options of a run: training, retries and replanning."""
+"""What a run executes, and how: its model or script, and its options."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 from zbv_solver.documents.fields import Number
 
-from zbv_service.records.runs import DEFAULT_RETRIES
+from zbv_service.records.shared import RequestDocument
 
 MAX_INTEGER = 2**31 - 1
 MAX_REPLICAS = 4096
 MAX_ACCUMULATED = 4096
-MAX_RETRIES = 100
+DEFAULT_RETRIES, MAX_RETRIES = 3, 100
 
 Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER)]
 
 
 _ABSOLUTE = r"^/[^\x00-\x1f\x7f]*$"
+_FACTORY = r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*|transformers:/[^\s:]+)$"
+
+
+class ModelDocument(RequestDocument):
+    """The model to train; all nodes must have it and allow it."""
+
+    factory: Annotated[str, Field(max_length=300, pattern=_FACTORY)] = Field(
+        description="package.module:factory, or transformers:PATH of a folder on the nodes"
+    )
+    arguments: dict[str, Any] = Field({}, description="Keyword arguments of the factory.")
+    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER)] = 0
+
+
+class ScriptDocument(RequestDocument):
+    """A Python script that each rank runs; all nodes must have it and allow it."""
+
+    path: Annotated[str, Field(max_length=1000, pattern=_ABSOLUTE)] = Field(
+        description="The absolute path of the script on every node, such as /shared/train.py."
+    )
+    arguments: Annotated[list[str], Field(max_length=1000)] = Field(
+        [], description="Command-line arguments. Everyone who may read the run can read them."
+    )
 
 
 def _require_absolute(directory: str) -> str:
@@ -33,10 +55,8 @@ def _require_absolute(directory: str) -> str:
     return directory
 
 
-class CheckpointDocument(BaseModel):
+class CheckpointDocument(RequestDocument):
     """Where and how often the ranks save checkpoints."""
-
-    model_config = ConfigDict(extra="forbid")
 
     directory: Annotated[
         str,
@@ -58,10 +78,8 @@ OF_SCRIPTS = frozenset({"threads", "data_parallel", "retries"})
 """The options that have an effect on a run of a script."""
 
 
-class RunOptionsDocument(BaseModel):
+class RunOptionsDocument(RequestDocument):
     """How the ranks run. Of these options, a run of a script has only threads, data_parallel and retries."""
-
-    model_config = ConfigDict(extra="forbid")
 
     def of_training(self) -> list[str]:
         """The options with other values than the defaults that have no effect on a script."""

@@ -27,6 +27,19 @@ class RequestDocument(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Record(BaseModel):
+    """Base of what the database returns and the API sends; fields with ``exclude`` are only for the service.
+
+    The docstring of a field is its description in the API.
+    """
+
+    model_config = ConfigDict(frozen=True, serialize_by_alias=True, use_attribute_docstrings=True)
+
+    def text(self) -> bytes:
+        """The document as JSON."""
+        return self.model_dump_json().encode()
+
+
 def _require_few_samples(jitter: JitterDocument) -> JitterDocument:
     spreads: list[Any] = [jitter.transfer]
     spreads += (

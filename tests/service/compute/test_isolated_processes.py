@@ -1,0 +1,178 @@
+"""Calls in other processes: reports, requests to stop, errors, and the death of a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import is_alive
+from support.serving import DEADLINE
+from zbv_service.compute.child import Caller
+from zbv_service.compute.processes import IsolatedProcesses, ShutDown
+
+
+@pytest.fixture
+def processes() -> Iterator[IsolatedProcesses]:
+    started = IsolatedProcesses()
+    yield started
+    started.kill()
+
+
+def process_of(_argument: object) -> int:
+    return os.getpid()
+
+
+def count(until: int, caller: Caller) -> int:
+    for number in range(until):
+        caller.report(number)
+    return os.getpid()
+
+
+def wait_for_stop(_argument: object, caller: Caller) -> str:
+    caller.report("begun")
+    while not caller.is_stopped():
+        time.sleep(0.01)
+    return "stopped"
+
+
+def is_stopped(_argument: object, caller: Caller) -> bool:
+    time.sleep(0.1)  # a request that came late would arrive
+    return caller.is_stopped()
+
+
+def fail(_argument: object) -> None:
+    raise KeyError("of the call")
+
+
+class Unreadable(Exception):
+    """Its pickle cannot be loaded."""
+
+    def __init__(self, one: int, two: int):
+        super().__init__(one + two)
+
+
+def fail_unreadably(_argument: object) -> None:
+    raise Unreadable(1, 2)
+
+
+def unsendable(_argument: object) -> object:
+    return threading.Lock()
+
+
+def die(_argument: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_reports_arrive_in_order_before_the_result(processes: IsolatedProcesses) -> None:
+    reports: list[int] = []
+    assert processes.submit(count, 100, reports.append).result(DEADLINE) != os.getpid()
+    assert reports == list(range(100))
+
+
+def test_a_process_is_kept_for_the_next_call(processes: IsolatedProcesses) -> None:
+    first = processes.submit(process_of, None).result(DEADLINE)
+    assert processes.submit(process_of, None).result(DEADLINE) == first
+    assert processes.process_ids == [first]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_call_can_be_asked_to_stop_at_any_time(processes: IsolatedProcesses, has_begun: bool) -> None:
+    begun = threading.Event()
+    call = processes.submit(wait_for_stop, None, lambda _: begun.set())
+    if has_begun:
+        assert begun.wait(DEADLINE)
+    processes.stop(call)
+    assert call.result(DEADLINE) == "stopped"
+    processes.stop(call)  # it has ended
+    assert processes.submit(is_stopped, None, lambda _: None).result(DEADLINE) is False
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (fail, KeyError, "of the call"),
+        (fail_unreadably, RuntimeError, "Unreadable: 3"),
+        (unsendable, TypeError, "pickle"),
+        (die, BrokenExecutor, "died"),
+    ],
+)
+def test_an_error_fails_its_call_alone(
+    processes: IsolatedProcesses, function: Any, kind: type[Exception], message: str
+) -> None:
+    begun = threading.Event()
+    other = processes.submit(wait_for_stop, None, lambda _: begun.set())
+    assert begun.wait(DEADLINE)
+    with pytest.raises(kind, match=message):
+        processes.submit(function, None).result(DEADLINE)
+    processes.submit(process_of, None).result(DEADLINE)
+    processes.stop(other)
+    assert other.result(DEADLINE) == "stopped"
+
+
+def test_the_traceback_of_an_error_is_its_cause(processes: IsolatedProcesses) -> None:
+    error = processes.submit(fail, None).exception(DEADLINE)
+    assert "in fail" in str(error.__cause__ if error else None)
+
+
+def test_a_process_that_dies_idle_is_replaced(processes: IsolatedProcesses) -> None:
+    first = processes.submit(process_of, None).result(DEADLINE)
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + DEADLINE
+    while is_alive(first):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert processes.submit(process_of, None).result(DEADLINE) != first
+
+
+def test_a_shutdown_asks_calls_to_stop_and_takes_no_more(processes: IsolatedProcesses) -> None:
+    begun = threading.Event()
+    call = processes.submit(wait_for_stop, None, lambda _: begun.set())
+    assert begun.wait(DEADLINE)
+    (process_id,) = processes.process_ids
+    processes.shutdown()
+    assert call.result(DEADLINE) == "stopped"
+    with pytest.raises(ShutDown):
+        processes.submit(process_of, None)
+    deadline = time.monotonic() + DEADLINE
+    while is_alive(process_id):
+        assert time.monotonic() < deadline, "it ends after its call"
+        time.sleep(0.01)
+
+
+def test_killing_ends_calls_at_once(processes: IsolatedProcesses, tmp_path: Path) -> None:
+    begun = threading.Event()
+    call = processes.submit(wait_for_stop, None, lambda _: begun.set())
+    assert begun.wait(DEADLINE)
+    processes.kill_process_of(call)
+    with pytest.raises(BrokenExecutor):
+        call.result(DEADLINE)
+
+
+def test_a_process_that_starts_slowly_does_not_delay_the_end_of_others(
+    processes: IsolatedProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting, may_start = threading.Event(), threading.Event()
+    start = ForkServerProcess.start
+
+    def start_slowly(process: ForkServerProcess) -> None:
+        starting.set()
+        assert may_start.wait(DEADLINE)
+        start(process)
+
+    monkeypatch.setattr(ForkServerProcess, "start", start_slowly)
+    submitted = processes.submit(process_of, None)
+    assert starting.wait(DEADLINE)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(processes.kill_process_of, Future()).result(DEADLINE / 4)
+        finally:
+            may_start.set()
+    assert submitted.result(DEADLINE) != os.getpid()

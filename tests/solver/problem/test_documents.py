@@ -1,0 +1,331 @@
+"""Documents of problems and jitter: equal spellings, reading back what was written, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered, layered_problems
+from support.paths import ROOT
+from support.problems import (
+    DIFFERING,
+    differing_problems,
+    problems,
+    rough_problems,
+    uniform,
+    uniform_document,
+)
+from zbv_solver.documents.files import canonical_json, decode_json
+from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.jitter import Jitter, Spread, jitter_json, parse_jitter
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
+from zbv_solver.problem.problem import Units
+from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.writing import any_problem_json
+
+STAGES = uniform_document(2, 3)
+LAYERS = document()
+NAMES = ["embedding", *(f"block.{copy}" for copy in range(8)), "head"]
+PARTITION = [NAMES[:2], NAMES[2:3], NAMES[3:4], NAMES[4:]]
+LOOP = {**STAGES, "placement": "loop", "chunks": 3}
+JITTER = {"action": 0.05}
+ABSENT = object()
+
+
+def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The document with other values, by keys such as ``costs.forward``; ABSENT removes a key."""
+    made = copy.deepcopy(base)
+    for path, value in changes.items():
+        target: Any = made
+        *parents, last = path.split(".")
+        for key in parents:
+            target = target[int(key)] if isinstance(target, list) else target.setdefault(key, {})
+        if value is ABSENT:
+            del target[last]
+        else:
+            target[last] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("base", "one", "other"),
+    [
+        (LOOP, {"costs.forward": 1}, {"costs.forward": [1] * 3}),
+        (LOOP, {"costs.forward": [5, 7, 9]}, {"costs.forward": [5, 5, 7, 7, 9, 9]}),
+        (STAGES, {"memory": ABSENT}, {"memory": {"forward": 0, "backward_input": 0, "backward_weight": 0}}),
+        (STAGES, {"costs.backward": None}, {}),
+        (STAGES, {"costs.p2p": ABSENT}, {"costs.p2p": [0, 0, 0]}),
+        (STAGES, {"costs.forward": -0.0}, {"costs.forward": 0}),
+        (STAGES, {"chunks": 2}, {}),
+        (STAGES, {"placement": "single", "chunks": 1}, {"placement": "single"}),
+        (STAGES, {"measured": {"a": "b", "c": "d"}}, {"measured": {"c": "d", "a": "b"}}),
+        (STAGES, {"costs.forward": {"fixed": 2}}, {"costs.forward": 2}),
+        (
+            DIFFERING,
+            {"features": None, "sequences": [[3, 1], [2], []]},
+            {"features": {"tokens": [4, 2, 0], "tokens_squared": [10, 4, 0]}},
+        ),
+        (
+            LAYERS,
+            {"layers.1.backward": 2.5, "layers.1.recompute": {"backward_input": 4}},
+            # The fused backward grows by as much as I and W together.
+            {"layers.1.backward": 2.5, "layers.1.recompute": {"backward_input": 4, "backward": 4.5}},
+        ),
+        (
+            LAYERS,
+            {"layers.1.parameters_bytes": 7, "layers.1.memory": {"workspace": 2}},
+            {"layers.1.parameters_bytes": 7, "layers.1.memory": {"workspace": 2, "static": 7}},
+        ),
+        (LAYERS, {"cut": {}}, {"cut": None}),
+    ],
+)
+def test_two_spellings_of_a_problem(base: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> None:
+    first, second = (parse_any_problem(changed(base, changes)) for changes in (one, other))
+    assert first == second
+    assert canonical_json(any_problem_json(first)) == canonical_json(any_problem_json(second))
+
+
+@st.composite
+def any_problems(draw: st.DrawFn) -> AnyProblem:
+    """Every kind of problem, with units and a measured program; of layers also a cut."""
+    of_layers = st.booleans().flatmap(
+        lambda mixed: layered_problems(4, ("v", "loop", "single", "auto"), mixed=mixed)
+    )
+    by_stages = st.one_of(problems(kinds=("v", "loop", "single")), rough_problems(), differing_problems())
+    problem: AnyProblem = draw(st.one_of(by_stages, of_layers))
+    if isinstance(problem, LayeredProblem):
+        p2p = draw(st.sampled_from((0.0, 0.5))) if problem.link is None and not problem.links else 0.0
+        static = tuple(draw(st.sampled_from((0.0, 3.5))) for _ in range(problem.pp_degree))
+        problem = replace(problem, blocking=draw(st.booleans()), p2p=p2p, static=static)
+        cuts = list(every_cut(problem, problem.placements[0]))
+        if cuts and draw(st.booleans()):
+            problem = draw(st.sampled_from(cuts))
+    units = draw(st.sampled_from((Units(), Units(memory="GB"), Units("us", "bytes"))))
+    measured = draw(st.sampled_from(((), (("device", "H200"), ("torch", "2.13.0")))))
+    return replace(problem, units=units, measured=measured)
+
+
+@given(any_problems())
+def test_a_problem_is_read_as_it_was_written(problem: AnyProblem) -> None:
+    written = json.loads(json.dumps(any_problem_json(problem)))
+    assert parse_any_problem(written) == problem
+    assert any_problem_json(parse_any_problem(written)) == written
+
+
+@pytest.mark.parametrize("given_as", [list, np.array, lambda values: np.array(values, dtype=np.float32)])
+def test_sequences_and_numbers_of_any_type_have_the_same_document(given_as: Callable[[Any], Any]) -> None:
+    """The document's text is part of a plan's identity."""
+    problem = uniform(2, 3, limit=4)
+    costs = {name: given_as(values) for name, values in vars(problem.costs).items() if values is not None}
+    limit = given_as(problem.memory.limit)
+    other = replace(
+        problem, costs=replace(problem.costs, **costs), memory=replace(problem.memory, limit=limit)
+    )
+    assert canonical_json(any_problem_json(other)) == canonical_json(any_problem_json(problem))
+
+
+def test_absent_keys_of_a_device_and_of_recomputation_there_keep_the_nearest_values() -> None:
+    slow = {"forward": 6, "memory": {"static": 9}, "recompute": {"backward_input": 8}}
+    layer = changed(BLOCK, {"recompute": RECOMPUTE, "on": {"slow": slow}})
+    problem = layered(layers=[EMBEDDING, layer, HEAD], devices=["fast", "slow"])
+    block = problem.model.layers[1]
+    plain, again = block.costs_when(False, "slow"), block.costs_when(True, "slow")
+    assert (plain.forward, plain.backward_input, plain.memory.static, plain.memory.forward) == (6, 2, 9, 0)
+    assert (again.forward, again.backward_input, again.memory) == (6, 8, plain.memory)
+    assert block.costs_when(True, "fast").memory.static == 1
+
+
+def test_the_example_in_the_documentation_is_valid() -> None:
+    text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    example = text.partition("## Layers")[2].partition("```json")[2].partition("```")[0]
+    problem = parse_any_problem(json.loads(example))
+    assert {placement.kind for placement in problem.placements} == {"v", "loop", "single"}  # type: ignore[union-attr]
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    # problems by stages: base, changes, pointers, words
+    (STAGES, {"costs.forward": -1}, "/costs/forward", "must not be negative"),
+    (STAGES, {"costs.forward": [1, 1, 1, -2]}, "/costs/forward/3", "must not be negative"),
+    (STAGES, {"costs.forward": 1e16}, "/costs/forward", "larger unit"),
+    (STAGES, {"costs.forward": 1e-101}, "/costs/forward", "smaller unit"),
+    (STAGES, {"costs.forward": 9e14}, "/costs/forward", "together"),
+    (STAGES, {"costs.forward": [1, True, 1, 1]}, "/costs/forward/1", "valid number"),
+    (STAGES, {"costs.forward": [1, 2, 3]}, "/costs/forward", "3 values; must be a number, 2 values"),
+    (STAGES, {"costs.p2p": [1, 2]}, "/costs/p2p", "2 values; must be a number or 3 values"),
+    (STAGES, {"costs.forwards": 1}, "/costs/forwards", "unknown key"),
+    (STAGES, {"costs.backward": [1]}, "/costs/backward", "found 1 values"),
+    (STAGES, {"memory.backward_input": -1}, "/memory", "sum to"),
+    (STAGES, {"memory.forward": -1}, "/memory/forward /memory", "must not be negative"),
+    (
+        STAGES,
+        {"memory.backward_input": -2, "memory.backward_weight": 1},
+        "/memory/backward_weight",
+        "W releases",
+    ),
+    (STAGES, {"memory.backward_input": -5e-324}, "/memory/backward_input /memory", "at least 1e-120"),
+    (STAGES, {"memory.limit": [1, 2, 3]}, "/memory/limit", "2 values (one per rank)"),
+    (STAGES, {"memory.static": -1}, "/memory/static", "must not be negative"),
+    (STAGES, {"memory.static": {"tokens": 1}}, "/memory/static", "not an object"),
+    (STAGES, {"pp_degree": 0}, "/pp_degree", "greater than or equal to 1"),
+    (STAGES, {"pp_degree": 2.0}, "/pp_degree", "valid integer"),
+    (STAGES, {"pp_degree": 1025}, "/pp_degree", "less than or equal to 1024"),
+    (STAGES, {"microbatches": 10**5000}, "/microbatches", "found a number too long to print"),
+    (STAGES, {"pp_degree": 1024, "microbatches": 2049}, "/microbatches", "product must be at most"),
+    (STAGES, {"objective": "time"}, "/objective", "'span' or 'makespan'"),
+    (STAGES, {"placement": "w"}, "/placement", "'v', 'loop' or 'single'"),
+    (STAGES, {"chunks": 3}, "/chunks", "placement v has 2 per rank"),
+    (STAGES, {"measured": {str(at): "" for at in range(33)}}, "/measured", "at most 32"),
+    (
+        STAGES,
+        {"pp_degree": ABSENT, "microbatches": 0, "costs": {"forward": "x"}},
+        "/pp_degree /microbatches /costs/forward /costs/backward_input /costs/backward_weight",
+        "required",
+    ),
+    # microbatches that differ
+    (DIFFERING, {"features.tokens": [1, 2]}, "/features/tokens", "must be 3"),
+    (DIFFERING, {"features.tokens": [1, 2, -1]}, "/features/tokens/2", "negative"),
+    (DIFFERING, {"features.tokens": [1, 1e300, -1]}, "/features/tokens/1", "larger unit"),
+    (DIFFERING, {"features.tokens": [0, 1e-300, 3]}, "/features/tokens/1", "smaller unit"),
+    (DIFFERING, {"features.tokens": [[1], 2, 3]}, "/features/tokens/0", "number"),
+    (DIFFERING, {"features.fixed": [1, 2, 3]}, "/features/fixed", "the part without features"),
+    (DIFFERING, {"features": {f"f{k}": [1, 2, 3] for k in range(17)}}, "/features", "16"),
+    (DIFFERING, {"features": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens_squared", "one of"),
+    (STAGES, {"costs.forward": {"tokens": 1}}, "/costs/forward/tokens", "no features"),
+    (DIFFERING, {"sequences": [[1], [2], [3]]}, "/features/tokens", "together with sequences"),
+    (DIFFERING, {"features": None, "sequences": [[1], [2]]}, "/sequences", "must be 3"),
+    (DIFFERING, {"features": None, "sequences": [[1], [2], [3, -1]]}, "/sequences/2/1", "negative"),
+    (DIFFERING, {"costs.forward": {"fixed": -5, "tokens": 2}}, "/costs/forward", "microbatch 2 on stage 0"),
+    (DIFFERING, {"costs.forward": {"tokens": 1e15}}, "/costs/forward", "from 0 to 1e+15"),
+    (DIFFERING, {"costs.forward": {"tokens": 1e16}}, "/costs/forward/tokens", "larger unit"),
+    (DIFFERING, {"costs.forward": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens", "one per chunk"),
+    (DIFFERING, {"costs.p2p": {"fixed": -3, "tokens": 1}}, "/costs/p2p", "microbatch 2 on boundary 0"),
+    (DIFFERING, {"memory.backward_input": {"tokens": -0.5}}, "/memory", "sum to"),
+    (DIFFERING, {"memory.forward": {"fixed": -4, "tokens": 2}}, "/memory/forward /memory", "microbatch 2"),
+    (
+        DIFFERING,
+        {"memory.backward_input.tokens": -3, "memory.backward_weight.tokens": 1},
+        "/memory/backward_weight",
+        "W releases",
+    ),
+    # problems by layers
+    (LAYERS, {"layers": []}, "/layers", "at least one"),
+    (LAYERS, {"layers": [BLOCK, {**BLOCK, "repeat": 2}]}, "/layers/1/name", "found 'block.0' twice"),
+    (LAYERS, {"layers.1.repeat": 1000}, "/layers", "at most 512"),
+    (LAYERS, {"layers.1.repeat": 10**5000}, "/layers/1/repeat", "found a number too long"),
+    (LAYERS, {"layers.1.forward": -1}, "/layers/1/forward", "must not be negative"),
+    (LAYERS, {"layers.1.forward": 2e14}, "/layers", "as the sum over all layers"),
+    (LAYERS, {"layers.1.output_bytes": -1}, "/layers/1/output_bytes", "must not be negative"),
+    (LAYERS, {"layers.1.backward_weight": ABSENT}, "/layers/1/backward_weight", "required"),
+    (LAYERS, {"layers.1.memory": {"forward": 1}}, "/layers/1/memory", "the deltas sum to 1"),
+    (LAYERS, {"layers.1.recompute.memory.forward": 2}, "/layers/1/recompute/memory", "must be 0"),
+    (LAYERS, {"layers.1.on": {"b": {}}, "devices": ["a", "a"]}, "/layers/1/on", "no rank has"),
+    (LAYERS, {"layers.1.on.b.forward": -1, "devices": ["a", "b"]}, "/layers/1/on/b/forward", "negative"),
+    (
+        LAYERS,
+        {"layers.1.on": {"/": {}}, "layers.1.recompute": {}, "devices": ["/"] * 2},
+        "/layers/1/on/~1/recompute",
+        "on every device",
+    ),
+    (LAYERS, {"devices": ["a"]}, "/devices", "must be 2, one per rank"),
+    (LAYERS, {"layers": [HEAD]}, "/layers", "found 1 separable layers for 4 stages"),
+    (LAYERS, {"pp_degree": 1000}, "/layers", "2000 stages"),
+    (LAYERS, {"cut.together": [["embedding", "nose"]]}, "/cut/together/0", "'nose', which is not a layer"),
+    (LAYERS, {"cut.first": 11}, "/cut/first", "at most the model's 8 transformer layers"),
+    (LAYERS, {"cut.first": 0, "cut.together": [PARTITION[0]]}, "/cut/first", "separates"),
+    (LAYERS, {"cut.first": 8}, "/layers", "every stage needs at least one"),
+    (LAYERS, {"cut": {"first": 5, "last": 5}}, "/cut", "2 more than the model has"),
+    (LAYERS, {"cut": {"first": 3, "last": 3}, "placement": "single"}, "/cut", "2 of the model's layers"),
+    (LAYERS, {"costs.p2p": [1, 2, 3]}, "/costs/p2p", "found a list"),
+    (LAYERS, {"costs.p2p": -1}, "/costs/p2p", "must not be negative"),
+    (LAYERS, {"costs.forward": 3}, "/costs/forward", "found together with layers"),
+    (LAYERS, {"costs.link": {"bandwidth": 3}}, "/costs", "found both p2p and link"),
+    (LAYERS, {"costs": {"link": {"bandwidth": 0}}}, "/costs/link/bandwidth", "must be positive"),
+    (LAYERS, {"costs": {"link": {"bandwidth": 1e-300}}}, "/costs/link", "longest transfer"),
+    (LAYERS, {"costs": {"link": [{"bandwidth": 1}]}}, "/costs/link", "found 1 links"),
+    (LAYERS, {"memory.limit": [1, 2, 3]}, "/memory/limit", "found 3 values"),
+    (LAYERS, {"recompute": [True]}, "/recompute", "without a partition"),
+    (LAYERS, {"placement": "w"}, "/placement", "found 'w'"),
+    (LAYERS, {"chunks": 3}, "/chunks", "placement v has 2 per rank"),
+    (LAYERS, {"placement": "auto", "chunks": 2}, "/chunks", "placement auto chooses"),
+    (LAYERS, {"features": {}}, "/features", "plan the layers without this key"),
+    (LAYERS, {"partition": [["embedding"], ["block.1"], [], []]}, "/partition/1/0", "expected 'block.0'"),
+    (LAYERS, {"partition": [["embedding"], ["block.0"], [], []]}, "/partition", "'block.1' and later"),
+    (LAYERS, {"partition": [NAMES]}, "/partition", "found 1 stages"),
+    (LAYERS, {"partition": PARTITION, "placement": "auto"}, "/placement", "name the placement"),
+    (LAYERS, {"partition": PARTITION, "recompute": [True]}, "/recompute", "must be 4, one per stage"),
+    (LAYERS, {"partition": PARTITION, "costs.forward": [3, 2, 2, 16]}, "/costs/forward", "[3, 2, 2, 15]"),
+    (LAYERS, {"layers": [None]}, "/layers/0", "must be a JSON object"),
+    # jitter
+    (JITTER, {"action": {"F": 11}}, "/action/F", "must be from 0 to 10"),
+    (JITTER, {"action": {"X": 1}}, "/action/X", "unknown key"),
+    (JITTER, {"action": [1]}, "/action", "valid number"),
+    (JITTER, {"rank": [0, -1]}, "/rank/1", "must be from 0 to 10"),
+    (JITTER, {"rank": []}, "/rank", "at least 1"),
+    (JITTER, {"transfer": {"samples": [-1]}}, "/transfer/samples/0", "must be a factor"),
+    (JITTER, {"transfer": {"samples": []}}, "/transfer/samples", "at least 1"),
+    (JITTER, {"noise": 1}, "/noise", "unknown key"),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "pointers", "words"), WRONG, ids=[row[2] for row in WRONG])
+def test_a_wrong_document_is_refused_at_the_broken_keys(
+    base: dict[str, Any], changes: dict[str, Any], pointers: str, words: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        (parse_jitter if base is JITTER else parse_any_problem)(changed(base, changes))
+    assert {issue.pointer for issue in caught.value.issues} == set(pointers.split())
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "1e999", "NaN", "-Infinity", "4e-320"], ids=str.__len__)
+@pytest.mark.parametrize(
+    ("base", "key"), [(STAGES, "costs.forward"), (STAGES, "microbatches"), (LAYERS, "layers.1.repeat")]
+)
+def test_a_number_out_of_range_is_refused_by_its_key(base: dict[str, Any], key: str, number: str) -> None:
+    text = json.dumps(changed(base, {key: "N"})).replace('"N"', number)
+    with pytest.raises(InvalidInput, match=f"/{key.replace('.', '/')}: found"):
+        parse_any_problem(decode_json(text))
+
+
+spreads = st.one_of(
+    st.floats(0, 10).map(Spread),
+    st.lists(st.floats(0, 3), min_size=1, max_size=3).map(lambda samples: Spread(samples=tuple(samples))),
+)
+jitters = st.builds(
+    Jitter, spreads, spreads, spreads, spreads, st.lists(spreads, min_size=1, max_size=3).map(tuple), spreads
+)
+
+
+@given(jitters | spreads.map(lambda spread: Jitter(spread, spread, spread, spread)))
+def test_jitter_is_read_as_it_was_written(jitter: Jitter) -> None:
+    assert parse_jitter(json.loads(json.dumps(jitter_json(jitter)))) == jitter
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("5%", {"action": 0.05, "transfer": 0.05}),
+        ("action=5%,transfer=20%", {"action": 0.05, "transfer": 0.2}),
+        ("rank=0.5, W=10%", {"action": {"W": 0.1}, "rank": 0.5}),
+        ("action=1,B=0", {"action": {"F": 1, "I": 1, "W": 1}}),
+        ("", "jitter is written as 5%"),
+        ("colour=5%", "jitter is written as 5%"),
+        ("action=five", "jitter is written as 5%"),
+        ("action=5%,action=6%", "found action twice"),
+        ("-5%", "must be from 0 to 10"),
+        ("nan", "must be from 0 to 10"),
+    ],
+)
+def test_the_short_form_of_jitter(text: str, same: dict[str, Any] | str) -> None:
+    if isinstance(same, str):
+        with pytest.raises(InvalidInput, match=same):
+            parse_jitter(text)
+    else:
+        assert parse_jitter(text) == parse_jitter(same)

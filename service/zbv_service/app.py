@@ -11,6 +11,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from zbv_solver import __version__
 
+from zbv_service import pages
 from zbv_service.api import openapi
 from zbv_service.api.bodies import BodyMemory
 from zbv_service.api.error_handlers import install as install_error_handlers
@@ -32,9 +33,8 @@ from zbv_service.compute.processes import preload
 from zbv_service.database import Database, TokenTable
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
-from zbv_service.pages import routes as pages
-from zbv_service.pages.routes import errors, sign_in
-from zbv_service.pages.shell import assets
+from zbv_service.pages import errors, sign_in
+from zbv_service.pages.assets import STATIC_DIRECTORIES, assets, assets_app
 from zbv_service.searches.executors.task import SearchFunction, solver_search
 from zbv_service.security.headers import SecurityHeaders
 from zbv_service.security.scheme import require_declared
@@ -125,7 +125,7 @@ def create_app(
     app.state.body_memory = BodyMemory()
     install_error_handlers(app)
     sign_in.install(app)
-    pages.mount_static(app)
+    app.mount("/static", assets_app(STATIC_DIRECTORIES, assets()), name="static")
     errors.install(app)
     openapi.install(app)
     return app

@@ -231,4 +231,5 @@ def in_other_units(problem: Problem, time: float, memory: float) -> Problem:
     def both(owner: Any) -> Any:
         return replace(owner, costs=scaled(owner.costs, time), memory=scaled(owner.memory, memory))
 
-    return replace(both(problem), features=tuple(both(feature) for feature in problem.features))
+    whole: Problem = both(problem)
+    return replace(whole, features=tuple(both(feature) for feature in problem.features))

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
+from zbv_solver import __version__
+from zbv_solver.export import report
+
+STATIC_DIRECTORIES: tuple[Path, ...] = (Path(__file__).parent / "static", report.STATIC)
+"""Directories of files that pages load, served as one; the solver's has the picture of a plan."""
 
 VERSIONED = "public, max-age=31536000, immutable"
 ASK_AGAIN = "no-cache"
 _WORTH_PACKING = 500
 _VERSION = re.compile(r"[0-9a-f]{12}")
+
+
+@cache
+def assets() -> str:
+    """A digest of the version and of all style sheets and scripts: twelve hexadecimal digits.
+
+    It is part of addresses that browsers cache without asking again.
+    """
+    digest = sha256(__version__.encode())
+    for directory in STATIC_DIRECTORIES:
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def assets_app(directories: Sequence[Path], version: str) -> ASGIApp:

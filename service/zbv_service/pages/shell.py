@@ -1,19 +1,26 @@
-"""The surroundings of all pages, their content security policy, and the files that they load."""
+"""The surroundings of all pages, and pages as answers of HTTP."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from hashlib import sha256
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import HTMLResponse
 from jinja2 import Environment
 from zbv_solver import __version__
 from zbv_solver.export import quantities, report
 
-from zbv_service.pages.views import layers, measured_rows, words
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import state_of
+from zbv_service.pages import words
+from zbv_service.pages.assets import assets
+from zbv_service.security.grants import Grant
 from zbv_service.security.scopes import allows
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -29,9 +36,6 @@ CONTENT_SECURITY_POLICY = "; ".join(
     )
 )
 """Nothing inline, no eval, nothing from other origins."""
-
-STATIC_DIRECTORIES: tuple[Path, ...] = (Path(__file__).parent / "static", report.STATIC)
-"""Directories of files that pages load, served as one; the solver's has the picture of a plan."""
 
 _JOINED = 1000
 """Pieces of a page that are joined at a time."""
@@ -67,20 +71,6 @@ class Shell:
         return not self.may or allows(self.may, [scope])
 
 
-@cache
-def assets() -> str:
-    """A digest of the version and of all style sheets and scripts: twelve hexadecimal digits.
-
-    It is part of addresses that browsers cache without asking again.
-    """
-    digest = sha256(__version__.encode())
-    for directory in STATIC_DIRECTORIES:
-        for path in sorted(directory.rglob("*")):
-            if path.is_file():
-                digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def render(template: str, shell: Shell, **values: Any) -> bytes:
     """Render a template of ``templates/``, with ``shell``, ``root`` and ``static`` added, as UTF-8.
 
@@ -101,6 +91,32 @@ def render(template: str, shell: Shell, **values: Any) -> bytes:
     return bytes(content)
 
 
+NO_STORE: Mapping[str, str] = MappingProxyType({"Cache-Control": "no-store"})
+
+
+def html(content: bytes, status: int = 200, headers: Mapping[str, str] = NO_STORE) -> HTMLResponse:
+    """A page with a policy that lets browsers load only the service's own files."""
+    return HTMLResponse(content, status, {"Content-Security-Policy": CONTENT_SECURITY_POLICY, **headers})
+
+
+async def page(request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    """A template rendered for the reader who sent a request: in a thread, because a page may be large."""
+    write = partial(render, template, shell_of(request), **values)
+    return html(await state_of(request).computations.write(write), status)
+
+
+def shell_of(request: Request) -> Shell:
+    """The surroundings of a page; public pages have no account."""
+    grant: Grant | None = getattr(request.state, "grant", None)
+    return Shell(
+        root=root_of(request),
+        base_url=str(request.base_url).rstrip("/"),
+        account=grant.name if grant is not None and grant.means == "session" else None,
+        may=frozenset() if grant is None else grant.scopes,
+        path=request.url.path.removeprefix(root_of(request)),
+    )
+
+
 @cache
 def _environment() -> Environment:
     environment = report.environment(Path(__file__).parent / "templates")
@@ -109,9 +125,12 @@ def _environment() -> Environment:
         ago=words.ago,
         grouped=words.grouped,
         reached_step=words.reached_step,
-        recomputed=layers.recomputed,
-        tone=measured_rows.tone,
+        recomputed=words.recomputed,
+        tone=words.tone,
+        signed=words.signed,
+        seconds=words.seconds,
+        gigabytes=words.gigabytes,
         time_unit=quantities.time_unit,
     )
-    environment.globals["bytes"] = layers.BYTES
+    environment.globals["bytes"] = words.BYTES
     return environment

@@ -14,7 +14,7 @@ from support.serving import Service, Serving
 from zbv_service.documents.problems import asked_of
 from zbv_service.frontier.points import CutSummary, Frontier, Point
 from zbv_service.frontier.problems import holds_up_to
-from zbv_service.pages.views.frontier_picture import Axis, picture_of
+from zbv_service.pages.frontier import Axis, picture_of
 from zbv_solver.frontiers.limits import Known, at_limit
 from zbv_solver.plans.plan import Baseline, CutCertificate
 from zbv_solver.problem.problem import Problem, Units
@@ -150,8 +150,8 @@ def test_the_plan_is_in_the_picture_even_if_it_needs_more_than_the_largest_limit
     assert (axis.last, axis.shows(44.0)) == (44.0, True)
     assert axis.begin == pytest.approx(20 - 0.12 * 24)
     assert Axis.of(replace(found, own=replace(own, needs=30.0))).last == 40.0
-    mark = picture_of(found, "").marks[-1]
-    assert (mark.style, mark.text) == ("own", "this plan: 7 µs, needs 44 MiB on its fullest rank")
+    mark = picture_of(found, "")["marks"][-1]
+    assert (mark["style"], mark["text"]) == ("own", "this plan: 7 µs, needs 44 MiB on its fullest rank")
 
 
 def test_an_axis_of_amounts_begins_near_the_smallest() -> None:
@@ -163,4 +163,4 @@ def test_an_axis_of_amounts_begins_near_the_smallest() -> None:
     assert (axis.unit, axis.needs(75)) == ("GB", "needs 75 GB on its fullest rank")
     gib = Axis(0.0, 40 * 2.0**30, Units(memory="bytes"))
     assert gib.unit == "GiB"
-    assert [(at / 2**30, text) for at, text in gib.ticks()][:2] == [(0, "0"), (5, "5")]
+    assert gib.ticks()[:2] == [(0, "0"), (gib.place(5 * 2.0**30), "5")]

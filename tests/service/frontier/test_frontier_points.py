@@ -13,7 +13,7 @@ from support.serving import PROBLEM, Serving
 from zbv_service.documents.packing import problem_key
 from zbv_service.frontier.points import Point
 from zbv_service.frontier.problems import problems_of_stages
-from zbv_service.pages.views.frontier import frontier_view
+from zbv_service.pages.frontier import picture_of
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.problem.reading import parse_problem
@@ -149,12 +149,12 @@ async def test_wrong_forms_are_refused_and_a_problem_without_memory_gets_advice(
 async def test_schedules_at_the_same_place_share_a_mark(serving: Serving) -> None:
     async with serving("honest") as service:
         plan_id = await planned(service, at(1.0))
-        plan = await service.app.state.application.frontiers.plan(plan_id)
         found = await frontier(service, plan_id)
         twins = tuple(Known(name, 1.0, found.own.value) for name in ("one", "other"))
         apart = Known("apart", 1.5, found.own.value)
-        view = frontier_view(plan, replace(found, baselines=(*twins, apart)), most_effort="quick", root="")
-        assert view.picture is not None
-        marks = [(mark.name, mark.is_left) for mark in view.picture.marks if mark.style == "baseline"]
-        assert marks == [("one, other", False), ("apart", True)]
-        assert all(0 <= mark.x <= 100 and 0 <= mark.y <= 100 for mark in view.picture.marks)
+        marks = picture_of(replace(found, baselines=(*twins, apart)), "")["marks"]
+        assert [(mark["name"], mark["is_left"]) for mark in marks if mark["style"] == "baseline"] == [
+            ("one, other", False),
+            ("apart", True),
+        ]
+        assert all(0 <= mark["x"] <= 100 and 0 <= mark["y"] <= 100 for mark in marks)

@@ -12,11 +12,11 @@ from support.fake_searches import plan_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
 from zbv_service.documents.problems import question_json
+from zbv_service.pages.compare import compare_values
+from zbv_service.pages.new_search import start_from, start_from_layers
+from zbv_service.pages.search import Shortage, search_values
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.compare import compare_view
-from zbv_service.pages.views.layers import facts_of_layers, recomputed
-from zbv_service.pages.views.new_search import start_from, start_from_layers
-from zbv_service.pages.views.search import Shortage, search_view
+from zbv_service.pages.words import facts_of_layers, recomputed
 from zbv_service.records.searches import SearchDocument
 from zbv_service.records.shared import OptionsDocument, ProblemSummary
 from zbv_solver.export import export
@@ -83,8 +83,8 @@ def record(**changes: Any) -> SearchDocument:
 
 
 def page_of(found: SearchDocument, question: Problem | LayeredProblem) -> str:
-    view = search_view(found, question, AT)
-    return render("search.html.j2", Shell(), view=view, row=found).decode()
+    values = search_values(found, question, AT)
+    return render("search.html.j2", Shell(), row=found, **values).decode()
 
 
 def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() -> None:
@@ -159,13 +159,13 @@ def cut_named(name: str) -> Problem:
 
 
 def test_other_cuts_and_placements_are_rows_of_a_comparison_and_not_schedules() -> None:
-    view = compare_view(planned(), [], ((), ()), "")
-    assert [row.name for row in view.rows] == ["this plan", "even-cut", "loop-3"]
-    assert [row.fits for row in view.rows] == [True, False, True]
-    assert [row.relative for row in view.rows] == ["", "+50.0\u202f%", "+25.0\u202f%"]
-    assert [row.share for row in view.rows] == pytest.approx([8 / 12, 1, 10 / 12])
-    assert view.has_cuts
-    assert not compare_view(plan_of(uniform(2, 4)), [], ((), ()), "").has_cuts
+    values = compare_values(planned(), [], ((), ()), "")
+    assert [row.name for row in values["schedules"]] == ["this plan", "even-cut", "loop-3"]
+    assert [row.fits for row in values["schedules"]] == [True, False, True]
+    assert [row.relative for row in values["schedules"]] == ["", "+50.0\u202f%", "+25.0\u202f%"]
+    assert [row.share for row in values["schedules"]] == pytest.approx([8 / 12, 1, 10 / 12])
+    assert values["has_cuts"]
+    assert not compare_values(plan_of(uniform(2, 4)), [], ((), ()), "")["has_cuts"]
 
 
 def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
@@ -200,8 +200,8 @@ def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
 def test_an_infeasible_limit_shows_the_need_of_the_closest_cut() -> None:
     error = {"title": "x", "detail": "y", "type": "/errors/infeasible-memory", "smallest_limit": [25, 24]}
     found = record(state="infeasible", plan_id=None, objective=None, error=error)
-    view = search_view(found, layered(), AT)
-    assert view.shortages == (Shortage(0, 0, "24 MiB", "25 MiB"),)
+    values = search_values(found, layered(), AT)
+    assert values["shortages"] == [Shortage(0, 0, "24 MiB", "25 MiB")]
     assert "what the closest cut would need" in page_of(found, layered())
 
 

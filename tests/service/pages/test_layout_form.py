@@ -13,8 +13,8 @@ import zbv_solver.commands.cli as solver
 from pydantic import BaseModel
 from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
 from zbv_service.documents.parsing import parse_body
+from zbv_service.pages.layouts import LayoutForm, form_of
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.layout_form import LayoutForm, form_of
 from zbv_solver.errors import InvalidInput
 
 OF_ZBV = {"cut", "help", "output", "workers"}

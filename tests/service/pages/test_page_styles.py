@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from zbv_service.pages import shell
-from zbv_service.pages.shell import STATIC_DIRECTORIES
+from zbv_service.pages.assets import STATIC_DIRECTORIES
 from zbv_solver.export import report
 from zbv_solver.export.report import STATIC
 

@@ -10,8 +10,9 @@ import pytest
 from support.runs_over_http import import_plan
 from support.serving import PROBLEM, Serving
 from zbv_service.api.caching import IMMUTABLE
-from zbv_service.pages.shell import Shell, assets
-from zbv_service.pages.views.plan import plan_page
+from zbv_service.pages.assets import assets
+from zbv_service.pages.plan import plan_page
+from zbv_service.pages.shell import Shell
 from zbv_solver.export import report
 from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
 from zbv_solver.plans.reading import parse_plan

@@ -22,9 +22,9 @@ from support.runs_over_http import (
     work,
 )
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.pages.routes import runs as pages
+from zbv_service.pages import run as pages
+from zbv_service.pages.run import SHOWN_RANKS, run_values
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.run import SHOWN_RANKS, run_view
 from zbv_service.runs.measurements import most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.problem.reading import parse_problem
@@ -228,8 +228,8 @@ async def test_cancelling_a_run_needs_the_scope_launch(serving: Serving) -> None
         run_id = (await submit(service)).json()["id"]
         run = await service.app.state.application.runs.get(run_id)
         for may, expected in ((("read",), False), (("launch",), True), (("admin",), True)):
-            view, shell = run_view(run, None, (), ()), Shell(may=frozenset(may))
-            text = render("run.html.j2", shell, view=view, run=run, events=()).decode()
+            values, shell = run_values(run, None, (), ()), Shell(may=frozenset(may))
+            text = render("run.html.j2", shell, run=run, events=(), **values).decode()
             assert ("Cancel run" in text) == expected
 
 
@@ -248,13 +248,12 @@ async def test_a_run_of_many_ranks_shows_some_of_them_at_a_time(serving: Serving
         run_id = (await submit(service)).json()["id"]
         run = await service.app.state.application.runs.get(run_id)
     many = run.model_copy(update={"nodes": 1, "ranks_per_node": 2 * SHOWN_RANKS + 1})
-    middle = run_view(many, None, (), (), SHOWN_RANKS)
-    assert [row.rank for row in middle.ranks] == [*range(SHOWN_RANKS, 2 * SHOWN_RANKS)]
-    assert (middle.earlier_ranks, middle.later_ranks) == (0, 2 * SHOWN_RANKS)
-    first, last = run_view(many, None, (), ()), run_view(many, None, (), (), 2 * SHOWN_RANKS)
-    assert (first.earlier_ranks, last.later_ranks) == (None, None)
-    assert [row.rank for row in last.ranks] == [2 * SHOWN_RANKS]
-    text = render("run.html.j2", Shell(), view=middle, run=many, events=()).decode()
+    seen = [run_values(many, None, (), (), first) for first in (None, SHOWN_RANKS, 2 * SHOWN_RANKS)]
+    shown = [[row["rank"] for row in values["ranks"]] for values in seen]
+    assert shown[1:] == [[*range(SHOWN_RANKS, 2 * SHOWN_RANKS)], [2 * SHOWN_RANKS]]
+    around = [(values["earlier_ranks"], values["later_ranks"]) for values in seen]
+    assert around == [(None, SHOWN_RANKS), (0, 2 * SHOWN_RANKS), (SHOWN_RANKS, None)]
+    text = render("run.html.j2", Shell(), run=many, events=(), **seen[1]).decode()
     assert f"{2 * SHOWN_RANKS + 1} ranks" in text
     assert 'href="?ranks=0#ranks"' in text
     assert f'href="?ranks={2 * SHOWN_RANKS}#ranks"' in text

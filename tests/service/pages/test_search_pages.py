@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.problems import uniform
 from support.serving import PROBLEM, Serving
+from zbv_service.pages.new_search import presets, start_from
+from zbv_service.pages.search import Shortage, search_values
 from zbv_service.pages.shell import Shell, render
-from zbv_service.pages.views.new_search import presets, start_from
-from zbv_service.pages.views.search import Shortage, search_view
 from zbv_service.problems.check import check
 from zbv_service.records.searches import SearchDocument
 from zbv_service.records.shared import OptionsDocument, ProblemSummary
@@ -50,8 +50,8 @@ def changed(record: SearchDocument, **changes: Any) -> SearchDocument:
 
 
 def page_of(record: SearchDocument, problem: Problem | None = None, **shell: Any) -> str:
-    view = search_view(record, problem or uniform(2, 4, limit=3), AT + timedelta(seconds=12.5))
-    return render("search.html.j2", Shell(**shell), view=view, row=record).decode()
+    values = search_values(record, problem or uniform(2, 4, limit=3), AT + timedelta(seconds=12.5))
+    return render("search.html.j2", Shell(**shell), **values, row=record).decode()
 
 
 def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
@@ -89,12 +89,11 @@ def test_only_a_stored_plan_without_a_gap_is_called_optimal() -> None:
     assert "Proved optimal" in page_of(changed(done, gap=0.0))
     early = changed(RECORD, gap=0.0)
     assert "Proved optimal" not in page_of(early), "not before its plan is stored"
-    assert not search_view(early, uniform(2, 4, limit=3)).optimal
 
 
 def test_nested_parameters_of_a_method_are_shown_whole() -> None:
-    view = search_view(changed(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4))
-    assert (view.method, view.details) == ("windows", "greedy-v(a=1)")
+    values = search_values(changed(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4))
+    assert (values["method"], values["details"]) == ("windows", "greedy-v(a=1)")
 
 
 def test_a_search_without_a_plan_shows_the_reason_and_the_next_step() -> None:
@@ -120,12 +119,12 @@ def test_a_search_without_a_plan_shows_the_reason_and_the_next_step() -> None:
 def test_neighbouring_ranks_with_the_same_shortage_share_a_row() -> None:
     problem = parse_problem({**problem_json(uniform(4, 4, limit=1)), "pp_degree": 4})
     limited = replace(problem, memory=replace(problem.memory, limit=(1.0, 1.0, 5.0, 1.5)))
-    view = search_view(changed(RECORD, state="infeasible"), limited)
-    assert view.shortages == (Shortage(0, 1, "1", "2"), Shortage(3, 3, "1.5", "2"))
-    assert view.fraction == "0.25 ×"
+    values = search_values(changed(RECORD, state="infeasible"), limited)
+    assert values["shortages"] == [Shortage(0, 1, "1", "2"), Shortage(3, 3, "1.5", "2")]
+    assert values["fraction"] == "0.25 ×"
     rounded = replace(problem, memory=replace(problem.memory, limit=(1.0, 2 - 1e-12, 5.0, 5.0)))
-    view = search_view(changed(RECORD, state="infeasible"), rounded)
-    assert view.shortages == (Shortage(0, 0, "1", "2"),), "a limit that is too low by rounding alone is none"
+    values = search_values(changed(RECORD, state="infeasible"), rounded)
+    assert values["shortages"] == [Shortage(0, 0, "1", "2")], "rounding alone is no shortage"
     assert "limit=smallest" in page_of(changed(RECORD, state="infeasible"), rounded)
     weightless = replace(
         problem,
@@ -137,7 +136,7 @@ def test_neighbouring_ranks_with_the_same_shortage_share_a_row() -> None:
             static=(2.0,) * 4,
         ),
     )
-    assert search_view(changed(RECORD, state="infeasible"), weightless).fraction == ""
+    assert search_values(changed(RECORD, state="infeasible"), weightless)["fraction"] == ""
 
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.serving import PROBLEM, Service, Serving
 from zbv_service import app
-from zbv_service.pages import shell
+from zbv_service.pages import assets
 from zbv_service.plans import plans
 from zbv_solver.documents.files import plain
 from zbv_solver.plans.channels import Channel, Transfer, channels
@@ -121,7 +121,7 @@ async def test_derived_content_is_not_reused_after_an_upgrade(
     tags = {}
     async with serving("immediate") as service:
         plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        old = {"v": shell.assets()}
+        old = {"v": assets.assets()}
         for path in (below.format(plan_id) for below in DERIVED):
             for _ in range(2):  # RankFetches answers the second request for a rank
                 answer = await service.http.get(path)
@@ -132,8 +132,8 @@ async def test_derived_content_is_not_reused_after_an_upgrade(
             if path.startswith("/plans"):  # pages put the version into addresses
                 assert "immutable" in (await service.http.get(path, params=old)).headers["cache-control"]
     monkeypatch.setattr(plans, "__version__", "99.0.0")
-    monkeypatch.setattr(shell, "__version__", "99.0.0")
-    monkeypatch.setattr(app, "assets", shell.assets.__wrapped__)
+    monkeypatch.setattr(assets, "__version__", "99.0.0")
+    monkeypatch.setattr(app, "assets", assets.assets.__wrapped__)
     async with serving("immediate") as service:
         for path, tag in tags.items():
             upgraded = await service.http.get(path, headers={"if-none-match": tag})

@@ -108,6 +108,7 @@ def test_what_is_remembered_is_bounded_and_different(monkeypatch: pytest.MonkeyP
 
 
 def test_wrong_values_are_refused() -> None:
+    values: dict[str, list[float]]
     for values in (
         {},
         {"tokens": [1, 2]},

@@ -1,7 +1,7 @@
 // The page of a search: numbers, chart and state follow its events; buttons stop and delete it. When the search ends,
 // the page shows the server's summary.
 
-import { at, input, part } from "../dom.js";
+import { at, input, make, part } from "../dom.js";
 import { amount, duration, percent } from "../numbers.js";
 import { Chart } from "./chart.js";
 import { Course } from "./course.js";
@@ -108,16 +108,18 @@ function showSteps() {
     return;
   }
   const rows = course.points.map((point) => {
-    const row = document.createElement("tr");
     const cells = [
       amount(point.best, search.unit),
       amount(point.bound, search.unit),
       point.gap === null ? "–" : percent(point.gap),
     ];
-    row.append(Object.assign(document.createElement("th"), { scope: "row", textContent: duration(point.seconds) }));
-    row.append(...cells.map((text) => Object.assign(document.createElement("td"), { textContent: text })));
-    row.append(Object.assign(document.createElement("td"), { className: "left", textContent: point.method ?? "–" }));
-    return row;
+    return make(
+      "tr",
+      {},
+      make("th", { scope: "row" }, duration(point.seconds)),
+      ...cells.map((text) => make("td", {}, text)),
+      make("td", { className: "left" }, point.method ?? "–"),
+    );
   });
   at("steps-body").replaceChildren(...rows);
 }

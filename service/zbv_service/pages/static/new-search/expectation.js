@@ -1,12 +1,39 @@
-// The estimate next to the form: for its problem, or for the values of the sliders.
+// The estimate next to the form: for its problem, or for the values of the sliders. Its bars are a verified plan of a
+// very short search and the classical schedules.
 
-import { at, input } from "../dom.js";
-import { drawBars } from "./promise.js";
+import { at, input, make } from "../dom.js";
+import { amount, percent } from "../numbers.js";
 import { latest, said } from "./service.js";
 import { WhatIf } from "./what-if.js";
 
 const PAUSE = 350; // ms after the last change
+const CUTS = ["histogram-cut", "even-cut", "v", "loop-2", "loop-3", "loop-4", "single"]; // of layers
+const CLASSICAL = { "zb-v": "ZB-V", "dualpipe-v": "DualPipeV", "v-half": "V-half", "v-min": "V-min", "zb-h1": "ZB-H1", "interleaved-1f1b": "Interleaved 1F1B", "eager-1f1b": "Eager 1F1B", "1f1b": "1F1B", gpipe: "GPipe" };
+// Of microbatches that differ: small ones at both ends, as in practice, and the schedule made for them.
+const PRACTICE = Object.fromEntries(Object.entries(CLASSICAL).map(([name, label]) => [`${name}-practice`, `${label}, sorted`]));
+const ORDER = [...CUTS, ...Object.keys(CLASSICAL), ...Object.keys(PRACTICE), "dynapipe"];
+const CUT_NAMES = { "histogram-cut": "Histogram cut", "even-cut": "Even cut", v: "V", "loop-2": "Interleaved, 2", "loop-3": "Interleaved, 3", "loop-4": "Interleaved, 4", single: "One stage per rank" };
+const NAMES = { ...CUT_NAMES, ...CLASSICAL, ...PRACTICE, dynapipe: "DynaPipe" };
 
+// An element with a class.
+const styled = (name, className, ...children) => make(name, { className }, ...children);
+
+// The rows of an estimate, in a form that can be drawn and compared with another estimate.
+function rowsOf(estimate) {
+  const objective = estimate.problem_summary.objective;
+  const row = (name, label, found, fits) => ({
+    name,
+    label,
+    value: found[objective],
+    idle: 1 - ((1 - found.bubble_rate) * found.span) / (found[objective] || 1),
+    fits,
+  });
+  const isCut = (estimate.problem_summary.layers ?? null) !== null; // dividing layers takes longer than the search itself
+  const label = isCut ? "zbv, short search" : "zbv in 0.5 s";
+  const plans = estimate.plan === null ? [] : [row("plan", label, estimate.plan, true)];
+  const known = ORDER.map((name) => estimate.baselines.find((each) => each.name === name)).filter(Boolean);
+  return [...plans, ...known.map((each) => row(each.name, NAMES[each.name], each, each.fits))];
+}
 
 export class Expectation {
   // timeUnit() returns the current unit; take(document, note) puts a document into the form.
@@ -104,4 +131,65 @@ export class Expectation {
     const { problem } = question;
     return problem.memory ? { ...problem, memory: { ...problem.memory, limit: body.facts.limit } } : problem;
   }
+}
+
+const SAME = 0.0005; // a change too small for its text
+
+function change(value, before) {
+  const share = value / before - 1;
+  return Math.abs(share) < SAME ? "±0" : `${share > 0 ? "+" : ""}${percent(share, 1)}`;
+}
+
+function toneOf(value, before) {
+  const share = value / before - 1;
+  return Math.abs(share) < SAME ? "share" : share > 0 ? "worse" : "better";
+}
+
+// Draws an estimate; `before` is the estimate of the form if the sliders have other values.
+function drawBars(list, estimate, unit, before = null) {
+  const rows = rowsOf(estimate);
+  const old = before === null ? [] : rowsOf(before);
+  const bound = estimate.lower_bound;
+  const most = Math.max(...rows.map(({ value }) => value), ...old.map(({ value }) => value), bound) || 1;
+  const hasChange = old.length > 0;
+  const items = [
+    styled("li", "head", ...["", estimate.problem_summary.objective, "idle", ...(hasChange ? ["change"] : [])].map((text) => styled("span", "", text))),
+  ];
+  list.classList.toggle("compared", hasChange);
+  items.push(...rows.map((row) => {
+    const was = old.find(({ name }) => name === row.name);
+    const fill = styled("i", "busy");
+    fill.style.width = `${(100 * row.value * (1 - row.idle)) / most}%`;
+    const idle = styled("i", "idle");
+    idle.style.width = `${(100 * row.value * row.idle) / most}%`;
+    const bar = styled("span", "bar", fill, idle);
+    const mark = styled("i", "mark");
+    mark.style.left = `${(100 * bound) / most}%`;
+    bar.append(mark);
+    if (was !== undefined) {
+      const ghost = styled("i", "ghost");
+      ghost.style.left = `${(100 * was.value) / most}%`;
+      bar.append(ghost);
+    }
+    const name = styled("span", "name", row.label);
+    if (!row.fits) {
+      name.append(styled("small", "too-much", "over the limit"));
+    }
+    const cells = [name, styled("b", "", amount(row.value, unit)), styled("span", "share", percent(row.idle, 1))];
+    if (was !== undefined) {
+      cells.push(styled("span", toneOf(row.value, was.value), change(row.value, was.value)));
+    }
+    return styled("li", row.name === "plan" ? "own" : "", ...cells, bar);
+  }));
+  const status = estimate.plan === null ? "" : gapOf(estimate);
+  const floor = `Lower bound: ${amount(bound, unit)}${status}`;
+  items.push(styled("li", "floor", styled("span", "name", floor)));
+  list.replaceChildren(...items);
+}
+
+function gapOf({ plan }) {
+  if (plan.gap === 0) {
+    return ": the plan is proved optimal";
+  }
+  return plan.gap === null ? "" : `; the plan is ${percent(plan.gap, 1)} above it`;
 }

@@ -1,5 +1,6 @@
 // Shows the service's messages about invalid values at the fields they concern.
 
+import { make } from "../dom.js";
 import { cellId, issueId } from "./cells.js";
 import { DELTAS, QUANTITIES } from "./problem-form.js";
 
@@ -18,7 +19,7 @@ const FIELDS = {
 };
 
 // The control that an issue concerns and the element that shows its message; null if it concerns no field.
-export function placeOf(pointer, form) {
+function placeOf(pointer, form) {
   if (FIELDS[pointer] !== undefined) {
     return { control: FIELDS[pointer], holder: `issue-${FIELDS[pointer]}` };
   }
@@ -52,7 +53,7 @@ export class Issues {
     this.form = form;
     this.shown = [];
     for (const id of Object.values(FIELDS)) {
-      const holder = Object.assign(document.createElement("p"), { className: "issue", id: `issue-${id}`, hidden: true });
+      const holder = make("p", { className: "issue", id: `issue-${id}`, hidden: true });
       document.getElementById(id)?.closest(".field")?.append(holder);
     }
   }
@@ -94,25 +95,19 @@ export class Issues {
   // Shows all issues as a list of links and focuses it.
   summarise(summary, title) {
     const items = this.shown.map(({ pointer, detail, place }) => {
-      const item = document.createElement("li");
       const control = place === null ? null : document.getElementById(place.control);
       if (control === null) {
-        item.textContent = `${pointer || "the document"}: ${detail}`;
-        return item;
+        return make("li", {}, `${pointer || "the document"}: ${detail}`);
       }
       const name = control.getAttribute("aria-label") ?? /** @type {HTMLInputElement} */ (control).labels?.[0]?.textContent ?? pointer;
-      const link = Object.assign(document.createElement("a"), { href: `#${control.id}`, textContent: `${name}: ${detail}` });
+      const link = make("a", { href: `#${control.id}` }, `${name}: ${detail}`);
       link.addEventListener("click", (event) => {
         event.preventDefault();
         document.getElementById(control.id)?.focus();
       });
-      item.append(link);
-      return item;
+      return make("li", {}, link);
     });
-    const head = Object.assign(document.createElement("h2"), { textContent: title });
-    const list = document.createElement("ul");
-    list.append(...items);
-    summary.replaceChildren(head, list);
+    summary.replaceChildren(make("h2", {}, title), make("ul", {}, ...items));
     summary.hidden = false;
     summary.focus();
   }

@@ -1,11 +1,12 @@
 // Layers of a problem file: shown, and sent unchanged. If the file divides them into stages, the reader may discard
 // that division, so that the planner chooses one.
 
-import { number, storage } from "../numbers.js";
+import { at, input, make, part } from "../dom.js";
+import { amount, number, storage } from "../numbers.js";
+import { isObject, mean } from "./values.js";
+import { termRows } from "./verdict.js";
 
 const MOST_SHOWN = 512; // the maximum number of layers
-const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
 
 export class Layers {
   constructor(problem) {
@@ -80,9 +81,9 @@ export class Layers {
     const lines = this.layers.slice(0, MOST_SHOWN).map((layer) => {
       const found = isObject(layer) ? layer : {};
       const line = row("td", columns.map(([, of]) => /** @type {(layer: any) => string} */ (of)(found)));
-      const name = Object.assign(document.createElement("th"), { scope: "row", textContent: told(found.name) });
+      const name = make("th", { scope: "row" }, told(found.name));
       if ((found.repeat ?? null) !== null) {
-        name.append(Object.assign(document.createElement("span"), { className: "muted", textContent: ` × ${told(found.repeat)}` }));
+        name.append(make("span", { className: "muted" }, ` × ${told(found.repeat)}`));
       }
       line.prepend(name);
       return line;
@@ -91,10 +92,7 @@ export class Layers {
     if (more > 0) {
       lines.push(row("td", [`and ${number(more)} more`]));
     }
-    const [thead, tbody] = ["thead", "tbody"].map((name) => document.createElement(name));
-    thead.append(head);
-    tbody.append(...lines);
-    table.replaceChildren(thead, tbody);
+    table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...lines));
   }
 
   // The constraints on the stages and the costs of transfers, in words.
@@ -139,8 +137,54 @@ function recomputed(alternative, held) {
   return isObject(alternative) ? `holds ${held(alternative.memory?.forward ?? "as much")}` : "–";
 }
 
-function row(kind, texts) {
-  const line = document.createElement("tr");
-  line.append(...texts.map((text) => Object.assign(document.createElement(kind), { textContent: text })));
-  return line;
+const row = (kind, texts) => make("tr", {}, ...texts.map((text) => make(kind, {}, text)));
+
+// Shows the parts that a problem needs; `layers` is null if it gives stages.
+export function showLayers(layers, units) {
+  const hasLayers = layers !== null;
+  /** @type {[string, boolean][]} */
+  const parts = [
+    ["layers-panel", !hasLayers],
+    ["costs-panel", hasLayers],
+    ["memory-deltas", hasLayers],
+    ["has_memory-field", hasLayers],
+    ["keep_cut-field", !hasLayers || !layers.hasCut],
+    ["what-if", hasLayers],
+  ];
+  for (const [id, isHidden] of parts) {
+    at(id).hidden = isHidden;
+  }
+  // The memory of 1F1B is unknown before the layers are divided, and only then can the planner choose a placement.
+  for (const [choice, isOffered] of /** @type {[string, boolean][]} */ ([
+    ['#limit_kind [value="fraction"]', !hasLayers],
+    ['#placement [value="auto"]', hasLayers],
+  ])) {
+    const option = part(document, choice, HTMLOptionElement);
+    option.hidden = !isOffered;
+    option.disabled = !isOffered;
+  }
+  if (hasLayers) {
+    layers.draw(at("table-layers"), units);
+    at("layers-said").textContent = layers.said(units);
+    input("keep_cut").checked = layers.keepsCut;
+  }
+}
+
+const NAMES = { v: "V", single: "one stage per rank" };
+
+// Facts about layers before they are divided into stages, as rows of a list of terms.
+export function layerRows(facts, units) {
+  const placements = facts.placements.map(({ placement, chunks }) => NAMES[placement] ?? `interleaved × ${chunks}`);
+  const found = [
+    ["Layers", facts.parts === facts.layers ? number(facts.layers) : `${number(facts.layers)}, ${number(facts.parts - 1)} possible cut points`],
+    ["Placements tried", placements.join(", ")],
+    ["Minimum work of the busiest rank", amount(facts.least_busy, units.time)],
+  ];
+  if (facts.static > 0) {
+    found.push(["Static memory of all layers", storage(facts.static, units.memory)]);
+  }
+  if (facts.held > 0) {
+    found.push(["Memory of a microbatch's forwards", storage(facts.held, units.memory)]);
+  }
+  return termRows(found);
 }

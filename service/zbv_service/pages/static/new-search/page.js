@@ -4,11 +4,10 @@
 import { at, input, part } from "../dom.js";
 import { Cells } from "./cells.js";
 import { Expectation } from "./expectation.js";
-import { acceptFiles, acceptPaste, readFile, readText } from "./files.js";
+import { acceptFiles, acceptPaste, copy, curl, pretty, readFile, readText } from "./documents.js";
 import { Issues } from "./issues.js";
-import { layerRows, showLayers } from "./layers-panel.js";
+import { layerRows, showLayers } from "./layers.js";
 import { COSTS, DELTAS, LIMIT, ProblemForm, STATIC } from "./problem-form.js";
-import { copy, curl, pretty } from "./script-view.js";
 import { Service, latest, said } from "./service.js";
 import { factRows, meaningOf, verdictOf } from "./verdict.js";
 

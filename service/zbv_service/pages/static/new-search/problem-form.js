@@ -1,7 +1,7 @@
 // The content of the form, to and from documents. Unknown keys are kept and sent unchanged.
 
 import { Layers } from "./layers.js";
-import { Shape, Values, typed } from "./values.js";
+import { Shape, Values, isObject, isValue, typed } from "./values.js";
 
 export const COSTS = [
   { key: "costs.forward", label: "Forward", letter: "F", per: "stage", start: "1000" },
@@ -23,8 +23,6 @@ const LAYERED = ["layers", "devices", "cut", "partition", "recompute"];
 const LARGEST_TABLE = 1024;
 const SIMPLE = ["pp_degree", "microbatches", "chunks"];
 const CHOICES = { placement: ["v", "loop", "single"], objective: ["span", "makespan"] };
-const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const isValue = (value) => ["number", "string"].includes(typeof value);
 const isZero = (value) => value === 0 || (Array.isArray(value) && value.every((each) => each === 0));
 
 // Keys of a file that no field shows, by part. The objects have no prototype, so that every name is an ordinary key.

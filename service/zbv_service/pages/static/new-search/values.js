@@ -1,6 +1,10 @@
 // The values of one quantity as typed: one for all, one per chunk, or one each (per stage, stage boundary or rank).
 // Values that are hidden, because there are fewer ranks now or another level of detail was chosen, are kept.
 
+export const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+export const isValue = (value) => ["number", "string"].includes(typeof value);
+export const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
+
 const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 
 // The value sent for a field: a number, or the text if it is not a number, so that the service reports it. JSON would
@@ -70,8 +74,6 @@ function mostCommon(texts, otherwise = "") {
   }
   return [...counts].reduce((best, entry) => (entry[1] > best[1] ? entry : best), [otherwise, 0])[0];
 }
-
-const isValue = (value) => ["number", "string"].includes(typeof value);
 
 export class Values {
   constructor(per, text = "") {

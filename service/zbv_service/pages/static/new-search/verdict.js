@@ -1,5 +1,6 @@
 // The service's check of the problem, in words.
 
+import { make } from "../dom.js";
 import { amount, number, storage } from "../numbers.js";
 
 const MOST_TOLD = 8; // issues that are listed; further ones are counted
@@ -51,10 +52,9 @@ export function factRows(facts, units) {
     found.push(["Memory of 1F1B", storage(facts.one_f_one_b_memory, units.memory)]);
     found.push(["Smallest limit", `${roundedUp(facts.smallest_fraction)} × 1F1B`]);
   }
-  return found.map(([name, text]) => {
-    const row = document.createElement("div");
-    row.append(Object.assign(document.createElement("dt"), { textContent: name }));
-    row.append(Object.assign(document.createElement("dd"), { textContent: text }));
-    return row;
-  });
+  return termRows(found);
 }
+
+// Terms and texts as rows of a list.
+export const termRows = (/** @type {string[][]} */ terms) =>
+  terms.map(([name, text]) => make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: text })));

@@ -1,6 +1,7 @@
 // Sliders that change a problem without changing the form: costs, memory limit and microbatches.
 
 import { number } from "../numbers.js";
+import { isObject, mean } from "./values.js";
 
 const SCALES = [
   { name: "forward", label: "F" },
@@ -10,8 +11,6 @@ const SCALES = [
 ];
 const LARGEST_FRACTION = 2;
 
-const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-
 // An object has the fixed part of a cost and the coefficients of features, by name.
 const scaled = (value, factor) =>
   isObject(value)
@@ -20,8 +19,7 @@ const scaled = (value, factor) =>
       ? value.map((each) => scaled(each, factor))
       : Number((value * factor).toPrecision(12));
 
-const mean = (value) =>
-  Array.isArray(value) ? value.reduce((sum, each) => sum + each, 0) / value.length : value;
+const average = (value) => (Array.isArray(value) ? mean(value) : value);
 
 export class WhatIf {
   // Calls changed() when a slider moves.
@@ -118,7 +116,7 @@ export class WhatIf {
     if (halves.some(isObject)) {
       return (this.#value("backward_input") + this.#value("backward_weight")) / 2;
     }
-    const [inputs, weights, newInputs, newWeights] = halves.map(mean);
+    const [inputs, weights, newInputs, newWeights] = halves.map(average);
     return inputs + weights > 0 ? (newInputs + newWeights) / (inputs + weights) : 1;
   }
 

@@ -24,9 +24,14 @@ export const at = (id) => part(document, `#${id}`, HTMLElement);
 export const input = (id) => /** @type {HTMLInputElement} */ (at(id));
 
 /**
- * An element with the given properties.
+ * An element with the given properties and children.
  * @template {keyof HTMLElementTagNameMap} K
  * @param {K} tag
  * @param {Partial<HTMLElementTagNameMap[K]>} [properties]
+ * @param {(string | Node)[]} children
  */
-export const make = (tag, properties = {}) => Object.assign(document.createElement(tag), properties);
+export function make(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}

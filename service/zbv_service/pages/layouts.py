@@ -1,4 +1,4 @@
-"""The form of a search for layouts: its values, and the request that they stand for."""
+"""``/layouts``: the form of a search for layouts, and the list of these searches."""
 
 from __future__ import annotations
 
@@ -7,40 +7,69 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
+from urllib.parse import parse_qs, quote
 
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_models.estimate.config import Optimizer, PrecisionName
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.layer import Recomputed
 
+from zbv_service.api.bodies import read_form
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.documents.packing import unpack
+from zbv_service.pages.shell import page
+from zbv_service.records.lists import LayoutListQuery
+from zbv_service.security.quotas import STORES
+from zbv_service.security.scheme import READ, needs
+
+MAX_FORM_BYTES = 256 * 1024
+"""Most bytes of a form, which may have a model and a cluster as JSON."""
+LISTED = 20
+"""Searches below the form."""
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/layouts", dependencies=[READ])
+async def get_layouts_page(request: Request) -> HTMLResponse:
+    """The form, empty or with the request of an earlier search (``from``), and the newest searches."""
+    source = request.query_params.get("from", "")
+    form = LayoutForm()
+    if source:
+        _, packed = await state_of(request).layouts.asked(source)
+        form = await state_of(request).computations.write(_former_form, packed)
+    return await _form_page(request, form)
+
+
+@router.post("/layouts", dependencies=[needs("search"), STORES["searches"]])
+async def post_layouts(request: Request) -> Response:
+    """Start a search, and show its page; a form with mistakes comes back with what is wrong."""
+    form = LayoutForm.parse(parse_qs(await read_form(request, MAX_FORM_BYTES)))
+    found = state_of(request)
+    try:
+        record = await found.layouts.submit(
+            form.document(), caller=caller_of(request), most=most_searches(request)
+        )
+    except InvalidInput as error:
+        return await _form_page(request, form.with_issues(error), 422)
+    return RedirectResponse(f"{root_of(request)}/layouts/{quote(record.id)}", 303)
+
+
+async def _form_page(request: Request, form: LayoutForm, status: int = 200) -> HTMLResponse:
+    listed = await state_of(request).layouts.page(LayoutListQuery(limit=LISTED))
+    return await page(request, "layouts.html.j2", status, form=form, rows=listed.items)
+
+
+def _former_form(packed: bytes) -> LayoutForm:
+    return form_of(unpack(packed))
+
+
 NUMBERS = ("global_batch", "sequence_length", "prediction_layers", "top")
-FIXED_NUMBERS = (
-    *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
-    *("microbatch_size", "zero_stage", "recompute_layers"),
-)
-STATES: Mapping[str, tuple[str, ...]] = {
-    "precision": get_args(PrecisionName),
-    "optimizer": get_args(Optimizer),
-}
-"""What training keeps; these replace what the model says."""
-FIXED_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "recompute": get_args(Recompute),
-    "placement": get_args(Order),
-}
-EFFORTS = (
-    ("", "constructed orders: seconds"),
-    ("quick", "quick: a second more per promising layout"),
-    ("standard", "standard: up to minutes"),
-)
-EXECUTORS = (
-    ("zbv", "zbv: any order"),
-    ("megatron", "Megatron-LM"),
-    ("torchtitan", "torchtitan"),
-    ("torch", "PyTorch"),
-    ("any", "all of these"),
-)
 DEFAULTS: Mapping[str, str] = {
     "model": "llama-3.1-8b",
     "device": "h100",
@@ -61,6 +90,36 @@ class LayoutForm:
     issues: tuple[tuple[str, str], ...] = ()
     """What is wrong: the place, and a sentence."""
 
+    states: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "precision": get_args(PrecisionName),
+        "optimizer": get_args(Optimizer),
+    }
+    """What training keeps, chosen from lists; these replace what the model says."""
+    modules: ClassVar[tuple[str, ...]] = get_args(Recomputed)
+    """What selective recomputation may repeat."""
+    fixed_numbers: ClassVar[tuple[str, ...]] = (
+        *("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel", "pipeline_parallel"),
+        *("microbatch_size", "zero_stage", "recompute_layers"),
+    )
+    fixed_choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "recompute": get_args(Recompute),
+        "placement": get_args(Order),
+    }
+    """Parts of a layout that are numbers, and those that are chosen from a list."""
+    efforts: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("", "constructed orders: seconds"),
+        ("quick", "quick: a second more per promising layout"),
+        ("standard", "standard: up to minutes"),
+    )
+    executors: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("zbv", "zbv: any order"),
+        ("megatron", "Megatron-LM"),
+        ("torchtitan", "torchtitan"),
+        ("torch", "PyTorch"),
+        ("any", "all of these"),
+    )
+    """Efforts, and programs that run the pipeline, with a few words."""
+
     @classmethod
     def parse(cls, fields: Mapping[str, Sequence[str]]) -> LayoutForm:
         """The form that a browser sent."""
@@ -78,17 +137,9 @@ class LayoutForm:
     @property
     def has_fixed(self) -> bool:
         """Whether a part of the layout is given."""
-        return any(self.value(name) for name in (*FIXED_NUMBERS, *FIXED_CHOICES, "recompute_modules"))
-
-    @property
-    def states(self) -> Mapping[str, tuple[str, ...]]:
-        """What training keeps, chosen from lists."""
-        return STATES
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """What selective recomputation may repeat."""
-        return get_args(Recomputed)
+        return any(
+            self.value(name) for name in (*self.fixed_numbers, *self.fixed_choices, "recompute_modules")
+        )
 
     @property
     def models(self) -> tuple[tuple[str, str], ...]:
@@ -100,26 +151,6 @@ class LayoutForm:
         """Names of devices, with a few words."""
         return _presets()[1]
 
-    @property
-    def fixed_numbers(self) -> tuple[str, ...]:
-        """Parts of a layout that are numbers."""
-        return FIXED_NUMBERS
-
-    @property
-    def fixed_choices(self) -> Mapping[str, tuple[str, ...]]:
-        """Parts of a layout that are chosen from a list."""
-        return FIXED_CHOICES
-
-    @property
-    def efforts(self) -> tuple[tuple[str, str], ...]:
-        """Efforts with their meaning."""
-        return EFFORTS
-
-    @property
-    def executors(self) -> tuple[tuple[str, str], ...]:
-        """Programs that run the pipeline, with a few words."""
-        return EXECUTORS
-
     def document(self) -> dict[str, Any]:
         """The request; raises :class:`InvalidInput` when a field has no number or no JSON."""
         issues: list[Issue] = []
@@ -127,10 +158,10 @@ class LayoutForm:
         found: dict[str, Any] = {
             "model": self._model(issues),
             "cluster": self._cluster(issues),
-            "fixed": self._numbers(FIXED_NUMBERS, issues, "/fixed")
-            | {name: self.value(name) for name in FIXED_CHOICES if self.value(name)},
+            "fixed": self._numbers(self.fixed_numbers, issues, "/fixed")
+            | {name: self.value(name) for name in self.fixed_choices if self.value(name)},
             "executor": executor,
-            **{name: self.value(name) for name in STATES if self.value(name)},
+            **{name: self.value(name) for name in self.states if self.value(name)},
             "recompute_modules": self.value("recompute_modules").split() or None,
             "profiles": self._profiles(issues),
             "points": executor == "zbv",
@@ -147,12 +178,12 @@ class LayoutForm:
         issues = tuple((place_of(each.pointer), each.detail) for each in error.issues)
         return replace(self, issues=issues)
 
-    def _model(self, issues: list[Issue]) -> dict[str, Any]:
+    def _model(self, issues: list[Issue]) -> Any:
         if self.value("model_json"):
             return self._json("model_json", "/model", issues)
         return {"presets": [self.value("model")]}
 
-    def _cluster(self, issues: list[Issue]) -> dict[str, Any]:
+    def _cluster(self, issues: list[Issue]) -> Any:
         if self.value("cluster_json"):
             return self._json("cluster_json", "/cluster", issues)
         sizes = self._numbers(("nodes", "gpus_per_node"), issues, "/cluster")
@@ -160,15 +191,7 @@ class LayoutForm:
 
     def _profiles(self, issues: list[Issue]) -> list[Any]:
         """One profile, or a list of several."""
-        if not self.value("profiles_json"):
-            return []
-        try:
-            found = json.loads(self.value("profiles_json"))
-        except (ValueError, RecursionError) as error:
-            issues.append(
-                Issue("/profiles", f"not JSON: {error}. Paste a whole document, or a list of some.")
-            )
-            return []
+        found = self._json("profiles_json", "/profiles", issues) if self.value("profiles_json") else []
         return found if isinstance(found, list) else [found]
 
     def _time_limit(self, issues: list[Issue]) -> dict[str, float]:
@@ -184,16 +207,13 @@ class LayoutForm:
             return {}
         return {"time_limit": seconds}
 
-    def _json(self, name: str, pointer: str, issues: list[Issue]) -> dict[str, Any]:
+    def _json(self, name: str, pointer: str, issues: list[Issue]) -> Any:
+        """The document in a field; an empty list if it is none."""
         try:
-            found = json.loads(self.value(name))
+            return json.loads(self.value(name))
         except (ValueError, RecursionError) as error:
             issues.append(Issue(pointer, f"not JSON: {error}. Paste a whole document."))
-            return {}
-        if not isinstance(found, dict):
-            issues.append(Issue(pointer, "must be a JSON object."))
-            return {}
-        return found
+            return []
 
     def _numbers(self, names: Sequence[str], issues: list[Issue], pointer: str) -> dict[str, int]:
         found = {}
@@ -210,7 +230,7 @@ def form_of(request: Mapping[str, Any]) -> LayoutForm:
     """The form of a normalised request."""
     model, cluster = dict(request["model"]), dict(request["cluster"])
     values: dict[str, Any] = {name: request.get(name) for name in NUMBERS}
-    values |= request["fixed"] | {name: request.get(name) for name in STATES}
+    values |= request["fixed"] | {name: request.get(name) for name in LayoutForm.states}
     values["recompute_modules"] = " ".join(request.get("recompute_modules") or ()) or None
     values["profiles_json"] = json.dumps(request["profiles"], indent=2) if request.get("profiles") else None
     limit = request["options"].get("time_limit")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable
-from typing import cast
+from collections.abc import Awaitable, Callable, Mapping
+from http.client import responses
+from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
 from zbv_service.api.caching import HOUR
 from zbv_service.api.error_advice import ADVICE
-from zbv_service.api.negotiation import root_of, wants_page
+from zbv_service.api.negotiation import VARY, root_of, wants_page
 from zbv_service.errors import MEDIA_TYPE, NOT_FOUND, ApiError, kinds
-from zbv_service.pages.answers import error_answer, html, shell_of
-from zbv_service.pages.shell import render
+from zbv_service.pages.shell import NO_STORE, html, render, shell_of
 from zbv_service.security.scheme import ANYBODY
 
+_PASSING = frozenset({429, 500, 503})
+"""Statuses of errors that may be temporary."""
+_WRONG_PARAMETERS = 422
 _KEPT_HEADERS = ("retry-after", "www-authenticate", "allow", "connection")
 
 Handler = Callable[[Request, Exception], Response | Awaitable[Response]]
@@ -53,6 +56,39 @@ def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Respon
         headers = {name: answer.headers[name] for name in _KEPT_HEADERS if name in answer.headers}
         document = json.loads(bytes(answer.body))
         document["type"] = document["type"].removeprefix(root_of(request))  # pages add it themselves
-        return error_answer(document, request, headers)
+        return _error_page(document, request, headers)
 
     return handle
+
+
+def _error_page(document: Mapping[str, Any], request: Request, headers: Mapping[str, str]) -> HTMLResponse:
+    """An error document (RFC 9457) as a page."""
+    shell = shell_of(request)
+    again = f"{shell.path}?{request.url.query}" if request.url.query else shell.path
+    values = _error_values(document, again if request.method == "GET" else None)
+    content = render("error.html.j2", shell, **values)
+    return html(content, int(document["status"]), {**VARY, **NO_STORE, **headers})
+
+
+def _error_values(document: Mapping[str, Any], again: str | None) -> dict[str, Any]:
+    """The template's values for an error document (RFC 9457).
+
+    Parameters
+    ----------
+    again
+        The address for another attempt, without the prefix of a proxy; None if the request was not a GET.
+    """
+    status, title = int(document["status"]), str(document["title"])
+    phrase = responses.get(status, "")
+    kind = str(document.get("type", "about:blank"))
+    detail, errors = str(document["detail"]), document.get("errors") or ()
+    is_repeated = bool(errors) and all(error["detail"] in detail for error in errors)
+    return {
+        "error": document,
+        "phrase": "" if phrase == title else phrase,
+        "detail": "" if is_repeated else detail[:1].upper() + detail[1:],
+        "errors": errors,
+        "about": kind if kind.startswith("/") else None,
+        "again": again if status in _PASSING else None,
+        "bare": again is not None and "?" in again and status == _WRONG_PARAMETERS,
+    }

@@ -1,11 +1,12 @@
-// Problem files, chosen in the form or dropped anywhere on the page. The service validates their content.
+// Problem documents: files that are chosen or dropped anywhere on the page, pasted text, and the form as JSON and as
+// a command. The service validates their content.
+
+import { isObject } from "./values.js";
 
 const MOST_BYTES = 8 * 1024 * 1024;
 
-const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-
 // The problem and options in a document: a problem, the body of a request, or a plan.
-export function problemIn(document) {
+function problemIn(document) {
   if (!isObject(document)) {
     throw new TypeError("It is JSON but not an object. A problem is an object with pp_degree, microbatches and costs.");
   }
@@ -83,4 +84,27 @@ export function acceptPaste(take) {
       take(text);
     }
   });
+}
+
+// Indented by two spaces, with lists of numbers on one line.
+export function pretty(document) {
+  const text = JSON.stringify(document, null, 2);
+  return text.replace(/\[\s+([^[\]{}"]+?)\s+\]/g, (_, numbers) => `[${numbers.replace(/\s+/g, " ")}]`);
+}
+
+export function curl(body, base, hasTokens) {
+  const json = pretty(body).replaceAll("'", "'\\''");
+  const token = hasTokens ? ' \\\n  -H "Authorization: Bearer $(zbv-service token show-local)"' : "";
+  return `curl --json '${json}'${token} \\\n  ${base}/v1/searches`;
+}
+
+// Copies a text. Without a secure context there is no clipboard; then the text is selected instead.
+export async function copy(text, element) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    getSelection()?.selectAllChildren(element);
+    return false;
+  }
 }

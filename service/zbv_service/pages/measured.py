@@ -1,81 +1,102 @@
-"""The page that compares a measured step of a run with its plan."""
+"""``/runs/{run_id}/measured``: a measured step of a run compared with its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, fields, replace
+from functools import partial
+from typing import Annotated, Any
 
 import numpy as np
+from fastapi import APIRouter, Query, Request, Response
 from zbv_solver.export import quantities, report
 from zbv_solver.export.timeline import Timeline, idle_shares, timeline
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, Units
 
-from zbv_service.pages.shell import assets
-from zbv_service.pages.views.lanes import Lane, LanesView, lanes_view
-from zbv_service.pages.views.measured_rows import (
-    NOTICEABLE,
-    PARTS,
-    AccountRow,
-    KindRow,
-    account_rows,
-    kind_rows,
-    signed,
-)
-from zbv_service.runs.measured.accounts import RankAccount
+from zbv_service.api.negotiation import root_of
+from zbv_service.api.state import state_of
+from zbv_service.compute.computations import ROWS_OF_NODE
+from zbv_service.pages.assets import assets
+from zbv_service.pages.lanes import Lane, lanes_values
+from zbv_service.pages.run import MAX_INDEX, Index
+from zbv_service.pages.shell import page
+from zbv_service.pages.words import NOTICEABLE, signed
+from zbv_service.records.runs import RUN_ENDED
+from zbv_service.runs.measured.accounts import Parts, RankAccount
 from zbv_service.runs.measured.explain import Cause, Explanation, sentence, told
 from zbv_service.runs.measured.step import MeasuredStep
-from zbv_service.runs.measurements import Measured
+from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
+from zbv_service.security.scheme import READ
 
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/runs/{run_id}/measured", dependencies=[READ])
+async def get_measured_page(
+    request: Request,
+    run_id: str,
+    generation: Index = None,
+    replica: Annotated[int, Query(ge=0, le=MAX_INDEX)] = 0,
+    step: Annotated[str, Query(pattern=r"^[0-9]{0,10}$")] = "",
+) -> Response:
+    """A measured step compared with its plan. A form without a choice sends an empty step."""
+    found = state_of(request)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        run = await found.runs.get(run_id)
+    chosen = Chosen(generation, replica, int(step) if step else None)
+    measured = await found.measurements.of(run, chosen, partial(_shown, root_of(request)))
+    if isinstance(measured, NothingMeasured):
+        is_early = measured.reason == "early" and run.state not in RUN_ENDED
+        values: dict[str, Any] = {"nothing": measured, "is_early": is_early}
+    else:
+        values = measured
+    return await page(request, "measured.html.j2", run_id=run.id, **values)
+
+
+def _shown(root: str, found: Measured) -> dict[str, Any]:
+    """What the page shows of a measured step; runs in another process."""
+    source = TraceSource(**{each.name: getattr(found, each.name) for each in fields(TraceSource)})
+    return {
+        "found": source,
+        **measured_values(found, root),
+    }
+
+
+PARTS = (
+    ("compute", "Actions", "Actions that took longer or shorter than planned"),
+    ("transfer", "Transfer", "Idle while an input was being transferred"),
+    ("waiting", "Waiting", "Idle before an input was computed, or before and after all work"),
+    ("between", "Overhead", "From the end of an action to the start of waiting for the next one"),
+)
+"""The parts of a rank's step: name in :class:`Parts`, heading of the column, meaning."""
 _CAUSES = 4
+_BAR = 200.0
 
 
-@dataclass(frozen=True)
-class CauseLine:
-    """A cause, its effect alone, and its share of the difference; ``width`` is in percent."""
-
-    text: str
-    effect: str
-    share: str
-    width: float
-
-
-@dataclass(frozen=True)
-class MeasuredView:
-    """The content of the page, as texts; ``letters`` are the columns of ``kinds``."""
-
-    headline: str
-    finding: str
-    cards: tuple[report.Card, ...]
-    causes: tuple[CauseLine, ...]
-    notices: tuple[str, ...]
-    lanes: LanesView
-    unit: str
-    rows: tuple[AccountRow, ...]
-    letters: tuple[str, ...]
-    kinds: tuple[KindRow, ...]
-    steps: tuple[tuple[int, str], ...]
-    parts: tuple[tuple[str, str, str], ...] = PARTS
-
-
-def measured_view(found: Measured, root: str) -> MeasuredView:
-    """A measured step, ready for the template. Slow: it lays out every action."""
+def measured_values(found: Measured, root: str) -> dict[str, Any]:
+    """What the template shows of a measured step. Slow: it lays out every action."""
     units = found.plan.problem.units
     unit = quantities.time_unit(units)
-    letters = tuple(letter for letter in LETTERS if any(kind.letter == letter for kind in found.kinds))
-    return MeasuredView(
-        headline=_headline(found),
-        finding=sentence(found.explanation),
-        cards=tuple(_cards(found, units)),
-        causes=tuple(_causes(found.explanation, units)),
-        notices=tuple(_notices(found, units)),
-        lanes=lanes_view(_lanes(found, root), unit),
-        unit=unit,
-        rows=tuple(account_rows(_accounts(found))),
-        letters=letters,
-        kinds=tuple(kind_rows(found.kinds, letters)),
-        steps=tuple((step, quantities.time(length, units)) for step, length in found.lengths.items()),
-    )
+    accounts = _accounts(found)
+    return {
+        "plan_id": found.plan.plan_id,
+        "step": found.step.step,
+        "is_typical": found.is_typical,
+        "headline": _headline(found),
+        "finding": sentence(found.explanation),
+        "cards": [*_cards(found, units)],
+        "causes": _causes(found.explanation),
+        "notices": [*_notices(found, units)],
+        "lanes": lanes_values(_lanes(found, root), unit),
+        "units": units,
+        "parts": PARTS,
+        "accounts": [*zip(accounts, bars([row.difference for row in accounts]), strict=True)],
+        "ranks": sorted({kind.rank for kind in found.kinds}),
+        "letters": [letter for letter in LETTERS if any(kind.letter == letter for kind in found.kinds)],
+        "kinds": {(kind.rank, kind.letter): kind for kind in found.kinds},
+        "lengths": found.lengths,
+    }
 
 
 def _headline(found: Measured) -> str:
@@ -114,17 +135,18 @@ def _idle_share(busy: Sequence[float], length: float) -> float:
     return 1 - sum(busy) / (len(busy) * length) if busy and length > 0 else 0.0
 
 
-def _causes(explanation: Explanation, units: Units) -> Iterator[CauseLine]:
-    if explanation.main is None:
-        return
+def _causes(explanation: Explanation) -> list[tuple[str, float, float, float]]:
+    """For each cause its text, its effect alone, its share of the difference, and its bar's width."""
     main = explanation.main
-    shown = [each for each in explanation.causes if each != main and _matters(each, explanation)]
-    chosen = [main, *shown][:_CAUSES]
+    if main is None:
+        return []
+    others = [cause for cause in explanation.causes if cause != main and _matters(cause, explanation)]
+    chosen = [main, *others][:_CAUSES]
     largest = max(abs(cause.effect) for cause in chosen) or 1.0
-    for cause in chosen:
-        effect = f"{signed(cause.effect)} {quantities.time_unit(units)}".strip()
-        share = quantities.percent(explanation.share(cause), 0)
-        yield CauseLine(told(cause), effect, share, round(100 * abs(cause.effect) / largest, 2))
+    return [
+        (told(cause), cause.effect, explanation.share(cause), round(100 * abs(cause.effect) / largest, 2))
+        for cause in chosen
+    ]
 
 
 def _matters(cause: Cause, explanation: Explanation) -> bool:
@@ -215,3 +237,32 @@ def _accounts(found: Measured) -> tuple[RankAccount, ...]:
         replace(row, planned=row.planned.without_transfer(), measured=row.measured.without_transfer())
         for row in found.account.ranks
     )
+
+
+def bars(differences: Sequence[Parts]) -> list[list[tuple[str, float, float]]]:
+    """For each rank its parts with their left ends and widths, on one scale.
+
+    A bar is 200 wide. Slower parts are at the right of its middle, faster ones at the left.
+    """
+    reach = max((max(_gains_and_losses(parts)) for parts in differences), default=0.0) or 1.0
+    return [[*_segments(parts, _BAR / 2 / reach)] for parts in differences]
+
+
+def _segments(parts: Parts, scale: float) -> Iterator[tuple[str, float, float]]:
+    right = left = _BAR / 2
+    for name, _, _ in PARTS:
+        width = scale * abs(getattr(parts, name))
+        if width < 0.01:
+            continue
+        if getattr(parts, name) > 0:
+            yield name, round(right, 2), round(width, 2)
+            right += width
+        else:
+            left -= width
+            yield name, round(left, 2), round(width, 2)
+
+
+def _gains_and_losses(parts: Parts) -> tuple[float, float]:
+    """The sums of the positive and of the negative parts, both as positive numbers."""
+    values: tuple[float, ...] = astuple(parts)
+    return sum(value for value in values if value > 0), -sum(value for value in values if value < 0)

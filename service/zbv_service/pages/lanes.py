@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from markupsafe import Markup
 from zbv_solver.export import quantities, report
 from zbv_solver.export.timeline import MAX_GLYPHS, Timeline, timeline_facts, timeline_text
 from zbv_solver.problem.problem import Problem
@@ -32,28 +32,13 @@ class Lane:
     """The idle share of each rank, (p,), shown next to its row."""
 
 
-@dataclass(frozen=True)
-class LanesView:
-    """What the template needs."""
-
-    data: Markup
-    """JSON for the script: facts and actions of every lane."""
-    canvases: tuple[report.GanttCanvas, ...]
-    """One per lane, from top to bottom."""
-    legend: tuple[tuple[str, str], ...]
-    """The letters that occur, with their names."""
-    chunked: bool
-    has_bars: bool
-    """Whether every action is drawn one by one from the start."""
-
-
-def lanes_view(lanes: Sequence[Lane], unit: str) -> LanesView:
-    """One or more lanes as a chart; ``unit`` is the unit of all times."""
+def lanes_values(lanes: Sequence[Lane], unit: str) -> dict[str, Any]:
+    """What ``lanes.html.j2`` shows of one or more lanes; ``unit`` is the unit of all times."""
     rows, last = max(_LEAST_ROWS, _ALL_ROWS / len(lanes)), len(lanes) - 1
     letters = sorted({code for lane in lanes for code in lane.line.letter.tolist()})
-    return LanesView(
-        data=report.script_json([_data(lane) for lane in lanes]),
-        canvases=tuple(
+    return {
+        "data": report.script_json([_data(lane) for lane in lanes]),
+        "canvases": [
             report.gantt_canvas(
                 lane.line.pp_degree,
                 title=lane.title,
@@ -62,11 +47,11 @@ def lanes_view(lanes: Sequence[Lane], unit: str) -> LanesView:
                 rows=rows,
             )
             for index, lane in enumerate(lanes)
-        ),
-        legend=report.legend_of(letters),
-        chunked=any(lane.problem.placement.chunks > 1 for lane in lanes),
-        has_bars=all(len(lane.line) <= MAX_GLYPHS for lane in lanes),
-    )
+        ],
+        "legend": report.legend_of(letters),
+        "chunked": any(lane.problem.placement.chunks > 1 for lane in lanes),
+        "has_bars": all(len(lane.line) <= MAX_GLYPHS for lane in lanes),
+    }
 
 
 def _data(lane: Lane) -> dict[str, object]:

@@ -21,8 +21,7 @@ from zbv_service.errors import (
     ApiError,
     response_to,
 )
-from zbv_service.pages.answers import NO_STORE, html, shell_of
-from zbv_service.pages.shell import render
+from zbv_service.pages.shell import NO_STORE, html, render, shell_of
 from zbv_service.security.access import (
     Unauthenticated,
     require_same_origin,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import json
+from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
@@ -10,8 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.database.tally import tally
-from zbv_service.pages.answers import NO_STORE, page
-from zbv_service.pages.views.home import EXAMPLE, example_text
+from zbv_service.pages.shell import NO_STORE, page
 from zbv_service.records.lists import RunListQuery, SearchListQuery
 from zbv_service.records.runs import RUN_ENDED, RunState
 from zbv_service.security.quotas import STORES
@@ -49,3 +49,19 @@ async def search_example(request: Request) -> Response:
         {"problem": EXAMPLE}, caller=caller_of(request), most=most_searches(request)
     )
     return RedirectResponse(f"{root_of(request)}/searches/{record.id}", 303, NO_STORE)
+
+
+EXAMPLE: dict[str, Any] = {
+    "pp_degree": 4,
+    "microbatches": 16,
+    "costs": {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50},
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16},
+    "units": {"time": "us"},
+}
+"""Four ranks, an uneven backward, and the memory of 1F1B."""
+
+
+def example_text() -> str:
+    """The example as the body of a request: readable JSON, one line per member."""
+    members = ",\n    ".join(f'"{name}": {json.dumps(value)}' for name, value in EXAMPLE.items())
+    return f'{{"problem": {{\n    {members}}}}}'

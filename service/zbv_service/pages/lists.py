@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from zbv_service.api.listing import neighbours, position_of
 from zbv_service.api.state import state_of
-from zbv_service.pages.answers import html, shell_of
-from zbv_service.pages.shell import render
+from zbv_service.pages.shell import html, render, shell_of
 from zbv_service.records.lists import (
     AgentListQuery,
     Page,

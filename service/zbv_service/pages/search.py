@@ -1,10 +1,14 @@
-"""The page of one search: its problem, its progress and its result."""
+"""``/searches/{search_id}``: one search: its problem, its progress and its result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from typing import Any
 
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import cost_facts, cost_values
 from zbv_solver.export.report.sections import deviations
@@ -13,16 +17,33 @@ from zbv_solver.problem.jitter import parse_jitter
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds
-from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.problem import Problem
 
+from zbv_service.api.state import state_of
 from zbv_service.documents.packing import unpack
 from zbv_service.documents.problems import Question
-from zbv_service.pages.views.layers import facts_of_layers
-from zbv_service.pages.views.words import shape_of
+from zbv_service.pages.shell import page
+from zbv_service.pages.words import facts_of_layers, shape_of
 from zbv_service.records.searches import FINISHED, SearchDocument
+from zbv_service.searches.searches import parse_packed
+from zbv_service.security.scheme import READ
 
-LISTED_RANKS = 16
-"""The number of groups of ranks with too little memory that are listed."""
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/searches/{search_id}", dependencies=[READ])
+async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
+    """The page of a search."""
+    found = state_of(request)
+    record, packed = await found.searches.asked(search_id)
+    values = await found.computations.run(partial(_values, record), packed)
+    return await page(request, "search.html.j2", row=record, **values)
+
+
+def _values(record: SearchDocument, packed: bytes) -> dict[str, Any]:
+    return search_values(record, parse_packed(packed))
+
+
 PLACEMENTS = {"v": "V, two stages per rank", "loop": "interleaved", "single": "one stage per rank"}
 
 
@@ -36,65 +57,29 @@ class Shortage:
     smallest: str
 
 
-@dataclass(frozen=True)
-class SearchView:
-    """The content of the page, as texts."""
-
-    title: str
-    subtitle: str
-    is_open: bool
-    seconds: float | None
-    """From the first start of the search until now or its end; None if it never started."""
-    best: str
-    bound: str
-    gap: str
-    method: str
-    details: str
-    """The method that found the best plan, and its parameters."""
-    optimal: bool
-    """Whether the plan is proved to be optimal."""
-    shortages: tuple[Shortage, ...]
-    hidden_shortages: int
-    """Groups of ranks whose memory limit no plan fits, and the number of groups that are not listed."""
-    fraction: str
-    """The smallest feasible limit as a fraction of 1F1B's memory; empty if there is none."""
-    facts: tuple[tuple[str, str], ...]
-    model: Model | None
-    """The model's layers, if the problem has any."""
-    units: Units
-    every_cut: bool
-    """Whether the search divides the layers, so that the bound holds for every cut."""
-
-
-def search_view(record: SearchDocument, problem: Question, now: datetime | None = None) -> SearchView:
-    """The content of the page of a search."""
-    units, value, bound = problem.units, record.objective, record.lower_bound
+def search_values(record: SearchDocument, problem: Question, now: datetime | None = None) -> dict[str, Any]:
+    """What the template shows of a search's problem."""
     shortages = _shortages(record, problem) if record.state == "infeasible" else []
-    method, _, details = (record.method or "").partition("(")
     model: Model | None
     if isinstance(problem, LayeredProblem):
         model, facts = problem.model, facts_of_layers(problem)
     else:
         model, facts = None if problem.model is None else problem.model.model, _facts(problem)
-    return SearchView(
-        title=shape_of(problem),
-        subtitle=_subtitle(problem),
-        is_open=record.state not in FINISHED,
-        seconds=_seconds(record, now or datetime.now(UTC)),
-        best="–" if value is None else quantities.time(value, units),
-        bound="–" if bound is None else quantities.time(bound, units),
-        gap="–" if record.gap is None else quantities.percent(record.gap),
-        method=method or "–",
-        details=details.removesuffix(")"),
-        optimal=record.plan_id is not None and record.gap == 0,
-        shortages=tuple(shortages[:LISTED_RANKS]),
-        hidden_shortages=max(0, len(shortages) - LISTED_RANKS),
-        fraction=_smallest_fraction(problem) if shortages and isinstance(problem, Problem) else "",
-        facts=(*facts, *_options(record)),
-        model=model,
-        units=units,
-        every_cut=isinstance(problem, LayeredProblem),
-    )
+    method, _, details = (record.method or "").partition("(")
+    return {
+        "title": shape_of(problem),
+        "subtitle": _subtitle(problem),
+        "is_open": record.state not in FINISHED,
+        "seconds": _seconds(record, now or datetime.now(UTC)),
+        "method": method,
+        "details": details.removesuffix(")"),
+        "shortages": shortages,
+        "fraction": _smallest_fraction(problem) if shortages and isinstance(problem, Problem) else "",
+        "facts": [*facts, *_options(record)],
+        "model": model,
+        "units": problem.units,
+        "every_cut": isinstance(problem, LayeredProblem),
+    }
 
 
 def _seconds(record: SearchDocument, now: datetime) -> float | None:

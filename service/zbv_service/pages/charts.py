@@ -1,0 +1,51 @@
+"""Charts that need no script: SVG whose positions are percentages, drawn by ``charts.html.j2``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from zbv_solver.export import quantities
+
+_ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+"""Numbers at a logarithmic axis, times powers of ten."""
+
+Ticks = list[tuple[float, str]]
+"""Positions on an axis, with their texts."""
+Line = tuple[float, float, float, float]
+"""A line from ``x1, y1`` to ``x2, y2``; y points downwards."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis of a chart."""
+
+    first: float
+    last: float
+    """The values at the left and the right end, or at the top and the bottom."""
+    is_logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The position of a value, in percent."""
+        if self.is_logarithmic:
+            return percent(math.log(value / self.first) / math.log(self.last / self.first))
+        return percent((value - self.first) / (self.last - self.first))
+
+    def shows(self, value: float) -> bool:
+        """Whether a value is on the axis."""
+        return min(self.first, self.last) <= value <= max(self.first, self.last)
+
+    def ticks(self, most: int) -> Ticks:
+        """About this many round numbers; on a logarithmic axis as many as there are."""
+        low, high = sorted((self.first, self.last))
+        if self.is_logarithmic:
+            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+            values = [step * 10.0**power for power in powers for step in _ROUND]
+        else:
+            values = list(quantities.ticks(low, high, most))
+        return [(self(value), quantities.figure(value)) for value in values if self.shows(value)]
+
+
+def percent(part: float) -> float:
+    """A share of a chart's side as a percentage, rounded to the resolution of a screen."""
+    return round(100 * part, 3) + 0.0  # no -0.0

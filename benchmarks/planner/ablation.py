@@ -73,7 +73,6 @@ _MODULES_OF_PHASES = {
     "overtake": ("improve.overtaking_search", "construct.overtaking"),
     "anneal": (
         "improve.annealing",
-        "improve.moves",
         "improve.order_repair",
         "improve.order_state",
     ),
@@ -82,7 +81,7 @@ _MODULES_OF_PHASES = {
 }
 MECHANISMS = (
     *(Mechanism(phase, _MODULES_OF_PHASES[phase], of_differing=phase == "overtake") for phase in PHASES),
-    Mechanism("rest search", ("improve.rest_search",), {"search.phases:REST_SHARE": 0.0}),
+    Mechanism("rest search", ("improve.rest_search",), {"search.run:REST_SHARE": 0.0}),
     Mechanism(
         "bound: few ranks",
         ("bounds.few_ranks", "bounds.states"),

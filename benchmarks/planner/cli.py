@@ -195,7 +195,7 @@ def _options(parsed: argparse.Namespace, **others: Any) -> SearchOptions:
 
 
 def _planner(parsed: argparse.Namespace) -> int:
-    from zbv_solver.commands.searching import spinner
+    from zbv_solver.commands.messages import spinner
 
     from benchmarks.planner.report import report_json
     from benchmarks.planner.run import bench

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbv_solver._version import __version__
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from zbv_solver.problem.reading import load_problem
     from zbv_solver.problem.reading import parse_any_problem as parse
     from zbv_solver.search.assemble import compare
-    from zbv_solver.search.claims import CheckedPlan
+    from zbv_solver.search.claims import CheckedPlan, load_plan
     from zbv_solver.search.incumbent import Progress
     from zbv_solver.search.options import Effort
     from zbv_solver.search.step_planner import StepPlanner
@@ -101,6 +100,7 @@ _HOMES = {
     "StepPlanner": "search.step_planner.StepPlanner",
     "compare": "search.assemble.compare",
     "load_batch": "packing.batch.load_batch",
+    "load_plan": "search.claims.load_plan",
     "load_problem": "problem.reading.load_problem",
     "parse_batch": "packing.batch.parse_batch",
     "parse": "problem.reading.parse_any_problem",
@@ -117,23 +117,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read and verify a plan file.
-
-    Raises
-    ------
-    InvalidInput
-        When the file is not JSON or not a plan.
-    InvalidPlan
-        When the orders cannot be executed, or a stated metric is wrong.
-    OSError
-        When the file cannot be read.
-    """
-    from zbv_solver.search.claims import load_plan
-
-    return load_plan(path)
 
 
 def plan(

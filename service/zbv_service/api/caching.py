@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fastapi import Request, Response
 
 from zbv_service.api.state import state_of
@@ -16,12 +14,10 @@ HOUR = "public, max-age=3600"
 """Resources that change only with the version of the service."""
 
 
-def cached(
-    request: Request, etag: str, control: str = IMMUTABLE, more: Mapping[str, str] | None = None
-) -> tuple[dict[str, str], Response | None]:
+def cached(request: Request, etag: str, control: str = IMMUTABLE) -> tuple[dict[str, str], Response | None]:
     """The headers of a response that may be kept, and the 304 response if the client has it already."""
     quoted = f'"{etag}"'
-    headers = {"ETag": quoted, "Cache-Control": control, **(more or {})}
+    headers = {"ETag": quoted, "Cache-Control": control}
     known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
     is_known = quoted in known or "*" in known
     return headers, Response(status_code=304, headers=headers) if is_known else None

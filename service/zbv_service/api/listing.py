@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 
 from fastapi import Request, Response
 
-from zbv_service.api.negotiation import VARY, root_of, to_page, wants_page
+from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.errors import INVALID_PARAMETER, ApiError
 from zbv_service.records.lists import (
@@ -92,13 +92,11 @@ async def list_response(
         The member of the document that has the entries, and the JSON of an entry. Entries are written one by
         one, in a thread: pydantic would keep the interpreter while it writes the whole list.
     """
-    if wants_page(request):
-        return to_page(request)
     computations = state_of(request).computations
     async with computations.listing(query.limit):
         page = await load(query, position_of(query.cursor))
     around = neighbours(request, page)
-    headers = {**VARY, "Cache-Control": "no-store"}
+    headers = {"Cache-Control": "no-store"}
     links = [
         f'<{root_of(request)}{address}>; rel="{name}"'
         for address, name in ((around.previous, "prev"), (around.next, "next"))

@@ -1,7 +1,4 @@
-"""Tags, examples and links of the OpenAPI document, which cannot be derived from the routes.
-
-A link names a value of a response and the operation that takes it as a parameter.
-"""
+"""Tags and examples of the OpenAPI document, which cannot be derived from the routes."""
 
 from __future__ import annotations
 
@@ -86,42 +83,9 @@ EXAMPLES: dict[str, Any] = {
 }
 """An example body for each operation that takes one."""
 
-_OF_SEARCH = (
-    ("get_search", "search_id", "$response.body#/id"),
-    ("follow_search", "search_id", "$response.body#/id"),
-    ("cancel_search", "search_id", "$response.body#/id"),
-    ("get_plan", "plan_id", "$response.body#/plan_id"),
-)
-_OF_RUN = (
-    ("get_run", "run_id", "$response.body#/id"),
-    ("list_run_events", "run_id", "$response.body#/id"),
-    ("cancel_run", "run_id", "$response.body#/id"),
-)
-_OF_PLAN = (
-    ("get_plan", "plan_id", "$response.body#/plan_id"),
-    ("export_plan", "plan_id", "$response.body#/plan_id"),
-    ("get_rank", "plan_id", "$response.body#/plan_id"),
-    ("simulate_plan", "plan_id", "$response.body#/plan_id"),
-)
-_OF_AGENT = (
-    ("get_work", "agent_id", "$response.body#/agent/id"),
-    ("beat", "agent_id", "$response.body#/agent/id"),
-    ("remove_agent", "agent_id", "$response.body#/agent/id"),
-)
-LINKS: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "submit_search": _OF_SEARCH,
-    "get_search": _OF_SEARCH[1:],
-    "cancel_search": _OF_SEARCH,
-    "import_plan": _OF_PLAN,
-    "get_plan": _OF_PLAN[1:],
-    "submit_run": _OF_RUN,
-    "register_agent": _OF_AGENT,
-}
-"""For each operation: the linked operations, their parameter, and the source of the value."""
-
 
 def enrich(document: dict[str, Any]) -> None:
-    """Add tags, examples and links to a document."""
+    """Add tags and examples to a document."""
     used = {tag for operation in _operations(document) for tag in operation.get("tags", ())}
     document["tags"] = [{"name": name, "description": text} for name, text in TAGS.items() if name in used]
     for operation in _operations(document):
@@ -129,12 +93,6 @@ def enrich(document: dict[str, Any]) -> None:
         for content in operation.get("requestBody", {}).get("content", {}).values():
             if name in EXAMPLES:
                 content["example"] = EXAMPLES[name]
-        for status, answer in operation["responses"].items():
-            if name in LINKS and status.startswith("2"):
-                answer["links"] = {
-                    target: {"operationId": target, "parameters": {parameter: place}}
-                    for target, parameter, place in LINKS[name]
-                }
 
 
 def _operations(document: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,11 +15,11 @@ from zbv_service.frontier import frontier
 from zbv_service.plans import renderings
 from zbv_service.problems import check, compare, estimate, packing
 from zbv_service.runs import measurements
-from zbv_service.searches import layouts
+from zbv_service.searches import searches
 from zbv_service.searches.executors import local
 
 PRELOADED = (
-    *(check, compare, estimate, frontier, layout_search, layouts, local, measurements),
+    *(check, compare, estimate, frontier, layout_search, local, measurements, searches),
     *(pack, packing, renderings),
 )
 

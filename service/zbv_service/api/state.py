@@ -25,28 +25,24 @@ from zbv_service.database import (
     TokenTable,
 )
 from zbv_service.database.quotas import QuotaTable
-from zbv_service.database.sweeper import Sweeper
+from zbv_service.database.retention import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
 from zbv_service.plans.compared import ComparedPlans
 from zbv_service.plans.plans import Plans
-from zbv_service.plans.schedules import Schedules
 from zbv_service.problems.compare import Comparisons
 from zbv_service.problems.estimate import Estimates
-from zbv_service.runs.agents import Agents
-from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.runs.heartbeats import Heartbeats
+from zbv_service.runs.agents import Agents, Heartbeats
+from zbv_service.runs.dispatch import AgentWatch, Dispatcher
 from zbv_service.runs.measurements import Measurements
 from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
-from zbv_service.runs.watch import AgentWatch
 from zbv_service.searches.events import EventFeed
 from zbv_service.searches.executors.task import SearchFunction
-from zbv_service.searches.layouts import LayoutSearches
 from zbv_service.searches.runner import Runner
-from zbv_service.searches.searches import Searches
+from zbv_service.searches.searches import LayoutSearches, Searches
 from zbv_service.security.access import Access
 from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import Quotas
@@ -87,7 +83,7 @@ class ApplicationState:
         self.layouts = LayoutSearches(search_table, self.runner, settings, computations)
 
         self.plans = Plans(plan_table, settings, computations)
-        self.compared = ComparedPlans(self.plans, Schedules(self.plans))
+        self.compared = ComparedPlans(self.plans)
         self.frontiers = Frontiers(plan_table, search_table, self.searches, self.plans, settings)
         self.comparisons = Comparisons(plan_table, computations, settings)
         self.estimates = Estimates(computations, settings)

@@ -6,10 +6,9 @@ Tables and sessions stay inside this package. Callers pass and receive the froze
 
 from __future__ import annotations
 
-from zbv_service.database.agents import AgentTable
+from zbv_service.database.agents import AgentTable, ListenerTable
 from zbv_service.database.engine import Database, DatabaseAway, DatabaseUnusable
 from zbv_service.database.heartbeats import HeartbeatTable
-from zbv_service.database.listeners import ListenerTable
 from zbv_service.database.plans import PlanTable
 from zbv_service.database.retention import Keep, Retention
 from zbv_service.database.run_parts import PartTable

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from sqlalchemy import ColumnElement, Select, or_, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from zbv_service.database.models import PlanRow, SearchRow
-from zbv_service.database.run_models import RunRow
+from zbv_service.database.models import PlanRow, RunRow, SearchRow
 from zbv_service.records.lists import Page, PlanListQuery, Position, SearchListQuery, TimedQuery
 
 T = TypeVar("T")

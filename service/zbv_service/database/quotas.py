@@ -8,8 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, Text, cast, false, func, literal, select
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import PlanRow, SearchRow, TokenRow
-from zbv_service.database.run_models import AgentRow, RunRow
+from zbv_service.database.models import AgentRow, PlanRow, RunRow, SearchRow, TokenRow
 from zbv_service.records.agents import AGENT_ENDED
 
 

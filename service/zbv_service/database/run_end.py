@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, CursorResult, Select, insert, select, upda
 from sqlalchemy import Update as UpdateStatement
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
+from zbv_service.database.models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.errors import RUN_FAILED, error_document
 from zbv_service.records.run_options import DEFAULT_RETRIES
 from zbv_service.records.runs import FAILURE_KINDS, FINAL_FAILURES, RUN_ENDED, NodeOutcome, RunState, place_of

@@ -12,9 +12,8 @@ from typing import Any
 from sqlalchemy import select
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import SearchRow
+from zbv_service.database.models import RunRow, SearchRow
 from zbv_service.database.run_end import add_event, end_run, lock_run
-from zbv_service.database.run_models import RunRow
 from zbv_service.errors import RUN_FAILED, error_document
 from zbv_service.records.runs import RUN_ENDED, OfferDocument, Replanning
 from zbv_service.records.searches import FINISHED

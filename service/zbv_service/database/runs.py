@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import SearchRow, columns_of, record_of
+from zbv_service.database.models import AgentRow, EventRow, NodeRow, RunRow, SearchRow, columns_of, record_of
 from zbv_service.database.paging import begins, created_between, read_page
 from zbv_service.database.run_end import (
     add_event,
@@ -29,7 +29,6 @@ from zbv_service.database.run_end import (
     node_of,
     nodes_of_agent,
 )
-from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, RunRow
 from zbv_service.database.search_events import portions
 from zbv_service.records.agents import NodeReport, WorkDocument
 from zbv_service.records.lists import Page, Position, RunListQuery

@@ -13,10 +13,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.models import SearchRow, columns_of
+from zbv_service.database.models import RunRow, SearchRow, columns_of
 from zbv_service.database.paging import begins, created_between, of_shape, read_page
 from zbv_service.database.run_end import changed
-from zbv_service.database.run_models import RunRow
 from zbv_service.database.search_events import first_event, tell_end, tell_state
 from zbv_service.database.search_leases import SearchLeases
 from zbv_service.records.lists import LayoutListQuery, Page, Position, SearchListQuery

@@ -6,8 +6,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import Database
-from zbv_service.database.models import SearchRow
-from zbv_service.database.run_models import AgentRow, RunRow
+from zbv_service.database.models import AgentRow, RunRow, SearchRow
 from zbv_service.observability.metrics import Tally
 from zbv_service.records.agents import AGENT_STATES
 from zbv_service.records.runs import RUN_STATES

@@ -27,8 +27,7 @@ from zbv_service.documents.packing import problem_key, unpack
 from zbv_service.documents.problems import asked_of
 from zbv_service.errors import INVALID_PARAMETER, ApiError
 from zbv_service.frontier.points import CutSummary
-from zbv_service.plans.facts import PlanFacts, facts_of
-from zbv_service.plans.renderings import plan_of
+from zbv_service.plans.renderings import PlanFacts, facts_of, plan_of
 from zbv_service.records.searches import NewSearch
 from zbv_service.records.shared import OptionsDocument
 from zbv_service.searches.searches import new_search, request_key

@@ -13,7 +13,7 @@ from zbv_solver.problem.layer import Layer
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, Units
 
-from zbv_service.plans.facts import PlanFacts
+from zbv_service.plans.renderings import PlanFacts
 from zbv_service.records.runs import RunDocument
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.plans.plan import plan_json
 
-from zbv_service.compute.cache import wait_a_while
+from zbv_service.compute.cache import Cache, wait_a_while
+from zbv_service.documents.packing import pack
+from zbv_service.documents.problems import require_stages
 from zbv_service.errors import ApiError
-from zbv_service.plans.facts import PlanFacts
-from zbv_service.plans.plans import Plans
-from zbv_service.plans.schedules import Schedules
+from zbv_service.plans.plans import CACHED_BYTES, Plans
+from zbv_service.plans.renderings import PlanFacts, plan_of
 from zbv_service.records.lists import PlanListQuery
 from zbv_service.records.plans import PlanSummaryDocument
+
+CACHED_SCHEDULES = 24
+
 
 USUAL = ("1f1b", "interleaved-1f1b", "zb-h1")
 """The default schedules for a comparison."""
@@ -46,9 +52,10 @@ class ComparedPlan:
 class ComparedPlans:
     """Finds the stored plans and computes the schedules for comparisons."""
 
-    def __init__(self, plans: Plans, schedules: Schedules):
+    def __init__(self, plans: Plans):
         self._plans = plans
-        self._schedules = schedules
+        # A large schedule takes half a second.
+        self._made: Cache[bytes] = Cache(CACHED_SCHEDULES, CACHED_BYTES, len)
 
     async def of(self, plan: PlanFacts, names: Sequence[str]) -> tuple[ComparedPlan, ...]:
         """The named schedules, in this order and without repetitions; waits for those that take long."""
@@ -69,7 +76,7 @@ class ComparedPlans:
 
     async def baseline(self, plan: PlanFacts, name: str) -> bytes | None:
         """A classical schedule of a plan's problem, packed; None if no schedule has this name."""
-        return await self._schedules.baseline(plan.plan_id, name) if name in plan.schedules else None
+        return await self._schedule(plan.plan_id, name) if name in plan.schedules else None
 
     async def offered(self, plan: PlanFacts) -> tuple[list[PlanSummaryDocument], list[PlanSummaryDocument]]:
         """Stored plans to choose from, newest first: plans of the same shape, and others."""
@@ -82,12 +89,16 @@ class ComparedPlans:
             [each for each in others if each.plan_id not in known],
         )
 
+    async def _schedule(self, plan_id: str, name: str) -> bytes:
+        make = partial(baseline_of, name)
+        return await self._made.get(f"{plan_id} {name}", lambda: self._plans.compute(make, plan_id))
+
     async def _one(self, plan: PlanFacts, name: str) -> ComparedPlan:
         is_baseline = name in plan.schedules
         mine = theirs = plan.units.time
         try:
             if is_baseline:
-                packed = await self._schedules.baseline(plan.plan_id, name)
+                packed = await self._schedule(plan.plan_id, name)
             else:
                 theirs = (await self._plans.facts(name)).units.time
                 packed = await self._plans.packed(name)
@@ -102,3 +113,13 @@ class ComparedPlans:
             )
             return ComparedPlan(name, is_baseline, None, complaint)
         return ComparedPlan(name, is_baseline, packed)
+
+
+def baseline_of(name: str, packed: bytes) -> bytes:
+    """A classical schedule of the problem of a packed plan; runs in another process."""
+    # Imported here because loading the solver's kernels takes a second, which the service should not spend.
+    from zbv_solver.search.assemble import baseline_plan
+
+    problem = plan_of(packed).problem
+    require_stages(problem)
+    return pack(plan_json(baseline_plan(name, problem)))

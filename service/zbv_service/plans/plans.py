@@ -23,10 +23,11 @@ from zbv_service.documents.parsing import parse_json
 from zbv_service.documents.problems import require_size
 from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, ApiError
 from zbv_service.plans.documents import ClaimDocument, ImportedPlan, SimulationQuery
-from zbv_service.plans.facts import PlanFacts, facts_of
 from zbv_service.plans.renderings import (
+    PlanFacts,
     actions_of,
     export_of,
+    facts_of,
     plan_of,
     ranks_of,
     simulation_of,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from zbv_service.compute.waiting import happened
-from zbv_service.database import AgentTable, RunTable
+from zbv_service.database import AgentTable, DatabaseAway, HeartbeatTable, RunTable
 from zbv_service.errors import AGENT_GONE, AGENT_OF_OTHERS, NOT_FOUND, ApiError
 from zbv_service.records.agents import (
     AGENT_ENDED,
@@ -24,10 +27,107 @@ from zbv_service.records.agents import (
     WorkDocument,
 )
 from zbv_service.records.lists import AgentListQuery, Page, Position
-from zbv_service.runs.assignments import Assignments
 from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.runs.heartbeats import Heartbeats
 from zbv_service.security.grants import Grant
+
+PAUSE_SECONDS = 0.05
+"""Seconds between two writes, so that each stores many heartbeats; a single one does not wait."""
+MOST_BEATS = 256
+"""Most heartbeats in one write, which locks as many agents."""
+
+_Waiting = tuple[Beat, "asyncio.Future[BeatAnswer]"]
+
+
+class Heartbeats:
+    """The heartbeats that a service receives; those that arrive during a write are stored by the next one."""
+
+    def __init__(self, table: HeartbeatTable):
+        self._table = table
+        self._waiting: list[_Waiting] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def store(self, beat: Beat) -> BeatAnswer:
+        """Store a heartbeat, and return the answer for its agent; raises :class:`DatabaseAway`."""
+        future: asyncio.Future[BeatAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((beat, future))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_all(), name="zbv-heartbeats")
+        return await future
+
+    async def stop(self) -> None:
+        """Store the remaining heartbeats; no more arrive."""
+        if self._writer is not None:
+            await self._writer
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            taken, self._waiting = self._waiting[:MOST_BEATS], self._waiting[MOST_BEATS:]
+            await self._write(taken)
+            if self._waiting or len(taken) > 1:
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _write(self, taken: Sequence[_Waiting]) -> None:
+        last = {(beat.agent_id, beat.run_id): beat for beat, _ in taken}
+        try:
+            answers = await self._table.store([*last.values()])
+        except Exception as error:  # all waiting requests get it, as if each had stored alone
+            for _, future in taken:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        found = dict(zip(last, answers, strict=True))
+        for beat, future in taken:
+            if not future.done():  # the request may have been cancelled
+                future.set_result(found[beat.agent_id, beat.run_id])
+
+
+POLL_SECONDS = 1.0
+"""Seconds between queries for work that another service assigned."""
+
+logger = logging.getLogger(__name__)
+
+
+class Assignments:
+    """The agents that wait for work at this service; one query serves all of them."""
+
+    def __init__(self, runs: RunTable, dispatcher: Dispatcher):
+        self._runs = runs
+        self._dispatcher = dispatcher
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._looker: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def expected(self, agent_id: str) -> Iterator[asyncio.Event]:
+        """Within the block, an event that is set when an agent may have work, or when the service stops."""
+        event = asyncio.Event()
+        self._waiting.setdefault(agent_id, set()).add(event)
+        if self._looker is None or self._looker.done():
+            self._looker = asyncio.create_task(self._look_on(), name="zbv-waiting-agents")
+        try:
+            yield event
+        finally:
+            events = self._waiting[agent_id]
+            events.discard(event)
+            if not events:
+                del self._waiting[agent_id]
+
+    async def _look_on(self) -> None:
+        while self._waiting:
+            rung = self._dispatcher.assigned  # taken first, to notice assignments during the query
+            if self._dispatcher.is_stopping:
+                self._wake(list(self._waiting))
+                return
+            try:
+                self._wake(await self._runs.with_work(list(self._waiting)))
+            except DatabaseAway as error:
+                logger.warning("%s Agents continue to wait for work.", error)
+            await happened(rung, POLL_SECONDS)
+
+    def _wake(self, agent_ids: list[str]) -> None:
+        for agent_id in agent_ids:
+            for event in self._waiting.get(agent_id, ()):
+                event.set()
+
 
 OWNERS_CACHED = 16_384
 MOST_DETAILS = 64 * 1024

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Set
 from dataclasses import replace
+from pathlib import Path
 
 from zbv_solver.errors import ContradictedBound
 
@@ -25,7 +29,6 @@ from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings
 from zbv_service.searches.executors.executor import SearchExecutor
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.executors.task import SearchFunction
-from zbv_service.searches.owners import is_dead, new_owner
 from zbv_service.settings import MEBIBYTE, Settings, cores
 
 POLL_SECONDS = 0.25
@@ -310,3 +313,45 @@ def make_executor(settings: Settings) -> SearchExecutor:
     # Workers give up before the lease expires. Otherwise a search could wait for a slot that its
     # former attempt still occupies.
     return DaskExecutor(choice.scheduler, most, patience=settings.lease_seconds / 2)
+
+
+def new_owner(process_id: int | None = None) -> str:
+    """A name for a process that owns leases, by default this one: ``machine:process id:random``.
+
+    Other runners on the same machine can tell from it whether the owner is dead.
+    """
+    return f"{_machine()}:{os.getpid() if process_id is None else process_id}:{secrets.token_hex(8)}"
+
+
+def is_dead(owner: str, mine: str) -> bool:
+    """Whether an owner is a dead process of this machine; False for owners on other machines."""
+    machine, process_id = _parts(owner)
+    if machine != _parts(mine)[0] or not process_id.isdigit() or owner == mine:
+        return False
+    if int(process_id) == os.getpid():
+        return True  # an earlier process had our id, as the first process of every container does
+    try:
+        os.kill(int(process_id), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _machine() -> str:
+    """The scope of a process id: boot and process namespace.
+
+    The host name alone is not enough: containers may share their host's, and cloned machines have the same.
+    """
+    try:
+        space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        space = boot = ""
+    return f"{socket.gethostname()[:100]}/{boot}/{space}"
+
+
+def _parts(owner: str) -> tuple[str, str]:
+    machine, _, process_id = owner.rpartition(":")[0].rpartition(":")
+    return machine, process_id

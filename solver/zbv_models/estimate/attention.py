@@ -13,11 +13,10 @@ from zbv_models.estimate.part import (
     Part,
     Product,
     around,
-    dropout_tensors,
     dropout_traffic,
     gradient,
     half_exchange,
-    half_norms,
+    half_tensors,
 )
 from zbv_models.estimate.shapes import STATISTIC_BYTES, Parameters, PerAction, Shapes
 
@@ -272,11 +271,6 @@ class Attention:
         return self.kv_heads * self.head_dim
 
     @property
-    def flash(self) -> bool:
-        """Whether it is flash attention."""
-        return self.sees.flash
-
-    @property
     def projected(self) -> int:
         """Width of the product that makes queries, keys, values and the gate."""
         return self.query * (2 if self.output_gate else 1) + 2 * self.key
@@ -303,7 +297,7 @@ class Attention:
             parameters=self.parameters(shapes),
             products=products,
             core=self.scores.flops(shapes),
-            is_flash=self.flash,
+            is_flash=self.sees.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
             moved=moved,
@@ -337,7 +331,7 @@ class Attention:
         """13 s b h + 5 a s² b with dropout in 16 bits (Korthikanti et al. 2022, §4.1)."""
         query, key = shapes.divided(self.query), shapes.divided(self.key)
         held = [
-            *half_norms(shapes, "attention's norm"),
+            *half_tensors(shapes, "attention"),
             Held(
                 "input of the projection to queries, keys, values",
                 shapes.operand(shapes.kept_input),
@@ -357,7 +351,7 @@ class Attention:
         if self.output_gate:
             held.append(Held("gate", query))
             held.append(Held("output of the heads", query))
-        return held + dropout_tensors(shapes, "attention's dropout mask")
+        return held
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors, in I or B."""

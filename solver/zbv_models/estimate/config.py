@@ -203,34 +203,29 @@ def _count_issues(model: Transformer, parallel: ParallelConfig) -> Iterator[Issu
 
 
 def _device_issues(model: Transformer, parallel: ParallelConfig, device: Device) -> Iterator[Issue]:
-    if parallel.tensor_parallel > 1 and device.tensor_parallel_bandwidth is None:
-        yield Issue(
-            "/device/tensor_parallel_bandwidth",
-            f"this key is absent, and tensor_parallel {parallel.tensor_parallel} needs it. Give the GB/s "
-            f"that a device sends within its group; with tensor_parallel_overlap 1 they cost nothing.",
-        )
-    if parallel.expert_parallel_in_node > 1 and device.tensor_parallel_bandwidth is None:
-        detail = (
-            "this key is absent, and expert_parallel_in_node needs it. Give the GB/s that a device sends "
-            "inside its node."
-        )
-        yield Issue("/device/tensor_parallel_bandwidth", detail)
+    def needed(key: str, by: str, remedy: str) -> Iterator[Issue]:
+        if getattr(device, key) is None:
+            yield Issue(f"/device/{key}", f"this key is absent, and {by}. Give {remedy}.")
+
+    inside = "the GB/s that a device sends within its group; with {}_parallel_overlap 1 they cost nothing"
+    key = "tensor_parallel_bandwidth"
+    if parallel.tensor_parallel > 1:
+        by = f"tensor_parallel {parallel.tensor_parallel} needs it"
+        yield from needed(key, by, inside.format("tensor"))
+    if parallel.expert_parallel_in_node > 1:
+        remedy = "the GB/s that a device sends inside its node"
+        yield from needed(key, "expert_parallel_in_node needs it", remedy)
     for group in ("context", "expert"):
-        degree, key = getattr(parallel, f"{group}_parallel"), f"{group}_parallel_bandwidth"
-        if degree > 1 and getattr(device, key) is None and device.link_bandwidth is None:
-            detail = (
-                f"this key is absent, and {group}_parallel {degree} needs it, or link_bandwidth. Give the "
-                f"GB/s that a device sends within its group; with {group}_parallel_overlap 1 they cost "
-                f"nothing."
-            )
-            yield Issue(f"/device/{key}", detail)
+        degree = getattr(parallel, f"{group}_parallel")
+        if degree > 1 and device.link_bandwidth is None:
+            by = f"{group}_parallel {degree} needs it, or link_bandwidth"
+            yield from needed(f"{group}_parallel_bandwidth", by, inside.format(group))
     narrow = model.narrow_dtype
     if narrow is None and model.product_dtype not in (None, model.dtype):
         rule = f"must be fp8, fp4 or the type of activations, dtype ({model.dtype})."
         yield Issue("/model/product_dtype", f"found {quoted(model.product_dtype)}; {rule}")
-    if narrow is not None and getattr(device, f"{narrow}_tflops") is None:
-        detail = f"this key is absent, and product_dtype {narrow} needs it. Give its TFLOP/s."
-        yield Issue(f"/device/{narrow}_tflops", detail)
+    if narrow is not None:
+        yield from needed(f"{narrow}_tflops", f"product_dtype {narrow} needs it", "its TFLOP/s")
     precision = parallel.precision
     chosen = PRECISIONS[precision] if isinstance(precision, str) else precision
     if chosen is not None and chosen.gathered and narrow != "fp8":

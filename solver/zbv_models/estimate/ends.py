@@ -64,7 +64,7 @@ class Embedding:
             indices = INDEX_BYTES * shapes.sequence // shapes.degrees.context
             held.append(Held("positions", indices, after_input=True))
             held.append(gradient("gradient of the positions", shapes.positions))
-        return held + dropout_tensors(shapes, "embedding's dropout mask")
+        return held + dropout_tensors(shapes, "embedding")
 
     def traffic(self, shapes: Shapes) -> PerAction:
         """Rows are copied in F. In W a gradient as large as the table is zeroed, filled and added."""

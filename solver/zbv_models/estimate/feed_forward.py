@@ -13,10 +13,9 @@ from zbv_models.estimate.part import (
     Part,
     Product,
     around,
-    dropout_tensors,
     gradient,
     half_exchange,
-    half_norms,
+    half_tensors,
     norm_module,
 )
 from zbv_models.estimate.shapes import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, Parameters, PerAction, Shapes
@@ -87,8 +86,8 @@ class Mlp:
         With a gate the activation reads two tensors; unfused, the activated gate is kept as well.
         """
         ffn = shapes.divided(self.ffn)
-        held = [
-            *half_norms(shapes, "MLP's norm"),
+        return [
+            *half_tensors(shapes, "MLP"),
             Held(
                 "input of the MLP's first matrix",
                 shapes.operand(shapes.kept_input),
@@ -98,7 +97,6 @@ class Mlp:
             *self.inner_tensors(shapes, ffn, "mlp"),
             gradient("gradient of the MLP's last matrix", shapes.operand(shapes.whole)),
         ]
-        return held + dropout_tensors(shapes, "MLP's dropout mask")
 
     def inner_tensors(self, shapes: Shapes, ffn: int, *modules: str) -> list[Held]:
         """What is kept between the matrices; ``ffn`` is the size of a tensor as wide as the MLP.
@@ -297,7 +295,7 @@ class Experts:
         hidden = self.routed(shapes, self.width(shapes))
         scores = STATISTIC_BYTES * shapes.own_tokens * self.experts
         held = [
-            *half_norms(shapes, "MLP's norm"),
+            *half_tensors(shapes, "MLP"),
             Held(
                 "input of the router and of shared experts",
                 shapes.hidden,
@@ -327,7 +325,7 @@ class Experts:
                 for each in self.shared.inner_tensors(shapes, width)
             ]
             held.append(gradient("gradient of the shared experts' last matrix", shapes.operand(shapes.whole)))
-        return held + dropout_tensors(shapes, "MLP's dropout mask")
+        return held
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors.

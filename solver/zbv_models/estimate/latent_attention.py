@@ -20,10 +20,9 @@ from zbv_models.estimate.part import (
     Part,
     Product,
     around,
-    dropout_tensors,
     gradient,
     group_sum,
-    half_norms,
+    half_tensors,
     norm_module,
 )
 from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
@@ -50,11 +49,6 @@ class LatentAttention:
     """Whether scores are computed with the latent vector of keys and values, which all heads share:
     queries and outputs are as wide as it (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1; Megatron-LM,
     ``_run_sparse_attention``)."""
-
-    @property
-    def flash(self) -> bool:
-        """Whether it is flash attention."""
-        return self.sees.flash
 
     @property
     def key_dim(self) -> int:
@@ -103,7 +97,7 @@ class LatentAttention:
             parameters=self.parameters(shapes),
             products=projections,
             core=self.scores.flops(shapes),
-            is_flash=self.flash,
+            is_flash=self.sees.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
             moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
@@ -159,7 +153,7 @@ class LatentAttention:
         sizes = (("queries", keys), ("keys", keys), ("values", values))
         of_heads = [Held(name, size, modules=("mla_up_proj",)) for name, size in sizes]
         held = [
-            *half_norms(shapes, "attention's norm"),
+            *half_tensors(shapes, "attention"),
             Held(
                 "input of the projections down",
                 shapes.operand(shapes.own(h)),
@@ -184,7 +178,7 @@ class LatentAttention:
             held.append(
                 Held("input of the projection to queries", shapes.operand(shapes.own(q)), after_input=True)
             )
-        return held + dropout_tensors(shapes, "attention's dropout mask")
+        return held
 
     def absorbed_tensors(self, shapes: Shapes) -> list[Held]:
         """Queries before and after the product with the keys' matrix, keys, and the scores' outputs."""

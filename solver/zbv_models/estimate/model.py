@@ -241,13 +241,59 @@ def _has_dense_mlp(model: Transformer) -> bool:
 
 
 LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+OF_EXPERTS = (
+    *("experts_per_token", "expert_ffn", "expert_hidden", "shared_expert_ffn", "expert_nodes"),
+    "capacity_factor",
+)
 
 
 def model_issues(model: Transformer) -> Iterator[Issue]:
     """One issue per broken rule between the numbers of a model."""
-    yield from _attention_issues(model)
-    yield from _expert_issues(model)
-    yield from _pattern_issues(model)
+    letters = "".join((*model.kinds, *model.prediction_kinds))
+    latent = model.kv_lora_rank is not None
+    needed = [(key, "latent attention (kv_lora_rank) needs it") for key in LATENT if latent]
+    pairs = (("index_heads", "index_dim"), ("index_dim", "index_heads"))
+    needed += [(key, f"{other} needs it") for key, other in pairs if getattr(model, other) is not None]
+    if model.experts is not None:
+        needed.append(("experts_per_token", "a model with experts needs it: how many a token is sent to"))
+    for letter, key in (("M", "state_space"), ("E", "experts"), ("W", "window"), ("I", "index_heads")):
+        if letter in letters:
+            needed.append((key, f"layers {letter} of the pattern need it"))
+    for key, why in needed:
+        if getattr(model, key) is None:
+            yield Issue(f"/model/{key}", f"this key is absent, and {why}.")
+    for absent, keys, what in (
+        (not latent, ("q_lora_rank", *LATENT), "latent attention. Give kv_lora_rank, too"),
+        (model.window is None, ("full_attention_every", "index_heads", "chunked"),
+         "a window. Give window, the tokens that a query attends to"),
+        (model.experts is None, OF_EXPERTS, "a mixture of experts. Give experts, their number"),
+    ):  # fmt: skip
+        for key in keys:
+            if absent and (value := getattr(model, key)):
+                found = f"found {str(value).lower()}; it belongs to {what}, or remove it."
+                yield Issue(f"/model/{key}", found)
+    if model.head_dim is None and not latent and model.hidden % model.heads:
+        rule = f"must divide hidden ({model.hidden}). Or give head_dim, their width."
+        yield Issue("/model/heads", f"found {model.heads}; {rule}")
+    if model.heads % model.n_kv_heads:
+        rule = f"must divide heads ({model.heads}): each serves as many of them."
+        yield Issue("/model/kv_heads", f"found {model.kv_heads}; {rule}")
+    if latent and model.output_gate:
+        yield Issue("/model/output_gate", "found true; latent attention has no gate. Remove it.")
+    if model.experts is not None and (model.experts_per_token or 0) > model.experts:
+        rule = f"must be at most experts ({model.experts})."
+        yield Issue("/model/experts_per_token", f"found {model.experts_per_token}; {rule}")
+    if model.experts is not None and model.dense_layers >= model.layers:
+        rule = f"must be less than layers ({model.layers}), or no block has experts. Remove experts."
+        yield Issue("/model/dense_layers", f"found {model.dense_layers}; {rule}")
+    if model.pattern is not None and len(model.kinds) != model.layers:
+        rule = f"must have one for each of the layers ({model.layers})."
+        yield Issue("/model/pattern", f"found {len(model.kinds)} layers; {rule}")
+    if model.state_space is not None and "M" not in letters:
+        rule = "pattern says which layers it is. Give pattern, or remove it."
+        yield Issue("/model/state_space", f"found costs without a layer M; {rule}")
+    if model.vision is not None:
+        yield from _vision_issues(model.vision)
 
 
 def degree_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
@@ -262,42 +308,9 @@ def fits(model: Transformer, degrees: Degrees) -> bool:
     return next(degree_issues(model, degrees), None) is None
 
 
-def _attention_issues(model: Transformer) -> Iterator[Issue]:
-    latent = model.kv_lora_rank is not None
-    if model.head_dim is None and not latent and model.hidden % model.heads:
-        rule = f"must divide hidden ({model.hidden}). Or give head_dim, their width."
-        yield Issue("/model/heads", f"found {model.heads}; {rule}")
-    if model.heads % model.n_kv_heads:
-        rule = f"must divide heads ({model.heads}): each serves as many of them."
-        yield Issue("/model/kv_heads", f"found {model.kv_heads}; {rule}")
-    for key in LATENT if latent else ():
-        if getattr(model, key) is None:
-            detail = "this key is absent, and latent attention (kv_lora_rank) needs it."
-            yield Issue(f"/model/{key}", detail)
-    for key in () if latent else ("q_lora_rank", *LATENT):
-        if getattr(model, key) is not None:
-            rule = "it belongs to latent attention. Give kv_lora_rank, too, or remove it."
-            yield Issue(f"/model/{key}", f"found {getattr(model, key)}; {rule}")
-    if model.window is None:
-        for key in ("full_attention_every", "index_heads", "chunked"):
-            if getattr(model, key):
-                rule = (
-                    "it belongs to a window. Give window, the tokens that a query attends to, or remove it."
-                )
-                yield Issue(f"/model/{key}", f"found {str(getattr(model, key)).lower()}; {rule}")
-    for key, other in (("index_heads", "index_dim"), ("index_dim", "index_heads")):
-        if getattr(model, key) is None and getattr(model, other) is not None:
-            yield Issue(f"/model/{key}", f"this key is absent, and {other} needs it.")
-    if latent and model.output_gate:
-        yield Issue("/model/output_gate", "found true; latent attention has no gate. Remove it.")
-    if model.vision is not None and model.vision.hidden % model.vision.heads:
-        rule = f"must divide its hidden ({model.vision.hidden})."
-        yield Issue("/model/vision/heads", f"found {model.vision.heads}; {rule}")
-    if model.vision is not None:
-        yield from _vision_issues(model.vision)
-
-
 def _vision_issues(vision: Vision) -> Iterator[Issue]:
+    if vision.hidden % vision.heads:
+        yield Issue("/model/vision/heads", f"found {vision.heads}; must divide its hidden ({vision.hidden}).")
     places = vision.full_attention
     if places and vision.window is None:
         rule = "it belongs to a window. Give window, the patches of a piece, or remove it."
@@ -308,44 +321,6 @@ def _vision_issues(vision: Vision) -> Iterator[Issue]:
     if vision.projector_gated and vision.projector == ():
         rule = "a projector of one matrix has no gate. Give the widths of projector, or remove it."
         yield Issue("/model/vision/projector_gated", f"found true; {rule}")
-
-
-def _expert_issues(model: Transformer) -> Iterator[Issue]:
-    chosen = model.experts_per_token
-    if model.experts is None:
-        for key in (
-            "experts_per_token",
-            "expert_ffn",
-            "expert_hidden",
-            "shared_expert_ffn",
-            "expert_nodes",
-            "capacity_factor",
-        ):
-            if getattr(model, key) is not None:
-                rule = "it belongs to a mixture of experts. Give experts, their number, or remove it."
-                yield Issue(f"/model/{key}", f"found {getattr(model, key)}; {rule}")
-        return
-    if chosen is None:
-        detail = "this key is absent, and a model with experts needs it: how many a token is sent to."
-        yield Issue("/model/experts_per_token", detail)
-    elif chosen > model.experts:
-        yield Issue("/model/experts_per_token", f"found {chosen}; must be at most experts ({model.experts}).")
-    if model.dense_layers >= model.layers:
-        rule = f"must be less than layers ({model.layers}), or no block has experts. Remove experts."
-        yield Issue("/model/dense_layers", f"found {model.dense_layers}; {rule}")
-
-
-def _pattern_issues(model: Transformer) -> Iterator[Issue]:
-    if model.pattern is not None and len(model.kinds) != model.layers:
-        rule = f"must have one for each of the layers ({model.layers})."
-        yield Issue("/model/pattern", f"found {len(model.kinds)} layers; {rule}")
-    letters = "".join((*model.kinds, *model.prediction_kinds))
-    for letter, key in (("M", "state_space"), ("E", "experts"), ("W", "window"), ("I", "index_heads")):
-        if letter in letters and getattr(model, key) is None:
-            yield Issue(f"/model/{key}", f"this key is absent, and layers {letter} of the pattern need it.")
-    if model.state_space is not None and "M" not in letters:
-        rule = "pattern says which layers it is. Give pattern, or remove it."
-        yield Issue("/model/state_space", f"found costs without a layer M; {rule}")
 
 
 def _tensor_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:

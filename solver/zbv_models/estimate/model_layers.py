@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Protocol
 
 from zbv_models.estimate.attention import Attention, Indexer, Sees
 from zbv_models.estimate.ends import Embedding, Head, Joining, Patches, Projector
@@ -19,16 +18,21 @@ from zbv_models.estimate.latent_attention import LatentAttention
 from zbv_models.estimate.model import Transformer, Vision
 from zbv_models.estimate.part import Part
 from zbv_models.estimate.shapes import Degrees, Parameters, Shapes, Stream
+from zbv_models.estimate.state_space import GivenCosts
 
-
-class Kind(Protocol):
-    """A kind of part: half a block, or an end of the model."""
-
-    def part(self, shapes: Shapes) -> Part:
-        """Costs and memory on one device."""
-
-    def __hash__(self) -> int:
-        """Kinds are frozen records."""
+Kind = (
+    Attention
+    | LatentAttention
+    | GivenCosts
+    | Mlp
+    | Experts
+    | Embedding
+    | Joining
+    | Head
+    | Patches
+    | Projector
+)
+"""A kind of part: half a block, or an end of the model."""
 
 
 @dataclass(frozen=True)

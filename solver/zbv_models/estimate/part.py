@@ -8,7 +8,7 @@ the kinds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -55,6 +55,15 @@ def norm_tensors(shapes: Shapes, name: str) -> list[Held]:
     ]
 
 
+def half_tensors(shapes: Shapes, name: str) -> list[Held]:
+    """What the norms and the dropout of a half of a block keep: of its input, and of what it gives."""
+    held = norm_tensors(shapes, f"{name}'s norm") + dropout_tensors(shapes, name)
+    if shapes.stream.post_norms:
+        last = norm_tensors(shapes, f"{name}'s last norm")
+        held += (replace(tensor, is_input=False) for tensor in last)
+    return held
+
+
 def norm_module(shapes: Shapes) -> Module:
     """Selective recomputation of a norm: its output is dropped.
 
@@ -66,18 +75,9 @@ def norm_module(shapes: Shapes) -> Module:
     return Module("layernorm", moved=2.0 * shapes.hidden)
 
 
-def half_norms(shapes: Shapes, name: str) -> list[Held]:
-    """What the norms of a half of a block keep: the one before it, and one of what it gives."""
-    held = norm_tensors(shapes, name)
-    if shapes.stream.post_norms:
-        held.append(Held(f"input of the last of {name}s", shapes.hidden))
-        held.append(Held(f"statistics of the last of {name}s", shapes.statistics * shapes.own_tokens))
-    return held
-
-
 def dropout_tensors(shapes: Shapes, name: str) -> list[Held]:
     """The mask of a tensor as wide as the residual stream."""
-    return [Held(name, shapes.mask(shapes.hidden))] if shapes.stream.dropout else []
+    return [Held(f"{name}'s dropout mask", shapes.mask(shapes.hidden))] if shapes.stream.dropout else []
 
 
 @dataclass(frozen=True)

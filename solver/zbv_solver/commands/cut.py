@@ -18,9 +18,7 @@ from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, 
 from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
-from zbv_solver.commands.messages import flag_of, named_flags, print_json
-from zbv_solver.commands.searching import spinner
-from zbv_solver.commands.tables import new_table, print_whole
+from zbv_solver.commands.messages import flag_of, named_flags, print_json, print_whole, spinner, table_of
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
@@ -169,9 +167,8 @@ def _free_json(free: Plan) -> dict[str, object]:
 def _table(found: ExecutorCut, free: Plan | None) -> Table:
     best = found.best
     columns = ("schedule", "virtual stages", "group", "recompute", "best cut", "lower bound", "even cut")
-    table = new_table(f"{best.problem.objective} of the best cut by schedule", columns)
-    for each in best.results[:MOST_ROWS]:
-        table.add_row(
+    rows = [
+        (
             each.schedule.name,
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
@@ -180,6 +177,9 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             _value(each.lower_bound),
             UNSEARCHED if isinf(each.even) else f"{each.even:.6g}",
         )
+        for each in best.results[:MOST_ROWS]
+    ]
+    table = table_of(f"{best.problem.objective} of the best cut by schedule", columns, rows)
     if free is not None:
         table.add_section()
         name = f"any order, placement {free.problem.placement.name}"

@@ -10,7 +10,7 @@ from zbv_models.fixed_orders.executor_cut import EXECUTORS, stage_letters
 from zbv_models.fixed_orders.megatron_layout import write_layout
 from zbv_models.fixed_orders.score import Score
 
-from zbv_solver.commands.tables import new_table
+from zbv_solver.commands.messages import table_of
 from zbv_solver.documents.files import plain
 from zbv_solver.export import quantities
 from zbv_solver.plans.plan import gap_of
@@ -86,21 +86,22 @@ def _best_json(score: Score, best: BestCut | None) -> dict[str, Any] | None:
 def score_table(score: Score) -> Table:
     """The ranks: their stages, how long they work and wait, and their memory."""
     problem, units = score.problem, score.problem.units
-    title = f"the layout under {schedule_name(score)}, by rank"
-    table = new_table(title, ("rank", "stages", "busy", "waiting", "memory", "limit"))
-    limits = problem.memory.limit
+    limits, rows = problem.memory.limit, []
     for rank, stages in enumerate(problem.placement.stages_of):
         busy = float(sum(score.busy[stage] for stage in stages))
-        is_full = rank in score.too_full
-        table.add_row(
-            str(rank),
-            " ".join(write_layout((score.stages[stage],)) or "–" for stage in stages),
-            quantities.time(busy, units),
-            quantities.percent(max(0.0, 1 - busy / score.objective)) if score.objective else "",
-            quantities.memory(score.timing.peak_memory[rank], units) + (" does not fit" if is_full else ""),
-            "" if limits is None else quantities.memory(limits[rank], units),
+        full = " does not fit" if rank in score.too_full else ""
+        rows.append(
+            (
+                str(rank),
+                " ".join(write_layout((score.stages[stage],)) or "–" for stage in stages),
+                quantities.time(busy, units),
+                quantities.percent(max(0.0, 1 - busy / score.objective)) if score.objective else "",
+                quantities.memory(score.timing.peak_memory[rank], units) + full,
+                "" if limits is None else quantities.memory(limits[rank], units),
+            )
         )
-    return table
+    columns = ("rank", "stages", "busy", "waiting", "memory", "limit")
+    return table_of(f"the layout under {schedule_name(score)}, by rank", columns, rows)
 
 
 def schedule_name(score: Score) -> str:

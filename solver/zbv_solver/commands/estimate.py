@@ -17,17 +17,20 @@ from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.sections import preset, preset_names, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 
-from zbv_solver.commands.messages import flag_of
+from zbv_solver.commands.messages import flag_of, table_of
 from zbv_solver.commands.model_flags import SECTIONS, flags
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
 
+Rows = Sequence[tuple[LayerEstimate, int]]
+"""Layers that differ, and how many there are of each."""
 WIDTH = 120
 """Characters per line of the tables."""
 _MEMORY_COLUMNS = (
     *("layer", "after F", "I", "W", "within", "F recomp.", "M params"),
     *("params", "gradients", "optimizer", "sum"),
 )
+_SHARES = ("products", "attention", "memory", "launches", "tensor", "context", "expert", "data parallel")
 
 
 def estimate(arguments: argparse.Namespace) -> None:
@@ -88,8 +91,11 @@ def _write_tables(config: EstimateConfig, estimated: ModelEstimate, out: TextIO)
     console.print(_costs(rows, config.recompute))
     console.print(_memory(rows, config.recompute))
     if config.parallel.data_parallel > 1 or config.parallel.context_parallel > 1:
-        console.print(_step(rows))
-    console.print(_shares(rows))
+        title = "times of a layer per step, in µs, that compute does not hide"
+        names = ("gradient reduction", "parameter gathering", "optimizer")
+        console.print(_times(rows, title, names, "step"))
+    title = "what F, I and W of a microbatch consist of together, in µs"
+    console.print(_times(rows, title, _SHARES, "shares"))
     console.print(_summary(config, rows), highlight=False)
 
 
@@ -104,59 +110,45 @@ def _distinct(layers: Sequence[LayerEstimate]) -> list[tuple[LayerEstimate, int]
     return [(replace(layer, name=name[layer]), number) for layer, number in count.items()]
 
 
-def _costs(rows: Sequence[tuple[LayerEstimate, int]], recompute: str) -> Table:
-    table = Table(title="operations and times of a microbatch on one device")
-    columns = ("layer", "copies", "GFLOP F", "I", "W", "µs F", "I", "W", "I recomputed", "output MB")
-    _add_columns(table, columns)
-    for layer, count in rows:
-        flops, times, again = layer.flops, layer.plain.times, layer.recomputed(recompute)
-        table.add_row(
+def _costs(rows: Rows, recompute: str) -> Table:
+    def cells(layer: LayerEstimate, count: int) -> list[str]:
+        again = layer.recomputed(recompute)
+        return [
             layer.name,
             str(count),
-            *(f"{value / 1e9:,.1f}" for value in astuple(flops)),
-            *(f"{value:,.0f}" for value in astuple(times)),
+            *(f"{value / 1e9:,.1f}" for value in astuple(layer.flops)),
+            *(f"{value:,.0f}" for value in astuple(layer.plain.times)),
             "–" if again is None else f"{again.times.backward_input:,.0f}",
             _mb(layer.output_bytes),
-        )
-    return table
+        ]
+
+    columns = ("layer", "copies", "GFLOP F", "I", "W", "µs F", "I", "W", "I recomputed", "output MB")
+    title = "operations and times of a microbatch on one device"
+    return table_of(title, columns, (cells(*row) for row in rows))
 
 
-def _memory(rows: Sequence[tuple[LayerEstimate, int]], recompute: str) -> Table:
-    table = Table(title="memory of a layer on one device, in MB: of a microbatch, and all the time")
-    _add_columns(table, _MEMORY_COLUMNS)
-    for layer, _ in rows:
+def _memory(rows: Rows, recompute: str) -> Table:
+    def cells(layer: LayerEstimate) -> list[str]:
         running, static, again = layer.plain, layer.static, layer.recomputed(recompute)
-        table.add_row(
+        return [
             layer.name,
-            _mb(running.after_forward),
-            _mb(running.after_input),
-            "0",
-            _mb(running.workspace),
+            *(_mb(running.after_forward), _mb(running.after_input), "0", _mb(running.workspace)),
             "–" if again is None else _mb(again.after_forward),
             _mb(layer.parameters),
             *map(_mb, (static.parameters, static.gradients, static.optimizer, static.total)),
-        )
-    return table
+        ]
+
+    title = "memory of a layer on one device, in MB: of a microbatch, and all the time"
+    return table_of(title, _MEMORY_COLUMNS, (cells(layer) for layer, _ in rows))
 
 
-def _step(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
-    table = Table(title="times of a layer per step, in µs, that compute does not hide")
-    _add_columns(table, ("layer", "gradient reduction", "parameter gathering", "optimizer"))
-    for layer, _ in rows:
-        table.add_row(layer.name, *(f"{value:,.0f}" for value in astuple(layer.step)))
-    return table
+def _times(rows: Rows, title: str, columns: Sequence[str], part: str) -> Table:
+    """A table of a part of the estimates, in µs."""
+    cells = ([each.name, *(f"{value:,.0f}" for value in astuple(getattr(each, part)))] for each, _ in rows)
+    return table_of(title, ("layer", *columns), cells)
 
 
-def _shares(rows: Sequence[tuple[LayerEstimate, int]]) -> Table:
-    table = Table(title="what F, I and W of a microbatch consist of together, in µs")
-    kinds = ("products", "attention", "memory", "launches", "tensor", "context", "expert", "data parallel")
-    _add_columns(table, ("layer", *kinds))
-    for layer, _ in rows:
-        table.add_row(layer.name, *(f"{value:,.0f}" for value in astuple(layer.shares)))
-    return table
-
-
-def _summary(config: EstimateConfig, rows: Sequence[tuple[LayerEstimate, int]]) -> str:
+def _summary(config: EstimateConfig, rows: Rows) -> str:
     flops = sum(layer.flops.total * count for layer, count in rows)
     flops *= config.parallel.tensor_parallel * config.parallel.context_parallel
     static = sum(layer.static.total * count for layer, count in rows)
@@ -167,11 +159,6 @@ def _summary(config: EstimateConfig, rows: Sequence[tuple[LayerEstimate, int]]) 
         f"of {config.model.tokens:,} tokens; {static / 1e9:,.4g} GB of static memory over "
         f"{config.parallel.pp_degree} ranks"
     )
-
-
-def _add_columns(table: Table, names: Sequence[str]) -> None:
-    for name in names:
-        table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
 
 
 def _mb(size: float) -> str:

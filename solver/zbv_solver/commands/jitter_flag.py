@@ -1,4 +1,4 @@
-"""The flag ``--jitter`` of commands. It loads no kernels."""
+"""The flag ``--jitter`` of commands, and traces of ranks. It loads no kernels."""
 
 from __future__ import annotations
 
@@ -53,9 +53,12 @@ def _trace_of(plan: Plan | None, document: Any) -> RankTrace:
             "this is a trace, which needs the plan that it belongs to. Run `zbv simulate PLAN --jitter "
             "TRACES --json`, and store its key `jitter` in a file.",
         )
+    return trace_of(plan.plan_id, document)
+
+
+def trace_of(plan_id: str, document: Any) -> RankTrace:
+    """The trace of a rank that ran this plan; raises :class:`InvalidInput` when it ran another one."""
     trace = parse_rank_trace(document)
-    if trace.plan_id != plan.plan_id:
-        raise InvalidInput.at(
-            "/plan_id", f"found {trace.plan_id[:12]}; the plan given is {plan.plan_id[:12]}."
-        )
+    if trace.plan_id != plan_id:
+        raise InvalidInput.at("/plan_id", f"found {trace.plan_id[:12]}; the plan given is {plan_id[:12]}.")
     return trace

@@ -36,9 +36,8 @@ from zbv_solver.commands.layout_tables import (
     sensitivity_table,
     verdict,
 )
-from zbv_solver.commands.messages import flag_of, named_flags
+from zbv_solver.commands.messages import flag_of, named_flags, spinner
 from zbv_solver.commands.model_flags import FLAGS, given_parallel
-from zbv_solver.commands.searching import spinner
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.search.options import SearchOptions

@@ -7,14 +7,13 @@ import json
 import sys
 
 from zbv_solver.commands import tables
-from zbv_solver.commands.jitter_flag import read_jitter
+from zbv_solver.commands.jitter_flag import read_jitter, trace_of
 from zbv_solver.commands.messages import named_flags, print_json
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import RENUMBERED
 from zbv_solver.export import export as exported
 from zbv_solver.export.torch_csv import batch_order
-from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import largest_change, relative_residual
 from zbv_solver.measure.refit import refit as refitted
 from zbv_solver.plans.plan import identity, simulation_json
@@ -49,14 +48,9 @@ def refit(arguments: argparse.Namespace) -> None:
     traces = []
     for path in arguments.traces:
         try:
-            trace = parse_rank_trace(read_json(path))
-            if trace.plan_id != plan_id:
-                raise InvalidInput.at(
-                    "/plan_id", f"found {trace.plan_id[:12]}; the plan given is {plan_id[:12]}."
-                )
+            traces.append(trace_of(plan_id, read_json(path)))
         except InvalidInput as error:
             raise error.found_in(file_label(path)) from None
-        traces.append(trace)
     measured = refitted(problem, traces)
     write(arguments.output, json.dumps(problem_json(measured)) + "\n")
     sys.stderr.write(

@@ -14,8 +14,7 @@ from rich.table import Table
 from zbv_solver.commands import tables
 from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
 from zbv_solver.commands.jitter_flag import read_jitter
-from zbv_solver.commands.messages import named_flags, print_json
-from zbv_solver.commands.searching import search_options, spinner, watched_search
+from zbv_solver.commands.messages import named_flags, print_json, print_whole, spinner, table_of
 from zbv_solver.documents.files import output, plain, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import quantities
@@ -28,6 +27,7 @@ from zbv_solver.problem.jitter import Jitter, check_quantile
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import load_problem
+from zbv_solver.search.incumbent import Progress
 from zbv_solver.search.jitter import search_for_jitter
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
@@ -36,7 +36,7 @@ from zbv_solver.search.run import search
 def plan(arguments: argparse.Namespace) -> None:
     """Search a plan and write it, or print a summary of it to a terminal."""
     problem = load_problem(arguments.problem)
-    options, jitter = search_options(arguments), _jitter(arguments, problem)
+    options, jitter = _search_options(arguments), _jitter(arguments, problem)
     run = search if jitter is None else partial(search_for_jitter, jitter=jitter, quantile=arguments.quantile)
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
@@ -46,7 +46,7 @@ def plan(arguments: argparse.Namespace) -> None:
             if not is_summary:
                 write_text(json.dumps(plan_json(found)) + "\n")
 
-        found = watched_search(problem, options, keep, run)
+        found = _watched_search(problem, options, keep, run)
     if is_summary:
         sys.stdout.write(f"{_verdict(found)}\n")
         tables.print_comparison(found)
@@ -64,7 +64,7 @@ def plan(arguments: argparse.Namespace) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Search a plan and compare it with the classical schedules."""
     problem = load_problem(arguments.problem)
-    found = watched_search(problem, search_options(arguments))
+    found = _watched_search(problem, _search_options(arguments))
     if arguments.json:
         print_json(
             {
@@ -80,11 +80,11 @@ def compare(arguments: argparse.Namespace) -> None:
 def frontier(arguments: argparse.Namespace) -> None:
     """Search a plan within every memory limit; print the frontier, and keep the plans with ``-o``."""
     problem = load_problem(arguments.problem)
-    options = search_options(arguments)
+    options = _search_options(arguments)
     folder = None if arguments.output is None else Path(arguments.output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    points = frontier_points(problem, lambda limited: watched_search(limited, options))
+    points = frontier_points(problem, lambda limited: _watched_search(limited, options))
     document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
     if folder is not None:
         for found in {point.plan.plan_id: point.plan for point in points}.values():
@@ -94,6 +94,45 @@ def frontier(arguments: argparse.Namespace) -> None:
         print_json(document)
     else:
         tables.print_frontier(problem, points)
+
+
+def _search_options(arguments: argparse.Namespace) -> SearchOptions:
+    """The options of a search; raises :class:`InvalidInput` naming the wrong flags."""
+    try:
+        return SearchOptions(
+            effort=arguments.effort,
+            time_limit=arguments.time_limit,
+            seed=arguments.seed,
+            workers=arguments.workers,
+        )
+    except InvalidInput as error:
+        raise named_flags(error) from None
+
+
+def _watched_search(
+    problem: AnyProblem,
+    options: SearchOptions,
+    keep: Callable[[Plan], None] | None = None,
+    search: Callable[..., Plan] = search,
+) -> Plan:
+    """Search with a progress display on standard error.
+
+    ``keep`` stores the plan. With it, the first Ctrl-C ends the search early, and the best plan so far is
+    stored and returned; Ctrl-C while it is being stored has no effect. Without it, Ctrl-C raises.
+    """
+    with spinner("searching") as say:
+
+        def report(found: Progress) -> None:
+            say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
+
+        def work(stop: Callable[[], bool]) -> Plan:
+            plan = search(problem, options, on_progress=report, cancelled=stop)
+            if keep is not None:
+                keep(plan)
+            return plan
+
+        ending = partial(say, "interrupted; storing the best plan so far")
+        return interruptible(work, None if keep is None else ending)
 
 
 def _jitter(arguments: argparse.Namespace, problem: AnyProblem) -> Jitter | None:
@@ -124,7 +163,7 @@ def _verdict(plan: Plan) -> str:
 def pack(arguments: argparse.Namespace) -> None:
     """Pack a batch and write the packing, or print a summary of it to a terminal."""
     batch = load_batch(arguments.batch)
-    options = search_options(arguments)
+    options = _search_options(arguments)
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
     with output(path) as write_text, terminated_like_interrupted():
@@ -132,8 +171,8 @@ def pack(arguments: argparse.Namespace) -> None:
         if not is_summary:
             write_text(json.dumps(packing_json(found)) + "\n")
     if is_summary:
-        tables.print_whole(_replicas(found))
-        tables.print_whole(_baselines(found))
+        print_whole(_replicas(found))
+        print_whole(_baselines(found))
         sys.stdout.write(f"{_packed(found)}\nThe packing is not saved. To save it, add: -o packed.json\n")
     elif path != "-":
         sys.stderr.write(f"{path}: {_packed(found)}\n")
@@ -162,36 +201,29 @@ def _packed(found: Packing) -> str:
 
 
 def _replicas(found: Packing) -> Table:
-    lengths = found.batch.sequences
+    lengths, rows = found.batch.sequences, []
     columns = ("replica", "microbatches", "sequences", "tokens", "largest", found.batch.problem.objective)
-    table = tables.new_table(f"lower bound of every packing: {found.lower_bound:.6g}", columns)
     for place, each in enumerate(found.replicas):
         tokens = [sum(lengths[index] for index in contents) for contents in each.microbatches]
-        table.add_row(
-            str(place),
-            str(len(tokens)),
-            str(sum(map(len, each.microbatches))),
-            str(sum(tokens)),
-            str(max(tokens)),
-            f"{each.plan.objective:.6g}",
-        )
-    return table
+        numbers = (place, len(tokens), sum(map(len, each.microbatches)), sum(tokens), max(tokens))
+        rows.append([*map(str, numbers), f"{each.plan.objective:.6g}"])
+    return table_of(f"lower bound of every packing: {found.lower_bound:.6g}", columns, rows)
 
 
 def _baselines(found: Packing) -> Table:
     columns = ("", "microbatches", "estimate", "longer by", found.batch.problem.objective, "longer by")
-    table = tables.new_table("the usual way to pack this batch, compared with this one", columns)
-    for each in found.baselines:
-        planned = each.step_time
-        table.add_row(
+    rows = (
+        (
             each.name,
             str(each.microbatches),
             f"{each.estimate:.6g}",
             _longer(each.estimate, found.estimate),
-            "–" if planned is None else f"{planned:.6g}",
-            "–" if planned is None else _longer(planned, found.step_time),
+            "–" if each.step_time is None else f"{each.step_time:.6g}",
+            "–" if each.step_time is None else _longer(each.step_time, found.step_time),
         )
-    return table
+        for each in found.baselines
+    )
+    return table_of("the usual way to pack this batch, compared with this one", columns, rows)
 
 
 def _longer(value: float, than: float) -> str:

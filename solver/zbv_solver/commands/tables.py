@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
+from zbv_solver.commands.messages import print_whole, table_of
 from zbv_solver.export import quantities
 from zbv_solver.frontiers.frontier import FrontierPoint, baseline_points, recomputed_stages
 from zbv_solver.plans.plan import Baseline, Plan, Simulation
@@ -19,9 +19,6 @@ MOST_RANKS = 16
 """Ranks that a summary shows."""
 UNEVEN = 0.03
 """The summary suggests finer layers if some rank must have at least this share more work than the mean."""
-_LEFT = ("", "schedule", "stages")
-_WIDEST = 1000
-"""Columns of the widest table."""
 
 
 def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None:
@@ -37,9 +34,8 @@ def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Ta
     """Limits as fractions of 1F1B's memory, and the classical schedules below."""
     objective = problem.objective
     title = f"{objective} over memory; 1 is what 1F1B holds on its fullest rank"
-    table = new_table(title, ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"))
-    for point in points:
-        table.add_row(
+    rows = [
+        (
             f"{point.fraction:.4g}",
             f"{point.limit:.6g}",
             f"{point.plan.objective:.6g}",
@@ -47,6 +43,9 @@ def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Ta
             f"{point.gap:.2%}",
             point.plan.plan_id[:12],
         )
+        for point in points
+    ]
+    table = table_of(title, ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"), rows)
     table.add_section()
     for baseline in sorted(baseline_points(points[0].plan), key=lambda each: each.needs):
         table.add_row(f"{baseline.needs:.4g}", "", f"{baseline.value:.6g}", "", "", baseline.name)
@@ -57,32 +56,31 @@ def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]
     """Limits as amounts of memory; every limit may have another cut."""
     objective, units = problem.objective, problem.units
     columns = ("limit", f"best {objective}", "lower bound", "gap", "needs", "recomputed", "placement", "plan")
-    table = new_table(f"{objective} over memory; the layers are cut again at every limit", columns)
-    for point in points:
-        plan, placement = point.plan, point.plan.problem.placement
-        table.add_row(
+    rows = (
+        (
             quantities.memory(point.limit, units),
-            f"{plan.objective:.6g}",
+            f"{point.plan.objective:.6g}",
             f"{point.lower_bound:.6g}",
             f"{point.gap:.2%}",
             quantities.memory(point.needs, units),
-            f"{recomputed_stages(plan)} of {plan.problem.n_stages}",
-            placement.name,
-            plan.plan_id[:12],
+            f"{recomputed_stages(point.plan)} of {point.plan.problem.n_stages}",
+            point.plan.problem.placement.name,
+            point.plan.plan_id[:12],
         )
-    return table
+        for point in points
+    )
+    return table_of(f"{objective} over memory; the layers are cut again at every limit", columns, rows)
 
 
 def print_comparison(plan: Plan) -> None:
     """Compare a plan with the classical schedules of its problem."""
     objective, metrics = plan.problem.objective, plan.metrics
     columns = ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan")
-    table = new_table(f"lower bound of {objective}: {metrics.lower_bound:.6g}", columns)
     own = Baseline(
         plan.origin, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True
     )
-    for row in (own, *plan.baselines):
-        table.add_row(
+    rows = (
+        (
             row.name,
             f"{row.span:.6g}",
             f"{row.makespan:.6g}",
@@ -91,44 +89,25 @@ def print_comparison(plan: Plan) -> None:
             "yes" if row.fits else "no",
             f"{objective_value(objective, row) / plan.objective:.3f}" if plan.objective else "–",
         )
-    print_whole(table)
+        for row in (own, *plan.baselines)
+    )
+    print_whole(table_of(f"lower bound of {objective}: {metrics.lower_bound:.6g}", columns, rows))
 
 
 def print_simulation(plan: Plan, found: Simulation) -> None:
     """Compare a plan with the classical schedules of its problem when durations vary."""
     objective = plan.problem.objective
     title = f"{objective} in {found.scenarios} scenarios; planned: {plan.objective:.6g}"
-    table = new_table(title, ("schedule", "expected", "p95", "fits", "p95 / plan"))
     own = found.spans.of(objective)[1]
-    rows = [
+    rows = []
+    for name, spans, fits in (
         (plan.origin, found.spans, True),
         *((each.name, each.spans, each.fits) for each in found.baselines),
-    ]
-    for name, spans, fits in rows:
+    ):
         expected, p95 = spans.of(objective)
         relative = f"{p95 / own:.3f}" if own else "–"
-        table.add_row(name, f"{expected:.6g}", f"{p95:.6g}", "yes" if fits else "no", relative)
-    print_whole(table)
-
-
-def new_table(title: str, columns: Sequence[str]) -> Table:
-    """An empty table: schedules and stages are aligned to the left, and numbers to the right."""
-    table = Table(title=title)
-    for name in columns:
-        table.add_column(
-            name, justify="left" if name in _LEFT else "right", no_wrap=name in ("schedule", "plan")
-        )
-    return table
-
-
-def print_whole(table: Table) -> None:
-    """Print a table that never cuts a number; in a narrow terminal its lines wrap."""
-    console = Console()
-    with console.capture() as shown:
-        console.print(table)
-    if "…" in shown.get():  # rich has cut something
-        console.width = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
-    console.print(table)
+        rows.append((name, f"{expected:.6g}", f"{p95:.6g}", "yes" if fits else "no", relative))
+    print_whole(table_of(title, ("schedule", "expected", "p95", "fits", "p95 / plan"), rows))
 
 
 def first_actions(plan: Plan) -> str:

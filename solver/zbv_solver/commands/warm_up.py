@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
+from zbv_solver.commands.messages import spinner
 from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 
 
 def main() -> int:
     """Plan tiny problems that run every kernel."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        progress.add_task("compiling kernels (once)", total=None)
+    with spinner("compiling kernels (once)"):
         from zbv_solver.bounds import lower_bound
         from zbv_solver.search.jitter import search_for_jitter
         from zbv_solver.search.options import SearchOptions

@@ -141,12 +141,13 @@ def output(path: str | Path, *, private: bool = False) -> Iterator[Write]:
     given = Path(path)
     # A symbolic link stays a link. /dev/fd/3 does not resolve to a path.
     target = given.resolve() if given.is_file() or not given.exists() else given
+    mode = 0o600 if private else 0o666
     try:
-        partial = _reserve(target, 0o600 if private else 0o666)
+        partial = _reserve(target, mode)
     except OSError as error:
         raise _named(error, path) from None
     try:
-        yield lambda text: _replace(target, partial, text, path, keeps_mode=not private)
+        yield lambda text: _replace(target, partial, text, path, mode)
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
@@ -177,16 +178,18 @@ def _write_standard_output(text: str) -> None:
     sys.stdout.flush()
 
 
-def _replace(target: Path, partial: Path | None, text: str, path: str | Path, *, keeps_mode: bool) -> None:
+def _replace(target: Path, partial: Path | None, text: str, path: str | Path, mode: int) -> None:
     try:
         if partial is None:
             target.write_text(text, encoding="utf-8")
             return
-        with partial.open("w", encoding="utf-8") as file:
+        # A second text finds no partial file, and must not be created with more rights than the first.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if keeps_mode:
+        if mode != 0o600:
             with suppress(FileNotFoundError):
                 partial.chmod(target.stat().st_mode & 0o7777)
         os.replace(partial, target)

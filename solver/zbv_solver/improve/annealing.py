@@ -1,8 +1,8 @@
 """Annealing on the order itself: single actions move a few places along their rank.
 
-A move (:mod:`.moves`) is applied if its judgement is better, or worse by no more than the temperature allows.
-For a span, the ranks' first starts are fixed during a round, at the values that attain the exact span of the
-round's first order.
+A move (:mod:`.order_state`) is applied if its judgement is better, or worse by no more than the temperature
+allows. For a span, the ranks' first starts are fixed during a round, at the values that attain the exact span
+of the round's first order.
 
 Usually, all stages keep running the microbatches in one order. In an order where small microbatches overtake
 large ones, an action may pass another one of its stage and letter.
@@ -23,15 +23,25 @@ import numpy as np
 
 from zbv_solver.construct.board import from_orders
 from zbv_solver.construct.tables import Tables, make_tables, mean_duration, swap
-from zbv_solver.improve.moves import REACH, Move, apply_move, delimit, draw, judge, rotate
-from zbv_solver.improve.order_repair import repair_ends, repair_path, repair_tails, spread
-from zbv_solver.improve.order_state import (
-    Kept,
-    State,
-    compute_all,
+from zbv_solver.improve.order_repair import (
+    Queue,
     critical_path,
-    keep,
+    repair_ends,
+    repair_path,
+    repair_tails,
+    spread,
+)
+from zbv_solver.improve.order_state import (
+    REACH,
+    Move,
+    State,
+    apply_move,
+    compute_all,
+    delimit,
+    draw,
+    judge,
     objective,
+    rotate,
     sum_memory,
     sweep_ends,
 )
@@ -72,6 +82,29 @@ LEVELS = (
     Level(4, 0.25, 2 * THREE, (COOLER, 1.0)),
     Level(2, 0.5, 4 * THREE, (COOLER, 1.0)),
 )
+
+
+class Kept(NamedTuple):
+    """A copy of an order; kernels write into it."""
+
+    code: IntArray
+    microbatch: IntArray
+    """As in :class:`~.order_state.State`."""
+    entry: IntArray
+    """(m,) the microbatch of every number."""
+
+    @classmethod
+    def of(cls, state: State, tables: Tables) -> Kept:
+        """A copy of the state's order."""
+        return cls(state.code.copy(), state.microbatch.copy(), tables.entry.copy())
+
+    def orders(self, problem: Problem, length: IntArray) -> Orders:
+        """The order, of a problem whose ranks have ``length`` (p,) actions."""
+        rows, stages = [], np.array(problem.placement.stages_of, dtype=np.int32)
+        for rank, until in enumerate(length):
+            code, number = self.code[rank, :until], self.microbatch[rank, :until]
+            rows.append(np.stack([stages[rank, code >> 2], code & 3, self.entry[number]], axis=1))
+        return Orders.of_rows([row.astype(np.int32) for row in rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,14 +152,14 @@ def anneal(
     """
     tables = make_tables(problem, entry=from_orders(orders, problem)[2])
     state = State.of(problem, orders, tables, window_starts(problem, orders))
-    best, move, length = Kept.of(state, tables), Move.of(*state.code.shape), state.length
+    best, length = Kept.of(state, tables), state.length
     applied, looked, lowest = _round(
         tables,
         state,
         trial_of(state),
         best,
         Round(moves, temperature, seed, overtakes),
-        move,
+        Space.of(*state.code.shape),
         np.zeros(1, np.uint8) if halt is None else halt,
     )
     better = best.orders(problem, length)
@@ -200,6 +233,28 @@ def window_starts(problem: Problem, orders: Orders) -> FloatArray:
     return starts
 
 
+class Space(NamedTuple):
+    """What a round writes into."""
+
+    move: Move
+    queue: Queue
+    path: IntArray
+    """(actions, 2) the critical path that moves are drawn from, rows (rank, index)."""
+    fresh: IntArray
+    """As large, for the part of the path that is traced again."""
+
+    @classmethod
+    def of(cls, ranks: int, most: int) -> Space:
+        """Arrays for so many ranks with up to ``most`` actions each."""
+        actions = ranks * most
+        return cls(
+            Move.empty(),
+            Queue.of(ranks, most),
+            np.zeros((actions, 2), np.int64),
+            np.zeros((actions, 2), np.int64),
+        )
+
+
 class Round(NamedTuple):
     """The parameters of one round; see :func:`anneal`."""
 
@@ -216,7 +271,7 @@ def _round(
     trial: State,
     best: Kept,
     budget: Round,
-    move: Move,
+    space: Space,
     halt: IntArray,
 ) -> tuple[int, int, float]:  # pragma: no cover - compiled
     """Move actions of the state; write the best order into ``best``.
@@ -225,10 +280,11 @@ def _round(
     order on every machine, so a seed gives the same plan everywhere.
     """
     np.random.seed(budget.seed)
-    length, end, release, path = state.length, state.end, state.release, move.path
+    length, end, release = state.length, state.end, state.release
+    move, queue, path = space.move, space.queue, space.path
     compute_all(tables, state)
     value = objective(state)
-    spread(move.queue, value)
+    spread(queue, value)
     size = critical_path(tables, state, path)
     lowest, applied, looked = value, 0, 0
     while applied < budget.moves and looked < budget.moves * PROPOSALS and not halt[0]:
@@ -240,7 +296,7 @@ def _round(
                 applied += 1
                 if value < lowest - ROUNDING * abs(lowest):
                     lowest = value
-                    keep(tables, state, best)
+                    _keep(tables, state, best)
             continue
         rank, at = draw(path, size, length)
         reach = 1 + np.random.randint(REACH)
@@ -257,17 +313,17 @@ def _round(
             continue
         apply_move(tables, state, rank, move)
         bar = end[rank, low - 1] if low > 0 else release[rank]
-        latest = repair_ends(tables, state, move.queue, rank, low, high)
-        repair_tails(tables, state, move.queue, rank, low, high, move.tail)
+        latest = repair_ends(tables, state, queue, rank, low, high)
+        repair_tails(tables, state, queue, rank, low, high, move.tail)
         sum_memory(tables, state, rank, low, high)
-        size = repair_path(tables, state, path, size, bar, latest, move.fresh)
+        size = repair_path(tables, state, path, size, bar, latest, space.fresh)
         value = objective(state)
         applied += 1
         # The tolerance keeps rounding from counting as progress; only real gains copy the order, in
         # O(actions).
         if value < lowest - ROUNDING * abs(lowest):
             lowest = value
-            keep(tables, state, best)
+            _keep(tables, state, best)
     return applied, looked, lowest
 
 
@@ -308,3 +364,19 @@ def _fits(tables: Tables, state: State) -> bool:  # pragma: no cover - compiled
             if held > tables.limit[rank]:
                 return False
     return True
+
+
+@compiled_leaf
+def _keep(tables: Tables, state: State, kept: Kept) -> None:  # pragma: no cover - compiled
+    """Copy the state's order."""
+    _copy(tables.entry, kept.entry)
+    for rank in range(len(state.length)):
+        _copy(state.code[rank], kept.code[rank])
+        _copy(state.microbatch[rank], kept.microbatch[rank])
+
+
+@compiled_leaf
+def _copy(source: IntArray, target: IntArray) -> None:  # pragma: no cover - compiled
+    """Copy a row; NumPy's assignment would make an array in between."""
+    for at in range(len(source)):
+        target[at] = source[at]

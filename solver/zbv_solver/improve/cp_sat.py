@@ -170,7 +170,7 @@ class Amounts:
         return self.delta[letter, stage, self.kind_of[microbatch]]
 
 
-def make_solver(effort: float, time_limit: float | None, seed: int) -> cp_model.CpSolver:
+def make_solver(effort: float, seed: int, time_limit: float | None = None) -> cp_model.CpSolver:
     """A solver with the parameters that were fastest on pipelines; the comments say why."""
     solver = cp_model.CpSolver()
     parameters = solver.parameters

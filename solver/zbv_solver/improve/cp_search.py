@@ -9,7 +9,6 @@ that the result is the same on every machine.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -74,7 +73,6 @@ def sweep_windows(
     *,
     effort: float,
     seed: int = 0,
-    time_limit: float | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Orders | None:
     """A better order, or None: windows over the whole order, of every size while one helps.
@@ -88,10 +86,10 @@ def sweep_windows(
         A verified order.
     effort
         CP-SAT's deterministic time for the windows of one size: the same on every machine.
-    time_limit
-        Seconds; a cap on top, which makes the result depend on the machine.
+    cancelled
+        As for :func:`refine`.
     """
-    search = CpSearch(problem, orders, time_limit=time_limit, seed=seed, cancelled=cancelled)
+    search = CpSearch(problem, orders, seed=seed, cancelled=cancelled)
     sizes = SIZES if problem.is_equal else tuple(size * problem.pp_degree for size in SIZES_DIFFERING)
     for size in sizes:
         window_effort = size * EFFORT_PER_ACTION
@@ -115,7 +113,6 @@ def refine(
     *,
     lower_bound: float,
     effort: float,
-    time_limit: float | None = None,
     seed: int = 0,
     cancelled: Callable[[], bool] | None = None,
     listener: Listener = SILENT,
@@ -130,22 +127,18 @@ def refine(
         A proven bound, in the problem's unit.
     effort
         CP-SAT's deterministic time: the same on every machine.
-    time_limit
-        Seconds; a cap on top, which makes the result depend on the machine.
     cancelled
         Polled from another thread; the search ends soon after it turns true.
     listener
         Called from CP-SAT's thread with better orders and bounds.
     """
-    search = CpSearch(
-        problem, incumbent, time_limit=time_limit, seed=seed, cancelled=cancelled, listener=listener
-    )
+    search = CpSearch(problem, incumbent, seed=seed, cancelled=cancelled, listener=listener)
     search.solve_whole(lower_bound, effort)
     return ExactResult(search.better, search.bound, search.is_proved())
 
 
 class _Stopped(Exception):
-    """The search was cancelled, or its time is over."""
+    """The search was cancelled."""
 
 
 class CpSearch:
@@ -165,7 +158,6 @@ class CpSearch:
         problem: Problem,
         orders: Orders,
         *,
-        time_limit: float | None = None,
         seed: int = 0,
         cancelled: Callable[[], bool] | None = None,
         listener: Listener = SILENT,
@@ -182,16 +174,14 @@ class CpSearch:
         self.is_exhausted = self.is_misled = False
         self.passed_over = 1
         self.seed, self.cancelled, self.listener = seed, cancelled, listener
-        self.until = None if time_limit is None else time.monotonic() + time_limit
         self.known: list[Implied | None] = []
 
     def _ascending(self, orders: Orders) -> Orders:
         return first_in_first_out(orders, self.problem.n_stages, self.problem.arrays.kind_of)
 
     def is_stopped(self) -> bool:
-        """Whether the time is over, or the search was cancelled."""
-        left = self._seconds_left()
-        return (self.cancelled is not None and self.cancelled()) or (left is not None and left <= 0)
+        """Whether the search was cancelled."""
+        return self.cancelled is not None and self.cancelled()
 
     def improve(self, begin: float, end: float, effort: float) -> bool:
         """Reorder what starts from ``begin`` until before ``end``; whether the order is better now.
@@ -208,7 +198,7 @@ class CpSearch:
         if window.floor > most or not len(window.free):
             return False
         model = CpModel(self.problem, self.grid, self.amounts, window, most)
-        solver = make_solver(effort, self._seconds_left(), self.seed)
+        solver = make_solver(effort, self.seed)
         with stopped_when(self.cancelled, solver):
             status = solver.solve(model.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -283,7 +273,7 @@ class CpSearch:
             minimise=minimise,
             poll=self._poll,
         )
-        solver = make_solver(effort, self._seconds_left(), self.seed)
+        solver = make_solver(effort, self.seed)
         solver.parameters.optimize_with_core = by_cores
         if minimise:
             solver.best_bound_callback = lambda parts: self._raise_bound(parts, most)
@@ -325,9 +315,6 @@ class CpSearch:
     def _poll(self) -> None:
         if self.is_stopped():
             raise _Stopped
-
-    def _seconds_left(self) -> float | None:
-        return None if self.until is None else self.until - time.monotonic()
 
     def _offer(self, orders: Orders) -> bool:
         """Keep an order that is better by the true numbers; CP-SAT has seen rounded ones."""

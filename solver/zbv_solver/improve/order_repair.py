@@ -21,8 +21,6 @@ import numpy as np
 from zbv_solver.construct.tables import Tables
 from zbv_solver.improve.order_state import (
     State,
-    critical_before,
-    critical_end,
     duration_at,
     objective,
     sweep_ends,
@@ -252,17 +250,32 @@ def _ask(
 
 
 @compiled_leaf
+def critical_path(tables: Tables, state: State, path: IntArray) -> int:  # pragma: no cover - compiled
+    """Write a critical path into ``path``, rows (rank, index), last action first; return its length."""
+    value = objective(state)
+    # Ends and starts are sums in floating point, so equality along the path needs a tolerance.
+    rounding = OPTIMAL_GAP * abs(value)
+    rank, at = _critical_end(state, value - rounding)
+    size = 0
+    while rank >= 0:
+        path[size, 0], path[size, 1] = rank, at
+        size += 1
+        rank, at = _critical_before(tables, state, rank, at, rounding)
+    return size
+
+
+@compiled_leaf
 def repair_path(
     tables: Tables, state: State, path: IntArray, size: int, bar: float, latest: float, fresh: IntArray
 ) -> int:  # pragma: no cover - compiled
-    """Update ``path`` to what :func:`.order_state.critical_path` would write; return its new length.
+    """Update ``path`` to what :func:`critical_path` would write; return its new length.
 
     ``bar`` is the end before the stretch: no end below it has changed. ``latest`` comes from
     :func:`repair_ends`. ``fresh`` is as large as ``path``, for the part that is traced again.
     """
     end, value = state.end, objective(state)
     rounding = OPTIMAL_GAP * abs(value)
-    rank, at = critical_end(state, value - rounding)
+    rank, at = _critical_end(state, value - rounding)
     # What an action's critical input is depends on its begin and on ends up to there. So the first part of
     # the path, of actions that begin after ``latest``, continues as before. The action after it may be in the
     # stretch and have moved to another index.
@@ -299,7 +312,7 @@ def repair_path(
             break
         fresh[count, 0], fresh[count, 1] = rank, at
         count += 1
-        rank, at = critical_before(tables, state, rank, at, rounding)
+        rank, at = _critical_before(tables, state, rank, at, rounding)
     if rank < 0:
         old = size
     _replace(path, kept, old, size, fresh, count)
@@ -320,3 +333,31 @@ def _replace(
             path[at + shift, 0], path[at + shift, 1] = path[at, 0], path[at, 1]
     for at in range(count):
         path[begin + at, 0], path[begin + at, 1] = rows[at, 0], rows[at, 1]
+
+
+@compiled_leaf
+def _critical_end(state: State, least: float) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The last rank whose end, counted from its release, is at least ``least``, and its last index."""
+    rank, at = -1, -1
+    for other in range(len(state.length)):
+        last = state.length[other] - 1
+        if last >= 0 and state.end[other, last] - state.release[other] >= least:
+            rank, at = other, last
+    return rank, at
+
+
+@compiled_leaf
+def _critical_before(
+    tables: Tables, state: State, rank: int, at: int, rounding: float
+) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The action whose end determines the start of an action, as rank and index; (-1, -1) for the first."""
+    action = state.code[rank, at]
+    position = tables.position[rank, action]
+    begin = state.end[rank, at] - duration_at(tables, state, rank, at) - rounding
+    if at > 0 and state.end[rank, at - 1] >= begin:
+        return rank, at - 1
+    if position > 0:
+        k = state.microbatch[rank, at]
+        if state.passed_on[position - 1, k] + tables.latency[position, tables.kind[k]] >= begin:
+            return tables.host[position - 1], state.place[position - 1, k]
+    return -1, -1

@@ -1,4 +1,4 @@
-"""An order as annealing sees it: ends, tails and memory of every action, and a critical path.
+"""An order as annealing sees it: ends, tails and memory of every action, and the moves that change it.
 
 An action's *end* is its earliest end, and its *tail* is the longest path from that end to the objective. The
 largest end + tail is the objective, and an action that attains it is critical (the disjunctive graph of
@@ -8,6 +8,11 @@ Any order of the microbatches is allowed, and every rank and letter may have its
 
 Everything is computed here from the order alone. :mod:`zbv_solver.improve.order_repair` keeps it up to date
 while the order changes.
+
+A move shifts one action a few places along its rank. Nine out of ten moves start on a critical path. A move
+is judged only by the ends before and the tails after the moved stretch (Balas and Vazacopoulos 1998, "Guided
+local search with shifting bottleneck for job shop scheduling", section 3). Memory is a prefix sum over the
+rank and is checked for the stretch only.
 """
 
 from __future__ import annotations
@@ -20,8 +25,11 @@ from zbv_solver.construct.board import from_orders
 from zbv_solver.construct.tables import Tables
 from zbv_solver.kernels.jit import ZERO, FloatArray, IntArray, compiled_inline, compiled_leaf
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.numeric import OPTIMAL_GAP
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import F, Problem
+
+REACH = 12
+"""Most places that one move shifts an action."""
+CRITICAL_SHARE = 0.9
 
 
 class State(NamedTuple):
@@ -70,38 +78,6 @@ class State(NamedTuple):
         )
 
 
-class Kept(NamedTuple):
-    """A copy of an order; kernels write into it."""
-
-    code: IntArray
-    microbatch: IntArray
-    """As in :class:`State`."""
-    entry: IntArray
-    """(m,) the microbatch of every number."""
-
-    @classmethod
-    def of(cls, state: State, tables: Tables) -> Kept:
-        """A copy of the state's order."""
-        return cls(state.code.copy(), state.microbatch.copy(), tables.entry.copy())
-
-    def orders(self, problem: Problem, length: IntArray) -> Orders:
-        """The order, of a problem whose ranks have ``length`` (p,) actions."""
-        rows, stages = [], np.array(problem.placement.stages_of, dtype=np.int32)
-        for rank, until in enumerate(length):
-            code, number = self.code[rank, :until], self.microbatch[rank, :until]
-            rows.append(np.stack([stages[rank, code >> 2], code & 3, self.entry[number]], axis=1))
-        return Orders.of_rows([row.astype(np.int32) for row in rows])
-
-
-@compiled_leaf
-def keep(tables: Tables, state: State, kept: Kept) -> None:  # pragma: no cover - compiled
-    """Copy the state's order."""
-    copy(tables.entry, kept.entry)
-    for rank in range(len(state.length)):
-        copy(state.code[rank], kept.code[rank])
-        copy(state.microbatch[rank], kept.microbatch[rank])
-
-
 @compiled_leaf
 def compute_all(tables: Tables, state: State) -> None:  # pragma: no cover - compiled
     """Compute all arrays from the order."""
@@ -132,13 +108,6 @@ def sum_memory(
         if at >= settled and state.held[rank, at] == now:
             return
         state.held[rank, at] = now
-
-
-@compiled_leaf
-def copy(source: IntArray, target: IntArray) -> None:  # pragma: no cover - compiled
-    """Copy a row; NumPy's assignment would make an array in between."""
-    for at in range(len(source)):
-        target[at] = source[at]
 
 
 @compiled_inline
@@ -226,44 +195,175 @@ def objective(state: State) -> float:  # pragma: no cover - compiled
     return largest
 
 
-@compiled_leaf
-def critical_path(tables: Tables, state: State, path: IntArray) -> int:  # pragma: no cover - compiled
-    """Write a critical path into ``path``, rows (rank, index), last action first; return its length."""
-    value = objective(state)
-    # Ends and starts are sums in floating point, so equality along the path needs a tolerance.
-    rounding = OPTIMAL_GAP * abs(value)
-    rank, at = critical_end(state, value - rounding)
-    size = 0
-    while rank >= 0:
-        path[size, 0], path[size, 1] = rank, at
-        size += 1
-        rank, at = critical_before(tables, state, rank, at, rounding)
-    return size
+class Move(NamedTuple):
+    """The current move: consecutive actions of a rank, rotated by one; kernels write into it."""
+
+    bounds: IntArray
+    """(2,) index of the first and last action on the rank; equal where nothing can move."""
+    code: IntArray
+    microbatch: IntArray
+    tail: FloatArray
+    """(REACH + 1,) codes and microbatches in the sequence after the move, and the tails before it."""
+    way: FloatArray
+    """(REACH + 1,) longest path from each of the moved actions' ends to the objective."""
+
+    @classmethod
+    def empty(cls) -> Move:
+        """Arrays that are large enough for any move."""
+        n = REACH + 1
+        return cls(
+            np.zeros(2, np.int64), np.zeros(n, np.int8), np.zeros(n, np.int64), np.zeros(n), np.zeros(n)
+        )
 
 
 @compiled_leaf
-def critical_end(state: State, least: float) -> tuple[int, int]:  # pragma: no cover - compiled
-    """The last rank whose end, counted from its release, is at least ``least``, and its last index."""
-    rank, at = -1, -1
-    for other in range(len(state.length)):
-        last = state.length[other] - 1
-        if last >= 0 and state.end[other, last] - state.release[other] >= least:
-            rank, at = other, last
-    return rank, at
+def draw(path: IntArray, size: int, length: IntArray) -> tuple[int, int]:  # pragma: no cover - compiled
+    """The rank and index of a random action, mostly of the critical path, which has ``size`` rows."""
+    if np.random.random() < CRITICAL_SHARE:
+        chosen = np.random.randint(size)
+        return path[chosen, 0], path[chosen, 1]
+    rank = np.random.randint(len(length))
+    return rank, np.random.randint(length[rank])
 
 
 @compiled_leaf
-def critical_before(
-    tables: Tables, state: State, rank: int, at: int, rounding: float
-) -> tuple[int, int]:  # pragma: no cover - compiled
-    """The action whose end determines the start of an action, as rank and index; (-1, -1) for the first."""
-    action = state.code[rank, at]
+def delimit(
+    tables: Tables, state: State, rank: int, at: int, reach: int, overtakes: bool, bounds: IntArray
+) -> None:  # pragma: no cover - compiled
+    """Write the first and last index of the stretch that the action at ``at`` may cross.
+
+    ``reach`` is the number of places to move, positive towards the beginning. The action passes none that it
+    needs, none that needs it, and none of the same stage and letter unless it ``overtakes``. Memory fits
+    throughout. It passes no action that ends before its own input arrives. So no cycle can arise: if there
+    were a path from the passed action to that input, the input would arrive later.
+    """
+    position, limit, static = tables.position, tables.limit[rank], tables.static[rank]
+    code, microbatch, end, held = state.code, state.microbatch, state.end, state.held
+    action, k = code[rank, at], microbatch[rank, at]
+    change = tables.delta[rank, action, tables.kind[k]]
+    here = at
+    if reach > 0:
+        arrives = _arrives(tables, state, rank, action, k)
+        while here > 0 and at - here < reach:
+            other = code[rank, here - 1]
+            if (
+                _needs(position, rank, action, k, other, microbatch[rank, here - 1], overtakes)
+                or end[rank, here - 1] <= arrives
+            ):
+                break
+            # A larger amount held affects only the actions that are passed. Memory while an action runs is at
+            # most the larger of what is held before and after it. An earlier release needs no check.
+            before = held[rank, here - 2] if here > 1 else static
+            if change > 0 and max(before, held[rank, here - 1]) + change > limit:
+                break
+            here -= 1
+        while change > 0 and here < at:  # memory for the moved action itself
+            before = held[rank, here - 1] if here > 0 else static
+            if before + change <= limit:
+                break
+            here += 1
+        bounds[0], bounds[1] = here, at
+        return
+    while here + 1 < state.length[rank] and here - at < -reach:
+        other = code[rank, here + 1]
+        if _needs(position, rank, other, microbatch[rank, here + 1], action, k, overtakes):
+            break
+        if _arrives(tables, state, rank, other, microbatch[rank, here + 1]) >= end[rank, at]:
+            break
+        # A later release keeps memory held during the actions passed; a later allocation needs no check.
+        if change < 0 and max(held[rank, here], held[rank, here + 1]) - change > limit:
+            break
+        here += 1
+    bounds[0], bounds[1] = at, here
+
+
+@compiled_leaf
+def _arrives(
+    tables: Tables, state: State, rank: int, action: int, k: int
+) -> float:  # pragma: no cover - compiled
+    """When the input of an action arrives from the previous position; -inf for a W or the first position."""
     position = tables.position[rank, action]
-    begin = state.end[rank, at] - duration_at(tables, state, rank, at) - rounding
-    if at > 0 and state.end[rank, at - 1] >= begin:
-        return rank, at - 1
-    if position > 0:
-        k = state.microbatch[rank, at]
-        if state.passed_on[position - 1, k] + tables.latency[position, tables.kind[k]] >= begin:
-            return tables.host[position - 1], state.place[position - 1, k]
-    return -1, -1
+    if position <= 0:
+        return -np.inf
+    return float(state.passed_on[position - 1, k] + tables.latency[position, tables.kind[k]])
+
+
+@compiled_leaf
+def _needs(
+    positions: IntArray, rank: int, action: int, k: int, other: int, other_k: int, overtakes: bool
+) -> bool:  # pragma: no cover - compiled
+    """Whether an action must stay after another one of its rank, which it depends on or may not overtake."""
+    if action == other:
+        return not overtakes
+    position, before = positions[rank, action], positions[rank, other]
+    if position < 0:  # W after its I
+        return before >= 0 and action >> 2 == other >> 2 and other & 3 != F and k == other_k
+    if before < 0:
+        return False
+    return (
+        before < position and k == other_k
+        if overtakes
+        else before == position or (before < position and k == other_k)
+    )
+
+
+@compiled_leaf
+def rotate(state: State, rank: int, earlier: bool, move: Move) -> None:  # pragma: no cover - compiled
+    """Write into ``move`` the stretch with its last action first, or its first action last."""
+    low, high = move.bounds
+    n = high - low + 1
+    for step in range(n):
+        source = low + (step + n - 1) % n if earlier else low + (step + 1) % n
+        move.code[step] = state.code[rank, source]
+        move.microbatch[step] = state.microbatch[rank, source]
+        move.tail[step] = state.tail[rank, source]
+
+
+@compiled_leaf
+def judge(tables: Tables, state: State, rank: int, move: Move) -> float:  # pragma: no cover - compiled
+    """Longest path through the rotated stretch; the path after the move is not longer, so no move is undone.
+
+    The ends before the stretch and the tails after it do not change. A path may also leave the stretch and
+    come back to it, but :func:`delimit` keeps it from doing so between the moved action and a passed one. If
+    the action moves to an earlier place, the passed actions that such a path comes back to have no longer
+    tails than before; if it moves to a later place, the path arrives there no later than before. So the old
+    tails and arrivals, which are used here, are large enough.
+    """
+    tail, duration, latency = state.tail, tables.duration, tables.latency
+    (low, high), way = move.bounds, move.way
+    n, positions = high - low + 1, len(latency)
+    if high + 1 < state.length[rank]:
+        after = tail[rank, high + 1] + duration_at(tables, state, rank, high + 1)
+    else:
+        after = -state.release[rank]
+    # Backwards: the longest path from each end to the objective, on this rank or through the next position.
+    for step in range(n - 1, -1, -1):
+        action, k = move.code[step], move.microbatch[step]
+        position, kind = tables.position[rank, action], tables.kind[k]
+        if 0 <= position < positions - 1:
+            other, there = tables.host[position + 1], state.place[position + 1, k]
+            onward = tail[other, there] + duration_at(tables, state, other, there)
+            after = max(after, onward + latency[position + 1, kind])
+        way[step] = after
+        after += duration[rank, action, kind]
+    # Forwards: the earliest ends. Their sum with ``way`` is the longest path through each moved action.
+    clock = state.end[rank, low - 1] if low > 0 else state.release[rank]
+    longest = -np.inf
+    for step in range(n):
+        action, k = move.code[step], move.microbatch[step]
+        clock = max(clock, _arrives(tables, state, rank, action, k))
+        clock += duration[rank, action, tables.kind[k]]
+        longest = max(longest, clock + way[step])
+    return longest
+
+
+@compiled_leaf
+def apply_move(tables: Tables, state: State, rank: int, move: Move) -> None:  # pragma: no cover - compiled
+    """Write the rotated stretch, and where its actions are, into the state."""
+    low, high = move.bounds
+    for step in range(high - low + 1):
+        state.code[rank, low + step] = move.code[step]
+        state.microbatch[rank, low + step] = move.microbatch[step]
+        position = tables.position[rank, move.code[step]]
+        if position >= 0:
+            state.place[position, move.microbatch[step]] = low + step

@@ -30,7 +30,7 @@ from zbv_solver.measure.rank_trace import RankTrace, Samples, collect, grouped_m
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.jitter import MAX_FACTOR, NO_SPREAD, Jitter, Spread
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
-from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 from zbv_solver.problem.stages import Costs, Placement
 
@@ -108,7 +108,7 @@ def largest_change(planned: Problem, measured: Problem) -> float:
     ]
     before, after = (table.ravel() for table in tables)
     change = np.abs(after - before)
-    return float(np.divide(change, before, out=np.where(change > 0, np.inf, 0.0), where=before > 0).max())
+    return float(_ratio(change, before, np.where(change > 0, np.inf, 0.0)).max())
 
 
 def relative_residual(problem: Problem, traces: Sequence[RankTrace]) -> float:
@@ -167,20 +167,22 @@ def _median_latencies(problem: Problem, samples: Samples) -> FloatArray:
 
 
 def _nanoseconds(problem: Problem, samples: Samples) -> float:
-    """Nanoseconds per unit of the problem."""
-    return NANOSECONDS.get(problem.units.time or "") or _fitted_unit(problem, samples)
+    """Nanoseconds per unit of the problem.
 
-
-def _fitted_unit(problem: Problem, samples: Samples) -> float:
-    """Nanoseconds per unit of the problem, such that the measured actions took as long as planned."""
+    If it is unknown, such that the measured actions took as long as planned.
+    """
+    known = NANOSECONDS.get(problem.units.time or "")
+    if known is not None:
+        return known
     planned = problem.arrays.durations(samples.stage, samples.letter, samples.microbatch).sum()
     measured = samples.duration.sum()
     return float(measured / planned) if planned > 0 and measured > 0 else 1.0
 
 
-def _ratio(measured: FloatArray, planned: FloatArray) -> FloatArray:
-    """measured / planned; 1 where the planned value is 0."""
-    return np.divide(measured, planned, out=np.ones_like(measured), where=planned > 0)
+def _ratio(measured: FloatArray, planned: FloatArray, otherwise: FloatArray | float = 1.0) -> FloatArray:
+    """measured / planned, or another number where the planned value is 0."""
+    out = np.array(np.broadcast_to(otherwise, measured.shape), dtype=np.float64)
+    return np.divide(measured, planned, out=out, where=planned > 0)
 
 
 def _rounded(values: FloatArray) -> tuple[float, ...]:
@@ -282,18 +284,15 @@ def with_stage_costs(problem: Problem, costs: Costs) -> Problem:
     if problem.model is None:
         return replace(problem, costs=costs, measured=())
     cut, placement = problem.model, problem.placement
-    layered = LayeredProblem(
+    layered = replace(
+        uncut(problem),
         model=Model(tuple(_scaled_layers(cut, placement, costs)), cut.model.recompute_modules),
-        pp_degree=problem.pp_degree,
-        microbatches=problem.microbatches,
-        static=cut.static,
-        limit=problem.memory.limit,
-        placement=placement.kind,
-        chunks=placement.chunks if placement.kind == "loop" else None,
-        objective=problem.objective,
         rules=cut.rules,
-        units=problem.units,
-        devices=cut.devices,
+        p2p=0.0,
+        link=None,
+        links=(),
+        blocking=False,
+        measured=(),
     )
     scaled = layered.cut_into(placement, cut.cut)
     return replace(scaled, costs=replace(scaled.costs, p2p=costs.p2p))
@@ -352,13 +351,11 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
         When a trace belongs to another problem, or no trace has a step.
     """
     samples = collect(problem, traces)
-    n_stages, p = problem.n_stages, problem.pp_degree
-    arrays = problem.arrays
-    took = samples.duration
+    arrays, took = problem.arrays, samples.duration
     if not problem.is_equal:
-        took = _by(took, arrays.durations(samples.stage, samples.letter, samples.microbatch))
-    factor = _relative(samples.letter * n_stages + samples.stage, took)
-    rank = samples.run * p + problem.arrays.rank_of[samples.stage]
+        took = _ratio(took, arrays.durations(samples.stage, samples.letter, samples.microbatch), took)
+    factor = _relative(samples.letter * problem.n_stages + samples.stage, took)
+    rank = samples.run * problem.pp_degree + arrays.rank_of[samples.stage]
     shared = grouped_medians(rank, factor, int(rank.max()) + 1)
     own = factor / np.where(shared[rank] > 0, shared[rank], 1.0)
     actions = [_spread_of(own[samples.letter == letter]) for letter in range(len(LETTERS))]
@@ -367,23 +364,16 @@ def jitter_of_traces(problem: Problem, traces: Sequence[RankTrace]) -> Jitter:
             actions[letter] = actions[other]
     boundary, latency, kind = latencies(problem, samples)
     if not problem.is_equal:
-        latency = _by(latency, arrays.latency[boundary, kind])
-    return Jitter.by_letter(
-        actions, (_spread_of(shared[np.isfinite(shared)]),), _spread_of(_relative(boundary, latency))
-    )
-
-
-def _by(measured: FloatArray, planned: FloatArray) -> FloatArray:
-    """Measured by planned numbers; only measured where none is planned."""
-    return np.divide(measured, planned, out=measured.copy(), where=planned > 0)
+        latency = _ratio(latency, arrays.latency[boundary, kind], latency)
+    transfer = _spread_of(_relative(boundary, latency))
+    return Jitter(tuple(actions), (_spread_of(shared[np.isfinite(shared)]),), transfer)
 
 
 def _relative(group: IntArray, values: FloatArray) -> FloatArray:
     """Values divided by the median of their group; 1 where that is 0."""
     if not len(values):
         return values
-    median = grouped_medians(group, values, int(group.max()) + 1)[group]
-    return np.divide(values, median, out=np.ones_like(values), where=median > 0)
+    return _ratio(values, grouped_medians(group, values, int(group.max()) + 1)[group])
 
 
 def _spread_of(factors: FloatArray) -> Spread:

@@ -267,7 +267,7 @@ def layer_table(problem: LayeredProblem, others: frozenset[str] = frozenset()) -
 def least_costs(layers: FloatArray) -> FloatArray:
     """(K, layers) the least cost of every layer by itself, from a :func:`layer_table`.
 
-    A sum of minima is at most the minimum of sums, so sums of these are lower bounds on the cost of any stage.
+    A sum of minima is at most the minimum of sums, so sums of these are lower bounds on the cost of a stage.
     """
     forward, inputs, weights, fused = np.moveaxis(layers[:, :, :4], 2, 0)
     least: FloatArray = (forward + np.minimum(inputs + weights, fused)).min(axis=1)

@@ -149,7 +149,7 @@ class _Model:
         from zbv_solver.improve.cp_sat import make_solver, stopped_when
 
         self._hint(known.cut)
-        solver = make_solver(EFFORT, seconds, seed)
+        solver = make_solver(EFFORT, seed, seconds)
         solver.parameters.linearization_level = 1  # without recomputation the relaxation is nearly exact
         if np.isfinite(enough):
             self.model.add(self.excess >= self._steps(enough))

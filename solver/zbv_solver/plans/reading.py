@@ -5,8 +5,9 @@ A plan file needs only ``problem`` and ``ranks``. Everything else that it states
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,9 +36,10 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
 
 MAX_BASELINES = 100
+Part = TypeVar("Part", Metrics, Baseline, CutCertificate, Spans, SimulatedBaseline, Simulation, Provenance)
 Stated = Annotated[Number, Field(allow_inf_nan=False)]
 """A number that a plan states. It must be finite, because no comparison could refute NaN or infinity."""
-PerRank = Annotated[list[Stated], AtMost(MAX_PP_DEGREE)]
+PerRank = Annotated[tuple[Stated, ...], AtMost(MAX_PP_DEGREE)]
 Ranks = Annotated[list[Annotated[list[str], AtMost(MAX_ACTIONS)]], AtMost(MAX_PP_DEGREE)]
 """Every rank's actions."""
 _Amount = Annotated[int, Field(strict=True, ge=0)]
@@ -71,10 +73,10 @@ class BaselineDocument(_Lenient):
     bubble_rate: Stated
     peak_memory: PerRank
     fits: bool
-    layers_per_stage: Annotated[list[_Amount], AtMost(MAX_STAGES)] | None = Field(
+    layers_per_stage: Annotated[tuple[_Amount, ...], AtMost(MAX_STAGES)] | None = Field(
         None, description="The cut of a classical schedule, the best that was found for its own order."
     )
-    recompute: Annotated[list[bool], AtMost(MAX_STAGES)] | None = None
+    recompute: Annotated[tuple[bool, ...], AtMost(MAX_STAGES)] | None = None
 
 
 class ProvenanceDocument(_Lenient):
@@ -202,53 +204,28 @@ def parse_plan(document: Any) -> Plan:
 def to_plan(parsed: PlanDocument) -> Plan:
     """The plan of a validated document, with the metrics that it states; raises :class:`InvalidInput`."""
     problem, orders = parse_orders(parsed)
-    stated, cut, provenance = parsed.metrics, parsed.cut, parsed.provenance
-    if stated is None:
+    metrics, cut, provenance = parsed.metrics, parsed.cut, parsed.provenance
+    if metrics is None:
         raise InvalidInput.at("/metrics", "this key is required and absent.")
-    value = objective_value(problem.objective, stated)
-    metrics = Metrics(
-        stated.makespan,
-        stated.span,
-        stated.bubble_rate,
-        tuple(stated.peak_memory),
-        stated.lower_bound,
-        gap_of(value, stated.lower_bound) if stated.gap is None else stated.gap,
-        stated.status,
-    )
-    certificate = None
-    if cut is not None:
-        gap = gap_of(value, cut.lower_bound) if cut.gap is None else cut.gap
-        certificate = CutCertificate(cut.method, cut.lower_bound, gap)
+    value = objective_value(problem.objective, metrics)
+
+    def gap(stated: MetricsDocument | CutDocument) -> float:
+        return gap_of(value, stated.lower_bound) if stated.gap is None else stated.gap
+
     return Plan(
         problem,
         orders,
-        metrics,
+        _built(Metrics, metrics, gap=gap(metrics)),
         tuple(map(to_baseline, parsed.baselines)),
-        Provenance(
-            provenance.method,
-            provenance.seed,
-            provenance.seconds,
-            provenance.version,
-            dict(provenance.model_extra or {}),
-        ),
-        certificate,
+        _built(Provenance, provenance, extra=dict(provenance.model_extra or {})),
+        None if cut is None else _built(CutCertificate, cut, gap=gap(cut)),
         None if parsed.simulation is None else _simulation(parsed.simulation),
     )
 
 
 def to_baseline(stated: BaselineDocument) -> Baseline:
     """A stated baseline."""
-    cut, recompute = stated.layers_per_stage, stated.recompute
-    return Baseline(
-        stated.name,
-        stated.span,
-        stated.makespan,
-        stated.bubble_rate,
-        tuple(stated.peak_memory),
-        stated.fits,
-        None if cut is None else tuple(cut),
-        None if recompute is None else tuple(recompute),
-    )
+    return _built(Baseline, stated)
 
 
 def _simulation(stated: SimulationDocument) -> Simulation:
@@ -256,9 +233,11 @@ def _simulation(stated: SimulationDocument) -> Simulation:
         jitter = parse_jitter(stated.jitter)
     except InvalidInput as error:
         raise error.below("/simulation/jitter") from None
-    baselines = tuple(SimulatedBaseline(each.name, _spans(each), each.fits) for each in stated.baselines)
-    return Simulation(jitter, stated.scenarios, stated.seed, _spans(stated), baselines)
+    baselines = tuple(_built(SimulatedBaseline, each, spans=_built(Spans, each)) for each in stated.baselines)
+    return _built(Simulation, stated, jitter=jitter, spans=_built(Spans, stated), baselines=baselines)
 
 
-def _spans(stated: SpansDocument) -> Spans:
-    return Spans(stated.expected_span, stated.p95_span, stated.expected_makespan, stated.p95_makespan)
+def _built(kind: type[Part], stated: BaseModel, **others: Any) -> Part:
+    """A part of a plan: a dataclass with the values of the keys that have its fields' names, and others."""
+    names = {field.name for field in fields(kind)} & type(stated).model_fields.keys() - others.keys()
+    return kind(**{name: getattr(stated, name) for name in names}, **others)

@@ -9,7 +9,7 @@ import numpy as np
 
 from zbv_solver.errors import Issue
 from zbv_solver.kernels.jit import BoolArray, FloatArray
-from zbv_solver.problem.numeric import MAX_NUMBER, MEMORY_TOLERANCE, MIN_NUMBER, broken_rule
+from zbv_solver.problem.numeric import MAX_NUMBER, MEMORY_TOLERANCE, first_broken
 from zbv_solver.problem.stages import Costs, Deltas, Feature, Kinds, Memory
 
 FIXED = "fixed"
@@ -47,14 +47,8 @@ def _shape_rules(features: Sequence[Feature], microbatches: int, costs: Costs) -
 def _value_rules(at: str, feature: Feature, microbatches: int) -> Iterator[Issue]:
     if len(feature.value) != microbatches:
         yield Issue(at, f"found {len(feature.value)} values; must be {microbatches}, one per microbatch.")
-    # A problem may have a million values, and a search makes dozens of copies, each of which is checked.
-    values = np.array(feature.value, dtype=np.float64)
-    is_valid = (values == 0) | ((values >= MIN_NUMBER) & (values <= MAX_NUMBER))
-    if not is_valid.all():
-        index = int(np.argmin(is_valid))
-        rule = broken_rule(feature.value[index])
-        if rule is not None:
-            yield Issue(f"{at}/{index}", rule)
+    if (broken := first_broken(feature.value)) is not None:
+        yield Issue(f"{at}/{broken[0]}", broken[1])
 
 
 def _coefficient_rules(feature: Feature, costs: Costs) -> Iterator[Issue]:
@@ -67,10 +61,8 @@ def _coefficient_rules(feature: Feature, costs: Costs) -> Iterator[Issue]:
         at, length = f"/{section}/{name}/{feature.name}", n_stages - 1 if name == "p2p" else n_stages
         if len(values) != length:
             yield Issue(at, f"found {len(values)} coefficients; must be {length}.")
-        for value in values:
-            if (rule := broken_rule(value, signed=True)) is not None:
-                yield Issue(at, rule)
-                break
+        if (broken := first_broken(values, signed=True)) is not None:
+            yield Issue(at, broken[1])
 
 
 def _sum_rules(kinds: Kinds, features: Sequence[Feature], costs: Costs, memory: Memory) -> Iterator[Issue]:

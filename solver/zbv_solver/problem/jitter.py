@@ -23,10 +23,10 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from zbv_solver.documents.fields import AtMost, Document, Number
-from zbv_solver.documents.files import number
+from zbv_solver.documents.files import plain
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.jit import FloatArray, IntArray
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.problem.numeric import MAX_PP_DEGREE
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
 
@@ -111,11 +111,8 @@ def _normal_quantiles(n: int) -> FloatArray:
 class Jitter:
     """By how much the durations of a problem vary."""
 
-    forward: Spread = NO_SPREAD
-    """The factors of F, one draw per action; likewise of I, W and B in the next three."""
-    backward_input: Spread = NO_SPREAD
-    backward_weight: Spread = NO_SPREAD
-    backward: Spread = NO_SPREAD
+    actions: tuple[Spread, ...] = (NO_SPREAD,) * len(LETTERS)
+    """The factors of F, I, W and B, one draw per action."""
     rank: tuple[Spread, ...] = (NO_SPREAD,)
     """The factor that all actions of a rank share in an iteration: one for all ranks, or one per rank."""
     transfer: Spread = NO_SPREAD
@@ -124,19 +121,7 @@ class Jitter:
     @classmethod
     def of(cls, action: float = 0.0, transfer: float = 0.0, rank: float = 0.0) -> Jitter:
         """Jitter from relative standard deviations of all actions, of transfers and of ranks."""
-        each = Spread(action)
-        return cls(each, each, each, each, (Spread(rank),), Spread(transfer))
-
-    @classmethod
-    def by_letter(cls, actions: Sequence[Spread], rank: tuple[Spread, ...], transfer: Spread) -> Jitter:
-        """Jitter from the factors of F, I, W and B, of ranks and of transfers."""
-        forward, inputs, weights, fused = actions
-        return cls(forward, inputs, weights, fused, rank, transfer)
-
-    @property
-    def actions(self) -> tuple[Spread, Spread, Spread, Spread]:
-        """The factors of F, I, W and B, by letter code."""
-        return self.forward, self.backward_input, self.backward_weight, self.backward
+        return cls((Spread(action),) * len(LETTERS), (Spread(rank),), Spread(transfer))
 
     @property
     def is_constant(self) -> bool:
@@ -237,12 +222,6 @@ def drawn_costs(problem: Problem, draws: Draws) -> tuple[FloatArray, FloatArray]
     return duration, latency
 
 
-def action_rows(stage: IntArray, letter: IntArray, microbatch: IntArray, problem: Problem) -> IntArray:
-    """Rows (n,) of :attr:`Draws.action` for actions."""
-    rows: IntArray = (letter.astype(np.int64) * problem.n_stages + stage) * problem.microbatches + microbatch
-    return rows
-
-
 class SamplesDocument(Document):
     """A factor that is drawn from samples, such as those of traces."""
 
@@ -304,23 +283,24 @@ def parse_jitter(document: Any) -> Jitter:
         return _parse_short_form(document)
     parsed = document if isinstance(document, JitterDocument) else validated(JitterDocument, document)
     if isinstance(parsed.action, ActionsDocument):
-        actions = [_spread(getattr(parsed.action, each), f"/action/{each}") for each in LETTERS]
+        actions = tuple(_spread(getattr(parsed.action, each), f"/action/{each}") for each in LETTERS)
     else:
-        actions = [_spread(parsed.action, "/action")] * len(LETTERS)
+        actions = (_spread(parsed.action, "/action"),) * len(LETTERS)
     if isinstance(parsed.rank, list):
         rank = tuple(_spread(each, f"/rank/{index}") for index, each in enumerate(parsed.rank))
     else:
         rank = (_spread(parsed.rank, "/rank"),)
-    return Jitter.by_letter(actions, rank, _spread(parsed.transfer, "/transfer"))
+    return Jitter(actions, rank, _spread(parsed.transfer, "/transfer"))
 
 
 def jitter_json(jitter: Jitter) -> dict[str, Any]:
     """The document of a jitter."""
     actions = [_plain(spread) for spread in jitter.actions]
-    by_letter = dict(zip(LETTERS, actions, strict=True))
     ranks = [_plain(spread) for spread in jitter.rank]
     return {
-        "action": actions[0] if all(each == actions[0] for each in actions) else by_letter,
+        "action": actions[0]
+        if actions == actions[:1] * len(LETTERS)
+        else dict(zip(LETTERS, actions, strict=True)),
         "rank": ranks[0] if len(ranks) == 1 else ranks,
         "transfer": _plain(jitter.transfer),
     }
@@ -336,9 +316,7 @@ def _spread(document: float | SamplesDocument, pointer: str) -> Spread:
 
 
 def _plain(spread: Spread) -> Any:
-    if spread.samples:
-        return {"samples": [number(sample) for sample in spread.samples]}
-    return number(spread.deviation)
+    return {"samples": plain(spread.samples)} if spread.samples else plain(spread.deviation)
 
 
 def _parse_short_form(text: str) -> Jitter:
@@ -355,8 +333,8 @@ def _parse_short_form(text: str) -> Jitter:
                 raise InvalidInput.at("", f"found {each} twice in {text[:60]!r}; give it once.")
             found[each] = spread
     every = found.get("action", NO_SPREAD)
-    actions = [found.get(letter, every) for letter in LETTERS]
-    return Jitter.by_letter(actions, (found.get("rank", NO_SPREAD),), found.get("transfer", NO_SPREAD))
+    actions = tuple(found.get(letter, every) for letter in LETTERS)
+    return Jitter(actions, (found.get("rank", NO_SPREAD),), found.get("transfer", NO_SPREAD))
 
 
 def _of_text(text: str) -> Spread | None:

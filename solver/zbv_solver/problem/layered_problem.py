@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, pairwise, starmap
+from itertools import pairwise, starmap
 from operator import add
 from statistics import fmean
 from typing import Literal
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
 from zbv_solver.problem.layer import Model
-from zbv_solver.problem.numeric import MAX_DEVICES, MAX_NUMBER, broken_rule
+from zbv_solver.problem.numeric import MAX_DEVICES, MAX_NUMBER, broken_rule, first_broken
 from zbv_solver.problem.problem import Objective, Problem, Units, basic_rules
 from zbv_solver.problem.stages import PLACEMENT_KINDS, Costs, Memory, Placement
 
@@ -308,8 +308,8 @@ def _number_issues(problem: LayeredProblem) -> Iterator[Issue]:
         ("/memory/limit", problem.limit or ()),
         *((f"{at}/latency", (each.latency,)) for at, each in _links(problem)),
     ):
-        rules = filter(None, map(broken_rule, values))
-        yield from (Issue(pointer, rule) for rule in islice(rules, 1))
+        if (broken := first_broken(values)) is not None:
+            yield Issue(pointer, broken[1])
 
 
 def _links(problem: LayeredProblem) -> list[tuple[str, Link]]:

@@ -25,10 +25,9 @@ from zbv_solver.problem.numeric import (
     MAX_NUMBER,
     MAX_PP_DEGREE,
     MEMORY_TOLERANCE,
-    are_numbers,
-    broken_rule,
     delta_rule,
     exceeds,
+    first_broken,
 )
 from zbv_solver.problem.stages import PLACEMENT_KINDS, Costs, Feature, Memory, Placement, ProblemArrays
 
@@ -259,14 +258,11 @@ def _number_rules(problem: Problem) -> Iterator[Issue]:
 def _wrong_value(pointer: str, values: Sequence[float], length: int, signed: bool) -> Issue | None:
     if len(values) != length:
         return Issue(pointer, f"found {len(values)} values; must be {length}.")
-    if are_numbers(values, signed):
+    broken = first_broken(values, signed)
+    if broken is None:
         return None
-    for index, value in enumerate(values):
-        rule = broken_rule(value, signed)
-        if rule is not None:
-            # Equal values usually come from one scalar in the document.
-            return Issue(f"{pointer}/{index}" if len(set(map(repr, values))) > 1 else pointer, rule)
-    return None
+    # Equal values usually come from one scalar in the document.
+    return Issue(f"{pointer}/{broken[0]}" if len(set(map(repr, values))) > 1 else pointer, broken[1])
 
 
 def _wrong_sum(pointer: str, values: Sequence[float], chunks: int) -> Issue | None:

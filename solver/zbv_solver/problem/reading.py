@@ -26,7 +26,7 @@ from zbv_solver.problem.documents import (
 from zbv_solver.problem.features import FIXED
 from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
-from zbv_solver.problem.numeric import broken_rule, exceeds
+from zbv_solver.problem.numeric import exceeds, first_broken
 from zbv_solver.problem.problem import Problem, Units, size_rule
 from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory, Placement
 
@@ -115,9 +115,8 @@ def _feature_values(document: ProblemDocument) -> dict[str, tuple[float, ...]]:
     if document.sequences is None:
         return values
     for index, lengths in enumerate(document.sequences):
-        for place, length in enumerate(lengths):
-            if (rule := broken_rule(length)) is not None:
-                raise InvalidInput.at(f"/sequences/{index}/{place}", rule)
+        if (broken := first_broken(lengths)) is not None:
+            raise InvalidInput.at(f"/sequences/{index}/{broken[0]}", broken[1])
     if len(document.sequences) != document.microbatches:
         raise InvalidInput.at(
             "/sequences",
@@ -223,7 +222,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         static=_per_rank(static, p),
         limit=None if memory.limit is None else _per_rank(memory.limit, p),
         placement=document.placement,
-        chunks=document.chunks,
+        chunks=(document.chunks or 2) if document.placement == "loop" else None,
         objective=document.objective,
         p2p=0.0 if costs.p2p is None or isinstance(costs.p2p, list) else costs.p2p,
         link=costs.link if isinstance(costs.link, Link) else None,

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from zbv_solver.plans.plan import certify, verdict
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import B, I, Problem, W
 from zbv_solver.verify.verifier import verify_orders
+
+if TYPE_CHECKING:
+    from zbv_solver.construct.board import Attempt
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +64,11 @@ class Solution:
     orders: Orders
     method: str
 
+    @classmethod
+    def of(cls, attempt: Attempt) -> Solution:
+        """The order that a constructor made."""
+        return cls(attempt.value, attempt.orders, attempt.method)
+
 
 class Incumbent:
     """The best orders and the best bound so far, in the unit of the search.
@@ -74,6 +83,7 @@ class Incumbent:
         # A better order that most phases cannot start from, because its stages run the microbatches in
         # different orders. Annealing and CP-SAT can.
         self.reserve: Solution | None = None
+        self.bests: list[Solution] = []  # the best order of every chain of every race
         self._began, self._reported = time.monotonic(), math.inf
         self._lock = Lock()
 
@@ -280,7 +290,9 @@ def race(
         best = bests[number]
         if best is not None and incumbent.is_improved_by(best.value):
             incumbent.accept(best)
-    return [best for best in bests if best is not None]
+    solutions = [best for best in bests if best is not None]
+    incumbent.bests += solutions
+    return solutions
 
 
 def is_over(incumbent: Incumbent, halt: Halt) -> bool:

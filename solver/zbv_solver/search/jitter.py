@@ -30,8 +30,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import compare, in_search_unit, make_plan, stated
 from zbv_solver.search.incumbent import CHAINS, Cancelled, Halt, OnProgress, without_useless_splits
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.phases import Search
-from zbv_solver.search.run import search
+from zbv_solver.search.run import Search, search
 from zbv_solver.timing.step_times import iteration_times
 
 SCENARIOS = 256
@@ -224,7 +223,7 @@ def _searched(
     changed = problem.with_arrays(replace(arrays, latency=arrays.latency + added[:, None]))
     longer_search = Search(changed, options, None, halt.check)
     longer_search.run()
-    bests = sorted(longer_search.bests, key=lambda solution: solution.value)[:KEPT]
+    bests = sorted(longer_search.incumbent.bests, key=lambda solution: solution.value)[:KEPT]
     if not bests and longer_search.incumbent.current is not None:
         bests = [longer_search.incumbent.current]
     orders = [solution.orders for solution in bests]

@@ -42,7 +42,7 @@ from zbv_solver.problem.writing import layered_json
 from zbv_solver.search.assemble import OwnUnit, compare
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
 from zbv_solver.search.options import PHASES, SearchOptions
-from zbv_solver.search.phases import Search
+from zbv_solver.search.run import Search
 
 JUDGED = {"quick": 1_500_000, "standard": 15_000_000, "thorough": 150_000_000}
 """Actions that may be placed to estimate cuts, on all placements together."""

@@ -15,6 +15,26 @@ PHASES = ("tune", "inject", "overtake", "anneal", "windows", "exact")
 """Phases of a search that can be left out to measure their contribution. Orders are always constructed."""
 
 
+OVERTAKE_SHARE = 0.375
+"""Placements of the search with overtaking, as a share of those of the search for injections."""
+REST_SHARE = 0.5
+"""Share of the tuning budget for the search of the rest of an order."""
+TUNE_SHARE, TIGHT_TUNE_SHARE, INJECT_SHARE, ANNEAL_SHARE = 0.8, 0.4, 0.6, 0.8
+"""Shares of the remaining time limit for these phases."""
+ROUNDS = 12
+"""Rounds of annealing of one start, at most."""
+SEVERAL = 2
+"""Times the most moves of annealing, if these are divided among several starts."""
+LEAST_MOVES = 1_300
+"""A start is given at least as many moves, or none."""
+FIRST_ATTEMPTS = 8
+"""Orders that are constructed for a problem of any size."""
+FINISH_SECONDS = 1.3e-6
+"""Seconds per action that timing, verifying and comparing the final plan take; reserved before a deadline."""
+LEAST_SECONDS = 0.01
+"""The shortest remaining time of a phase."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """The budget of an effort, in units that do not depend on the machine."""

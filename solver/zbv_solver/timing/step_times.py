@@ -12,15 +12,15 @@ rank. Without jitter, these times converge to the exact span. ``zbv-worker rehea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
+from zbv_solver.kernels.jit import FloatArray, compiled
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.jitter import Draws, Jitter, action_rows, draw
+from zbv_solver.problem.jitter import Jitter, draw, drawn_costs
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import Graph, execute, span_start_times
 
@@ -69,26 +69,18 @@ def iteration_times(
         raise InvalidInput.at(
             "/scenarios", f"found {scenarios}; must be an integer from 1 to {MAX_SCENARIOS}."
         )
-    graph = execute(problem, orders)[0]
-    rows, inputs = _rows_of_draws(problem, orders)
     first = span_start_times(problem, orders)[np.minimum(orders.offset[:-1], len(orders) - 1)]
     together = max(1, min(CHAINS, _LANES_ACTIONS // max(1, len(orders))))
     length = -(-scenarios // CHAINS)
     spans, makespans = [], []
     for begin in range(0, CHAINS, together):
         chains = range(begin, min(begin + together, CHAINS))
-        end = np.empty((len(orders), len(chains)))
         ready = np.repeat(first[:, None], len(chains), axis=1)
-        for iteration in range(WARM_UP + length):
-            check()
-            draws = draw(jitter, problem, seed, chains, iteration)
-            before = ready.max(axis=0)
-            _run(graph, rows, inputs, draws, ready, end)
-            if iteration >= WARM_UP:
-                spans.append(ready.max(axis=0) - before)
-                alone = np.zeros_like(ready)
-                _run(graph, rows, inputs, draws, alone, end)
-                makespans.append(alone.max(axis=0))
+        for span, makespan in _iterations(
+            problem, orders, jitter, seed, chains, ready, (WARM_UP, WARM_UP + length), check
+        ):
+            spans.append(span)
+            makespans.append(makespan)
     return IterationTimes(np.concatenate(spans)[:scenarios], np.concatenate(makespans)[:scenarios])
 
 
@@ -106,55 +98,62 @@ def rehearsed_times(
     InvalidPlan
         When the order deadlocks.
     """
-    graph = execute(problem, orders)[0]
-    rows, inputs = _rows_of_draws(problem, orders)
-    ready, end = np.zeros((problem.pp_degree, 1)), np.empty((len(orders), 1))
-    spans, makespans = np.empty(iterations), np.empty(iterations)
-    for iteration in range(iterations):
-        draws = draw(jitter, problem, seed, (0,), iteration)
-        before, alone = ready.max(), np.zeros_like(ready)
-        _run(graph, rows, inputs, draws, ready, end)
-        _run(graph, rows, inputs, draws, alone, end)
-        spans[iteration], makespans[iteration] = ready.max() - before, alone.max()
-    return IterationTimes(spans, makespans)
+    ready = np.zeros((problem.pp_degree, 1))
+    times = list(_iterations(problem, orders, jitter, seed, range(1), ready, (0, iterations)))
+    return IterationTimes(*(np.concatenate(values) for values in zip(*times, strict=True)))
 
 
-def _rows_of_draws(problem: Problem, orders: Orders) -> tuple[IntArray, IntArray]:
-    """The rows (n,) of actions in ``Draws.action``, and of their inputs in ``Draws.transfer``."""
-    rows = action_rows(orders.stage, orders.letter, orders.microbatch, problem)
-    cells = problem.n_stages * problem.microbatches
+def _iterations(
+    problem: Problem,
+    orders: Orders,
+    jitter: Jitter,
+    seed: int,
+    chains: range,
+    ready: FloatArray,
+    counted: tuple[int, int],
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """Span and makespan (L,) of the counted iterations of L chains, whose ranks begin at ``ready`` (p, L)."""
+    graph, _, _ = execute(problem, orders)
+    end = np.empty((len(orders), len(chains)))
     # F takes its input from the transfers that go down the pipeline, I and B from those that go up.
-    return rows, rows % cells + np.where(orders.letter == F, 0, cells)
+    way = np.where(orders.letter == F, 0, 1)
+    for iteration in range(counted[1]):
+        check()
+        durations, latencies = drawn_costs(problem, draw(jitter, problem, seed, chains, iteration))
+        duration = durations[orders.letter, orders.stage, orders.microbatch]
+        latency = latencies[way, orders.stage, orders.microbatch]
+        before, alone = ready.max(axis=0), np.zeros_like(ready)
+        _run(graph, duration, latency, ready, end)
+        if iteration >= counted[0]:
+            _run(graph, duration, latency, alone, end)
+            yield ready.max(axis=0) - before, alone.max(axis=0)
 
 
 @compiled
 def _run(
-    graph: Graph, rows: IntArray, inputs: IntArray, draws: Draws, ready: FloatArray, end: FloatArray
+    graph: Graph, duration: FloatArray, latency: FloatArray, ready: FloatArray, end: FloatArray
 ) -> None:  # pragma: no cover - compiled
     """Run one iteration in L chains.
 
-    ``ready`` (p, L) holds when every rank may begin, and afterwards when it has ended. ``rows`` and
-    ``inputs`` (n,) are the rows of an action in ``draws.action``, and of its input in ``draws.transfer``.
-    ``end`` (n, L) is written.
+    ``duration`` and ``latency`` (n, L) are those of actions and of their inputs. ``ready`` (p, L) holds when
+    every rank may begin, and afterwards when it has ended. ``end`` (n, L) is written.
     """
-    source, offset, runs = graph.source, graph.offset, graph.runs
-    chains = end.shape[1]
-    reached = offset[:-1].copy()
+    source, runs, reached = graph.source, graph.runs, graph.offset[:-1].copy()
     # The chains are the innermost index, so that the processor computes several at once.
     for k in range(len(runs)):
         rank, stop = runs[k]
+        clock = ready[rank]
         for at in range(reached[rank], stop):
-            feed, own, shared = source[at], draws.action[rows[at]], draws.rank[rank]
-            duration, clock, ends = graph.duration[at], ready[rank], end[at]
+            feed, takes, ends = source[at], duration[at], end[at]
             if feed >= 0:
-                sent, factor, latency = end[feed], draws.transfer[inputs[at]], graph.latency[at]
-                for chain in range(chains):
-                    arrival = sent[chain] + latency * factor[chain]
-                    start = clock[chain] if clock[chain] > arrival else arrival
-                    ends[chain] = start + duration * own[chain] * shared[chain]
+                sent, transfer = end[feed], latency[at]
+                for chain in range(len(clock)):
+                    arrival = sent[chain] + transfer[chain]
+                    ends[chain] = max(clock[chain], arrival) + takes[chain]
             else:
-                for chain in range(chains):
-                    ends[chain] = clock[chain] + duration * own[chain] * shared[chain]
-            for chain in range(chains):
+                for chain in range(len(clock)):
+                    ends[chain] = clock[chain] + takes[chain]
+            for chain in range(len(clock)):
                 clock[chain] = ends[chain]
         reached[rank] = stop

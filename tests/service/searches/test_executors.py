@@ -9,8 +9,7 @@ from zbv_service.compute.executor_choice import ExecutorChoice, parse_choice
 from zbv_service.records.searches import Claim
 from zbv_service.searches.executors.executor import SearchLost
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.owners import is_dead, new_owner
-from zbv_service.searches.runner import make_executor
+from zbv_service.searches.runner import is_dead, make_executor, new_owner
 from zbv_service.settings import Settings
 
 

@@ -19,7 +19,7 @@ from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.packing import pack
 from zbv_service.records.searches import NewSearch, Update
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.owners import new_owner
+from zbv_service.searches.runner import new_owner
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json

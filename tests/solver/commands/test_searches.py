@@ -46,7 +46,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def command(text: str) -> tuple[str, str]:
         assert main(text.split()) == 0
-        return tuple(capsys.readouterr())
+        printed = capsys.readouterr()
+        return printed.out, printed.err
 
     return command
 

@@ -1,4 +1,4 @@
-"""Exports that other programs read: read back, they are the plan."""
+"""Exports that other programs read: read back, they are the plan; and settings of torchtitan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import csv
 import io
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,16 +16,23 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.cut_models import cut_problem
 from support.orders import random_orders
 from support.problems import differing_problems, problems, uniform
-from support.titan_configuration import rows_of
+from support.titan_configuration import FULL, SELECTIVE, UNTOUCHED, VERSIONS, configured, rows_of
+from torch.distributed.pipelining import schedules as torch_schedules
+from zbv_solver.construct.baselines import order_of
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import FORMATS, export
 from zbv_solver.export.torch_csv import batch_order, parse, renumbered
+from zbv_solver.export.torchtitan import StepSizes, TitanSettings, module_names
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import Problem, Units
+from zbv_solver.problem.problem import Problem, Units, W
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.start_times import evaluate
+
+NAMES = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]
+PARTS = ["embedding", "block.attention", "block.mlp", "head"]
 
 
 def random_plan(problem: Problem, random: Random) -> Plan:
@@ -96,3 +105,124 @@ def test_formats_say_how_to_save_and_serve_them_and_others_are_refused() -> None
         assert (form.name, form.suffix[0], "/" in form.media_type) == (name, ".", True)
     with pytest.raises(InvalidInput, match=r"'pdf'.*torch-csv, .*chrome-trace, svg, html"):
         export(random_plan(uniform(1, 1), Random(1)), "pdf")
+
+
+# --- torchtitan's settings: one text for every version that there is, of a plan
+
+
+@given(problems(kinds=("v", "loop", "single"), loop_chunks=(2, 3)), st.randoms(use_true_random=True))
+def test_the_settings_fit_the_plan(problem: Problem, random: Random) -> None:
+    plan = random_plan(problem, random)
+    if problem.placement.chunks == 3:  # torchtitan counts such stages by the names of their modules
+        with pytest.raises(InvalidInput, match=r"/problem/chunks: found 3.*torch-csv"):
+            export(plan, "torchtitan")
+        return
+    text = export(plan, "torchtitan")
+    config = configured(text, "newer")
+    own, is_split = config.parallelism, bool((plan.orders.letter == W).any())
+    assert config.compile.enable == (False if is_split else UNTOUCHED)
+    assert config.activation_checkpoint == (None if is_split else UNTOUCHED)
+    assert own.pipeline_parallel_degree == problem.pp_degree
+    if problem.pp_degree == 1:
+        assert own.pipeline_parallel_schedule_csv is None
+        return
+    assert Path(own.pipeline_parallel_schedule_csv).read_text() == export(plan, "torch-csv")
+    assert own.num_pp_microbatches == problem.microbatches
+    assert configured(text, "0.3.0").training.local_batch_size == problem.microbatches
+    cut_by = torch_schedules.get_schedule_class(own.pipeline_parallel_schedule)
+    assert (cut_by is torch_schedules.ScheduleZBVZeroBubble) == (problem.placement.kind == "v")
+    assert issubclass(cut_by, torch_schedules.PipelineScheduleSingle) == (problem.placement.chunks == 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "recomputed", "modules", "checkpoint", "note"),
+    [
+        (NAMES, (False,) * 4, (), None, ""),
+        (NAMES, (True,) * 4, (), FULL, ""),
+        (NAMES, (False, True, False, True), (), None, "# Planned to be recomputed: 1, 3."),
+        (PARTS, (False,) * 4, (), None, '#   2: ["block.mlp"]'),
+        # Of a block, torchtitan recomputes its own choice of operations. A whole one would take longer.
+        (NAMES, (True,) * 2, ("op",), SELECTIVE, ""),
+        (NAMES, (True,) * 2, ("mlp", "moe_act"), None,
+         "# Planned to be recomputed: mlp, moe_act of the stages 0, 1."),
+    ],
+)  # fmt: skip
+def test_modules_and_recomputation_are_torchtitans_or_listed_for_the_reader(
+    names: list[str], recomputed: tuple[bool, ...], modules: Any, checkpoint: str | None, note: str
+) -> None:
+    kind, stages = ("v", 4) if len(recomputed) == 4 else ("single", 2)
+    problem = cut_problem(names, (len(names) // stages,) * stages, recomputed, placement=kind)
+    assert problem.model is not None
+    model = replace(problem.model, model=replace(problem.model.model, recompute_modules=modules))
+    problem = replace(problem, model=model)
+    orders = random_orders(problem, Random(1))
+    if kind == "single":
+        orders = order_of("1f1b", problem.placement, problem.microbatches)
+    text = export(make_plan(problem, orders, method="by hand"), "torchtitan")
+    config = configured(text, "newer")
+    cut = {4: ("Et", "tt", "tt", "tL"), 2: ("Ettt", "tttL")}[stages]
+    assert config.parallelism.module_fqns_per_model_part == (module_names(cut) if names is NAMES else None)
+    assert config.activation_checkpoint == checkpoint
+    assert note in text.splitlines()
+    assert ("checkpoint yourself" in text) == ("recomputed" in note)
+    assert ("#   2: " in text) == (names is PARTS)
+
+
+# --- torchtitan's settings of a cut
+
+
+def test_modules_are_named_like_torchtitans() -> None:
+    # _generate_llm_fqn_per_model_part(2, 3, input_weight=2, output_weight=2) of torchtitan's
+    # distributed/pipeline_parallel.py: 7 effective layers, of which the first stage has 4.
+    ends = ["tok_embeddings", "layers.0"]
+    assert module_names(("Ett", "tL")) == [[*ends, "layers.1"], ["layers.2", "norm", "lm_head"]]
+    first, last = module_names(("vvEt", "tL"))
+    assert (first[0], first[-2:], last) == ("vision_encoder", ends, ["layers.1", "norm", "lm_head"])
+    assert len(set(first)) == len(first), "a vision encoder is in the first stage once"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "is_split", "checkpoint"),
+    [("none", False, None), ("all", False, FULL), ("selective", False, SELECTIVE), (None, False, UNTOUCHED),
+     (None, True, UNTOUCHED)],
+)  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("experts", [1, 4])
+def test_a_configuration_of_any_version_gets_the_pipeline_and_sizes_in_its_units(
+    ranks: int, experts: int, recompute: str | None, is_split: bool, checkpoint: str | None
+) -> None:
+    """Graphs need a single rank without experts."""
+    sizes, is_piped = StepSizes(sequence=128, microbatch_size=2, total=24), ranks > 1
+    keys = {"parallelism.expert_parallel_degree": experts} if experts > 1 else {}
+    parts = None if is_split else module_names(("Ett", "tL"))
+    text = TitanSettings(ranks, "1F1B", 4, parts, recompute, is_split, batch=sizes, keys=keys).text()
+    older, newer = (configured(text, version) for version in VERSIONS)
+    # Without a pipeline, a batch is a microbatch, and torchtitan accumulates gradients.
+    assert older.training.local_batch_size == (8 if is_piped else 2)
+    assert older.parallelism.pipeline_parallel_microbatch_size == (2 if is_piped else 1)
+    assert (older.training.global_batch_size, older.training.seq_len) == (24, 128)
+    assert newer.training.num_tokens_per_microbatch_per_dp_rank == 256
+    assert (newer.training.num_tokens_per_train_step, newer.training.max_context_length) == (24 * 128, 128)
+    assert newer.parallelism.num_pp_microbatches == (4 if is_piped else None)
+    for config in (older, newer):
+        own = config.parallelism
+        assert (own.pipeline_parallel_degree, own.expert_parallel_degree or 1) == (ranks, experts)
+        assert own.pipeline_parallel_schedule == ("1F1B" if is_piped else None)
+        assert own.module_fqns_per_model_part == (parts if is_piped else None)
+        assert config.training.disable_cuda_graphs == (True if is_piped or experts > 1 else None)
+        assert config.activation_checkpoint == checkpoint
+        assert config.compile.enable == (False if is_split else UNTOUCHED)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (lambda: module_names(("EttL", "")), "stage 1 is empty"),
+        (lambda: module_names(("Ett", "mL")), "module 'm' in stage 1"),
+        (TitanSettings(2, "1F1B", 4, recompute="per-stage").text, "all stages alike"),
+        (TitanSettings(2, "1F1B", 4, recompute="selective", is_split=True).text, "refuses SelectiveAC"),
+    ],
+)
+def test_what_torchtitan_cannot_run_is_refused(text: Callable[[], Any], rule: str) -> None:
+    with pytest.raises(InvalidInput, match=rule):
+        text()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zbv_solver as zbv
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.fake_searches import orders_of
@@ -17,7 +18,6 @@ from support.layered import LAYERED, RECOMPUTED
 from support.problems import problems, uniform, uniform_document
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import baseline, without_limit
-from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.frontier import (
     baseline_points,
@@ -27,15 +27,9 @@ from zbv_solver.frontiers.frontier import (
     smallest_limit,
 )
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
-from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.cut import Cut
-from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.claims import load_plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
 known = st.lists(
@@ -47,7 +41,7 @@ known = st.lists(
 
 @given(problems(max_p=5, max_m=8), st.floats(0.01, 4.0))
 def test_1_is_the_largest_activation_memory_of_1f1b_and_plans_begin_at_the_smallest_fraction(
-    problem: Problem, fraction: float
+    problem: zbv.Problem, fraction: float
 ) -> None:
     merged, orders = baseline("1f1b", problem)
     peaks = evaluate(without_limit(merged), orders).peak_memory
@@ -61,7 +55,7 @@ def test_1_is_the_largest_activation_memory_of_1f1b_and_plans_begin_at_the_small
     least = memory_fraction.smallest(problem)
     assume(least > 0)
     memory_fraction.at_fraction(problem, least).require_feasible()
-    with pytest.raises(InfeasibleMemory):
+    with pytest.raises(zbv.InfeasibleMemory):
         memory_fraction.at_fraction(problem, least * (1 - 1e-6)).require_feasible()
 
 
@@ -73,17 +67,17 @@ def test_of_microbatches_that_differ_1_is_for_their_mean_or_the_largest(
 ) -> None:
     memory = {"forward": {"tokens": 1}, "backward_input": {"tokens": -0.5}, "static": 10}
     memory |= {"backward_weight": {"tokens": -0.5}}
-    problem = parse_any_problem(uniform_document(2, 4) | {"features": {"tokens": tokens}, "memory": memory})
-    assert isinstance(problem, Problem)
+    problem = zbv.parse(uniform_document(2, 4) | {"features": {"tokens": tokens}, "memory": memory})
+    assert isinstance(problem, zbv.Problem)
     assert memory_fraction.one_f_one_b_memory(problem) == whole
     memory_fraction.at_fraction(problem, 1.0).require_feasible()
 
 
 def test_stages_and_layers_that_hold_nothing_have_no_frontier() -> None:
     bare = [{name: value for name, value in layer.items() if name != "memory"} for layer in LAYERED["layers"]]
-    stages = parse_any_problem({**uniform_document(2, 4), "memory": None})
+    stages = zbv.parse({**uniform_document(2, 4), "memory": None})
     for problem, pointer in ((stages, "/memory"), (layered(LAYERED, layers=bare), "/layers")):
-        with pytest.raises(InvalidInput) as refused:
+        with pytest.raises(zbv.InvalidInput) as refused:
             frontier_points(problem, quick)
         assert refused.value.issues[0].pointer == pointer
 
@@ -117,17 +111,17 @@ def test_the_best_at_a_limit_needs_least_the_staircase_says_the_same_and_bounds_
 # --- searched frontiers
 
 
-def layered(document: dict[str, Any] = RECOMPUTED, **changes: Any) -> LayeredProblem:
-    problem = parse_any_problem({**document, **changes})
-    assert isinstance(problem, LayeredProblem)
+def layered(document: dict[str, Any] = RECOMPUTED, **changes: Any) -> zbv.LayeredProblem:
+    problem = zbv.parse({**document, **changes})
+    assert isinstance(problem, zbv.LayeredProblem)
     return problem
 
 
-def quick(problem: AnyProblem) -> Plan:
-    return search(problem, SearchOptions("quick"))
+def quick(problem: AnyProblem) -> zbv.Plan:
+    return zbv.plan(problem, effort="quick")
 
 
-def every_need(problem: LayeredProblem) -> list[float]:
+def every_need(problem: zbv.LayeredProblem) -> list[float]:
     """What the fullest rank needs at least, of every cut and every choice of recomputed stages."""
     placement, n = problem.placements[0], problem.model.n_layers
     return [
@@ -146,14 +140,14 @@ def test_more_memory_never_costs_time_and_bounds_hold(
     document: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command ignores the problem's own limit, which nothing fits."""
-    problem, folder = parse_any_problem(document), tmp_path / "plans"
+    problem, folder = zbv.parse(document), tmp_path / "plans"
     (tmp_path / "problem.json").write_text(json.dumps(document))
     command = ["frontier", str(tmp_path / "problem.json")]
     assert main([*command, "--json", "-o", str(folder)]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert json.loads((folder / "frontier.json").read_text()) == answer
     points = answer["points"]
-    plans = [load_plan(folder / f"{point['plan_id'][:12]}.json") for point in points]
+    plans = [zbv.load_plan(folder / f"{point['plan_id'][:12]}.json") for point in points]
     assert main(command) == 0
     table = capsys.readouterr().out
     values, bounds = [point["objective"] for point in points], [point["lower_bound"] for point in points]
@@ -163,7 +157,7 @@ def test_more_memory_never_costs_time_and_bounds_hold(
     assert [point["gap"] for point in points] == pytest.approx(np.array(values) / bounds - 1)
     assert min(point["gap"] for point in points) >= 0
     limits = [point["limit"] for point in points]
-    if isinstance(problem, LayeredProblem):
+    if isinstance(problem, zbv.LayeredProblem):
         assert limits == pytest.approx(list(layer_limits(problem)))
         assert all(point["peak_memory"] <= point["limit"] * (1 + 1e-9) for point in points)
         floors = [floor(at_limit(problem, limit)) for limit in limits]
@@ -183,9 +177,9 @@ def test_more_memory_never_costs_time_and_bounds_hold(
 
 
 def test_a_plan_of_little_memory_counts_where_more_memory_was_searched_in_vain() -> None:
-    plans: list[Plan] = []
+    plans: list[zbv.Plan] = []
 
-    def in_vain(limited: AnyProblem) -> Plan:
+    def in_vain(limited: AnyProblem) -> zbv.Plan:
         """One microbatch after the other, but for the first limit."""
         problem = plans[0].problem if plans else None
         plans.append(make_plan(problem, orders_of(problem), method="serial") if problem else quick(limited))
@@ -216,7 +210,7 @@ def test_the_smallest_limit_is_that_of_the_best_of_all_cuts(document: dict[str, 
     assert layer_limits(problem)[0] == least
     quick(at_limit(problem, least))
     if placement != "auto":
-        with pytest.raises(InfeasibleMemory):
+        with pytest.raises(zbv.InfeasibleMemory):
             quick(at_limit(problem, least * (1 - 1e-6)))
 
 

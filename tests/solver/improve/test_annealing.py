@@ -15,7 +15,9 @@ from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve.annealing import (
     LEVELS,
     THREE,
+    Kept,
     Round,
+    Space,
     _round,
     anneal,
     anneal_in_rounds,
@@ -23,8 +25,8 @@ from zbv_solver.improve.annealing import (
     trial_of,
     window_starts,
 )
-from zbv_solver.improve.moves import Move
-from zbv_solver.improve.order_state import Kept, State, compute_all, critical_path
+from zbv_solver.improve.order_repair import critical_path
+from zbv_solver.improve.order_state import State, compute_all
 from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import objective_of
@@ -53,7 +55,7 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
     orders = list(priority_schedules(problem))[which].orders
     tables = make_tables(problem, entry=from_orders(orders, problem)[2])
     state = State.of(problem, orders, tables, window_starts(problem, orders))
-    move, kept = Move.of(*state.code.shape), Kept.of(state, tables)
+    space, kept = Space.of(*state.code.shape), Kept.of(state, tables)
     overtakes = not problem.is_equal
     _round(
         tables,
@@ -61,7 +63,7 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
         trial_of(state),
         kept,
         Round(moves, temperature, 3, overtakes),
-        move,
+        space,
         np.zeros(1, np.uint8),
     )
     last = Kept.of(state, tables).orders(problem, state.length)
@@ -73,9 +75,9 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
             assert (mine[rank, :until] == exact[rank, :until]).all()  # the sums are the same
     assert (state.place == fresh.place).all()
     assert (state.passed_on == fresh.passed_on).all()
-    path = np.zeros_like(move.path)
+    path = np.zeros_like(space.path)
     size = critical_path(tables, fresh, path)
-    assert (move.path[:size] == path[:size]).all()
+    assert (space.path[:size] == path[:size]).all()
 
 
 def test_levels_keep_fewer_orders_and_spend_all_moves() -> None:

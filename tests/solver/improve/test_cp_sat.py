@@ -88,7 +88,7 @@ def has_solution(problem: Problem, actions: list[str]) -> bool:
     order = [(LETTERS.index(letter), stage, j) for stage, letter, j in Orders.from_text([actions]).actions(0)]
     for first, second in pairwise(order):
         model.model.add(model.end(first) <= model.start(second))
-    status = make_solver(1.0, None, 0).solve(model.model)
+    status = make_solver(1.0, 0).solve(model.model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.INFEASIBLE)
     return status != cp_model.INFEASIBLE
 
@@ -101,7 +101,7 @@ def test_python_handles_ctrl_c_during_a_search() -> None:
         "from ortools.sat.python import cp_model\n"
         "model = cp_model.CpModel()\n"
         "model.maximize(model.new_int_var(0, 9, 'x'))\n"
-        "make_solver(1.0, None, 0).solve(model)\n"
+        "make_solver(1.0, 0).solve(model)\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    signal.pause()\n"

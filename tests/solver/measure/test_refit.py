@@ -29,7 +29,7 @@ from zbv_solver.measure.refit import (
     with_stage_costs,
 )
 from zbv_solver.plans.plan import identity
-from zbv_solver.problem.problem import B, Problem, Units
+from zbv_solver.problem.problem import B, F, Problem, Units
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.stages import Costs, PlacementKind
 from zbv_solver.problem.writing import problem_json
@@ -275,7 +275,7 @@ def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions() -> None:
     slow[3] = slow[2] + 3 * (slow[3] - slow[2])
     found = jitter_of_traces(problem, list(map(parse_rank_trace, documents)))
     assert sorted(found.rank[0].samples) == [1.0] * 7 + [2.0]
-    forward = found.forward.samples
+    forward = found.actions[F].samples
     assert (max(forward), forward.count(3.0)) == (3.0, 1)
 
 
@@ -287,8 +287,8 @@ def test_many_factors_become_quantiles() -> None:
     ):
         record[3] = record[2] + round((record[3] - record[2]) * noise.lognormal(0, 0.1))
     found = jitter_of_traces(problem, list(map(parse_rank_trace, documents)))
-    assert len(found.forward.samples) == 1000
-    assert np.std(np.log(found.forward.samples)) == pytest.approx(0.1, rel=0.1)
+    assert len(found.actions[F].samples) == 1000
+    assert np.std(np.log(found.actions[F].samples)) == pytest.approx(0.1, rel=0.1)
 
 
 # --- layers

@@ -1,30 +1,33 @@
-"""Cuts with even loads or the least memory: as brute force says, what no cut undercuts, and usual cuts."""
+"""Cuts: even loads, the least memory, as brute force says; usual ones; and what an order costs with a cut."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+import zbv_solver as zbv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems, worst_load
-from zbv_solver.errors import InfeasibleMemory
+from support.orders import random_orders
+from support.problems import problems
 from zbv_solver.partition import first_cuts, least_memory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
+from zbv_solver.partition.fixed_order import FixedOrder, largest_mean_cycle
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
+from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.timing.start_times import evaluate
 
 ANY = ("v", "single", "loop")
-QUICK = SearchOptions(effort="quick", seed=1)
 
 
 def space_of(problem: LayeredProblem) -> CutSpace:
@@ -170,7 +173,7 @@ def test_cuts_are_settled_where_a_rank_recomputes_more_stages_than_eight() -> No
 
 def near_level(space: CutSpace) -> tuple[int, ...] | None:
     balanced = balanced_cut(space, level_cut(space))
-    return balanced and space.bounds_of(balanced.cut)
+    return None if balanced is None else space.bounds_of(balanced.cut)
 
 
 HALVES = [three(f"{part}.{at}", cost) for at in range(6) for part, cost in (("attention", 2), ("mlp", 3))]
@@ -269,26 +272,66 @@ def test_a_cut_that_fits_is_settled_or_else_searched_in_earnest(monkeypatch: pyt
     found = least_memory_cut(space, level, enough=0)
     assert found.value <= 0
     assert found.bound == -np.inf  # it stopped at the first that fits
-    assert max(search(problem, QUICK).metrics.peak_memory) <= 17
+    assert max(zbv.plan(problem, effort="quick").metrics.peak_memory) <= 17
 
 
 def test_that_nothing_fits_on_any_placement_is_proved() -> None:
     def plan(limit: float) -> None:
         layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
-        search(layered(placement="auto", layers=layers, memory={"limit": limit}), QUICK)
+        zbv.plan(layered(placement="auto", layers=layers, memory={"limit": limit}), effort="quick")
 
-    with pytest.raises(InfeasibleMemory, match=r"no plan fits.*the closest cut would need") as caught:
+    with pytest.raises(zbv.InfeasibleMemory, match=r"no plan fits.*the closest cut would need") as caught:
         plan(9)
     assert caught.value.is_proved
     least = max(caught.value.smallest)
     plan(least)
-    with pytest.raises(InfeasibleMemory):
+    with pytest.raises(zbv.InfeasibleMemory):
         plan(least - 0.01)
 
 
 def test_what_the_effort_does_not_prove_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbv_solver.partition.least_memory.EFFORT", 0.0)
     # 11 layers of 2 on two ranks: 22 is less than 2 * 11.5, and one rank has 12.
-    with pytest.raises(InfeasibleMemory, match="It is not proved that no other cut fits") as caught:
-        search(loop(*[(2, 0, 0)] * 11, memory={"limit": 11.5}), QUICK)
+    with pytest.raises(zbv.InfeasibleMemory, match="It is not proved that no other cut fits") as caught:
+        zbv.plan(loop(*[(2, 0, 0)] * 11, memory={"limit": 11.5}), effort="quick")
     assert not caught.value.is_proved
+
+
+# --- an order as a function of the costs of its stages: value, critical terms, memory
+
+
+@settings(max_examples=60)
+@given(problems(kinds=("v", "loop", "single")), st.randoms(use_true_random=True), st.floats(0.1, 10))
+def test_terms_are_exact_for_their_costs_and_bounds_for_others(
+    problem: Problem, random: Random, factor: float
+) -> None:
+    orders = random_orders(problem, random)
+    problem = replace(problem, memory=replace(problem.memory, limit=None))
+    order = FixedOrder.of(problem, orders)
+    timing = evaluate(problem, orders)
+    value = objective_value(problem.objective, timing)
+    duration, delta, latency = problem.arrays.of_equal()
+    assert np.isclose(order.value(duration, latency), value, rtol=1e-9)
+    terms = list(order.critical(duration, latency))
+    assert np.isclose(terms[0].value(duration, latency), value, rtol=1e-9)
+    assert max(each.value(duration, latency) for each in terms) <= value * (1 + 1e-9)
+    paths = [order.path_of(rank, duration, latency) for rank in range(len(order.hosted))]
+    assert {each.key for each in paths} <= {each.key for each in terms} or problem.objective == "makespan"
+    assert max(each.value(duration, latency) for each in paths) <= value * (1 + 1e-9)
+    # Other costs: every stage takes up to ten times as long, or as short.
+    scale = factor ** np.linspace(-1, 1, duration.shape[1])
+    other = order.value(duration * scale, latency)
+    assert all(each.value(duration * scale, latency) <= other * (1 + 1e-9) for each in terms)
+    held = np.array(problem.memory.static)
+    for rank, numbers in zip(*order.held, strict=True):
+        amounts = np.array([delta[0], delta[0] + delta[1]])[:, order.hosted[rank]]
+        held[rank] = max(held[rank], problem.memory.static[rank] + float((numbers * amounts).sum()))
+    assert np.allclose(held, timing.peak_memory, rtol=1e-9)
+
+
+def test_the_largest_mean_cycle() -> None:
+    """0 → 1 → 2 → 0 has the mean 5, and 0 → 1 → 0 has 4.5."""
+    none = -np.inf
+    weight = np.array([[1.0, 5.0, none], [4.0, 2.0, 9.0], [1.0, none, 4.4]])
+    assert sorted(largest_mean_cycle(weight)) == [0, 1, 2]
+    assert largest_mean_cycle(np.array([[3.0]])) == [0]

@@ -180,7 +180,7 @@ def too_high(patch: pytest.MonkeyPatch) -> None:
     """The full bound is far above what any order reaches."""
     true, wrong = Bound(1.0, "quick"), Bound(1e6, "wrong")
     patch.setattr(
-        "zbv_solver.search.phases.lower_bound",
+        "zbv_solver.search.run.lower_bound",
         lambda problem, effort="full", *_rest: true if effort == "quick" else wrong,
     )
 
@@ -192,7 +192,7 @@ def too_high_over_all_cuts(patch: pytest.MonkeyPatch) -> None:
 def too_high_from_cp_sat(patch: pytest.MonkeyPatch) -> None:
     proven, weak = Grid.proven, Bound(1.0, "weak")  # so weak that CP-SAT is asked
     patch.setattr(Grid, "proven", lambda grid, parts: 3 * proven(grid, parts))
-    patch.setattr("zbv_solver.search.phases.lower_bound", lambda *_, **__: weak)
+    patch.setattr("zbv_solver.search.run.lower_bound", lambda *_, **__: weak)
 
 
 @pytest.mark.parametrize(

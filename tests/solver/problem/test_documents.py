@@ -80,10 +80,9 @@ def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         ),
         (
             LAYERS,
-            {"layers.1.parameters_bytes": 7, "layers.1.memory": {"workspace": 2}},
-            {"layers.1.parameters_bytes": 7, "layers.1.memory": {"workspace": 2, "static": 7}},
+            {"cut": {}, "layers.0.parameters_bytes": 7},
+            {"layers.0.parameters_bytes": 7, "layers.0.memory.static": 7},
         ),
-        (LAYERS, {"cut": {}}, {"cut": None}),
     ],
 )
 def test_two_spellings_of_a_problem(base: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -95,18 +94,16 @@ def test_two_spellings_of_a_problem(base: dict[str, Any], one: dict[str, Any], o
 @st.composite
 def any_problems(draw: st.DrawFn) -> AnyProblem:
     """Every kind of problem, with units and a measured program; of layers also a cut."""
-    of_layers = st.booleans().flatmap(
-        lambda mixed: layered_problems(4, ("v", "loop", "single", "auto"), mixed=mixed)
-    )
-    by_stages = st.one_of(problems(kinds=("v", "loop", "single")), rough_problems(), differing_problems())
-    problem: AnyProblem = draw(st.one_of(by_stages, of_layers))
+    kinds = ("v", "loop", "single", "auto")
+    of_layers = layered_problems(4, kinds) | layered_problems(4, kinds, mixed=True)
+    by_stages = problems(kinds=("v", "loop", "single")) | rough_problems() | differing_problems()
+    problem: AnyProblem = draw(by_stages | of_layers)
     if isinstance(problem, LayeredProblem):
         p2p = draw(st.sampled_from((0.0, 0.5))) if problem.link is None and not problem.links else 0.0
         static = tuple(draw(st.sampled_from((0.0, 3.5))) for _ in range(problem.pp_degree))
         problem = replace(problem, blocking=draw(st.booleans()), p2p=p2p, static=static)
-        cuts = list(every_cut(problem, problem.placements[0]))
-        if cuts and draw(st.booleans()):
-            problem = draw(st.sampled_from(cuts))
+        choices: list[AnyProblem] = [problem, *every_cut(problem, problem.placements[0])]
+        problem = draw(st.sampled_from(choices))
     units = draw(st.sampled_from((Units(), Units(memory="GB"), Units("us", "bytes"))))
     measured = draw(st.sampled_from(((), (("device", "H200"), ("torch", "2.13.0")))))
     return replace(problem, units=units, measured=measured)
@@ -171,10 +168,8 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ),
     (STAGES, {"memory.backward_input": -5e-324}, "/memory/backward_input /memory", "at least 1e-120"),
     (STAGES, {"memory.limit": [1, 2, 3]}, "/memory/limit", "2 values (one per rank)"),
-    (STAGES, {"memory.static": -1}, "/memory/static", "must not be negative"),
     (STAGES, {"memory.static": {"tokens": 1}}, "/memory/static", "not an object"),
     (STAGES, {"pp_degree": 0}, "/pp_degree", "greater than or equal to 1"),
-    (STAGES, {"pp_degree": 2.0}, "/pp_degree", "valid integer"),
     (STAGES, {"pp_degree": 1025}, "/pp_degree", "less than or equal to 1024"),
     (STAGES, {"microbatches": 10**5000}, "/microbatches", "found a number too long to print"),
     (STAGES, {"pp_degree": 1024, "microbatches": 2049}, "/microbatches", "product must be at most"),
@@ -193,7 +188,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (DIFFERING, {"features.tokens": [1, 2, -1]}, "/features/tokens/2", "negative"),
     (DIFFERING, {"features.tokens": [1, 1e300, -1]}, "/features/tokens/1", "larger unit"),
     (DIFFERING, {"features.tokens": [0, 1e-300, 3]}, "/features/tokens/1", "smaller unit"),
-    (DIFFERING, {"features.tokens": [[1], 2, 3]}, "/features/tokens/0", "number"),
     (DIFFERING, {"features.fixed": [1, 2, 3]}, "/features/fixed", "the part without features"),
     (DIFFERING, {"features": {f"f{k}": [1, 2, 3] for k in range(17)}}, "/features", "16"),
     (DIFFERING, {"features": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens_squared", "one of"),
@@ -218,7 +212,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (LAYERS, {"layers": []}, "/layers", "at least one"),
     (LAYERS, {"layers": [BLOCK, {**BLOCK, "repeat": 2}]}, "/layers/1/name", "found 'block.0' twice"),
     (LAYERS, {"layers.1.repeat": 1000}, "/layers", "at most 512"),
-    (LAYERS, {"layers.1.repeat": 10**5000}, "/layers/1/repeat", "found a number too long"),
     (LAYERS, {"layers.1.forward": -1}, "/layers/1/forward", "must not be negative"),
     (LAYERS, {"layers.1.forward": 2e14}, "/layers", "as the sum over all layers"),
     (LAYERS, {"layers.1.output_bytes": -1}, "/layers/1/output_bytes", "must not be negative"),
@@ -235,7 +228,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ),
     (LAYERS, {"devices": ["a"]}, "/devices", "must be 2, one per rank"),
     (LAYERS, {"layers": [HEAD]}, "/layers", "found 1 separable layers for 4 stages"),
-    (LAYERS, {"pp_degree": 1000}, "/layers", "2000 stages"),
     (LAYERS, {"cut.together": [["embedding", "nose"]]}, "/cut/together/0", "'nose', which is not a layer"),
     (LAYERS, {"cut.first": 11}, "/cut/first", "at most the model's 8 transformer layers"),
     (LAYERS, {"cut.first": 0, "cut.together": [PARTITION[0]]}, "/cut/first", "separates"),
@@ -243,7 +235,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (LAYERS, {"cut": {"first": 5, "last": 5}}, "/cut", "2 more than the model has"),
     (LAYERS, {"cut": {"first": 3, "last": 3}, "placement": "single"}, "/cut", "2 of the model's layers"),
     (LAYERS, {"costs.p2p": [1, 2, 3]}, "/costs/p2p", "found a list"),
-    (LAYERS, {"costs.p2p": -1}, "/costs/p2p", "must not be negative"),
     (LAYERS, {"costs.forward": 3}, "/costs/forward", "found together with layers"),
     (LAYERS, {"costs.link": {"bandwidth": 3}}, "/costs", "found both p2p and link"),
     (LAYERS, {"costs": {"link": {"bandwidth": 0}}}, "/costs/link/bandwidth", "must be positive"),
@@ -251,8 +242,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (LAYERS, {"costs": {"link": [{"bandwidth": 1}]}}, "/costs/link", "found 1 links"),
     (LAYERS, {"memory.limit": [1, 2, 3]}, "/memory/limit", "found 3 values"),
     (LAYERS, {"recompute": [True]}, "/recompute", "without a partition"),
-    (LAYERS, {"placement": "w"}, "/placement", "found 'w'"),
-    (LAYERS, {"chunks": 3}, "/chunks", "placement v has 2 per rank"),
     (LAYERS, {"placement": "auto", "chunks": 2}, "/chunks", "placement auto chooses"),
     (LAYERS, {"features": {}}, "/features", "plan the layers without this key"),
     (LAYERS, {"partition": [["embedding"], ["block.1"], [], []]}, "/partition/1/0", "expected 'block.0'"),
@@ -265,11 +254,9 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     # jitter
     (JITTER, {"action": {"F": 11}}, "/action/F", "must be from 0 to 10"),
     (JITTER, {"action": {"X": 1}}, "/action/X", "unknown key"),
-    (JITTER, {"action": [1]}, "/action", "valid number"),
     (JITTER, {"rank": [0, -1]}, "/rank/1", "must be from 0 to 10"),
     (JITTER, {"rank": []}, "/rank", "at least 1"),
     (JITTER, {"transfer": {"samples": [-1]}}, "/transfer/samples/0", "must be a factor"),
-    (JITTER, {"transfer": {"samples": []}}, "/transfer/samples", "at least 1"),
     (JITTER, {"noise": 1}, "/noise", "unknown key"),
 ]
 
@@ -298,12 +285,10 @@ spreads = st.one_of(
     st.floats(0, 10).map(Spread),
     st.lists(st.floats(0, 3), min_size=1, max_size=3).map(lambda samples: Spread(samples=tuple(samples))),
 )
-jitters = st.builds(
-    Jitter, spreads, spreads, spreads, spreads, st.lists(spreads, min_size=1, max_size=3).map(tuple), spreads
-)
+actions = st.tuples(*[spreads] * 4) | spreads.map(lambda spread: (spread,) * 4)
 
 
-@given(jitters | spreads.map(lambda spread: Jitter(spread, spread, spread, spread)))
+@given(st.builds(Jitter, actions, st.lists(spreads, min_size=1, max_size=3).map(tuple), spreads))
 def test_jitter_is_read_as_it_was_written(jitter: Jitter) -> None:
     assert parse_jitter(json.loads(json.dumps(jitter_json(jitter)))) == jitter
 

@@ -30,8 +30,7 @@ from zbv_solver.problem.stages import Costs
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Halt, Incumbent, Progress, Solution, race, without_useless_splits
 from zbv_solver.search.options import PHASES, Effort, SearchOptions
-from zbv_solver.search.phases import Search
-from zbv_solver.search.run import search
+from zbv_solver.search.run import Search, search
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
 
@@ -96,7 +95,7 @@ def test_annealing_keeps_the_best_of_all_starts_where_memory_is_tight(
         calls.append(value)
         yield value - (50 if value == 106.0 else 1), orders
 
-    monkeypatch.setattr("zbv_solver.search.phases.anneal_in_rounds", annealed)
+    monkeypatch.setattr("zbv_solver.search.run.anneal_in_rounds", annealed)
     running = Search(problem, SearchOptions(workers=workers))
     running.starts = [Solution(value, orders, "start") for value in (101.0, *map(float, range(101, 107)))]
     running.incumbent.accept(running.starts[0])
@@ -175,7 +174,7 @@ def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None
         ended.append(is_stopped())
         return Bound(0.0, "none")
 
-    monkeypatch.setattr("zbv_solver.search.phases.lower_bound", slow)
+    monkeypatch.setattr("zbv_solver.search.run.lower_bound", slow)
     search(limited(uniform(4, 8), 2.0), cancelled=lambda: bool(begun))
     assert ended == [True]
 

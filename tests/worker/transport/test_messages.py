@@ -100,7 +100,7 @@ def unsafe(tree: ast.AST) -> list[str]:
     return found
 
 
-OWN_CHILDREN = {"service/zbv_service/plans/schedules.py"}
+OWN_CHILDREN = {"service/zbv_service/compute/child.py"}
 """Modules that pickle for their own child process, as multiprocessing does anyway."""
 
 

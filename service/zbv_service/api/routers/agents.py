@@ -13,7 +13,6 @@ from zbv_solver.measure.rank_trace import RankTraceDocument
 from zbv_service.api.bodies import read_json, read_packed
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import list_response
-from zbv_service.api.negotiation import SEE_PAGE
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.documents.parsing import decompressed, parse_body
@@ -84,7 +83,6 @@ async def register_agent(request: Request) -> Response:
     dependencies=[READ],
     summary="List agents, newest first",
     response_model=AgentList,
-    responses=SEE_PAGE,
 )
 async def list_agents(request: Request, query: Annotated[AgentListQuery, Query()]) -> Response:
     """By default, only agents that are live or draining. Paged like the other lists."""

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Query, Request, Response
 from zbv_service.api.bodies import MEDIUM, read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import list_response
-from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.routers.search_events import (
     EVENTS_DESCRIPTION,
@@ -56,7 +55,6 @@ async def submit_layouts(request: Request) -> Response:
     dependencies=[READ],
     summary="List searches for layouts, newest first",
     response_model=LayoutSearchList,
-    responses=SEE_PAGE,
 )
 async def list_layouts(request: Request, query: Annotated[LayoutListQuery, Query()]) -> Response:
     """Without their answers. ``next`` leads to older searches, ``previous`` to newer ones."""
@@ -75,12 +73,9 @@ async def list_layouts(request: Request, query: Annotated[LayoutListQuery, Query
     dependencies=[READ],
     summary="Get a search for layouts",
     response_model=LayoutSearchDocument,
-    responses=SEE_PAGE,
 )
 async def get_layouts(request: Request, search_id: str) -> Response:
     """The state of the search, and its answer once it has ended."""
-    if wants_page(request):
-        return to_page(request)
     return await _response(request, await state_of(request).layouts.get(search_id), 200)
 
 
@@ -142,7 +137,7 @@ async def discard_layouts(request: Request, search_id: str) -> Response:
 
 async def _response(request: Request, record: LayoutSearchDocument, status: int | None = None) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
-    headers = {**VARY, "Location": f"/v1/layouts/{record.id}", "Cache-Control": "no-store"}
+    headers = {"Location": f"/v1/layouts/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED
     if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)

@@ -11,7 +11,6 @@ from zbv_service.api.bodies import read_text
 from zbv_service.api.caching import REVALIDATED, cached, derived
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import list_response
-from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, content_of, operation_id
 from zbv_service.api.state import caller_of, state_of
 from zbv_service.errors import (
@@ -70,7 +69,6 @@ async def import_plan(request: Request) -> Response:
     dependencies=[FETCH],
     summary="List plans, newest first",
     response_model=PlanList,
-    responses=SEE_PAGE,
 )
 async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()]) -> Response:
     """``next`` leads to older plans, ``previous`` to newer ones. New plans do not shift the pages."""
@@ -91,18 +89,15 @@ async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()])
     response_class=Response,
     responses={
         200: content_of(PlanDocument, "The plan, which never changes."),
-        **SEE_PAGE,
         **_NOT_MODIFIED,
     },
 )
 async def get_plan(request: Request, plan_id: str) -> Response:
     """The whole plan, with the actions of all ranks."""
-    if wants_page(request):
-        return to_page(request)
     found = state_of(request)
     text = await found.plans.text(plan_id)
     found.metrics.plan_fetches.inc()
-    headers, known = cached(request, plan_id, more=VARY)
+    headers, known = cached(request, plan_id)
     return known or Response(text, headers=headers, media_type="application/json")
 
 

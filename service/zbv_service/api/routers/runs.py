@@ -17,7 +17,7 @@ from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.event_streams import RETRY, EventStream, encoded
 from zbv_service.api.listing import list_response
-from zbv_service.api.negotiation import EVENT_STREAM, JSON, SEE_PAGE, VARY, preferred, to_page, wants_page
+from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, accepts
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import most_searches, state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
@@ -82,7 +82,6 @@ async def submit_run(request: Request, idempotency_key: IdempotencyKey = None) -
     dependencies=[READ],
     summary="List runs, newest first",
     response_model=RunList,
-    responses=SEE_PAGE,
 )
 async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -> Response:
     """``next`` leads to older runs, ``previous`` to newer ones."""
@@ -101,12 +100,9 @@ async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -
     dependencies=[READ],
     summary="Get a run",
     response_model=RunDocument,
-    responses=SEE_PAGE,
 )
 async def get_run(request: Request, run_id: str) -> Response:
     """The state of the run, the places of its ranks, and why it failed."""
-    if wants_page(request):
-        return to_page(request)
     found = state_of(request)
     async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
         return await _response(await found.runs.get(run_id), 200)
@@ -146,7 +142,7 @@ async def list_run_events(
     after `Last-Event-ID`, at any service on the same database.
     """
     runs, number = state_of(request).runs, max(after, last_event_id or 0)
-    if preferred(request, (JSON, EVENT_STREAM)) == JSON:
+    if not accepts(request, EVENT_STREAM):
         text = await asyncio.to_thread(_listed, await runs.events(run_id, number, limit))
         return Response(text, headers=VARY, media_type=JSON)
     if (await runs.brief(run_id)).state in RUN_ENDED and not await runs.events(run_id, number, 1):
@@ -224,7 +220,7 @@ async def get_rank_log(
 
 
 async def _response(record: RunDocument, status: int) -> Response:
-    headers = {**VARY, **_NO_STORE, "Location": f"/v1/runs/{record.id}"}
+    headers = {**_NO_STORE, "Location": f"/v1/runs/{record.id}"}
     if record.state not in RUN_ENDED:
         headers["Retry-After"] = str(RETRY_SECONDS)
     return Response(await asyncio.to_thread(record.text), status, headers, "application/json")

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.sse import format_sse_event
 
 from zbv_service.api.event_streams import RETRY, EventStream, encoded
-from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, preferred
+from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, accepts
 from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
 from zbv_service.records.searches import FINISHED, SearchEventDocument, SearchEventList, SearchRecord
@@ -69,8 +69,8 @@ async def events_response(
     """The events of a search, as a stream or as a list."""
     found, search_id = state_of(request), record.id
     number = max(after or 0, last_event_id or 0)
-    forms = (EVENT_STREAM, JSON) if after is None else (JSON, EVENT_STREAM)
-    if preferred(request, forms) == JSON:
+    is_list = accepts(request, JSON) or after is not None
+    if is_list and not accepts(request, EVENT_STREAM):
         events = await found.events.since(search_id, number)
         text = await asyncio.to_thread(_listed, record, number, events)
         return Response(text, headers={**VARY, "Cache-Control": "no-store"}, media_type=JSON)

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Query, Request, Response
 from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import list_response
-from zbv_service.api.negotiation import SEE_PAGE, VARY, to_page, wants_page
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.errors import (
@@ -57,7 +56,6 @@ async def submit_search(request: Request) -> Response:
     dependencies=[READ],
     summary="List searches, newest first",
     response_model=SearchList,
-    responses=SEE_PAGE,
 )
 async def list_searches(request: Request, query: Annotated[SearchListQuery, Query()]) -> Response:
     """``next`` leads to older searches, ``previous`` to newer ones. New searches do not shift the pages."""
@@ -76,12 +74,9 @@ async def list_searches(request: Request, query: Annotated[SearchListQuery, Quer
     dependencies=[READ],
     summary="Get a search",
     response_model=SearchDocument,
-    responses=SEE_PAGE,
 )
 async def get_search(request: Request, search_id: str) -> Response:
     """The state of the search, and the best plan so far."""
-    if wants_page(request):
-        return to_page(request)
     searches = state_of(request).searches
     record = await searches.get(search_id)
     return await _response(await searches.placed(record), 200)
@@ -130,7 +125,7 @@ async def discard_search(request: Request, search_id: str) -> Response:
 
 async def _response(record: SearchDocument, status: int | None = None) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
-    headers = {**VARY, "Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
+    headers = {"Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED
     if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)

@@ -12,13 +12,11 @@ import pytest
 from sqlalchemy import update
 from support.stored import an_agent, begin, counting
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
-from zbv_service.database.run_models import AgentRow, ListenerRow
+from zbv_service.database.models import AgentRow, ListenerRow
 from zbv_service.records.agents import Beat, BeatAnswer, NodeReport, RunOrders
 from zbv_service.records.lists import AgentListQuery, RunListQuery
-from zbv_service.runs.assignments import Assignments
-from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.runs.heartbeats import Heartbeats
-from zbv_service.runs.watch import AgentWatch
+from zbv_service.runs.agents import Assignments, Heartbeats
+from zbv_service.runs.dispatch import AgentWatch, Dispatcher
 
 pytestmark = pytest.mark.anyio
 

@@ -24,9 +24,18 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
-from zbv_service.database.models import PlanRow, SearchEventRow, SearchRow, TokenRow
-from zbv_service.database.run_models import AgentRow, EventRow, NodeRow, PartRow, RunRow
-from zbv_service.database.sweeper import Sweeper
+from zbv_service.database.models import (
+    AgentRow,
+    EventRow,
+    NodeRow,
+    PartRow,
+    PlanRow,
+    RunRow,
+    SearchEventRow,
+    SearchRow,
+    TokenRow,
+)
+from zbv_service.database.retention import Sweeper
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, NewRanking, SearchState
 

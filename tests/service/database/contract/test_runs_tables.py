@@ -24,7 +24,7 @@ from zbv_service.database import (
     SearchInUse,
     SearchTable,
 )
-from zbv_service.database.run_models import AgentRow, EventRow, RunRow
+from zbv_service.database.models import AgentRow, EventRow, RunRow
 from zbv_service.records.agents import Beat, NodeReport
 from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, RequestKey, WaitingRun

@@ -9,7 +9,9 @@ import numpy as np
 from zbv_solver.partition.cut_space import speeds_of
 from zbv_solver.problem.layer import Recomputed
 
+from zbv_models.estimate.attention import Attention
 from zbv_models.estimate.device import GroupLink, GroupLinks
+from zbv_models.estimate.latent_attention import LatentAttention
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of
@@ -73,7 +75,7 @@ def module_sets(model: Transformer) -> tuple[Modules, ...]:
 def keeps_scores(model: Transformer) -> bool:
     """Whether any attention is plain, which keeps its scores."""
     halves = (half for kind in layer_kinds(model) for _, half in kind.halves)
-    return not all(getattr(half, "flash", True) for half in halves)
+    return any(isinstance(half, Attention | LatentAttention) and not half.sees.flash for half in halves)
 
 
 def _scores(model: Transformer) -> Modules:

@@ -120,7 +120,7 @@ def test_wrong_values_are_refused() -> None:
         {"tokens": [float("nan")], "tokens_squared": [1]},
     ):
         with pytest.raises(InvalidInput, match="found"):
-            planner().first(values)
+            planner().first(values)  # type: ignore[arg-type]  # on purpose
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

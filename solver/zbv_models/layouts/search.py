@@ -27,7 +27,7 @@ from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, 
 from zbv_models.layouts.layout import Layout, LayoutFamily
 from zbv_models.layouts.progress import LayoutProgress, Poll
 from zbv_models.layouts.scheduled_layout import ScheduledLayout
-from zbv_models.layouts.setting import Setting
+from zbv_models.layouts.setting import SECONDS, Setting
 
 PROMISING = 0.05
 """Layouts whose first plan is longer than the best by at most this share get a full search."""
@@ -256,7 +256,9 @@ class LayoutSearch:
 
     def _plan_of(self, problem: LayeredProblem) -> Plan:
         if problem not in self.plans:
-            self.plans[problem] = first_plan(problem, self.cancelled, self.workers)
+            # A span is at most the step of its layout: longer ones are neither listed nor planned again.
+            useless = max(self.longest(), self.best * (1 + PROMISING)) / SECONDS
+            self.plans[problem] = first_plan(problem, self.cancelled, self.workers, useless)
         return self.plans[problem]
 
     def tell(self) -> None:

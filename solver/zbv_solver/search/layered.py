@@ -105,15 +105,28 @@ def plan_layers(
     return replace(plan, baselines=(*compare(plan.problem), *plan.baselines))
 
 
-def first_plan(problem: LayeredProblem, cancelled: Cancelled | None = None, workers: int = 1) -> Plan:
+def first_plan(
+    problem: LayeredProblem, cancelled: Cancelled | None = None, workers: int = 1, useless: float = np.inf
+) -> Plan:
     """A verified plan in less than a second, to compare many problems: orders are constructed for the best of
     the first cuts; cuts are not improved, and baselines are left out.
 
-    Raises :class:`InfeasibleMemory` when no cut has a plan that fits the memory limit.
+    Parameters
+    ----------
+    useless
+        An objective from which on no plan is of use: cuts whose plans cannot be better are left out, except
+        for the first.
+
+    Raises
+    ------
+    InfeasibleMemory
+        No cut has a plan that fits the memory limit.
     """
     own = OwnUnit.of(problem)
     options = SearchOptions("quick", without=PHASES, workers=workers)
-    return own.plan(_LayersSearch(own.problem, options, None, cancelled, is_first=True).run(None))
+    search = _LayersSearch(own.problem, options, None, cancelled, is_first=True)
+    search.useless = useless / own.length
+    return own.plan(search.run(None))
 
 
 def bound_over_all_cuts(problem: LayeredProblem) -> float:
@@ -148,6 +161,8 @@ class _LayersSearch:
         self.least = least_worst_load(problem, tables)
         self.floors: dict[Placement, float] = {}
         self.best: Plan | None = None
+        self.useless = np.inf
+        """An objective from which on no plan is of use."""
         self.method = "resumed"
         self.reported = np.inf
 
@@ -268,7 +283,7 @@ class _LayersSearch:
             bound: BoundEffort = "quick" if self.is_first else "full"
             if best is not None and (
                 self._is_over(SEARCH_SHARE)
-                or lower_bound(problem, bound).value >= best.objective * (1 - OPTIMAL_GAP)
+                or lower_bound(problem, bound).value >= min(best.objective * (1 - OPTIMAL_GAP), self.useless)
             ):
                 continue
             share = (SEARCH_SHARE - self._spent()) / (len(finalists) - number)

@@ -153,6 +153,20 @@ def test_the_first_plan_of_layers_has_the_full_bound_of_its_stages(limit: float)
     assert plan.metrics.lower_bound == pytest.approx(full)
 
 
+@pytest.mark.parametrize("limit", [5, 7, None])
+def test_what_is_useless_changes_no_first_plan_that_is_of_use(limit: float | None) -> None:
+    block = {"name": "block", "forward": 1, "backward_input": 1.2, "backward_weight": 0.8, "repeat": 9}
+    block["memory"] = {"forward": 1, "backward_weight": -1}
+    head = {"name": "head", "forward": 2.7, "backward_input": 2.7, "backward_weight": 2.7}
+    asked = {"pp_degree": 4, "microbatches": 12, "placement": "auto", "memory": {"limit": limit}}
+    problem = layered(layers=[block, head], **asked)
+    plan = first_plan(problem)
+    assert first_plan(problem, useless=plan.objective * 1.001).plan_id == plan.plan_id
+    useless = first_plan(problem, useless=plan.objective * 0.5)
+    verify(useless)
+    assert useless.objective > plan.objective, "no other cut was tried"
+
+
 def test_room_is_made_for_activations_and_not_for_parameters() -> None:
     space = space_of(short_of_memory(32))
     twice, bounds = with_room(space, np.full((2, space.tables.n), 2.0)), level_cut(space)

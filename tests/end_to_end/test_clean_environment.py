@@ -157,10 +157,11 @@ def started(installed: Installed) -> Iterator[Started]:
     installed.say(*making, **database)
     # No test here searches, so no cluster is started.
     serve = [word.replace("dask-scheduler:8786", "127.0.0.1:1") for word in STACK["service"].words]
+    proxies = {"ZBV_TRUSTED_PROXIES": STACK["service"].variables["ZBV_TRUSTED_PROXIES"]}
     there = f"--server=http://127.0.0.1:{port}"
     offer = [there if word.startswith("--server=") else word for word in STACK["node-1"].words]
     commands: list[tuple[str, list[str], dict[str, object]]] = [
-        ("service", serve, {**database, "ZBV_PORT": port}),
+        ("service", serve, {**database, **proxies, "ZBV_PORT": port}),
         ("agent", offer, {"ZBV_TOKEN_FILE": token}),
     ]
     with ExitStack() as stack:

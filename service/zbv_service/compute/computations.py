@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
@@ -67,6 +68,7 @@ class Computations:
         self._seconds = seconds
         self._memory = memory
         self._ended_for_memory: WeakSet[Future[Any]] = WeakSet()
+        self._relieving = threading.Lock()
         self._processes = IsolatedProcesses(memory=MEMORY)
         self._turns = FairQueue(AT_A_TIME, AT_A_TIME_EACH, WAITING, WAITING_EACH)
         self._writing = FairQueue(1, 1, WAITING, WAITING_EACH)
@@ -206,10 +208,11 @@ class Computations:
 
     def _relieve(self) -> None:
         """End the largest computation if all processes together hold too much memory."""
-        if memory_exceeds(self._memory):
-            ended = self._processes.kill_largest(SMALL)
-            if ended is not None:
-                self._ended_for_memory.add(ended)
+        # Two threads that see the same excess would end two computations.
+        with self._relieving:
+            ended = self._processes.kill_largest(SMALL) if memory_exceeds(self._memory) else None
+        if ended is not None:
+            self._ended_for_memory.add(ended)
 
     async def _end(self, future: Future[Any]) -> None:
         ended = asyncio.Event()

@@ -239,10 +239,15 @@ class _LayersSearch:
 
         def estimates(number: int) -> list[ScoredCut]:
             cuts = self._judged(*feasible[number])
-            return [ScoredCut(cut, judges[number].value(cut), name=name) for name, cut in cuts]
+            judge = judges[number]
+            return [
+                ScoredCut(cut, judge.value(cut), name=name)
+                for name, cut in cuts
+                if judge.floor(cut) < self.useless
+            ]
 
         judged = self._in_threads(range(len(judges)), estimates)
-        lowest = min(candidate.value for candidates in judged for candidate in candidates)
+        lowest = min((each.value for candidates in judged for each in candidates), default=np.inf)
         climbing = [
             number for number, (space, _) in enumerate(feasible) if self.floors[space.placement] < lowest
         ]

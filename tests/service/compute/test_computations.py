@@ -235,7 +235,7 @@ async def test_a_computation_ends_when_its_client_disconnects(tmp_path: Path) ->
         client.leave()
         with pytest.raises(ApiError, match="disconnected"):
             await waiting
-        assert not is_alive(int((tmp_path / "process").read_text()))
+        await until(lambda: not is_alive(int((tmp_path / "process").read_text())), "the process ends")
         # Other computations continue, and waiting callers can leave, too.
         assert await found.run(process_of, None)
         with pytest.raises(ApiError, match="disconnected"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "first_release"
+"""A change before the first release changes this name, so that older databases of development are refused."""
 down_revision = None
 branch_labels = None
 depends_on = None

@@ -71,6 +71,11 @@ def test_every_setting_is_a_flag_and_a_variable_and_the_flag_wins(
         (["--host", "0.0.0.0", "--auth", "none"], "found --auth none and --host 0.0.0.0"),
         (["--database", "zbv.db"], "must be a database URL"),
         (
+            ["--allowed-hosts", "zbv,a*b"],
+            "(ZBV_ALLOWED_HOSTS): found 'a*b'; * stands alone or before a domain",
+        ),
+        (["--executor", "threads"], "(ZBV_EXECUTOR): found 'threads'; must be processes"),
+        (
             ["--max-connections", "0"],
             "--max-connections (ZBV_MAX_CONNECTIONS): found 0; must be greater than or equal to 1.",
         ),

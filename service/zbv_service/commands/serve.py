@@ -84,7 +84,8 @@ def _needs_token(settings: Settings) -> str:
         f"--host: found {settings.host}, which other machines can reach, but there is no token in "
         f"{database}. Create one before you start the service there:\n"
         f"  zbv-service token create --name admin --scope admin --database {database}\n"
-        f"  zbv-service serve --host {settings.host} --port {settings.port} --database {database}\n"
+        f"  zbv-service serve --host {settings.host} --port {settings.port} --database {database} \\\n"
+        f"      --tls-cert cert.pem --tls-key key.pem\n"
         f"Or use --host 127.0.0.1, where your own commands need no token."
     )
 

@@ -179,7 +179,8 @@ def _place(entry: Any) -> str:
     if not entry["loc"]:  # a rule about several settings, whose message names them
         return ""
     name = str(entry["loc"][0])
-    return f"{flag_of(name)} (ZBV_{name.upper()}): found {entry['input']!r}; "
+    found = "" if _rule(entry).startswith("found ") else f"found {entry['input']!r}; "
+    return f"{flag_of(name)} (ZBV_{name.upper()}): {found}"
 
 
 def _rule(entry: Any) -> str:

@@ -39,7 +39,7 @@ class Message:
 
 
 def send(pipe: Connection, kind: bytes, value: Any) -> None:
-    """Send a message. Large bytes are not pickled, because that takes time and both programs a copy."""
+    """Send a message. Bytes are sent without pickling, which would copy them in both processes."""
     is_raw = isinstance(value, bytes | bytearray)
     data = value if is_raw else pickle.dumps(value)
     pipe.send_bytes(kind + (b" raw" if is_raw else b""))
@@ -110,7 +110,7 @@ def _portable(error: BaseException) -> BaseException:
     try:
         portable = ExceptionWithTraceback(error, error.__traceback__)
         pickle.loads(pickle.dumps(portable))
-    except Exception:
+    except Exception:  # its class cannot be pickled, or not be built again
         return RuntimeError(f"{type(error).__name__}: {error}")
     return portable  # type: ignore[no-any-return]
 

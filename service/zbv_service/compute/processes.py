@@ -96,9 +96,8 @@ class IsolatedProcesses:
         argument
             Bytes are passed as they are, all else is pickled.
         on_report
-            Called in another thread with each report. The function then gets a
-            :class:`zbv_service.compute.child.Caller` as a second
-            argument.
+            Called in another thread with each report. The function then has a second argument, a
+            :class:`zbv_service.compute.child.Caller`.
 
         Raises
         ------

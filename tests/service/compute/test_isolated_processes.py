@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from multiprocessing import Pipe
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from support.processes import is_alive
 from support.serving import DEADLINE
-from zbv_service.compute.child import Caller
+from zbv_service.compute.child import Caller, Message, send
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
 
 
@@ -93,6 +95,19 @@ def test_a_call_can_be_asked_to_stop_at_any_time(processes: IsolatedProcesses, h
     assert call.result(DEADLINE) == "stopped"
     processes.stop(call)  # it has ended
     assert processes.submit(is_stopped, None, lambda _: None).result(DEADLINE) is False
+
+
+def test_a_request_to_stop_that_comes_late_does_not_stop_the_next_call() -> None:
+    ours, theirs = Pipe()
+    caller, calls = Caller(theirs), SimpleQueue[tuple[Message, Message] | None]()
+    threading.Thread(target=caller.listen, args=(calls,), daemon=True).start()
+    for kind, value in ((b"stop", b""), (b"function", (process_of, False)), (b"argument", None)):
+        send(ours, kind, value)
+    assert calls.get(timeout=DEADLINE) is not None
+    assert not caller.is_stopped()
+    ours.close()
+    assert calls.get(timeout=DEADLINE) is None
+    assert caller.is_stopped(), "nobody waits any more"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,15 @@ def test_a_forked_ranks_status_and_last_output_are_reported(tmp_path: Path) -> N
         ranks.wait(timeout=240)
 
 
+def test_a_crash_in_native_code_is_reported_with_the_python_code_that_led_there(tmp_path: Path) -> None:
+    command = python_command("timeit", "-n1", "-r1", "import ctypes; ctypes.string_at(0)")
+    with LocalRanks([command], tmp_path) as ranks, pytest.raises(LaunchError) as raised:
+        ranks.wait(timeout=240)
+    assert "rank 0 ended with status -11" in str(raised.value)
+    assert "Fatal Python error: Segmentation fault" in str(raised.value)
+    assert "in string_at" in str(raised.value)
+
+
 def test_a_forked_rank_can_be_killed_and_does_not_outlive_its_block(tmp_path: Path) -> None:
     command = python_command("timeit", "-n1", "-r1", "import time; time.sleep(60)")
     with LocalRanks([command] * 2, tmp_path) as ranks:

@@ -155,11 +155,13 @@ class Generation:
         return self.folder / "launcher.log"
 
     def _environment(self) -> Mapping[str, str]:
+        local = rank_environment(0, 1, 0)
+        crashes = {"PYTHONFAULTHANDLER": local["PYTHONFAULTHANDLER"]}
         host = self.work.rendezvous.rpartition(":")[0].strip("[]")
         if host not in ("127.0.0.1", "::1", "localhost"):
-            return {}
+            return crashes
         # All nodes are on this host: gloo must not look up its name, which may be slow or impossible.
-        return {"GLOO_SOCKET_IFNAME": rank_environment(0, 1, 0)["GLOO_SOCKET_IFNAME"]}
+        return crashes | {"GLOO_SOCKET_IFNAME": local["GLOO_SOCKET_IFNAME"]}
 
     def _failures(self, outcome: Any) -> list[dict[str, Any]]:
         """The failures that ranks reported, or that the launcher saw if a rank could not report."""

@@ -19,7 +19,7 @@ from zbv_worker.errors import WorkerError
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
-_TAIL_LINES = 12
+_TAIL_LINES = 30
 
 
 class LaunchError(WorkerError):
@@ -55,6 +55,8 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        # A crash in native code says where Python was.
+        "PYTHONFAULTHANDLER": "1",
         # Looking up the host's name is slow or impossible on some machines; ranks of one host need no name.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
     }

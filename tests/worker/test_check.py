@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import ROOT
 from zbv_worker import check
 from zbv_worker.check import Finding, environment_finding, step_finding
 from zbv_worker.commands.cli import main
@@ -88,3 +89,9 @@ def test_a_step_that_fails_or_hangs_shows_the_rank(monkeypatch: pytest.MonkeyPat
 def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--ranks", "1"]) == 2
     assert "must be at least 2" in capsys.readouterr().err
+
+
+def test_the_page_of_what_is_unproved_names_every_file_of_gpu_tests_and_no_other() -> None:
+    text = (ROOT / "docs/without-a-gpu.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\| `(test_\w+\.py)` \|$", text, re.MULTILINE))
+    assert named == {path.name for path in (ROOT / "tests/gpu").glob("test_*.py")}

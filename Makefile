@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run test tested programs suite lint style scripts types format docs prose bench soak explore torchtitan browser postgres picture \
+.PHONY: help run test tested programs suite lint style scripts types format docs prose bench soak explore gpu torchtitan browser postgres picture \
   pictures openapi freeze clean install
 
 help: ## List the targets
@@ -77,6 +77,25 @@ explore: install ## Run property tests with random seeds until one fails or the 
 	  HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -q --exitfirst --numprocesses 2 -m hypothesis \
 	    --hypothesis-seed=$$seed $(or $(ARGS),tests/solver) || exit 1; \
 	done
+
+# The tests run with the torch of $(PYTHON), which fits the machine's driver, in a virtual environment of their own. One made
+# from another sees only the packages of the system, so a .pth file adds the folder with torch.
+GPU := build/gpu
+gpu: $(GPU)/.installed ## Run tests/gpu with the CUDA build of torch of PYTHON=python3; writes build/gpu/report.xml
+	$(GPU)/bin/python -m pytest tests/gpu -v -rs --junit-xml=$(GPU)/report.xml $(ARGS)
+
+$(GPU)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || \
+	  { echo "$(PYTHON) has no torch that is built for CUDA. Run: make gpu PYTHON=/path/to/python"; exit 1; }
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv --system-site-packages $(GPU)
+	$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' > \
+	  "$$($(GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth"
+	grep -vE '^(torch|triton|nvidia)' constraints.txt > $(GPU)/constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/$(GPU)/constraints.txt $(GPU)/bin/python -m pip --disable-pip-version-check install \
+	  --quiet --no-compile hatchling editables
+	PIP_CONSTRAINT=$(CURDIR)/$(GPU)/constraints.txt $(GPU)/bin/python -m pip --disable-pip-version-check install \
+	  --quiet --no-compile --no-build-isolation --editable '.[solver,worker]' hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
 
 # torchtitan has many large dependencies, some of other versions than zbv is tested with. So it gets its own virtual
 # environment, and `make test` does not include this check.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +12,33 @@ import torch
 import torch.distributed as dist
 from support.on_devices import Body, Devices, Run
 from support.paths import ROOT, TESTS
+from zbv_worker.check import devices_finding, environment_finding
 
+HERE = Path(__file__).parent
 GPUS = torch.cuda.device_count()
-collect_ignore_glob = [] if GPUS else ["*"]
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """One line about what can run here."""
-    if GPUS:
-        return f"tests/gpu: {GPUS} GPUs, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    return f"tests/gpu: nothing is collected, because torch {torch.__version__} finds no CUDA GPU"
+def is_named(config: pytest.Config) -> bool:
+    """Whether the command line names tests of this folder; other runs of pytest leave GPUs alone."""
+    return any(Path(argument.partition("::")[0]).resolve().is_relative_to(HERE) for argument in config.args)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU, say so in one line, and fail."""
+    if is_named(config) and not GPUS:
+        pytest.exit(f"tests/gpu needs a CUDA GPU; torch {torch.__version__} finds none", returncode=1)
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Collect nothing if only the whole suite is meant."""
+    return None if is_named(config) else True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """State in the report what the tests ran on."""
+    for finding in (devices_finding("cuda", GPUS), environment_finding(os.environ)):
+        record_testsuite_property(finding.name, finding.text)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +67,12 @@ def devices(request: pytest.FixtureRequest) -> Devices:
         _require(2)
         return Devices("cuda", "nccl", min(4, GPUS))
     return Devices("cuda", "gloo", 2)
+
+
+@pytest.fixture
+def alone() -> Devices:
+    """One rank with a GPU."""
+    return Devices("cuda", "gloo", 1)
 
 
 @pytest.fixture

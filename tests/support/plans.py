@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
@@ -20,8 +20,13 @@ def unit_problem(p: int, microbatches: int, kind: str = "v") -> Problem:
     return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
 
 
+def plan_document(problem: Problem, orders: Orders) -> dict[str, Any]:
+    """A plan file's content."""
+    document, ranks = problem_json(problem), orders.all_text()
+    return {"problem": document, "ranks": ranks, "plan_id": identity(document, ranks)}
+
+
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
     """Write a plan file; returns its path."""
-    document, ranks = problem_json(problem), orders.all_text()
-    path.write_text(json.dumps({"problem": document, "ranks": ranks, "plan_id": identity(document, ranks)}))
+    path.write_text(json.dumps(plan_document(problem, orders)))
     return path

@@ -85,7 +85,7 @@ def check_node(device: Device, ranks: int | None = None) -> Iterator[Finding]:
         they share them, and transfer over gloo.
     """
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    yield _devices(device, gpus)
+    yield devices_finding(device, gpus)
     yield environment_finding(os.environ)
     if device == "cpu" or gpus < 2 or not dist.is_nccl_available():
         yield Finding("receives", "not run", "receives wait on a GPU only over NCCL, between two of them.")
@@ -99,7 +99,8 @@ def check_node(device: Device, ranks: int | None = None) -> Iterator[Finding]:
         yield _measured("step", {"device": device, "backend": backend}, ranks)
 
 
-def _devices(device: Device, gpus: int) -> Finding:
+def devices_finding(device: Device, gpus: int) -> Finding:
+    """Which devices and versions the node has."""
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
     if device == "cpu":
         return Finding("devices", "pass", f"only the CPU; {software}")
@@ -246,8 +247,8 @@ def trained_steps(
     plan = plan or _plan(world.world_size)
     model = gpt(**_SIZES, layers=2 * world.world_size)
     data = [model.microbatch(0, index) for index in range(plan["problem"]["microbatches"])]
-    seconds = {"timeout": _WAIT_SECONDS, "startup_timeout": _WAIT_SECONDS}
-    with Pipeline(plan, model, device=device, backend=backend, **seconds, **more) as pipe:
+    more = {"device": device, "backend": backend, "timeout": _WAIT_SECONDS, **more}
+    with Pipeline(plan, model, startup_timeout=_WAIT_SECONDS, **more) as pipe:
         for _ in range(_STEPS):
             for parameter in pipe.parameters():
                 parameter.grad = None
@@ -275,18 +276,12 @@ def _plan(ranks: int) -> dict[str, Any]:
     """All forwards of a V, then all backwards, split: a plan that needs no planner on the node."""
     problem = equal_stages(Placement.of("v", ranks), _MICROBATCHES)
     microbatches = range(_MICROBATCHES)
-    orders = Orders.from_actions(
-        [
-            *(Action(stage, "F", index) for stage in sorted(stages) for index in microbatches),
-            *(
-                Action(stage, letter, index)
-                for stage in sorted(stages, reverse=True)
-                for index in microbatches
-                for letter in "IW"
-            ),
-        ]
-        for stages in problem.placement.stages_of
-    )
+    ranks_actions = []
+    for stages in problem.placement.stages_of:
+        forwards = [Action(stage, "F", index) for stage in sorted(stages) for index in microbatches]
+        backwards = [(stage, index) for stage in sorted(stages, reverse=True) for index in microbatches]
+        ranks_actions.append(forwards + [Action(stage, x, index) for stage, index in backwards for x in "IW"])
+    orders = Orders.from_actions(ranks_actions)
     document, lists = problem_json(problem), orders.all_text()
     return {"problem": document, "ranks": lists, "plan_id": identity(document, lists)}
 

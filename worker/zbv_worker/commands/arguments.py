@@ -128,12 +128,12 @@ def add_compile(group: argparse._ActionsContainer) -> None:
 
 
 @contextmanager
-def text_output(flag: str, path: Path | None) -> Iterator[Callable[[str], None]]:
+def json_output(flag: str, path: Path | None) -> Iterator[WriteJson]:
     """Open a flag's output file before the work that fills it: :func:`zbv_solver.documents.files.output`.
 
     Yields
     ------
-    A function that writes the text; without a path it does nothing.
+    A function that writes a document as JSON; without a path it does nothing.
 
     Raises
     ------
@@ -141,18 +141,11 @@ def text_output(flag: str, path: Path | None) -> Iterator[Callable[[str], None]]
         If the path cannot be written.
     """
     if path is None:
-        yield lambda text: None
+        yield lambda document: None
         return
     with ExitStack() as stack:
         try:
             write = stack.enter_context(output(path))
         except OSError as error:
             raise InvalidRun(f"{flag} {path}: {error.strerror}. Give a file that can be written.") from error
-        yield write
-
-
-@contextmanager
-def json_output(flag: str, path: Path | None) -> Iterator[WriteJson]:
-    """Like :func:`text_output`, with a function that writes a document as JSON."""
-    with text_output(flag, path) as write:
         yield lambda document: write(json.dumps(document, indent=2) + "\n")

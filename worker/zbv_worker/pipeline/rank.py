@@ -147,9 +147,7 @@ class PipelineRank:
     def _gradients_of(self, trained: list[tuple[int, nn.Parameter]]) -> Gradients:
         self._trained = trained
         self._trained_digest = digest([(stage, *p.shape, str(p.dtype)) for stage, p in trained])
-        found = gradients_of(self._modules, self._transport, ties=self.ties)
-        found.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
-        return found
+        return gradients_of(self._modules, self._transport, ties=self.ties)
 
     def _follow_parameters(self) -> None:
         """Find the parameters that the user has added, removed, frozen or unfrozen since the last step."""

@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from zbv_solver.documents.fields import BATCH
@@ -39,9 +40,7 @@ def test_a_file_that_cannot_be_written_fails_before_the_work(tmp_path: Path) -> 
 
 
 def test_an_error_leaves_the_file_unchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
+    full_disk = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(KeyboardInterrupt), output(path):
         raise KeyboardInterrupt

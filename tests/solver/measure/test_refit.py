@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -35,14 +35,11 @@ from zbv_solver.problem.stages import Costs
 from zbv_solver.problem.writing import problem_json
 
 PLANNED: dict[str, Any] = {
-    "pp_degree": 3,
-    "microbatches": 5,
+    **{"pp_degree": 3, "microbatches": 5, "units": {"time": "us"}},
     "costs": {"forward": 10, "backward_input": 20, "backward_weight": 30, "backward": 45, "p2p": 4},
-    "units": {"time": "us"},
 }
 DIFFERING: dict[str, Any] = {
-    "pp_degree": 2,
-    "microbatches": 6,
+    **{"pp_degree": 2, "microbatches": 6, "units": {"time": "us"}},
     "sequences": [[100], [30, 40], [200], [64, 64], [10], [150]],
     "costs": {
         "forward": {"fixed": 5, "tokens": 0.1, "tokens_squared": 0.001},
@@ -50,7 +47,6 @@ DIFFERING: dict[str, Any] = {
         "backward_weight": {"tokens": 0.1},
         "p2p": {"fixed": 2, "tokens": 0.01},
     },
-    "units": {"time": "us"},
 }
 
 
@@ -63,11 +59,11 @@ def parts(problem: Problem) -> list[Costs]:
     return [problem.costs, *(feature.costs for feature in problem.features)]
 
 
-def slower(problem: Problem, factor: Callable[[int], float] = lambda stage: 2.0 + stage) -> Problem:
+def slower(problem: Problem, slope: float = 1.0) -> Problem:
     """The same pipeline with all costs multiplied, differently on every stage and boundary."""
 
     def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value * factor(at) for at, value in enumerate(values))
+        return tuple(value * (2.0 + slope * at) for at, value in enumerate(values))
 
     fixed, *coefficients = (part.mapped(scaled, scaled(part.p2p)) for part in parts(problem))
     features = zip(problem.features, coefficients, strict=True)
@@ -135,7 +131,7 @@ def test_offsets_of_clocks_and_one_slow_step_have_no_effect_and_replicas_count_e
 def test_unmeasured_costs_stay_in_proportion(is_fused: bool, has_fused: bool) -> None:
     """Without a measured or a planned B it stays I + W."""
     problem = planned(costs={**PLANNED["costs"], "backward": 45 if has_fused else None})
-    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), range(5 * is_fused))).costs
+    found = refit(problem, traces_of(slower(problem, slope=0.0), range(5 * is_fused))).costs
     fused = None if not (has_fused or is_fused) else (90.0 if has_fused else 100.0,) * 6
     assert (found.backward, found.backward_input, found.backward_weight) == (fused, (40.0,) * 6, (60.0,) * 6)
 
@@ -148,8 +144,7 @@ def test_measured_costs_are_in_the_problem_s_unit(unit: str | None, expected: fl
     problem = replace(planned(), units=Units(unit))
     actual = replace(problem, costs=replace(problem.costs, forward=(30.0,) * 6))
     found = refit(problem, traces_of(actual, ())).costs
-    assert found.forward == pytest.approx([expected * 30] * 6, rel=1e-5)
-    assert found.backward_weight == pytest.approx([expected * 30] * 6, rel=1e-5)
+    assert (*found.forward, *found.backward_weight) == pytest.approx([expected * 30] * 12, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +186,11 @@ def test_traces_of_another_problem_are_refused(change: dict[str, Any], says: str
 
 def test_too_few_kinds_scale_the_planned_coefficients() -> None:
     """A B that only one microbatch ran says nothing about single features."""
+    amounts = np.array([[1.0, 0.0], [1.0, 2.0]])  # microbatches that take no time do not hide the others
+    measured = fitted(amounts, np.array([[0.0], [1.0]]), np.array([[0.0, 800.0]]))
+    assert measured.ravel() == pytest.approx([0, 400])
     problem = parse_problem(DIFFERING)
-    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), [5]))
+    found = refit(problem, traces_of(slower(problem, slope=0.0), [5]))
     assert found.costs.backward is not None
     assert largest_change(problem, found) == pytest.approx(1.0, rel=1e-3)
     assert found.arrays.duration[B] == pytest.approx(2 * problem.arrays.duration[B], rel=1e-3)
@@ -204,19 +202,12 @@ def test_no_other_coefficients_fit_better(seed: int) -> None:
     random = np.random.default_rng(seed)
     design, target = random.normal(size=(7, 4)), random.normal(size=7)
     found = non_negative_least_squares(design, target)
-    best = float(target @ target)
+    distances = [np.linalg.norm(target)]
     for chosen in (list(some) for count in range(1, 5) for some in combinations(range(4), count)):
         fit = np.linalg.lstsq(design[:, chosen], target, rcond=None)[0]
-        if (fit >= 0).all():
-            best = min(best, float(np.sum((design[:, chosen] @ fit - target) ** 2)))
+        distances += [np.linalg.norm(design[:, chosen] @ fit - target)] if (fit >= 0).all() else []
     assert (found >= 0).all()
-    assert float(np.sum((design @ found - target) ** 2)) == pytest.approx(best, rel=1e-9)
-
-
-def test_microbatches_that_take_no_time_do_not_hide_the_others() -> None:
-    amounts = np.array([[1.0, 0.0], [1.0, 2.0]])
-    found = fitted(amounts, np.array([[0.0], [1.0]]), np.array([[0.0, 800.0]]))
-    assert found.ravel() == pytest.approx([0, 400])
+    assert np.linalg.norm(design @ found - target) == pytest.approx(min(distances), rel=1e-9)
 
 
 def test_the_command_says_how_well_the_coefficients_fit(
@@ -249,8 +240,7 @@ def test_traces_without_variation_give_factors_of_1(document: dict[str, Any]) ->
     problem = parse_problem(document)
     found = jitter_of_traces(problem, traces_of(problem, steps=2))
     for spread in (*found.actions, *found.rank, found.transfer):
-        assert spread.samples
-        assert spread.samples == pytest.approx([1.0] * len(spread.samples), abs=0.02)
+        assert spread.samples == pytest.approx([1.0] * (len(spread.samples) or 1), abs=0.02)
 
 
 def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions() -> None:
@@ -261,8 +251,7 @@ def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions() -> None:
     lengthen(next(record for record in documents[0]["steps"][0]["actions"] if record[0] == "0F3"), 3)
     found = jitter_of_traces(problem, list(map(parse_rank_trace, documents)))
     assert sorted(found.rank[0].samples) == [1.0] * 7 + [2.0]
-    forward = found.actions[F].samples
-    assert (max(forward), forward.count(3.0)) == (3.0, 1)
+    assert sorted(found.actions[F].samples)[-2:] == [1.0, 3.0]
 
 
 def lengthen(record: list[Any], factor: float) -> None:
@@ -282,26 +271,21 @@ def test_many_factors_become_quantiles() -> None:
 
 PARTITION = [["embedding", "block.0"], ["block.1", "block.2"], ["block.3", "block.4"], ["block.5", "head"]]
 FLAGS = [False, True, True, False]
-CUT = parse_any_problem({**RECOMPUTED, "partition": PARTITION, "recompute": FLAGS})
+CUT: Any = parse_any_problem({**RECOMPUTED, "partition": PARTITION, "recompute": FLAGS})
 MEASURED = Costs((5.0, 30.0, 40.0, 50.0), (3.0, 31.0, 41.0, 51.0), (2.0, 32.0, 42.0, 52.0), (7.0, 8.0, 9.0))
 
 
 @pytest.mark.parametrize("fused", [None, (4.0, 50.0, 60.0, 70.0)])
-def test_scaled_layers_keep_cut_and_shares_and_sum_to_the_costs_of_stages(
-    fused: tuple[float, ...] | None,
-) -> None:
-    assert isinstance(CUT, Problem) and CUT.model is not None  # noqa: PT018
+def test_scaled_layers_keep_cut_and_shares_and_sum_to_the_costs_of_stages(fused: Any) -> None:
     costs = replace(MEASURED, backward=fused)
-    found = with_stage_costs(CUT, costs)
+    found: Any = with_stage_costs(CUT, costs)
     for name, values in vars(costs).items():
         assert getattr(found.costs, name) == (values and pytest.approx(values)), name
-    assert found.model is not None
     assert (found.model.cut, found.model.partition) == (CUT.model.cut, CUT.model.partition)
     assert (found.memory, found.placement, found.units) == (CUT.memory, CUT.placement, CUT.units)
     assert parse_problem(problem_json(found)) == found
-    again = refit(CUT, traces_of(found))
+    again: Any = refit(CUT, traces_of(found))
     assert again.costs.forward == pytest.approx(MEASURED.forward, rel=1e-5)
-    assert again.model is not None
     assert again.model.partition == found.model.partition
     plain = replace(CUT, model=None)
     assert with_stage_costs(plain, costs) == replace(plain, costs=costs)
@@ -318,8 +302,7 @@ def test_scaled_layers_keep_cut_and_shares_and_sum_to_the_costs_of_stages(
 def test_layers_planned_at_zero_share_evenly_and_an_empty_stage_costs_nothing() -> None:
     known = cut_problem(["a", "b", "c", "d"], [2, 1, 0, 1])
     free = replace(known.costs, backward_weight=(0.0,) * 4)
-    found = with_stage_costs(with_stage_costs(known, free), MEASURED)
+    found: Any = with_stage_costs(with_stage_costs(known, free), MEASURED)
     assert found.costs.backward_weight == pytest.approx((2.0, 32.0, 0.0, 52.0))
     assert found.costs.forward == pytest.approx((5.0, 30.0, 0.0, 50.0))
-    assert found.model is not None
     assert [layer.costs.backward_weight for layer in found.model.model.each[:2]] == [1.0, 1.0]

@@ -41,9 +41,7 @@ def test_the_given_order_does_not_matter() -> None:
         assert entry[0] != large  # the first microbatch delays all ranks
         values.append(plan.objective)
     assert max(values) <= 1.02 * min(values)
-
-
-def test_equal_features_give_the_plan_of_equal_microbatches() -> None:
+    # Equal features give the plan of equal microbatches.
     assert mountain(sizes(uniform(2, 5)), 0.5).tolist() == [0, 1, 2, 3, 4]
     problem = with_sizes(uniform(4, 8, limit=16), [1.0] * 8)
     assert search(problem, QUICK).orders == search(problem.averaged(), QUICK).orders

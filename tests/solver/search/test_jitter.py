@@ -49,11 +49,16 @@ def test_the_plan_states_how_it_was_chosen_and_is_better_when_durations_vary(pla
     assert (threads.plan_id, threads.simulation) == (chosen.plan_id, chosen.simulation)
 
 
-def test_layers_keep_their_cut_and_its_bound() -> None:
-    found = zbv.plan(LAYERS, "quick", jitter="10%")
-    assert found.cut is not None
-    assert found.cut.gap == pytest.approx(found.objective / found.cut.lower_bound - 1, abs=1e-9)
-    zbv.check(plan_json(found), LAYERS)
+def test_layers_keep_their_cut_and_microbatches_that_differ_have_longer_latencies_too() -> None:
+    plan = zbv.plan(LAYERS, "quick", jitter="10%")
+    assert plan.cut is not None
+    assert plan.cut.gap == pytest.approx(plan.objective / plan.cut.lower_bound - 1, abs=1e-9)
+    zbv.check(plan_json(plan), LAYERS)
+    problem = with_sizes(uniform(2, 4, limit=30.0), [0.0, 0.0, 4.0, 0.0])
+    options = SearchOptions("standard", without=("tune", "inject"))
+    plan = jitter_search.search_for_jitter(problem, options, jitter=Jitter.of(action=0.05))
+    verify(plan)
+    assert plan.simulation is not None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "time limit"])
@@ -77,15 +82,6 @@ def test_a_simulation_ends_while_it_runs_and_is_left_out_after_the_time_limit(
     monkeypatch.setattr(jitter_search, "SIMULATING_SECONDS", -math.inf)
     plan = zbv.plan(PROBLEM, "quick", time_limit=600, jitter=JITTER)
     assert (plan.plan_id, plan.simulation) == (planned.plan_id, None)
-
-
-def test_plans_of_microbatches_that_differ_may_be_chosen_for_jitter() -> None:
-    """The search with longer latencies has a problem of its kind, too."""
-    problem = with_sizes(uniform(2, 4, limit=30.0), [0.0, 0.0, 4.0, 0.0])
-    options = SearchOptions("standard", without=("tune", "inject"))
-    plan = jitter_search.search_for_jitter(problem, options, jitter=Jitter.of(action=0.05))
-    verify(plan)
-    assert plan.simulation is not None
 
 
 OTHER_RANKS = replace(JITTER, rank=JITTER.rank * 5)

@@ -24,7 +24,7 @@ from support.problems import (
     uniform_document,
 )
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
-from zbv_solver.bounds import Bound, BoundEffort, lower_bound
+from zbv_solver.bounds import Bound, lower_bound
 from zbv_solver.construct.board import Attempt, from_orders
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.rules import simple_rule
@@ -75,10 +75,9 @@ def test_a_limit_below_the_smallest_is_infeasible(problem: Problem, data: st.Dat
 def test_progress_gets_ever_better_and_ends_at_the_optimum(problem: Problem) -> None:
     reports: list[Progress] = []
     plan = search(problem, on_progress=reports.append)
-    assert plan.metrics.status == "optimal"
+    assert (plan.metrics.status, reports[-1].orders) == ("optimal", plan.orders)
     assert is_monotone([progress.objective for progress in reports])
     assert is_monotone([-progress.lower_bound for progress in reports])
-    assert reports[-1].orders == plan.orders
     assert plan.objective <= reports[-1].objective * (1 + 1e-9) + 1e-9
     for progress in reports:
         make_plan(problem, progress.orders, method="test")
@@ -138,9 +137,7 @@ def test_the_rest_of_an_order_may_follow_weights_in_any_order() -> None:
 def test_the_bound_ends_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
 
-    def slow(
-        problem: Problem, effort: BoundEffort, _enough: float = 0.0, is_stopped: Callable[[], bool] = bool
-    ) -> Bound:
+    def slow(problem: Problem, effort: str, _: float = 0.0, is_stopped: Callable[[], bool] = bool) -> Bound:
         if effort != "quick":
             begun.append(effort)
             until = time.monotonic() + 60
@@ -237,8 +234,7 @@ def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
     costs = {name: [chance.randint(8, 12) * base // 10 for _ in range(6)] for name, base in names.items()}
     problem = parse_problem(uniform_document(3, 8, limit=6, objective="makespan") | {"costs": costs})
     plans = [search(problem, SearchOptions(workers=workers)) for workers in (1, 2, 2)]
-    assert plans[0].metrics.status == "optimal"
-    assert plans[0].provenance.method.startswith("parameters")
+    assert (plans[0].metrics.status, plans[0].provenance.method[:10]) == ("optimal", "parameters")
     assert len({plan.plan_id for plan in plans}) == 1
 
 
@@ -279,15 +275,16 @@ def test_wrong_options_are_refused() -> None:
 def test_orders_of_a_caller_are_verified_and_metrics_are_checked_by_other_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = uniform(1, 1)
-    good = Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
+    problem, good = uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
     assert make_plan(problem, good, method="mine").metrics.span == 6
     with pytest.raises(InvalidPlan):
         make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")
-    wrong = replace(evaluate(problem, good), makespan=7.0)
-    monkeypatch.setattr("zbv_solver.search.assemble.evaluate", lambda *_: wrong)
-    with pytest.raises(InvalidPlan, match="makespan"):
-        make_plan(problem, good, method="mine", lower_bound=1.0)
+    right = evaluate(problem, good)
+    for name in ("makespan", "span", "bubble_rate"):
+        wrong = replace(right, **{name: 7.0})
+        monkeypatch.setattr("zbv_solver.search.assemble.evaluate", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(InvalidPlan, match=name):
+            make_plan(problem, good, method="mine", lower_bound=1.0)
 
 
 def test_weaker_bounds_are_not_reported_and_the_best_order_may_be_in_reserve() -> None:
@@ -301,10 +298,8 @@ def test_weaker_bounds_are_not_reported_and_the_best_order_may_be_in_reserve() -
     assert (incumbent.bound, incumbent.source, len(reports)) == (4.0, "cp-sat", 3)
     for value, best in ((6.0, 5.0), (4.0, 4.0), (4.5, 4.0)):
         incumbent.put_aside(Solution(value, orders, "reserve"))
-        assert incumbent.best is not None
-        assert incumbent.best.value == best
-    assert incumbent.current is not None
-    assert (incumbent.current.value, incumbent.is_optimal) == (5.0, True)
+        assert incumbent.best == Solution(best, orders, "reserve" if best == 4.0 else "current")
+    assert (incumbent.current, incumbent.is_optimal) == (Solution(5.0, orders, "current"), True)
 
 
 @pytest.mark.parametrize("steps_of_first", [10, None])

@@ -118,11 +118,8 @@ def test_orders_with_empty_ranks_can_be_timed() -> None:
         assert (timing.makespan, timing.span, timing.peak_memory) == (length, length, (length, 0))
         assert timing.bubble_rate == length / 2
         assert span_start_times(uniform(2, 1), orders).tolist() == [0.0] * length
-
-
-def test_rounding_makes_no_negative_bubble() -> None:
-    problem = in_other_units(uniform(1, 4), 0.3, 1.0)
-    assert evaluate(*baseline("1f1b", problem)).bubble_rate == 0
+    # Rounding makes no negative bubble.
+    assert evaluate(*baseline("1f1b", in_other_units(uniform(1, 4), 0.3, 1.0))).bubble_rate == 0
 
 
 # --- iterations with jitter

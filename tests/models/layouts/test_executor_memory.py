@@ -19,6 +19,7 @@ from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import STATES, fsdp, in_order, megatron, torch, worker
 from zbv_models.layouts.executor_search import executor_layouts
+from zbv_models.layouts.given_cut import score_given_cut
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.errors import NoLayoutFits
@@ -170,6 +171,30 @@ def cluster_of(nodes: int, gpus: int = 8) -> Cluster:
 
 def asked(cluster: Cluster, fixed: Fixed | None = None, executor: str = "zbv", **document: Any) -> Request:
     return parse_request({"presets": ["llama-3.1-8b"], **document}, cluster, fixed, executor=executor)
+
+
+@pytest.mark.parametrize(
+    ("cut", "schedule", "published"),
+    [("15,16x6,15", "1F1B", 82.5), ("7,8x14,7", "Interleaved1F1B", 72.7)],
+)
+def test_torchtitans_table_of_llama_405b_is_met_within_10_percent(
+    cut: str, schedule: str, published: float
+) -> None:
+    """Table 5 of benchmarks/llama3_h100_202412_torchtitan.md, with the cuts of commit 9dec370.
+
+    ``train_configs/llama3_405b.toml`` gathers parameters in float8. The memory is what torchtitan's logger
+    reads: the most that PyTorch reserved on any device.
+    """
+    gib = 2**30
+    cluster = {"nodes": 64, "gpus_per_node": 8, "device": "h100", "memory": 95.04 * gib}
+    document: dict[str, Any] = {"model": {"product_dtype": "fp8"}, "parallel": {"precision": "float8-gather"}}
+    document |= {"presets": ["llama-3.1-405b"], "global_batch": 256, "sequence_length": 8192}
+    fixed = Fixed(8, 1, data_parallel=8, pipeline_parallel=8, microbatch_size=4, recompute="full")
+    request = asked(equal_cluster(cluster), fixed, "torchtitan", **document)
+    scored = score_given_cut(request, cut, time_limit=0.1)
+    assert scored.score.schedule.name == schedule
+    assert scored.reserved_memory == pytest.approx(published * gib, rel=0.1)
+    assert (scored.score.settings, "enable_fsdp_float8_all_gather" in scored.score.remark) == (None, True)
 
 
 @pytest.mark.parametrize("attention", ["flash", "plain"])

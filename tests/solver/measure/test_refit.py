@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.changed import ABSENT, changed
 from support.cut_models import cut_problem
 from support.layered import RECOMPUTED
 from support.plans import write_plan
@@ -74,17 +75,15 @@ def slower(problem: Problem, factor: Callable[[int], float] = lambda stage: 2.0 
     return replace(problem, costs=fixed, features=tuple(replace(f, costs=costs) for f, costs in features))
 
 
-def never(_microbatch: int) -> bool:
-    return False
+def documents_of(
+    problem: Problem, fused: Sequence[int] = range(0, 99, 2), **how: Any
+) -> list[dict[str, Any]]:
+    """Traces of a random order on ranks where every action takes its cost; some microbatches have a B."""
+    return trace_documents(problem, mixed_orders(problem, fused.__contains__), **how)
 
 
-def half_fused(microbatch: int) -> bool:
-    return microbatch % 2 == 0
-
-
-def traces_of(problem: Problem, is_fused: Callable[[int], bool] = half_fused, **how: Any) -> list[RankTrace]:
-    """Traces of a random order on ranks where every action takes its cost."""
-    return list(map(parse_rank_trace, trace_documents(problem, mixed_orders(problem, is_fused), **how)))
+def traces_of(problem: Problem, fused: Sequence[int] = range(0, 99, 2), **how: Any) -> list[RankTrace]:
+    return list(map(parse_rank_trace, documents_of(problem, fused, **how)))
 
 
 @pytest.mark.parametrize("placement", ["v", "loop", "single"])
@@ -104,8 +103,7 @@ def test_every_measured_cost_is_recovered_and_nothing_else_changes(placement: Pl
 
 def test_offsets_of_clocks_and_one_slow_step_have_no_effect() -> None:
     actual = slower(planned())
-    orders = mixed_orders(actual, half_fused)
-    documents = trace_documents(actual, orders, steps=3, ahead=[77, 123_456_789, -(10**15)])
+    documents = documents_of(actual, steps=3, ahead=[77, 123_456_789, -(10**15)])
     for row in documents[0]["steps"][1]["actions"]:
         row[3] += 50_000
     assert refit(planned(), list(map(parse_rank_trace, documents))) == refit(planned(), traces_of(actual))
@@ -125,7 +123,7 @@ def test_replicas_count_equally_and_inputs_come_from_the_same_replica() -> None:
 def test_unmeasured_costs_stay_in_proportion(is_fused: bool, has_fused: bool) -> None:
     """Without a measured or a planned B it stays I + W."""
     problem = planned(costs={**PLANNED["costs"], "backward": 45 if has_fused else None})
-    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), lambda _j: is_fused)).costs
+    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), range(5 * is_fused))).costs
     fused = None if not (has_fused or is_fused) else (90.0 if has_fused else 100.0,) * 6
     assert (found.backward, found.backward_input, found.backward_weight) == (fused, (40.0,) * 6, (60.0,) * 6)
 
@@ -137,30 +135,26 @@ def test_measured_costs_are_in_the_problem_s_unit(unit: str | None, expected: fl
     """Without a known one, the actions take as long in total as planned: 60 for F, I and W."""
     problem = replace(planned(), units=Units(unit))
     actual = replace(problem, costs=replace(problem.costs, forward=(30.0,) * 6))
-    found = refit(problem, traces_of(actual, never)).costs
+    found = refit(problem, traces_of(actual, ())).costs
     assert found.forward == pytest.approx([expected * 30] * 6, rel=1e-5)
     assert found.backward_weight == pytest.approx([expected * 30] * 6, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "pointer"),
-    [
-        (lambda d: d.pop("plan_id"), "/plan_id"),
-        (lambda d: d["steps"][0]["actions"][0].__setitem__(4, 2**64), "/steps/0/actions/0/4"),
-        (lambda d: d.update(steps=[d["steps"][0], d["steps"][0]]), "/steps/1/step"),
-        (lambda d: d["steps"][0]["actions"][2].__setitem__(0, "0X0"), "/steps/0/actions/2/0"),
-        (lambda d: d["steps"][0]["actions"][2].__setitem__(3, -5), "/steps/0/actions/2"),
-        (lambda d: d["steps"][0]["actions"][2].pop(), "/steps/0/actions/2"),
-    ],
-)
-def test_an_invalid_trace_is_refused_at_the_broken_key(
-    change: Callable[[dict[str, Any]], object], pointer: str
-) -> None:
-    document = trace_documents(planned(), mixed_orders(planned(), half_fused))[0]
-    change(document)
-    with pytest.raises(InvalidInput) as found:
-        parse_rank_trace(document)
-    assert found.value.issues[0].pointer == pointer
+WRONG_RECORDS: list[tuple[str, Any, str]] = [
+    ("plan_id", ABSENT, "/plan_id"),
+    ("steps.0.actions.0.4", 2**64, "/steps/0/actions/0/4"),
+    ("steps.0.step", 1, "/steps/1/step"),
+    ("steps.0.actions.2.0", "0X0", "/steps/0/actions/2/0"),
+    ("steps.0.actions.2.3", -5, "/steps/0/actions/2"),
+    ("steps.0.actions.2", ["0F0", 0, 0, 0], "/steps/0/actions/2"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "pointer"), WRONG_RECORDS)
+def test_an_invalid_trace_is_refused_at_the_broken_key(path: str, value: Any, pointer: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_rank_trace(changed(documents_of(planned(), steps=2)[0], {path: value}))
+    assert caught.value.issues[0].pointer == pointer
 
 
 @pytest.mark.parametrize(
@@ -186,7 +180,7 @@ def test_traces_of_another_problem_are_refused(change: dict[str, Any], says: str
 def test_the_coefficients_of_every_measured_stage_are_recovered() -> None:
     problem = parse_problem(DIFFERING)
     actual = slower(problem)
-    traces = traces_of(actual, never)
+    traces = traces_of(actual, ())
     found, partly = refit(problem, traces), refit(problem, traces[:1])
     assert found.costs.backward is None
     for name in ("forward", "backward_input", "backward_weight"):
@@ -203,7 +197,7 @@ def test_the_coefficients_of_every_measured_stage_are_recovered() -> None:
 def test_too_few_kinds_scale_the_planned_coefficients() -> None:
     """A B that only one microbatch ran says nothing about single features."""
     problem = parse_problem(DIFFERING)
-    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), lambda j: j == 5))
+    found = refit(problem, traces_of(slower(problem, lambda _stage: 2.0), [5]))
     assert found.costs.backward is not None
     assert largest_change(problem, found) == pytest.approx(1.0, rel=1e-3)
     assert found.arrays.duration[B] == pytest.approx(2 * problem.arrays.duration[B], rel=1e-3)
@@ -234,7 +228,7 @@ def test_the_command_says_how_well_the_coefficients_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problem = parse_problem(DIFFERING)
-    orders, out = mixed_orders(problem, never), tmp_path / "measured.json"
+    orders, out = mixed_orders(problem, bool), tmp_path / "measured.json"
     plan = write_plan(tmp_path / "plan.json", problem, orders)
     paths = [tmp_path / f"trace-{rank}.json" for rank in range(2)]
     plan_id = identity(problem_json(problem), orders.all_text())
@@ -246,16 +240,12 @@ def test_the_command_says_how_well_the_coefficients_fit(
             path.write_text(json.dumps(document))
         assert main(["refit", str(plan), *map(str, paths), "-o", str(out)]) == status
         assert re.search(message, capsys.readouterr().err)
-    assert json.loads(out.read_text()) == problem_json(refit(problem, traces_of(slower(problem), never)))
+    assert json.loads(out.read_text()) == problem_json(
+        refit(problem, traces_of(slower(problem), range(1, 9)))
+    )
 
 
 # --- jitter
-
-
-def steady(steps: int) -> tuple[Problem, list[dict[str, Any]]]:
-    """A problem, and traces in which every action takes its cost."""
-    problem = planned(pp_degree=2, microbatches=6)
-    return problem, trace_documents(problem, mixed_orders(problem, half_fused), steps=steps)
 
 
 @pytest.mark.parametrize("document", [PLANNED, DIFFERING])
@@ -268,7 +258,8 @@ def test_traces_without_variation_give_factors_of_1(document: dict[str, Any]) ->
 
 
 def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions() -> None:
-    problem, documents = steady(steps=4)
+    problem = planned(pp_degree=2, microbatches=6)
+    documents = documents_of(problem, steps=4)
     for record in documents[1]["steps"][2]["actions"]:  # rank 1 is twice as slow in one step
         record[3] = record[2] + 2 * (record[3] - record[2])
     slow = next(record for record in documents[0]["steps"][0]["actions"] if record[0] == "0F3")
@@ -280,12 +271,11 @@ def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions() -> None:
 
 
 def test_many_factors_become_quantiles() -> None:
-    problem, documents = steady(steps=60)
-    noise = np.random.default_rng(1)
-    for record in (
-        record for document in documents for step in document["steps"] for record in step["actions"]
-    ):
-        record[3] = record[2] + round((record[3] - record[2]) * noise.lognormal(0, 0.1))
+    problem, noise = planned(pp_degree=2, microbatches=6), np.random.default_rng(1)
+    documents = documents_of(problem, steps=60)
+    for step in (step for document in documents for step in document["steps"]):
+        for record in step["actions"]:
+            record[3] = record[2] + round((record[3] - record[2]) * noise.lognormal(0, 0.1))
     found = jitter_of_traces(problem, list(map(parse_rank_trace, documents)))
     assert len(found.actions[F].samples) == 1000
     assert np.std(np.log(found.actions[F].samples)) == pytest.approx(0.1, rel=0.1)
@@ -300,15 +290,16 @@ MEASURED = Costs((5.0, 30.0, 40.0, 50.0), (3.0, 31.0, 41.0, 51.0), (2.0, 32.0, 4
 
 
 @pytest.mark.parametrize("fused", [None, (4.0, 50.0, 60.0, 70.0)])
-def test_scaled_layers_keep_their_cut_and_sum_to_the_costs_of_stages(fused: tuple[float, ...] | None) -> None:
-    assert isinstance(CUT, Problem)
+def test_scaled_layers_keep_cut_and_shares_and_sum_to_the_costs_of_stages(
+    fused: tuple[float, ...] | None,
+) -> None:
+    assert isinstance(CUT, Problem) and CUT.model is not None  # noqa: PT018
     costs = replace(MEASURED, backward=fused)
     found = with_stage_costs(CUT, costs)
     for name, values in vars(costs).items():
         assert getattr(found.costs, name) == (values and pytest.approx(values)), name
     assert found.model is not None
-    assert [list(names) for names in found.model.partition] == PARTITION
-    assert found.model.cut == CUT.model.cut  # type: ignore[union-attr]
+    assert (found.model.cut, found.model.partition) == (CUT.model.cut, CUT.model.partition)
     assert (found.memory, found.placement, found.units) == (CUT.memory, CUT.placement, CUT.units)
     assert parse_problem(problem_json(found)) == found
     again = refit(CUT, traces_of(found))
@@ -317,22 +308,16 @@ def test_scaled_layers_keep_their_cut_and_sum_to_the_costs_of_stages(fused: tupl
     assert again.model.partition == found.model.partition
     plain = replace(CUT, model=None)
     assert with_stage_costs(plain, costs) == replace(plain, costs=costs)
-
-
-def test_a_layer_keeps_its_share_and_its_recomputed_costs_are_scaled_alike() -> None:
-    assert isinstance(CUT, Problem)
-    model = with_stage_costs(CUT, MEASURED).model
-    assert model is not None
-    layers = dict(zip(model.model.names, model.model.each, strict=True))
-    # Of 32 for F of block.5 and the head, 10 and 22 were planned.
-    assert layers["block.5"].costs.forward == pytest.approx(50 * 10 / 32)
-    assert layers["head"].costs.forward == pytest.approx(50 * 22 / 32)
-    # Stage 1 is recomputed: its I is the recomputed one, and the plain I is scaled with it.
-    block = layers["block.1"]
-    assert block.recompute is not None
-    assert block.recompute.backward_input == pytest.approx(31 / 2)
-    assert block.costs.backward_input == pytest.approx(31 / 2 * 11 / 21)
-    assert block.recompute.memory == CUT.model.model.each[2].recompute.memory  # type: ignore[union-attr]
+    # Stages 1 and 2 are recomputed: there, I is the recomputed one, and the plain I is scaled with it.
+    for stage, (begin, end) in enumerate(pairwise(CUT.model.cut.bounds)):
+        for layer, before in zip(
+            found.model.model.each[begin:end], CUT.model.model.each[begin:end], strict=True
+        ):
+            for is_recomputed in (False, True):
+                own, planned_costs = (one.costs_when(is_recomputed, None) for one in (layer, before))
+                share = planned_costs.backward_input / CUT.costs.backward_input[stage]
+                assert own.backward_input == pytest.approx(share * MEASURED.backward_input[stage])
+                assert own.memory == planned_costs.memory
 
 
 def test_layers_planned_at_zero_share_evenly_and_an_empty_stage_costs_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.changed import ABSENT, changed
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered, layered_problems
 from support.paths import ROOT
 from support.problems import (
@@ -36,22 +36,6 @@ NAMES = ["embedding", *(f"block.{copy}" for copy in range(8)), "head"]
 PARTITION = [NAMES[:2], NAMES[2:3], NAMES[3:4], NAMES[4:]]
 LOOP = {**STAGES, "placement": "loop", "chunks": 3}
 JITTER = {"action": 0.05}
-ABSENT = object()
-
-
-def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The document with other values, by keys such as ``costs.forward``; ABSENT removes a key."""
-    made = copy.deepcopy(base)
-    for path, value in changes.items():
-        target: Any = made
-        *parents, last = path.split(".")
-        for key in parents:
-            target = target[int(key)] if isinstance(target, list) else target.setdefault(key, {})
-        if value is ABSENT:
-            del target[last]
-        else:
-            target[last] = value
-    return made
 
 
 @pytest.mark.parametrize(

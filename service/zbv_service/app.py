@@ -24,7 +24,6 @@ from zbv_service.api.routers import (
     plans,
     problem_checks,
     runs,
-    search_events,
     searches,
 )
 from zbv_service.api.state import ApplicationState
@@ -44,7 +43,6 @@ from zbv_service.settings import Settings
 
 _ROUTERS = (
     searches.router,
-    search_events.router,
     problem_checks.router,
     plans.router,
     runs.router,

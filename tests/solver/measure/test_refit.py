@@ -264,7 +264,8 @@ def test_many_factors_become_quantiles() -> None:
     for record in (row for document in documents for step in document["steps"] for row in step["actions"]):
         lengthen(record, noise.lognormal(0, 0.1))
     samples = jitter_of_traces(problem, list(map(parse_rank_trace, documents))).actions[F].samples
-    assert (len(samples), np.std(np.log(samples))) == (1000, pytest.approx(0.1, rel=0.1))
+    assert len(samples) == 1000
+    assert np.std(np.log(samples)) == pytest.approx(0.1, rel=0.1)
 
 
 # --- layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -227,28 +228,22 @@ def test_a_wrong_bound_at_a_larger_limit_contradicts_plans_at_smaller_limits(
 
 
 @pytest.mark.parametrize("command", ["plan", "compare", "frontier"])
-@pytest.mark.parametrize("is_gone", [False, True])
 def test_after_a_contradicted_bound_commands_save_the_problem_and_exit_with_70(
-    command: str,
-    is_gone: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, "bounds")
     folder, problem = tmp_path / "folder", tmp_path / "given.json"
     folder.mkdir()
     monkeypatch.chdir(folder)
     problem.write_text(json.dumps(uniform_document(2, 4)))
-    if is_gone:
-        folder.rmdir()
-    assert main([command, str(problem), "--effort", "quick"]) == 70
-    message = capfd.readouterr().err
-    assert "Traceback" not in message
-    for kept in folder.glob("*"):
-        assert kept.match("zbv-contradiction-*.json")
-        assert parse_problem(json.loads(kept.read_text())).microbatches == 4
-    assert ("could not be written" if is_gone else f"The problem is in {kept.name}.") in message
+    for says in ("The problem is in zbv-contradiction-", "could not be written"):
+        assert main([command, str(problem), "--effort", "quick"]) == 70
+        message = capfd.readouterr().err
+        assert (says in message, "Traceback" in message) == (True, False)
+        for kept in folder.glob("*"):
+            assert kept.name in message
+            assert parse_problem(json.loads(kept.read_text())).microbatches == 4
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- orders

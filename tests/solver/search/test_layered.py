@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -318,9 +318,7 @@ def test_baselines_hold_the_static_memory_of_their_layers() -> None:
         assert peaks[rank] > 100 > peaks[1 - rank]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize(("ranks", "layers", "limit"), product([1, 2, 3], [1, 2], [None, 5]))
 def test_few_layers_have_baselines(ranks: int, layers: int, limit: float | None) -> None:
     """One layer cannot be both the first and the last stage's."""
     asked = {"pp_degree": ranks, "microbatches": 2, "costs": {}, "cut": {"allow_empty": True}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ QUICK = SearchOptions(effort="quick")
 
 @given(limited_problems(max_p=8, max_m=16) | differing_problems(max_p=4, max_m=8))
 @settings(max_examples=40)
-def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
+def test_every_feasible_limit_gives_a_verified_plan_and_no_other(problem: Problem) -> None:
     """The smallest limits leave room for nothing but what the banker's algorithm admits."""
     for attempt in [serial(problem), *priority_schedules(problem)][: 0 if problem.is_equal else 20]:
         verify_orders(problem, attempt.orders)
@@ -49,17 +50,11 @@ def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
     duration, orders = problem.arrays.duration[..., 0], plan.orders
     is_useless = (duration[W] == 0) & (duration[B] <= duration[I])  # to split there
     assert not (is_useless[orders.stage] & (orders.letter == I)).any() or not problem.is_equal
-
-
-@given(problems(max_p=8, max_m=32), st.data())
-def test_a_limit_below_the_smallest_is_infeasible(problem: Problem, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, problem.pp_degree - 1))
-    if problem.smallest_limit[rank] == 0:
-        return
+    rank = int(np.argmax(problem.smallest_limit))
     short = limited(problem, tuple(-0.5 * (r == rank) for r in range(problem.pp_degree)))
-    with pytest.raises(InfeasibleMemory) as caught:
+    with pytest.raises(InfeasibleMemory) if problem.smallest_limit[rank] > 0 else nullcontext() as caught:
         search(short, QUICK)
-    assert (caught.value.ranks, caught.value.smallest) == ((rank,), problem.smallest_limit)
+    assert caught is None or (caught.value.ranks, caught.value.smallest) == ((rank,), problem.smallest_limit)
 
 
 @given(limited_problems(max_p=2, max_m=3))

@@ -138,6 +138,9 @@ def test_without_jitter_iterations_take_at_most_the_exact_span_and_settle_at_it(
     # With a critical cycle through k ranks, the period shows over multiples of k iterations.
     settled = rehearsed_times(problem, orders, Jitter(), iterations=120, seed=0).span[60:]
     assert settled.mean() == pytest.approx(exact.span, rel=1e-9)
+    for scenarios in (0, 100_001):
+        with pytest.raises(InvalidInput, match="/scenarios"):
+            iteration_times(problem, orders, Jitter(), scenarios=scenarios, seed=0)
 
 
 @given(problems(max_p=3, max_m=4), st.integers(0, 2**16))
@@ -173,10 +176,3 @@ def plain_ends(problem: Problem, orders: Orders, seed: int, iterations: int, fir
         return longer, draws[k].transfer[way * m + j, 0]
 
     return [last_end(times) for times in simulate(problem, orders, iterations, factors)]
-
-
-@pytest.mark.parametrize("scenarios", [0, 100_001])
-def test_the_number_of_scenarios_is_limited(scenarios: int) -> None:
-    problem = uniform(2, 2)
-    with pytest.raises(InvalidInput, match="/scenarios"):
-        iteration_times(problem, random_orders(problem, Random(1)), Jitter(), scenarios=scenarios, seed=0)

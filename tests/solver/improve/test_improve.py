@@ -16,16 +16,7 @@ from zbv_solver.construct.board import Attempt, from_orders, to_orders
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.rules import injection, no_delay, simple_rule
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import (
-    Kept,
-    Round,
-    Space,
-    _round,
-    anneal,
-    is_overtaking,
-    trial_of,
-    window_starts,
-)
+from zbv_solver.improve import annealing
 from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.order_repair import critical_path
 from zbv_solver.improve.order_state import State, compute_all
@@ -217,8 +208,8 @@ ANY = st.one_of(limited_problems(max_p=5, max_m=7, kinds=KINDS), differing_probl
 def test_some_small_microbatches_do_overtake() -> None:
     problem = with_sizes(uniform(4, 1, p2p=1), [0.0, 19.0, 0.0, 0.0, 0.0, 0.0])
     start = next(priority_schedules(problem)).orders
-    result = anneal(problem, start, moves=500, temperature=5.0, seed=1, overtakes=True)
-    assert is_overtaking(problem, result.last)
+    result = annealing.anneal(problem, start, moves=500, temperature=5.0, seed=1, overtakes=True)
+    assert annealing.is_overtaking(problem, result.last)
 
 
 @given(ANY, st.integers(0, 3), st.sampled_from([0.01, 1.0, 30.0]), st.sampled_from([1, 30]))
@@ -226,11 +217,11 @@ def test_some_small_microbatches_do_overtake() -> None:
 def test_the_state_after_moves_is_exact(problem: Problem, which: int, temperature: float, moves: int) -> None:
     orders = list(priority_schedules(problem))[which].orders
     tables = make_tables(problem, entry=from_orders(orders, problem)[2])
-    state = State.of(problem, orders, tables, window_starts(problem, orders))
-    space, kept = Space.of(*state.code.shape), Kept.of(state, tables)
-    budget, halt = Round(moves, temperature, 3, not problem.is_equal), np.zeros(1, np.uint8)
-    _round(tables, state, trial_of(state), kept, budget, space, halt)
-    last = Kept.of(state, tables).orders(problem, state.length)
+    state = State.of(problem, orders, tables, annealing.window_starts(problem, orders))
+    space, kept = annealing.Space.of(*state.code.shape), annealing.Kept.of(state, tables)
+    budget, halt = annealing.Round(moves, temperature, 3, not problem.is_equal), np.zeros(1, np.uint8)
+    annealing._round(tables, state, annealing.trial_of(state), kept, budget, space, halt)
+    last = annealing.Kept.of(state, tables).orders(problem, state.length)
     fresh = State.of(problem, last, tables, state.release)
     compute_all(tables, fresh)
     for rank, until in enumerate(state.length):
@@ -252,7 +243,9 @@ def test_orders_never_get_worse(problem: Problem, which: int, temperature: float
     assert to_orders(*from_orders(orders, problem)[:2], problem, from_orders(orders, problem)[2]) == orders
     for seed in (1, 2):
         value = objective_of(problem, orders)
-        result = anneal(problem, orders, moves=200, temperature=temperature, seed=seed, overtakes=overtakes)
+        result = annealing.anneal(
+            problem, orders, moves=200, temperature=temperature, seed=seed, overtakes=overtakes
+        )
         verify_orders(problem, result.orders)
         verify_orders(problem, result.last)
         assert result.value == objective_of(problem, result.orders) <= value * (1 + 1e-12)
@@ -268,5 +261,5 @@ def test_a_set_flag_ends_an_evaluation_and_a_round() -> None:
     rule = simple_rule(problem, "backward-deep", 1.0, 0.5)
     assert ListScheduler(problem, halt=halt).attempt(rule, "") is None
     start = next(priority_schedules(TIGHT)).orders
-    result = anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=halt)
+    result = annealing.anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=halt)
     assert (result.moves, result.orders) == (0, start)

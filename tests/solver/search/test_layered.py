@@ -318,7 +318,7 @@ def test_baselines_hold_the_static_memory_of_their_layers() -> None:
         assert peaks[rank] > 100 > peaks[1 - rank]
 
 
-@pytest.mark.parametrize(("ranks", "layers", "limit"), product([1, 2, 3], [1, 2], [None, 5]))
+@pytest.mark.parametrize(("ranks", "layers", "limit"), [*product([1, 2, 3], [1, 2], [None, 5])])
 def test_few_layers_have_baselines(ranks: int, layers: int, limit: float | None) -> None:
     """One layer cannot be both the first and the last stage's."""
     asked = {"pp_degree": ranks, "microbatches": 2, "costs": {}, "cut": {"allow_empty": True}}

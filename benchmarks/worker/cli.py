@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
 NAMES = (
-    *("overhead", "pipeline-step", "per-step", "gpt", "split"),
+    *("overhead", "pipeline-step", "gpt", "split"),
     *("packing", "memory", "rehearse", "rehearse-jitter", "nccl-model", "layouts"),
 )
 DESCRIPTION = """\
@@ -26,7 +26,6 @@ on a busy machine, their intervals are wider.
 
   overhead  CPU time per action, compared with PyTorch's runtime
   pipeline-step  Pipeline.step, compared with the bare executor
-  per-step  a run of 200 steps with a new plan for every step
   gpt       a GPT with our plan and with PyTorch's schedules
   split     I + W, compared with the fused backward
   packing   steps of packed replicas, compared with equal tokens in the given order
@@ -64,8 +63,7 @@ def add_worker(commands: Any) -> None:
         "--rounds",
         type=positive,
         metavar="N",
-        help="gpt, layouts, overhead, packing, per-step, pipeline-step, rehearse-jitter, split: measured "
-        "rounds",
+        help="gpt, layouts, overhead, packing, pipeline-step, rehearse-jitter, split: measured rounds",
     )
     command.add_argument(
         "--rehearse-pp",

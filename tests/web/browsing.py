@@ -49,6 +49,7 @@ SCRIPT = Path(sys.executable).with_name("zbv-service")
 START_SECONDS = 120.0
 SEARCH_SECONDS = 120.0
 SOON_SECONDS = 60.0
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 # A message about the speed of the machine.
 HARMLESS = re.compile("was preloaded using link preload but not used within")
 
@@ -225,4 +226,12 @@ PROBLEM: dict[str, Any] = {
     "costs": {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50},
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16},
     "units": {"time": "us"},
+}
+LAYOUTS: dict[str, Any] = {
+    "model": {"model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}},
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h100"},
+    "global_batch": 4,
+    "fixed": {"microbatch_size": 1},
+    "points": True,
+    "sensitivity": True,
 }

@@ -13,7 +13,7 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 
-from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
+from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, LAYOUTS, PROBLEM, Look, Service, serving
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +105,15 @@ def look(browser: Browser, profiles: list[Look], signed_in: dict[str, StorageSta
 def plan(service: Service) -> Plan:
     """A small plan found by the service: every action is a bar."""
     return service.search(PROBLEM)
+
+
+@pytest.fixture(scope="session")
+def layout_search(service: Service) -> dict[str, Any]:
+    """A finished search for layouts, with a picture and a sensitivity."""
+    asked = service.call("/v1/layouts", LAYOUTS)
+    found = service.ended(asked["id"], "layouts")
+    assert found["state"] == "done", found
+    return found
 
 
 @pytest.fixture(scope="session")

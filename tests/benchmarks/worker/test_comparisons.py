@@ -14,7 +14,7 @@ from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.errors import WorkerError
 
-from benchmarks.worker import gpt, overhead, packing, per_step, rehearse, rehearse_jitter
+from benchmarks.worker import gpt, overhead, packing, rehearse, rehearse_jitter
 from benchmarks.worker.memory import compare
 from benchmarks.worker.rehearse import RehearseWorkload, torch_zbv
 
@@ -150,19 +150,3 @@ def test_pytorchs_order_is_a_plan_of_the_same_problem(p: int, microbatches: int)
     orders = torch_zbv(problem)
     verify_orders(problem, orders)
     assert len(orders) >= 2 * problem.n_stages * microbatches
-
-
-def test_a_run_with_a_plan_for_every_step_misses_its_targets_if_plans_repeat_or_a_step_waits() -> None:
-    workload = per_step.PerStepWorkload(rounds=3)
-    report: dict[str, object] = {"planned": 1, "late": 1, "constructed": 1, "waited": 0, "agreed": 3}
-    report |= {"planning_seconds": 0.2, "longest_choice": 0.01}
-    good: dict[str, object] = {"report": report, "plans": ["a", "b", "c"], "seconds": [0.1, 0.2, 0.3]}
-
-    def verdicts(*answers: dict[str, object]) -> list[str]:
-        return [finding.verdict for finding in per_step.findings(workload, answers)[:3]]
-
-    assert verdicts(good, good) == ["met"] * 3
-    waited = {**good, "report": {**report, "waited": 1}}
-    assert verdicts(good, waited) == ["missed by 1", "met", "met"]
-    assert verdicts(good, {**good, "plans": ["a", "b", "d"]})[2].startswith("missed")
-    assert verdicts(*[{**good, "plans": ["a", "b", "b"]}] * 2)[2].startswith("missed")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.gradients import relative_error
 from support.paths import TESTS
 from support.plans import unit_problem, write_plan
 from support.selfcheck import Gradients, HardModel, hard_model, random_orders, reference_gradients
@@ -29,7 +30,6 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.stage.weight_grads import WeightGrads
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.gradients import relative_error
 from support.plans import write_plan
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from zbv_solver.construct.baselines import BASELINES, baseline
@@ -22,7 +23,6 @@ from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 TOLERANCE = 1e-5

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zbv_worker.training.plan_change
 from support.cut_models import cut_problem, parts
+from support.gradients import relative_error
 from support.plans import write_plan
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from support.trained import Remembering, train_alone, train_in_threads
@@ -26,7 +27,6 @@ from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.planned_cut import PlannedCut, require_layers
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.checks import build_layers
 from zbv_worker.model.layer_list import whole_name

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import relative_error
 from support.nested_model import NestedModel, reference
 from support.plans import unit_problem, write_plan
 from support.selfcheck import Gradients, random_orders, run_in_threads
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.training.options import TrainingOptions

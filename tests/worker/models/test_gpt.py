@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 import torch
+from support.gradients import relative_error
 from support.plans import unit_problem
 from support.selfcheck import random_orders, reference_gradients, run_in_threads
 from torch import nn
 from zbv_worker.execution.build_stages import build_modules
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.models.gpt import GPT, gpt
 from zbv_worker.models.text import VOCABULARY, sample, standard_library_text

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as nnf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.gradients import relative_error
 from support.plans import unit_problem
 from support.selfcheck import HardModel, random_orders, reference_gradients, run_in_threads
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch.autograd.graph import get_gradient_edge
 from zbv_solver.plans.orders import first_in_first_out
 from zbv_solver.problem.stages import PlacementKind
 from zbv_worker.errors import ModelError
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.stage import Stage

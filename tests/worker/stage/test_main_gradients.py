@@ -9,13 +9,13 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as nnf
+from support.gradients import relative_error
 from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.stage_memory import static_bytes
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients

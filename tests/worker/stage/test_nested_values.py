@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import relative_error
 from support.nested_model import WIDTH, MaskedMix, NestedModel, reference
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")

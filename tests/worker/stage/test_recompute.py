@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 from support.cut_models import cut_problem
+from support.gradients import relative_error
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from support.thread_transport import ThreadHub
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from zbv_worker.errors import ModelError
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.live_bytes import LiveBytes

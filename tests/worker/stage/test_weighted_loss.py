@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from support.gradients import relative_error
 from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
@@ -13,7 +14,6 @@ from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import ModelError, NotFinite
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.stage.loss import WeightedLoss
 from zbv_worker.stage.stage import Stage
 from zbv_worker.training import loss_scale

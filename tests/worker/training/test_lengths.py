@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import relative_error
 from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
@@ -22,7 +23,6 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import ModelError
 from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.training.options import TrainingOptions
 
 LENGTHS = (1, 5, 3, 5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gradients import relative_error
 from support.selfcheck import random_orders
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor
@@ -17,7 +18,6 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.errors import NotFinite, WorkerError
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.update import NonFinite

@@ -14,6 +14,7 @@ from random import Random
 import pytest
 import torch
 import zbv_worker.training.plan_change
+from support.gradients import relative_error
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import Remembering, Trained, train_alone, train_in_threads
@@ -24,7 +25,6 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.training.options import TrainingOptions
 from zbv_worker.training.plan_change import NextPlan, PlanFile, Swaps
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
+from support.gradients import relative_error
 from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.errors import InvalidRun
-from zbv_worker.gpu_report.rank import relative_error
 from zbv_worker.model.model import Model
 from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
 from zbv_worker.training.checkpoint import CheckpointOptions

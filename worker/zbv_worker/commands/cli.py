@@ -11,6 +11,7 @@ from zbv_service.client.tokens import CredentialsUnusable
 from zbv_solver import __version__
 
 from zbv_worker.commands.agent import add_agent
+from zbv_worker.commands.check import add_check
 from zbv_worker.commands.estimate import add_estimate
 from zbv_worker.commands.gpu_report import add_gpu_report
 from zbv_worker.commands.profile import add_profile
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zbv-worker {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_run, add_profile, add_estimate, add_rehearse, add_gpu_report, add_agent):
+    for add in (add_run, add_profile, add_estimate, add_rehearse, add_gpu_report, add_check, add_agent):
         add(commands)
     return parser
 

@@ -7,7 +7,7 @@ sums run while other stages compute, and gathered parameters are freed within th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Placement
 
-from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
@@ -32,9 +31,9 @@ from zbv_worker.gpu_report.rank import (
 )
 from zbv_worker.measure.ranks import connected, equal_stages
 from zbv_worker.stage.dtensors import is_dtensor
-from zbv_worker.stage.stage import Stage
-from zbv_worker.training.gradients import Gradients, SummedGradients
+from zbv_worker.training.gradients import SummedGradients
 from zbv_worker.training.replicas import DataOfReplica
+from zbv_worker.training.sharding import dividing
 from zbv_worker.transport.channels import key_of
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Backend
@@ -68,10 +67,10 @@ def _error(
     options, device, timeout = place.options, place.device, place.options.timeout
     model = options.model.build()
     plan = RankPlan.of("gpu-report", problem, orders, transport.pp_rank)
-    stages = build_stages(model, plan, device, replicas=REPLICAS)
+    divide = dividing(transport, device) if is_sharded else None
+    stages = build_stages(model, plan, device, replicas=REPLICAS, divide=divide)
     reference = reference_gradients(model, REPLICAS * options.microbatches, device)
-    gradients = _gradients(stages, transport, device, timeout, is_sharded=is_sharded)
-    gradients.follow(list(dict.fromkeys(action.stage for action in plan.actions)))
+    gradients = SummedGradients({index: stage.module for index, stage in stages.items()}, transport)
     executor = Executor(
         plan,
         stages,
@@ -92,25 +91,6 @@ def _error(
     found = _completed(modules, reference, transport.replica) if is_sharded else gradients_of(modules)
     error = error_of_all(found, reference, transport, timeout)
     return error if math.isfinite(error) else None  # JSON has no infinity
-
-
-def _gradients(
-    stages: Mapping[int, Stage],
-    transport: ConnectedTransport,
-    device: torch.device,
-    timeout: float,
-    *,
-    is_sharded: bool,
-) -> Gradients:
-    from zbv_worker.training.sharding import ShardedGradients  # imports DTensor, which takes a second
-
-    modules = {index: stage.module for index, stage in stages.items()}
-    if not is_sharded:
-        return SummedGradients(modules, transport)
-    group = transport.replica_group
-    if group is None:
-        raise InvalidRun("found one replica; the check of --shard needs several.")
-    return ShardedGradients(modules, transport, group, device, timeout)
 
 
 def _completed(modules: Iterable[nn.Module], reference: GradientsByName, replica: int) -> GradientsByName:

@@ -18,10 +18,20 @@ _QUERY_SECONDS = 20.0
 
 def gpu_names() -> list[str]:
     """Names of the NVIDIA GPUs, from ``nvidia-smi``; empty without any."""
+    return _query("name")
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver."""
+    return next(iter(_query("driver_version")), "unknown")
+
+
+def _query(field: str) -> list[str]:
+    """A field of every GPU; empty without any."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    command = [tool, f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

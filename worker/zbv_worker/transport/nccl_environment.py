@@ -170,22 +170,30 @@ def apply(environment: MutableMapping[str, str], *, has_cuda_started: bool = Fal
     """
     if has_cuda_started:
         _require_in_force(environment)
+    for refusal in refusals(environment):
+        raise InvalidRun(refusal)
     said = []
     for variable in TABLE:
         name, wanted = variable.name, variable.wanted.split()
         found = environment.get(name)
         if variable.action == "replace" or (variable.action == "default" and found is None):
             environment[name] = wanted[0]
-        if found is None or found in wanted or variable.action == "group":
+        if found is None or found in wanted or variable.action in ("group", "refuse"):
             continue
-        if variable.action == "refuse":
-            fine = ", or ".join([*filter(None, [" or ".join(wanted)]), "absent"])
-            raise InvalidRun(
-                f"environment variable {name}: found {found!r}; must be {fine}. {variable.reason}"
-            )
         change = "now" if variable.action == "replace" else "recommended"
         said.append(f"{name}: found {found}; {change} {wanted[0]}. {variable.reason}")
     return said
+
+
+def refusals(environment: Mapping[str, str]) -> list[str]:
+    """What is wrong with each variable that has a value with which a pipeline cannot run."""
+    wrong = []
+    for variable in TABLE:
+        name, wanted, found = variable.name, variable.wanted.split(), environment.get(variable.name)
+        if variable.action == "refuse" and found is not None and found not in wanted:
+            fine = ", or ".join([*filter(None, [" or ".join(wanted)]), "absent"])
+            wrong.append(f"environment variable {name}: found {found!r}; must be {fine}. {variable.reason}")
+    return wrong
 
 
 @contextmanager

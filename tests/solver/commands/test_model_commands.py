@@ -169,6 +169,7 @@ def test_the_best_cut_is_printed_and_is_a_plan(run: Run) -> None:
         ({"memory": {"limit": 50}}, GIVEN, "It fits the memory of all ranks.", "not fit"),
         ({}, GIVEN, "Megatron-LM takes it.|Stage 0 is the bottleneck.|No cut under this schedule is", "inf"),
         ({}, GIVEN, "The best cut of all schedules (interleaved-1F1B", "not fit"),
+        ({}, f"{GIVEN} --time-limit 1e-9", "The best cut under this schedule is", "of all schedules"),
         ({}, f"{MEGATRON} --layout Et*4|ttL", "It is proved that no cut under this schedule is", "gained"),
         # The schedule of a given cut is the executor's, unless flags fix it.
         ({}, f"{MEGATRON} --layout 1,2,1,2", "under interleaved-1F1B, groups of 2", "inf"),

@@ -285,6 +285,7 @@ CUT --schedule 1F1B → --schedule: found it and executor megatron
 CUT --executor torch --schedule ZBVZeroBubble --virtual-stages 3 → --virtual-stages, --schedule: found 4
 CUT --layout Et*4|tL → --layout: found the modules Et*5L; the model has Et*6L
 CUT --layout 3,3 --virtual-stages 1 2 → --virtual-stages: found 2 numbers
+CUT --layout 3,3 --virtual-stages 2 → --layout: found 2 stages on 2 ranks, and --virtual-stages 2; leave it
 CUT --layout 3,3 --recompute per-stage → --recompute: found per-stage
 cut problem.json --executor torch → problem.json: /layers: this key is absent or already cut
 cut backwards.json --executor megatron → backwards.json: /layers: found layers with

@@ -16,15 +16,14 @@ from zbv_service.api import openapi
 from zbv_service.api.bodies import BodyMemory
 from zbv_service.api.error_handlers import install as install_error_handlers
 from zbv_service.api.error_handlers import on_crash
-from zbv_service.api.limits import Limited
 from zbv_service.api.rank_fetches import RankFetches
+from zbv_service.api.responses import Responses
 from zbv_service.api.routers import (
     agents,
     health,
     plans,
     problem_checks,
     runs,
-    search_events,
     searches,
 )
 from zbv_service.api.state import ApplicationState
@@ -36,7 +35,6 @@ from zbv_service.pages import errors, sign_in
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets, assets_app
 from zbv_service.records.searches import SearchKind
 from zbv_service.searches.kinds import KINDS, Kind
-from zbv_service.security.headers import SecurityHeaders
 from zbv_service.security.scheme import require_declared
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
@@ -44,7 +42,6 @@ from zbv_service.settings import Settings
 
 _ROUTERS = (
     searches.router,
-    search_events.router,
     problem_checks.router,
     plans.router,
     runs.router,
@@ -104,8 +101,7 @@ def create_app(
         routes=[route for router in _ROUTERS for route in router.routes],
         middleware=[
             Middleware(Observed, metrics),
-            Middleware(SecurityHeaders),
-            Middleware(Limited),
+            Middleware(Responses),
             Middleware(TrustedHostMiddleware, settings.host_names, www_redirect=False),
             # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
             # request's id and the security headers.

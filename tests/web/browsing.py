@@ -22,12 +22,10 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import FloatRect, Locator, Page, TimeoutError
-from support.paths import ROOT
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 
-ARTIFACTS = ROOT / "artifacts"
 BROWSERS = (
     "chromium-headless-shell",  # the same without windows, which nobody sees here: a third less work
     "chromium",
@@ -147,11 +145,6 @@ class Look:
         """The tooltip that is open."""
         return self.page.locator(".tip").filter(visible=True).first
 
-    def keep(self, name: str, *, whole: bool = True) -> None:
-        """Store a screenshot as a test artefact."""
-        ARTIFACTS.mkdir(exist_ok=True)
-        self.page.screenshot(path=ARTIFACTS / f"{name}.png", full_page=whole)
-
 
 @dataclass(frozen=True)
 class Service:
@@ -227,11 +220,14 @@ PROBLEM: dict[str, Any] = {
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16},
     "units": {"time": "us"},
 }
-LAYOUTS: dict[str, Any] = {
-    "model": {"model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}},
-    "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h100"},
-    "global_batch": 4,
-    "fixed": {"microbatch_size": 1},
-    "points": True,
-    "sensitivity": True,
+LAYOUTS = {
+    "model_json": '{"model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}}',
+    "device": "h100",
+    "nodes": "1",
+    "gpus_per_node": "2",
+    "global_batch": "4",
+    "top": "5",
+    "microbatch_size": "1",
+    "sensitivity": "on",
 }
+"""Fields of the form for layouts: a small model on one node of two devices."""

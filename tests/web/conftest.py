@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, StorageState, sync_playwright
+from zbv_service.pages.layouts import LayoutForm
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
@@ -109,8 +110,9 @@ def plan(service: Service) -> Plan:
 
 @pytest.fixture(scope="session")
 def layout_search(service: Service) -> dict[str, Any]:
-    """A finished search for layouts, with a picture and a sensitivity."""
-    asked = service.call("/v1/layouts", LAYOUTS)
+    """A finished search for the layouts of the form with the fields above, with a sensitivity."""
+    form = LayoutForm.parse({name: [value] for name, value in LAYOUTS.items()})
+    asked = service.call("/v1/layouts", form.document())
     found = service.ended(asked["id"], "layouts")
     assert found["state"] == "done", found
     return found
@@ -119,7 +121,7 @@ def layout_search(service: Service) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def large_plan() -> Plan:
     """More actions than are drawn one by one."""
-    problem = parse_problem({**PROBLEM, "pp_degree": 8, "microbatches": 260})
+    problem = parse_problem({**PROBLEM, "pp_degree": 8, "microbatches": 200})
     rank_of = problem.placement.rank_of
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
     for j in range(problem.microbatches):

@@ -131,7 +131,6 @@ def test_the_estimate_and_its_sliders_change_the_form_only_on_request(form: Form
     form.look.soon(page.locator("#bars.compared"))
     assert "+" in page.locator("#bars .own").inner_text(), "less memory, more time"
     assert "±0" in page.locator("#bars li").filter(has_text="GPipe").inner_text()
-    form.look.keep("new-search-what-if")
     assert form.problem()["memory"]["limit"] == 16, "the form is as it was"
     page.get_by_label("Microbatches", exact=True).press("ArrowRight")
     page.get_by_role("button", name="Apply to the form").click()
@@ -411,7 +410,7 @@ def test_the_problem_can_be_copied_as_curl_or_downloaded(form: Form, tmp_path: P
     assert json.loads((tmp_path / "problem.json").read_text()) == form.problem()
 
 
-def test_layers_of_a_file_are_shown_and_searched(form: Form) -> None:
+def test_layers_of_a_file_are_shown_and_searched(form: Form, service: Service) -> None:
     page = form.page
     form.upload(LAYERED)
     form.says(READY)
@@ -440,15 +439,12 @@ def test_layers_of_a_file_are_shown_and_searched(form: Form) -> None:
     page.click("#submit")
     page.wait_for_url(f"{form.look.origin}/searches/*")
     assert "divide 8 layers into stages" in page.locator(".sub").inner_text()
-    page.locator("#to-plan").click()
-    page.wait_for_selector('#chart[data-state="ready"]')
-    plan_id = page.url.rsplit("/", 1)[1]
-    assert "other cut" in page.locator('section[aria-labelledby="layers"]').inner_text()
-    form.open(f"?from={plan_id}")
-    asked = form.problem()
-    assert "partition" not in asked
-    assert [layer["name"] for layer in asked["layers"]] == ["embedding", "block", "head"]
-    assert (asked["costs"], asked["placement"]) == (LAYERED["costs"], "auto")
+    search_id = page.url.rsplit("/", 1)[1]
+    service.call(f"/v1/searches/{search_id}/cancel", {})
+    form.open(f"?from={search_id}")
+    again = form.problem()
+    assert [layer["name"] for layer in again["layers"]] == ["embedding", "block", "head"]
+    assert (again["costs"], again["placement"]) == (LAYERED["costs"], "auto")
     form.set("preset", "equal-stages")
     assert "layers" not in form.problem(READY)
     assert page.locator("#costs-panel").is_visible()

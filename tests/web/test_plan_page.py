@@ -126,7 +126,6 @@ def test_clicking_an_action_shows_its_microbatch_and_its_critical_path(
     painted = [opened.colour_at(x, y + 10) for x, y in (place(opened, known, each) for each in (own, other))]
     assert painted[0] == fills[0]
     assert min(painted[1]) > min(fills[1]), "dimmed"
-    opened.keep("plan-chosen")
 
     page.keyboard.press("Escape")
     panel.wait_for(state="hidden")
@@ -342,7 +341,6 @@ def test_dark_mode_follows_a_change_also_with_reduced_motion(
     left, top, _, height = found.draw_area()
     corner = (left + 3, top + height - 3)  # the last rank waits for its first activation
     assert found.colour_at(*corner) == (11, 14, 20)
-    found.keep("plan-dark")
     found.page.emulate_media(color_scheme="light")
     found.page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
     found.page.wait_for_timeout(100)
@@ -367,11 +365,10 @@ def test_a_large_plan_is_a_picture_that_turns_into_bars_when_zoomed_in(
     assert before < 0.1
     assert page.evaluate(opaque) > 0.9, "idle time is in the picture"
     page.get_by_role("button", name="Idle time").click()
-    find(large, "3F100")
-    own = int((large_plan.orders.microbatch == 100).sum())
+    find(large, "3F50")
+    own = int((large_plan.orders.microbatch == 50).sum())
     assert len(page.evaluate(f"() => {GANTT}.outlined")) == own
     assert len(large.drawn("path.x")) > 2
-    large.keep("large-plan", whole=False)
     page.keyboard.press("Escape")
     assert page.evaluate(f"() => {GANTT}.outlined") == large.drawn("path.x") == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
@@ -278,6 +278,13 @@ class SearchEventList(BaseModel):
     events: list[SearchEventDocument]
     last_id: int = Field(description="Pass it as `after` to get the next events.")
     is_over: bool = Field(description="Whether the search has ended, so that no event follows these.")
+
+    @classmethod
+    def of(cls, search_id: str, events: list[SearchEventDocument], after: int, is_over: bool) -> Self:
+        """The events after one; ``is_over`` is whether the search had ended before they were read."""
+        is_over = is_over or (bool(events) and events[-1].event == "end")
+        last = events[-1].id if events else after
+        return cls(search_id=search_id, events=events, last_id=last, is_over=is_over)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, combinations, count, islice
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,22 +14,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support.orders import fitting_orders
 from support.passing_order import Case, PassingOrder
-from support.problems import (
-    differing_problems,
-    limited,
-    limited_problems,
-    rough_problems,
-    uniform,
-    with_sizes,
-)
-from zbv_solver.bounds import few_ranks, lower_bound
+from support.problems import differing_problems, limited_problems, rough_problems, uniform, with_sizes
+from zbv_solver.bounds import BoundEffort, few_ranks, lower_bound
 from zbv_solver.bounds.differing import MicrobatchPaths
 from zbv_solver.bounds.differing_ramps import Ramps
 from zbv_solver.bounds.directions import may_fuse
 from zbv_solver.bounds.few_ranks import FewRanks, few_ranks_bound
 from zbv_solver.bounds.overtaking import passing_of_ranks
 from zbv_solver.construct.dispatch import priority_schedules, serial
-from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.cp_search import refine
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.problem import LETTERS, B, I, Problem, W
@@ -40,13 +32,12 @@ from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
-from benchmarks.soak.draw import NUMBERS, differing_stages, number_source
 from benchmarks.soak.optimum import optimum
 from benchmarks.soak.pipeline import read
 from benchmarks.soak.windows import all_heads_and_tails
 
 KINDS = ("v", "loop", "single")
-EFFORTS = ("quick", "full", "thorough")
+EFFORTS = get_args(BoundEffort)
 PAIRS = 300_000
 DELTAS = ("forward", "backward_input", "backward_weight")
 
@@ -56,10 +47,7 @@ def problem_of(
 ) -> Problem:
     """``costs`` are those of F, I and W, and the latency; ``held`` are the deltas of memory."""
     memory = dict(zip(DELTAS, held, strict=True)) | {"limit": limit}
-    return parse_problem(
-        {"pp_degree": p, "microbatches": m, "memory": memory, **more}
-        | {"costs": dict(zip((*DELTAS, "p2p"), costs, strict=True))}
-    )
+    return uniform(p, m, costs=dict(zip((*DELTAS, "p2p"), costs, strict=True)), memory=memory, **more)
 
 
 def tight(m: int, **more: Any) -> Problem:
@@ -73,7 +61,7 @@ PROVEN: dict[str, tuple[Problem, float, float]] = {
     # Rank 3's first input comes after 3 F, so it ends no earlier than 3 + 6 m.
     "first input and last gradient": (uniform(4, 16, objective="makespan"), 99, 1),
     # Every further microbatch costs its whole path.
-    "one microbatch at a time": (limited(uniform(3, 4, objective="makespan"), 0.0), 43, 1),
+    "one microbatch at a time": (uniform(3, 4, limit=2, objective="makespan"), 43, 1),
     # The innermost rank starts late, its last I comes early, and not all its W's can wait.
     "late innermost rank": (problem_of(4, 8, (10, 16, 4, 0.5), limit=16), 551, 0.995),
     "shorter backwards": (problem_of(4, 8, (10, 14, 6, 0.5), limit=16), 527, 0.995),
@@ -127,18 +115,12 @@ def test_an_empty_ramp_of_a_long_run_is_seen() -> None:
     assert gains[0] > 0
 
 
-@given(limited_problems(max_p=5, max_m=8, kinds=KINDS))
-def test_a_bound_is_between_those_of_less_effort_and_constructed_orders(problem: Problem) -> None:
-    quick, full = (lower_bound(problem, effort).value for effort in ("quick", "full"))
-    load = max(problem.busy_time(rank) for rank in range(problem.pp_degree))
-    assert max(quick, load * (1 - 1e-12)) <= full
-    assert all(full <= attempt.value * (1 + 1e-9) + 1e-9 for attempt in priority_schedules(problem))
-
-
 @given(limited_problems(max_p=2, max_m=2, kinds=KINDS))
 @settings(max_examples=20)
 def test_never_above_the_proven_optimum(problem: Problem) -> None:
-    assert_keeps_all_bounds(problem, proven_best(problem))
+    best = proven_best(problem)
+    assert lower_bound(problem, "thorough").value <= objective_of(problem, best) * (1 + 1e-9) + 1e-9
+    assert_keeps_all_bounds(problem, best)
 
 
 def proven_best(problem: Problem) -> Orders:
@@ -148,17 +130,22 @@ def proven_best(problem: Problem) -> Orders:
     return result.orders or start
 
 
-@given(limited_problems(max_p=4, max_m=5, kinds=KINDS), st.integers(0, 1000))
-@settings(max_examples=100)
+@given(limited_problems(max_p=4, max_m=5, kinds=KINDS) | differing_problems(), st.integers(0, 1000))
+@settings(max_examples=160)
 def test_every_random_order_keeps_all_bounds(problem: Problem, seed: int) -> None:
-    for orders in fitting_orders(problem, Random(seed), 4):
+    bounds = [lower_bound(problem, effort).value for effort in EFFORTS]
+    assert bounds == sorted(bounds)
+    assert bounds[1] >= max(problem.busy_time(rank) for rank in range(problem.pp_degree)) * (1 - 1e-12)
+    constructed = (attempt.orders for attempt in islice(priority_schedules(problem), 4))
+    for orders in chain(fitting_orders(problem, Random(seed), 5), constructed):
         verify_orders(problem, orders)
-        assert_keeps_all_bounds(problem, orders)
+        assert bounds[-1] <= objective_of(problem, orders) * (1 + 1e-9) + 1e-9
+        if problem.is_equal:
+            assert_keeps_all_bounds(problem, orders)
 
 
 def assert_keeps_all_bounds(problem: Problem, orders: Orders) -> None:
     """In the objective's window, every action starts at its head or later and ends before its tail."""
-    assert lower_bound(problem, "thorough").value <= objective_of(problem, orders) * (1 + 1e-9) + 1e-9
     least_head, least_tail = all_heads_and_tails(problem)
     orders = split_where_fusing_never_pays(problem, orders)
     spans = problem.objective == "span"
@@ -221,9 +208,7 @@ def test_all_ranks_have_the_optimum_and_fewer_never_more(problem: Problem, chose
 
 @given(limited_problems(max_p=3, max_m=2), st.integers(1, 7), st.integers(10, 30))
 @settings(max_examples=20)
-def test_the_steady_state_is_no_more_than_every_layer_would_give(
-    problem: Problem, chosen: int, m: int
-) -> None:
+def test_the_steady_state_is_no_more_than_all_layers_give(problem: Problem, chosen: int, m: int) -> None:
     few = FewRanks.of(problem, set_of_ranks(problem, chosen))
     assume(few is not None)
     assert few is not None
@@ -255,31 +240,6 @@ def test_ranks_without_work_have_a_bound() -> None:
 
 
 # --- microbatches that differ
-
-
-@given(differing_problems(), st.integers(0, 1000))
-@settings(max_examples=60)
-def test_no_random_order_is_better(problem: Problem, seed: int) -> None:
-    bounds = [lower_bound(problem, effort).value for effort in EFFORTS]
-    assert bounds == sorted(bounds)
-    for orders in fitting_orders(problem, Random(seed), 6):
-        verify_orders(problem, orders)
-        assert bounds[-1] <= objective_of(problem, orders) * (1 + 1e-9) + 1e-9
-
-
-@pytest.mark.parametrize("number", range(12))
-def test_never_above_the_exact_optimum(number: int) -> None:
-    """Problems of the soak test, in floats and over decades, with memory within rounding of the limit."""
-    chance = Random(f"differing/{number}")
-    document = differing_stages(chance, number_source(chance, NUMBERS[number % len(NUMBERS)]))
-    pipeline = read(document)
-    if not pipeline.is_feasible():
-        with pytest.raises(InfeasibleMemory):
-            parse_problem(document).require_feasible()
-        return
-    best = float(optimum(pipeline, effort=0.05).value)
-    for effort in EFFORTS:
-        assert lower_bound(parse_problem(document), effort).value <= best * (1 + 1e-9)
 
 
 def test_large_microbatches_run_one_after_another_where_memory_holds_only_one() -> None:

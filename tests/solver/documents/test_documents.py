@@ -30,16 +30,12 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_file_that_cannot_be_written_fails_before_the_work(tmp_path: Path) -> None:
-    missing = tmp_path / "missing" / "plan.json"
-    with pytest.raises(FileNotFoundError) as caught, output(missing):
-        pytest.fail("the work began")
-    assert caught.value.filename == str(missing)
-    with pytest.raises(IsADirectoryError), output(tmp_path):
-        pytest.fail("the work began")
-
-
 def test_an_error_leaves_the_file_unchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = path.parent / "missing" / "plan.json"
+    for wrong, error in ((missing, FileNotFoundError), (path.parent, IsADirectoryError)):
+        with pytest.raises(error) as refused, output(wrong):
+            pytest.fail("the work began")
+        assert refused.value.filename == str(wrong)
     full_disk = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(KeyboardInterrupt), output(path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,30 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import (
-    differing_problems,
-    limited,
-    limited_problems,
-    rough_problems,
-    uniform,
-    uniform_document,
-    with_sizes,
-)
+from support.problems import differing_problems, limited_problems, rough_problems, uniform, with_sizes
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.board import Attempt, from_orders, to_orders
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.rules import injection, no_delay, simple_rule
 from zbv_solver.construct.tables import make_tables
-from zbv_solver.improve.annealing import (
-    Kept,
-    Round,
-    Space,
-    _round,
-    anneal,
-    is_overtaking,
-    trial_of,
-    window_starts,
-)
+from zbv_solver.improve import annealing
 from zbv_solver.improve.injection_search import injection_search
 from zbv_solver.improve.order_repair import critical_path
 from zbv_solver.improve.order_state import State, compute_all
@@ -49,12 +31,11 @@ from zbv_solver.improve.parameter_search import (
 from zbv_solver.kernels.jit import IntArray
 from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.problem import F, Problem, W
-from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import earliest_start_values, earliest_times, objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 KINDS = ("v", "loop", "single")
-TIGHT = limited(uniform(4, 12, p2p=1), 2.0)
+TIGHT = uniform(4, 12, p2p=1, limit=4)
 
 
 @given(limited_problems(max_p=4, max_m=6, kinds=KINDS), st.floats(0, 1))
@@ -192,19 +173,17 @@ def test_attempts_are_valid_and_each_better_than_the_last(problem: Problem) -> N
 
 
 @pytest.mark.parametrize("search", [parameters, suffixes, injections])
-def test_searches_gain_where_memory_is_tight_and_follow_from_the_seed(
-    search: Callable[[Problem, int, int], list[Attempt]],
-) -> None:
+def test_searches_gain_where_memory_is_tight_and_follow_from_the_seed(search: Any) -> None:
     best, fixed = (min(a.value for a in of) for of in (search(TIGHT, 300, 0), priority_schedules(TIGHT)))
     assert best < 0.95 * fixed
-    looped = limited(parse_problem({**uniform_document(4, 12, p2p=1), "placement": "loop"}), 2.0)
+    looped = uniform(4, 12, p2p=1, limit=4, placement="loop")
     first, again, other = ([(a.method, a.orders) for a in search(looped, 80, seed)] for seed in (1, 1, 2))
     assert first == again != other
 
 
 def test_many_microbatches_are_tuned_at_few() -> None:
     """At 40 times the microbatches a budget of 8 orders still finds valid ones."""
-    problem = limited(uniform(4, 640, p2p=1), 3.0)
+    problem = uniform(4, 640, p2p=1, limit=5)
     for attempt in (attempts := parameters(problem, 8)):
         verify_orders(problem, attempt.orders)
     assert f"tuned_at={4 * FEW_MICROBATCHES}" in attempts[-1].method
@@ -229,22 +208,20 @@ ANY = st.one_of(limited_problems(max_p=5, max_m=7, kinds=KINDS), differing_probl
 def test_some_small_microbatches_do_overtake() -> None:
     problem = with_sizes(uniform(4, 1, p2p=1), [0.0, 19.0, 0.0, 0.0, 0.0, 0.0])
     start = next(priority_schedules(problem)).orders
-    result = anneal(problem, start, moves=500, temperature=5.0, seed=1, overtakes=True)
-    assert is_overtaking(problem, result.last)
+    result = annealing.anneal(problem, start, moves=500, temperature=5.0, seed=1, overtakes=True)
+    assert annealing.is_overtaking(problem, result.last)
 
 
 @given(ANY, st.integers(0, 3), st.sampled_from([0.01, 1.0, 30.0]), st.sampled_from([1, 30]))
 @settings(max_examples=60)
-def test_the_state_after_moves_equals_a_state_computed_afresh(
-    problem: Problem, which: int, temperature: float, moves: int
-) -> None:
+def test_the_state_after_moves_is_exact(problem: Problem, which: int, temperature: float, moves: int) -> None:
     orders = list(priority_schedules(problem))[which].orders
     tables = make_tables(problem, entry=from_orders(orders, problem)[2])
-    state = State.of(problem, orders, tables, window_starts(problem, orders))
-    space, kept = Space.of(*state.code.shape), Kept.of(state, tables)
-    budget, halt = Round(moves, temperature, 3, not problem.is_equal), np.zeros(1, np.uint8)
-    _round(tables, state, trial_of(state), kept, budget, space, halt)
-    last = Kept.of(state, tables).orders(problem, state.length)
+    state = State.of(problem, orders, tables, annealing.window_starts(problem, orders))
+    space, kept = annealing.Space.of(*state.code.shape), annealing.Kept.of(state, tables)
+    budget, halt = annealing.Round(moves, temperature, 3, not problem.is_equal), np.zeros(1, np.uint8)
+    annealing._round(tables, state, annealing.trial_of(state), kept, budget, space, halt)
+    last = annealing.Kept.of(state, tables).orders(problem, state.length)
     fresh = State.of(problem, last, tables, state.release)
     compute_all(tables, fresh)
     for rank, until in enumerate(state.length):
@@ -260,15 +237,15 @@ def test_the_state_after_moves_equals_a_state_computed_afresh(
 
 @given(ANY, st.integers(0, 3), st.sampled_from([0.01, 1.0, 30.0]), st.booleans())
 @settings(max_examples=100)
-def test_orders_stay_valid_and_never_get_worse(
-    problem: Problem, which: int, temperature: float, overtakes: bool
-) -> None:
+def test_orders_never_get_worse(problem: Problem, which: int, temperature: float, overtakes: bool) -> None:
     """Hot rounds walk far from where they began. A second round may begin where stages differ in order."""
     orders, overtakes = list(priority_schedules(problem))[which].orders, overtakes and not problem.is_equal
     assert to_orders(*from_orders(orders, problem)[:2], problem, from_orders(orders, problem)[2]) == orders
     for seed in (1, 2):
         value = objective_of(problem, orders)
-        result = anneal(problem, orders, moves=200, temperature=temperature, seed=seed, overtakes=overtakes)
+        result = annealing.anneal(
+            problem, orders, moves=200, temperature=temperature, seed=seed, overtakes=overtakes
+        )
         verify_orders(problem, result.orders)
         verify_orders(problem, result.last)
         assert result.value == objective_of(problem, result.orders) <= value * (1 + 1e-12)
@@ -280,9 +257,9 @@ def test_orders_stay_valid_and_never_get_worse(
 
 
 def test_a_set_flag_ends_an_evaluation_and_a_round() -> None:
-    halt, problem = np.ones(1, np.uint8), limited(uniform(4, 512, p2p=1), 2.0)
+    halt, problem = np.ones(1, np.uint8), uniform(4, 512, p2p=1, limit=4)
     rule = simple_rule(problem, "backward-deep", 1.0, 0.5)
     assert ListScheduler(problem, halt=halt).attempt(rule, "") is None
     start = next(priority_schedules(TIGHT)).orders
-    result = anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=halt)
+    result = annealing.anneal(TIGHT, start, moves=10**9, temperature=0.1, seed=0, halt=halt)
     assert (result.moves, result.orders) == (0, start)

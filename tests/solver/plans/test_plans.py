@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.changed import ABSENT, changed
 from support.cut_models import cut_problem
 from support.cuts import layered
 from support.orders import random_orders
@@ -55,9 +57,8 @@ QUICK = SearchOptions("quick")
 
 
 def altered(plan: Plan, **changes: Any) -> dict[str, Any]:
-    """The document of a plan, as a reader gets it, with changed keys; ``...`` removes one."""
-    document: dict[str, Any] = json.loads(json.dumps(plan_json(plan))) | changes
-    return {key: value for key, value in document.items() if value is not ...}
+    """The document of a plan, as a reader gets it, with changed keys."""
+    return changed(json.loads(json.dumps(plan_json(plan))), changes)
 
 
 @st.composite
@@ -109,7 +110,9 @@ def plan() -> Plan:
 
 def test_unknown_keys_are_ignored_and_absent_ones_have_defaults(plan: Plan) -> None:
     metrics = {"makespan": 20, "span": 15, "bubble_rate": 0.5, "peak_memory": [4, 4], "lower_bound": 10}
-    document = altered(plan, metrics=metrics | {"new": 1}, new=2, plan_id=..., objective=..., baselines=...)
+    document = altered(
+        plan, metrics=metrics | {"new": 1}, new=2, plan_id=ABSENT, objective=ABSENT, baselines=ABSENT
+    )
     read = parse_plan({**document, "provenance": {}})
     assert (read.problem, read.orders, read.baselines) == (plan.problem, plan.orders, ())
     assert read.metrics == Metrics(20, 15, 0.5, (4, 4), 10, 0.5, "feasible")
@@ -159,8 +162,8 @@ def test_altered_documents_are_refused(plan: Plan, change: dict[str, Any], point
         *((*values, "contradicted", None) for values in ((10.0, 10.00000002), (1e-90, 2e-90), (0.0, 1e-90))),
     ],
 )
-def test_a_plan_may_undercut_a_bound_only_by_rounding(
-    objective: float, bound: float, expected: str, gap: float | None
+def test_a_plan_may_undercut_a_bound_by_rounding(
+    objective: float, bound: float, expected: str, gap: Any
 ) -> None:
     assert verdict(objective, bound) == expected
     if gap is None:
@@ -225,28 +228,22 @@ def test_a_wrong_bound_at_a_larger_limit_contradicts_plans_at_smaller_limits(
 
 
 @pytest.mark.parametrize("command", ["plan", "compare", "frontier"])
-@pytest.mark.parametrize("is_gone", [False, True])
 def test_after_a_contradicted_bound_commands_save_the_problem_and_exit_with_70(
-    command: str,
-    is_gone: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     spoil(monkeypatch, "bounds")
     folder, problem = tmp_path / "folder", tmp_path / "given.json"
     folder.mkdir()
     monkeypatch.chdir(folder)
     problem.write_text(json.dumps(uniform_document(2, 4)))
-    if is_gone:
-        folder.rmdir()
-    assert main([command, str(problem), "--effort", "quick"]) == 70
-    message = capfd.readouterr().err
-    assert "Traceback" not in message
-    for kept in folder.glob("*"):
-        assert kept.match("zbv-contradiction-*.json")
-        assert parse_problem(json.loads(kept.read_text())).microbatches == 4
-    assert ("could not be written" if is_gone else f"The problem is in {kept.name}.") in message
+    for says in ("The problem is in zbv-contradiction-", "could not be written"):
+        assert main([command, str(problem), "--effort", "quick"]) == 70
+        message = capfd.readouterr().err
+        assert (says in message, "Traceback" in message) == (True, False)
+        for kept in folder.glob("*"):
+            assert kept.name in message
+            assert parse_problem(json.loads(kept.read_text())).microbatches == 4
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- orders
@@ -315,9 +312,7 @@ def test_orders_whose_microbatches_ascend_are_relabelled_to_themselves(problem: 
     problems(max_p=5, max_m=4, kinds=("v", "loop", "single"), loop_chunks=(1, 2, 3)),
     st.randoms(use_true_random=True),
 )
-def test_every_crossing_is_transferred_once_in_the_order_of_its_sender(
-    problem: Problem, random: Random
-) -> None:
+def test_every_crossing_is_transferred_once_as_its_sender_lists(problem: Problem, random: Random) -> None:
     """Whatever the receiver's list is. The orders are shuffled, because they need not be executable."""
     whole = random_orders(problem, random)
     ranks = [random.sample(actions, len(actions)) for actions in map(whole.actions, range(whole.pp_degree))]

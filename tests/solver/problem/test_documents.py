@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from support.changed import ABSENT, changed
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered, layered_problems
 from support.paths import ROOT
-from support.problems import (
-    DIFFERING,
-    differing_problems,
-    problems,
-    rough_problems,
-    uniform,
-    uniform_document,
-)
+from support.problems import DIFFERING, differing_problems, problems, rough_problems, uniform_document
 from zbv_solver.documents.files import canonical_json, decode_json
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.jitter import Jitter, Spread, jitter_json, parse_jitter
@@ -105,7 +98,7 @@ def test_a_problem_is_read_as_it_was_written(problem: AnyProblem) -> None:
 @pytest.mark.parametrize("given_as", [list, np.array, lambda values: np.array(values, dtype=np.float32)])
 def test_sequences_and_numbers_of_any_type_have_the_same_document(given_as: Callable[[Any], Any]) -> None:
     """The document's text is part of a plan's identity."""
-    problem = uniform(2, 3, limit=4)
+    problem: Any = parse_any_problem(changed(STAGES, {"memory.limit": 4}))
     costs = {name: given_as(values) for name, values in vars(problem.costs).items() if values is not None}
     limit = given_as(problem.memory.limit)
     other = replace(
@@ -151,6 +144,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"memory.limit": [1, 2, 3]}, "/memory/limit", "2 values (one per rank)"),
         ({"memory.static": {"tokens": 1}}, "/memory/static", "not an object"),
         ({"pp_degree": 1025}, "/pp_degree", "less than or equal to 1024"),
+        ({"pp_degree": "2"}, "/pp_degree", "valid integer"),
         ({"microbatches": 10**5000}, "/microbatches", "found a number too long to print"),
         ({"pp_degree": 1024, "microbatches": 2049}, "/microbatches", "product must be at most"),
         ({"chunks": 3}, "/chunks", "placement v has 2 per rank"),
@@ -196,14 +190,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"layers.1.backward_weight": ABSENT}, "/layers/1/backward_weight", "required"),
         ({"layers.1.memory": {"forward": 1}}, "/layers/1/memory", "the deltas sum to 1"),
         ({"layers.1.recompute.memory.forward": 2}, "/layers/1/recompute/memory", "must be 0"),
-        ({"layers.1.on": {"b": {}}, "devices": ["a", "a"]}, "/layers/1/on", "no rank has"),
-        ({"layers.1.on.b.forward": -1, "devices": ["a", "b"]}, "/layers/1/on/b/forward", "negative"),
         (
             {"layers.1.on": {"/": {}}, "layers.1.recompute": {}, "devices": ["/"] * 2},
             "/layers/1/on/~1/recompute",
             "on every device",
         ),
-        ({"devices": ["a"]}, "/devices", "must be 2, one per rank"),
         ({"layers": [HEAD]}, "/layers", "found 1 separable layers for 4 stages"),
         ({"cut.together": [["embedding", "nose"]]}, "/cut/together/0", "'nose', which is not a layer"),
         ({"cut.first": 11}, "/cut/first", "at most the model's 8 transformer layers"),

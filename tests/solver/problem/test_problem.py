@@ -5,35 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems
-from support.problems import (
-    DIFFERING,
-    decades,
-    differing_problems,
-    in_other_units,
-    problems,
-    rough_problems,
-    uniform,
-)
+from support.problems import DIFFERING, decades, differing_problems, problems, rough_problems, uniform
 from support.reference import all_orders_of_one_microbatch, peak_memory
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
+from zbv_solver.problem import numeric
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.jitter import Jitter, Spread, draw
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
-from zbv_solver.problem.numeric import (
-    FEASIBLE_MEMORY,
-    MEMORY_TOLERANCE,
-    broken_rule,
-    clean_deltas,
-    first_broken,
-    integer_scale,
-)
 from zbv_solver.problem.problem import B, F, I, Problem, W, require_same_problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
@@ -68,9 +54,7 @@ def test_microbatches_are_of_one_kind_if_they_cost_the_same(tokens: list[int], k
 
 
 @given(differing_problems() | rough_problems())
-def test_every_microbatch_releases_what_it_holds_and_the_average_one_keeps_the_loads(
-    problem: Problem,
-) -> None:
+def test_every_microbatch_releases_what_it_holds_and_the_average_one_too(problem: Problem) -> None:
     delta, average = problem.arrays.delta, problem.averaged()
     assert (delta[F] + delta[I] + delta[W] == 0).all()
     assert (delta[F] + delta[B] == 0).all()
@@ -160,6 +144,21 @@ def test_a_cut_knows_the_problem_that_it_is_a_cut_of(problem: LayeredProblem, da
         assert before.as_cut_in(cut) == problem.as_cut_in(cut) == cut
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"layers": [EMBEDDING, {**BLOCK, "forward": 3}, HEAD]}, "layers"),
+        ({"placement": "single"}, "placement"),
+        ({"cut": {"first": 1}}, "partition"),
+        ({"cut": {"together": [["block.1", "block.2"]]}}, "partition"),
+    ],
+)
+def test_a_cut_of_another_problem_is_refused(changes: dict[str, Any], part: str) -> None:
+    cut = layered().cut_into(Placement.of("v", 2), Cut.at((0, 3, 5, 8, 10)))
+    with pytest.raises(InvalidInput, match=f"/problem/{part}"):
+        layered(**changes).as_cut_in(cut)
+
+
 def test_layers_go_to_the_placement_that_is_asked_for() -> None:
     problem = layered(placement="loop", chunks=2)
     cut = problem.cut_into(problem.placements[0], Cut.at((0, 3, 5, 8, 10)))
@@ -195,10 +194,8 @@ def test_auto_tries_the_placements_that_have_layers_enough() -> None:
     ],
 )
 @pytest.mark.parametrize("factor", [1.0, 2.0**-70, 2.0**60])
-def test_costs_with_a_common_unit_become_integers(
-    values: list[float], integers: list[int] | None, factor: float
-) -> None:
-    scale = integer_scale([value * factor for value in values], 1 << 40)
+def test_common_units_make_integers(values: list[float], integers: list[int] | None, factor: float) -> None:
+    scale = numeric.integer_scale([value * factor for value in values], 1 << 40)
     assert (scale is None) == (integers is None)
     if scale is not None:
         assert [value * factor * scale for value in values] == pytest.approx(integers, rel=1e-12)
@@ -206,7 +203,7 @@ def test_costs_with_a_common_unit_become_integers(
 
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=12), decades(1e-90, 1e10))
 def test_the_integers_do_not_depend_on_the_unit(values: list[int], unit: float) -> None:
-    scale, divisor = integer_scale([value * unit for value in values], 1 << 40), math.gcd(*values)
+    scale, divisor = numeric.integer_scale([value * unit for value in values], 1 << 40), math.gcd(*values)
     assert [round(value * unit * (scale or 0)) for value in values] == [value // divisor for value in values]
 
 
@@ -220,16 +217,16 @@ def test_costs_in_the_search_s_unit_equal_the_caller_s_costs(problem: Problem) -
 @example([1.0, math.nan], False)
 @given(st.lists(st.floats() | st.integers(-3, 3).map(float), max_size=5), st.booleans())
 def test_the_first_number_that_breaks_a_rule(values: list[float], signed: bool) -> None:
-    rules = ((index, broken_rule(value, signed)) for index, value in enumerate(values))
-    assert first_broken(values, signed) == next((broken for broken in rules if broken[1]), None)
+    rules = ((index, numeric.broken_rule(value, signed)) for index, value in enumerate(values))
+    assert numeric.first_broken(values, signed) == next((broken for broken in rules if broken[1]), None)
 
 
 @given(decades(1e-100, 1e15), st.floats(-1.5, 1.5))
 def test_clean_deltas_sum_to_zero_and_are_a_fixed_point(forward: float, share: float) -> None:
     held = np.array([forward])
-    inputs, weights = clean_deltas(held, share * held)
+    inputs, weights = numeric.clean_deltas(held, share * held)
     assert held + inputs + weights == 0 >= weights
-    assert clean_deltas(held, inputs) == (inputs, weights)
+    assert numeric.clean_deltas(held, inputs) == (inputs, weights)
 
 
 @pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
@@ -238,14 +235,17 @@ def test_feasibility_and_the_verifier_tolerate_the_same_share_in_every_unit(unit
     orders = Orders.from_text([["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]])
 
     def below_the_need(share: float) -> Problem:
-        return in_other_units(uniform(1, 1, limit=2 * (1 - share)), 1.0, unit)
+        half = (-unit / 2, -unit / 2)
+        return replace(
+            uniform(1, 1), memory=Memory((unit, unit), half, half, (0.0,), (2 * unit * (1 - share),))
+        )
 
-    below_the_need(FEASIBLE_MEMORY / 2).require_feasible()
+    below_the_need(numeric.FEASIBLE_MEMORY / 2).require_feasible()
     with pytest.raises(InfeasibleMemory):
-        below_the_need(2 * FEASIBLE_MEMORY).require_feasible()
-    verify_orders(below_the_need(MEMORY_TOLERANCE / 2), orders)
+        below_the_need(2 * numeric.FEASIBLE_MEMORY).require_feasible()
+    verify_orders(below_the_need(numeric.MEMORY_TOLERANCE / 2), orders)
     with pytest.raises(InvalidPlan, match="memory"):
-        verify_orders(below_the_need(2 * MEMORY_TOLERANCE), orders)
+        verify_orders(below_the_need(2 * numeric.MEMORY_TOLERANCE), orders)
 
 
 # --- jitter

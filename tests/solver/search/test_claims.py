@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.changed import changed
-from support.problems import uniform_document
+from support.problems import uniform, uniform_document
 from zbv_solver.bounds import lower_bound
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.dispatch import serial
@@ -52,7 +52,7 @@ def pointers(checked: CheckedPlan, *, verified: bool) -> set[str]:
 
 def test_the_bound_of_a_standard_search_is_proved_where_memory_is_tight() -> None:
     costs = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1}
-    problem = parse_problem(uniform_document(4, 40, limit=4) | {"costs": costs})
+    problem = uniform(4, 40, limit=4, costs=costs)
     best = lower_bound(problem, "thorough").value
     assert best > lower_bound(problem).value * 1.05
     document = plan_json(make_plan(problem, serial(problem).orders, method="serial", lower_bound=best))
@@ -116,9 +116,7 @@ def test_a_bound_that_is_false_is_refused(serial_plan: Document) -> None:
 def test_optimal_is_proved_to_the_last_unit_of_time(stated: str) -> None:
     """The optimum is 6e8; this order waits for one action of the second rank, less than metrics round."""
     costs = {name: [1e8, 1] for name in ("forward", "backward_input", "backward_weight")}
-    problem = parse_problem(
-        {"pp_degree": 2, "microbatches": 2, "objective": "makespan", "placement": "single", "costs": costs}
-    )
+    problem = uniform(2, 2, objective="makespan", placement="single", costs=costs)
     rows = ["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]
     document = plan_json(make_plan(problem, Orders.from_text([*map(str.split, rows)]), method="by hand"))
     makespan, optimum = (document["metrics"][name] for name in ("makespan", "lower_bound"))

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
-from support.problems import differing_problems, uniform, uniform_document, with_sizes
+from support.problems import differing_problems, uniform, with_sizes
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.board import Board, place, stays_safe
 from zbv_solver.construct.rules import changed, mountain
 from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.problem.problem import F, Problem
-from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.claims import prove_bound
 from zbv_solver.search.options import Budget, Effort, SearchOptions
 from zbv_solver.search.run import search
@@ -100,8 +99,7 @@ def test_a_small_microbatch_must_not_take_what_a_large_one_still_needs() -> None
     """The older microbatch needs 5 more for its second forward, so the younger one has to wait."""
     memory = {"forward": 1, "backward_input": 0, "backward_weight": -1}
     for limit, is_safe in ((12, False), (13, True)):
-        document = uniform_document(2, 1) | {"memory": memory | {"limit": limit}}
-        problem = with_sizes(parse_problem(document), [4.0, 2.0])
+        problem = with_sizes(uniform(2, 1, memory=memory | {"limit": limit}), [4.0, 2.0])
         board = Board.of(tables := make_tables(problem))
         board.level[:, 1] = tables.static
         place(tables, board, 0, F, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
@@ -15,14 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
-from support.problems import (
-    differing_problems,
-    limited,
-    limited_problems,
-    problems,
-    uniform,
-    uniform_document,
-)
+from support.problems import differing_problems, limited, limited_problems, problems, uniform
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
 from zbv_solver.bounds import Bound, lower_bound
 from zbv_solver.construct.board import Attempt, from_orders
@@ -31,7 +25,6 @@ from zbv_solver.construct.rules import simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, I, Problem, W
-from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Halt, Incumbent, Progress, Solution, race, without_useless_splits
 from zbv_solver.search.options import PHASES, Effort, SearchOptions
@@ -44,7 +37,7 @@ QUICK = SearchOptions(effort="quick")
 
 @given(limited_problems(max_p=8, max_m=16) | differing_problems(max_p=4, max_m=8))
 @settings(max_examples=40)
-def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
+def test_every_feasible_limit_gives_a_verified_plan_and_no_other(problem: Problem) -> None:
     """The smallest limits leave room for nothing but what the banker's algorithm admits."""
     for attempt in [serial(problem), *priority_schedules(problem)][: 0 if problem.is_equal else 20]:
         verify_orders(problem, attempt.orders)
@@ -57,17 +50,12 @@ def test_every_feasible_limit_gives_a_verified_plan(problem: Problem) -> None:
     duration, orders = problem.arrays.duration[..., 0], plan.orders
     is_useless = (duration[W] == 0) & (duration[B] <= duration[I])  # to split there
     assert not (is_useless[orders.stage] & (orders.letter == I)).any() or not problem.is_equal
-
-
-@given(problems(max_p=8, max_m=32), st.data())
-def test_a_limit_below_the_smallest_is_infeasible(problem: Problem, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, problem.pp_degree - 1))
-    if problem.smallest_limit[rank] == 0:
-        return
-    short = limited(problem, tuple(-0.5 * (r == rank) for r in range(problem.pp_degree)))
-    with pytest.raises(InfeasibleMemory) as caught:
+    rank = int(np.argmax(problem.smallest_limit))
+    least = problem.smallest_limit[rank]
+    short = limited(problem, tuple(-0.1 * least * (r == rank) for r in range(problem.pp_degree)))
+    with pytest.raises(InfeasibleMemory) if least > 0 else nullcontext() as caught:
         search(short, QUICK)
-    assert (caught.value.ranks, caught.value.smallest) == ((rank,), problem.smallest_limit)
+    assert caught is None or (caught.value.ranks, caught.value.smallest) == ((rank,), problem.smallest_limit)
 
 
 @given(limited_problems(max_p=2, max_m=3))
@@ -84,9 +72,7 @@ def test_progress_gets_ever_better_and_ends_at_the_optimum(problem: Problem) -> 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_annealing_keeps_the_best_of_all_starts_where_memory_is_tight(
-    monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_annealing_keeps_the_best_of_all_starts(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     """The worst start becomes the best by annealing, so it is one of the two that are annealed to the end."""
     problem, calls = limited(uniform(4, 12, p2p=1), 2.0), list[float]()
 
@@ -109,9 +95,7 @@ def test_annealing_keeps_the_best_of_all_starts_where_memory_is_tight(
 @pytest.mark.parametrize("effort", get_args(Effort))
 @given(problem=problems(max_p=3, max_m=4, kinds=("v", "loop", "single")), seed=st.integers(0, 99))
 @settings(max_examples=8)
-def test_a_search_resumes_from_any_verified_order_and_gets_no_worse(
-    effort: Effort, problem: Problem, seed: int
-) -> None:
+def test_a_search_resumes_from_any_verified_order(effort: Effort, problem: Problem, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
     peak = tuple(float(amount) for amount in peak_memory(problem, orders))
     problem = replace(problem, memory=replace(problem.memory, limit=peak))
@@ -187,9 +171,7 @@ def test_the_end_of_its_time_stops_the_kernels_of_a_chain() -> None:
 
 
 @given(problems(fused=False), st.data())
-def test_neither_time_nor_memory_grows_and_no_useless_split_is_left(
-    problem: Problem, data: st.DataObject
-) -> None:
+def test_no_useless_split_is_left_and_nothing_grows(problem: Problem, data: st.DataObject) -> None:
     """Some stages have W = 0 and B = I, and no other stage has B < I + W."""
     costs, stages = problem.costs, data.draw(st.sets(st.integers(0, problem.n_stages - 1)))
     weights = tuple(0.0 if at in stages else w for at, w in enumerate(costs.backward_weight))
@@ -197,7 +179,7 @@ def test_neither_time_nor_memory_grows_and_no_useless_split_is_left(
     problem = replace(problem, costs=replace(costs, backward_weight=weights, backward=fused))
     before = random_orders(problem, Random(data.draw(st.integers(0, 99))))
     after = without_useless_splits(problem, before)
-    slow = replace(problem, costs=replace(problem.costs, backward=(999.0,) * problem.n_stages))
+    slow = replace(problem, costs=replace(problem.costs, backward=(1e9,) * problem.n_stages))
     assert without_useless_splits(slow, before) == before
     verify_orders(problem, after)
     old, new = evaluate(problem, before), evaluate(problem, after)
@@ -232,7 +214,7 @@ def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
     chance = Random(seed)
     names = {"forward": 10, "backward_input": 12, "backward_weight": 8}
     costs = {name: [chance.randint(8, 12) * base // 10 for _ in range(6)] for name, base in names.items()}
-    problem = parse_problem(uniform_document(3, 8, limit=6, objective="makespan") | {"costs": costs})
+    problem = uniform(3, 8, limit=6, objective="makespan", costs=costs)
     plans = [search(problem, SearchOptions(workers=workers)) for workers in (1, 2, 2)]
     assert (plans[0].metrics.status, plans[0].provenance.method[:10]) == ("optimal", "parameters")
     assert len({plan.plan_id for plan in plans}) == 1
@@ -272,16 +254,15 @@ def test_wrong_options_are_refused() -> None:
         assert caught.value.issues[0].pointer == f"/{option}"
 
 
-def test_orders_of_a_caller_are_verified_and_metrics_are_checked_by_other_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_orders_and_metrics_are_checked_by_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, good = uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]])
     assert make_plan(problem, good, method="mine").metrics.span == 6
-    with pytest.raises(InvalidPlan):
-        make_plan(problem, Orders.from_text([["0F0", "1F0", "1B0"]]), method="mine")
+    for of, orders in ((problem, Orders.from_text([["0F0", "1F0", "1B0"]])), (uniform(1, 1, limit=1), good)):
+        with pytest.raises(InvalidPlan):
+            make_plan(of, orders, method="mine")
     right = evaluate(problem, good)
     for name in ("makespan", "span", "bubble_rate"):
-        wrong = replace(right, **{name: 7.0})
+        wrong = replace(right, **{name: 7.0})  # type: ignore[arg-type]  # of three fields, all of them floats
         monkeypatch.setattr("zbv_solver.search.assemble.evaluate", lambda *_, wrong=wrong: wrong)
         with pytest.raises(InvalidPlan, match=name):
             make_plan(problem, good, method="mine", lower_bound=1.0)
@@ -298,14 +279,14 @@ def test_weaker_bounds_are_not_reported_and_the_best_order_may_be_in_reserve() -
     assert (incumbent.bound, incumbent.source, len(reports)) == (4.0, "cp-sat", 3)
     for value, best in ((6.0, 5.0), (4.0, 4.0), (4.5, 4.0)):
         incumbent.put_aside(Solution(value, orders, "reserve"))
-        assert incumbent.best == Solution(best, orders, "reserve" if best == 4.0 else "current")
-    assert (incumbent.current, incumbent.is_optimal) == (Solution(5.0, orders, "current"), True)
+        assert incumbent.best is not None
+        assert incumbent.best.value == best
+    assert incumbent.current is not None
+    assert (incumbent.current.value, incumbent.is_optimal) == (5.0, True)
 
 
 @pytest.mark.parametrize("steps_of_first", [10, None])
-def test_one_worker_divides_a_time_limit_between_the_chains(
-    monkeypatch: pytest.MonkeyPatch, steps_of_first: int | None
-) -> None:
+def test_one_worker_divides_the_time(monkeypatch: pytest.MonkeyPatch, steps_of_first: int | None) -> None:
     """The second chain may use the time that the first one leaves; every step takes a second."""
     now, steps = 0.0, [0, 0]
     monkeypatch.setattr("zbv_solver.search.incumbent.time", SimpleNamespace(monotonic=lambda: now))

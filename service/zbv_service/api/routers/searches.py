@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.sse import format_sse_event
 
+from zbv_service.api import event_streams
 from zbv_service.api.bodies import MEDIUM, read_text
 from zbv_service.api.error_handlers import documented
+from zbv_service.api.event_streams import EventNumber, LastEventId
 from zbv_service.api.listing import list_response
+from zbv_service.api.negotiation import EVENT_STREAM, JSON, accepts
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.layouts import LayoutRequest
@@ -24,6 +29,8 @@ from zbv_service.records.searches import (
     AnySearch,
     LayoutSearchDocument,
     SearchDocument,
+    SearchEventDocument,
+    SearchEventList,
     SearchKind,
     SearchList,
     SearchRecord,
@@ -110,6 +117,35 @@ async def get_search_problem(request: Request, search_id: str) -> Response:
     return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
+@router.get(
+    "/searches/{search_id}/events",
+    dependencies=[READ],
+    summary="Follow the events of a search",
+    response_model=SearchEventList,
+    response_description=event_streams.DESCRIPTION,
+    responses=event_streams.responses(
+        "search", 'event: end\ndata: {"id":9,"event":"end","state":"done"}\nid: 9\n\n'
+    ),
+)
+async def follow_search(
+    request: Request, search_id: str, after: EventNumber = None, last_event_id: LastEventId = None
+) -> Response:
+    """Typed events, numbered within the search: `state`, `improvement`, `bound`, `progress`, `end`.
+
+    A broken stream resumes after `Last-Event-ID`, at any service on the same database. With
+    `Accept: application/json`, or `after`, the same events are a list.
+    """
+    found, number = state_of(request), max(after or 0, last_event_id or 0)
+    record = await found.searches.get(search_id)
+    is_over, is_list = record.state in FINISHED, accepts(request, JSON) or after is not None
+    if is_list and not accepts(request, EVENT_STREAM):
+        events = await found.events.since(search_id, number)
+        return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
+    if is_over and not await found.events.since(search_id, number):
+        return event_streams.over()
+    return event_streams.followed(request, found.events, search_id, number, _encoded)
+
+
 @router.post(
     "/searches/{search_id}/cancel",
     dependencies=[SEARCH],
@@ -136,6 +172,11 @@ async def discard_search(request: Request, search_id: str) -> Response:
     """Stops and removes the search. Its plans stay, because others may use them."""
     await state_of(request).searches.discard(search_id)
     return Response(status_code=204)
+
+
+def _encoded(event: SearchEventDocument) -> bytes:
+    text = event.model_dump_json(exclude_unset=True)
+    return format_sse_event(event=event.event, id=str(event.id), data_str=text)
 
 
 async def _submit(request: Request, kind: SearchKind, most_bytes: int) -> Response:

@@ -17,7 +17,8 @@ def changed(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
     made = copy.deepcopy(document)
     for path, value in changes.items():
         target: Any = made
-        *parents, key = [int(part) if part.isdigit() else part for part in path.split(".")]
+        keys: list[Any] = [int(part) if part.isdigit() else part for part in path.split(".")]
+        *parents, key = keys
         for parent in parents:
             target = target[parent] if isinstance(target, list) else target.setdefault(parent, {})
         if value is ABSENT:

@@ -118,9 +118,10 @@ def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
         ("megatron", "Ett|t*4L", {"first": 3}, "/cut/first", "2 transformer layers; the problem asks for 3"),
         ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
         ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
-        ("megatron", "Et|t*5L", {"together": [["block.0", "block.1"]]}, "/cut/together", "and 'block.1'"),
+        ("megatron", "Et|t*5L", {"together": [["block.0", "block.1"]]}, "/cut/together",
+         "between 'block.0' and 'block.1'"),
     ],
-)
+)  # fmt: skip
 def test_the_broken_rule_is_named(
     executor: str, text: str, cut: dict[str, Any], pointer: str, message: str
 ) -> None:

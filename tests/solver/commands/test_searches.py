@@ -240,6 +240,7 @@ DOCUMENTS = {
     "backwards": {**MODEL, "layers": [layer("head", 1), layer("block", 1)]},
     "gpt": GPT,
     "transformers": {"model_type": "llama"},
+    "t5": {"model_type": "t5"},
     "cluster": CLUSTER,
     "cluster-list": [],
     "cluster-tiny": {**CLUSTER, "memory": 1e6},
@@ -284,6 +285,7 @@ CUT --schedule 1F1B → --schedule: found it and executor megatron
 CUT --executor torch --schedule ZBVZeroBubble --virtual-stages 3 → --virtual-stages, --schedule: found 4
 CUT --layout Et*4|tL → --layout: found the modules Et*5L; the model has Et*6L
 CUT --layout 3,3 --virtual-stages 1 2 → --virtual-stages: found 2 numbers
+CUT --layout 3,3 --virtual-stages 2 → --layout: found 2 stages on 2 ranks, and --virtual-stages 2; leave it
 CUT --layout 3,3 --recompute per-stage → --recompute: found per-stage
 cut problem.json --executor torch → problem.json: /layers: this key is absent or already cut
 cut backwards.json --executor megatron → backwards.json: /layers: found layers with
@@ -304,6 +306,7 @@ layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; mus
 estimate → --config, --preset: found neither; give one
 estimate --preset gpt-5 → --preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb
 estimate --config transformers.json → --sequence: a config.json does not say how long
+estimate --config t5.json → t5.json: /model_type: found 't5'
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)
 ESTIMATE --memory-limit nan → --memory-limit: found nan
 estimate --preset deepseek-v3 --recompute selective → or give other recompute_modules

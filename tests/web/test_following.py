@@ -115,11 +115,9 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(
         assert page.title().endswith("gap · 6 ranks × 24 microbatches · zbv")
         assert page.locator("#course path.best").count() == 1
         assert page.locator("#state").inner_text() == "running"
-        before = float(values(page)["elapsed"].removesuffix(" s"))
-        page.wait_for_function(
-            "before => parseFloat(document.querySelector('[data-value=elapsed]').textContent) > before",
-            arg=before,
-        )
+        passes = "(t) => parseFloat(document.querySelector('[data-value=elapsed]').textContent) > t"
+        page.wait_for_function(passes, arg=0)
+        page.wait_for_function(passes, arg=float(values(page)["elapsed"].removesuffix(" s")))
         box = page.locator("#course").bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 100)

@@ -199,6 +199,12 @@ def test_values_per_stage_are_a_table_that_grows_with_the_ranks(form: Form) -> N
     form.detail("costs.forward", "same")
     form.detail("costs.forward", "each")
     assert form.cells("costs.forward") == ["1000"] * 7 + ["2000"]
+    form.detail("costs.forward", "same")
+    form.set("costs.forward", "1500")
+    form.detail("costs.forward", "each")
+    assert form.cells("costs.forward") == ["1500"] * 8, "unless the one value is another now"
+    form.detail("costs.forward", "same")
+    form.set("costs.forward", "1000")
     form.detail("costs.forward", "chunk")
     form.set("costs.forward", "1250", 1)
     assert form.problem(READY)["costs"]["forward"] == [1000, 1250]

@@ -101,7 +101,9 @@ def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_page_shows_the_end_of_a_search(changes: dict[str, Any], present: list[str], absent: list[str]) -> None:
+def test_the_page_says_how_a_search_ended(
+    changes: dict[str, Any], present: list[str], absent: list[str]
+) -> None:
     text = page_of(shell=Shell(root="/zbv"), **changes)
     assert [words for words in present if words not in text] == []
     assert [words for words in absent if words in text] == []

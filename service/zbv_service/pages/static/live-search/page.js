@@ -174,8 +174,8 @@ function connect(id, method, address, then) {
       return;
     }
     input(id).disabled = false;
-    const said = await answer?.json().catch(() => ({}));
-    complain(answer === null ? "The service does not answer; try again in a moment." : (said.detail ?? `The service answered with status ${answer.status}.`));
+    const refusal = await answer?.json().catch(() => ({}));
+    complain(answer === null ? "The service does not answer; try again in a moment." : (refusal.detail ?? `The service answered with status ${answer.status}.`));
   });
 }
 

@@ -33,7 +33,7 @@ export function follow(address, onEvent, onLine) {
     clearTimeout(timer);
   }
 
-  function askIn(delay) {
+  function askLater(delay) {
     clearTimeout(timer);
     timer = setTimeout(ask, delay);
   }
@@ -52,7 +52,7 @@ export function follow(address, onEvent, onLine) {
     stream.addEventListener("error", () => {
       if (source === stream && stream.readyState === EventSource.CLOSED) {
         close();
-        askIn(0);
+        askLater(0);
       } else if (source === stream) {
         onLine("broken");
       }
@@ -71,7 +71,7 @@ export function follow(address, onEvent, onLine) {
     if (!answer?.ok) {
       onLine(answer?.status === 401 ? "signed-out" : "broken");
       wait = Math.min(SLOWEST, 2 * wait);
-      askIn(wait);
+      askLater(wait);
       return;
     }
     (await answer.json()).events.forEach(deliver);
@@ -83,7 +83,7 @@ export function follow(address, onEvent, onLine) {
       return;
     }
     onLine(document.hidden ? "hidden" : "asking");
-    askIn(document.hidden ? ASK_EVERY_HIDDEN : ASK_EVERY);
+    askLater(document.hidden ? ASK_EVERY_HIDDEN : ASK_EVERY);
   }
 
   function choose() {
@@ -92,7 +92,7 @@ export function follow(address, onEvent, onLine) {
     }
     close();
     if (document.hidden) {
-      askIn(ASK_EVERY_HIDDEN);
+      askLater(ASK_EVERY_HIDDEN);
     } else {
       open();
     }

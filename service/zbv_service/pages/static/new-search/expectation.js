@@ -3,7 +3,7 @@
 
 import { at, input, make } from "../dom.js";
 import { amount, percent } from "../numbers.js";
-import { latest, post, said } from "./service.js";
+import { latest, messageOf, post } from "./service.js";
 import { WhatIf } from "./what-if.js";
 
 const PAUSE = 350; // ms after the last change
@@ -26,8 +26,8 @@ function mark(className, side, share) {
 }
 
 export class Expectation {
-  // timeUnit() returns the current unit; take(document, note) puts a document into the form.
-  constructor(timeUnit, take) {
+  // timeUnit() returns the current unit; apply(document, note) puts a document into the form.
+  constructor(timeUnit, apply) {
     this.timeUnit = timeUnit;
     this.problem = null; // the form's problem while it is valid
     this.own = null; // the estimate of that problem
@@ -37,7 +37,7 @@ export class Expectation {
       this.whatIf.reset();
       this.#moved();
     });
-    at("what-if-take").addEventListener("click", () => take(this.whatIf.question(), "The form has the values of the sliders."));
+    at("what-if-take").addEventListener("click", () => apply(this.whatIf.question(), "The form has the values of the sliders."));
   }
 
   // Start for a valid problem. The sliders do not change the costs of layers, which have no `facts`; `isFraction`: the
@@ -98,7 +98,7 @@ export class Expectation {
       return;
     }
     if (!answer.ok) {
-      this.#fail(said(answer));
+      this.#fail(messageOf(answer));
       return;
     }
     at("bars").classList.remove("stale");

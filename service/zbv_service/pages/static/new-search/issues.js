@@ -5,7 +5,7 @@ import { amount, number, storage } from "../numbers.js";
 import { cellId, issueId } from "./cells.js";
 import { DELTAS, FIELDS, QUANTITIES } from "./problem-form.js";
 
-const MOST_TOLD = 8; // issues that are listed; further ones are counted
+const MOST_LISTED = 8; // issues that are listed; further ones are counted
 const NAMED = Object.fromEntries(Object.entries(FIELDS).map(([id, { path = id }]) => [`/${path.replaceAll(".", "/")}`, id]));
 const find = (id) => document.getElementById(id);
 
@@ -90,8 +90,8 @@ export class Issues {
   verdict(facts) {
     if (this.shown.length > 0) {
       const homeless = this.shown.filter(({ place }) => find(place?.holder) === null);
-      const others = homeless.slice(0, MOST_TOLD).map(({ pointer, detail }) => `${pointer || "the document"}: ${detail}`);
-      const more = homeless.length > MOST_TOLD ? [`And ${homeless.length - MOST_TOLD} more.`] : [];
+      const others = homeless.slice(0, MOST_LISTED).map(({ pointer, detail }) => `${pointer || "the document"}: ${detail}`);
+      const more = homeless.length > MOST_LISTED ? [`And ${homeless.length - MOST_LISTED} more.`] : [];
       const count = this.shown.length === 1 ? "1 error" : `${this.shown.length} errors`;
       return ["bad", [`${count} to correct.`, ...others, ...more].join(" ")];
     }

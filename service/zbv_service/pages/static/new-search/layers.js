@@ -24,7 +24,7 @@ export class Layers {
     return Array.isArray(problem.layers) ? new Layers(problem) : null;
   }
 
-  // The problem with the memory that ranks hold beside their layers. That of layers follows from them.
+  // The problem with the memory that ranks hold in addition to their layers. That of layers follows from them.
   beside(problem) {
     if (!isObject(problem.memory ?? {})) {
       return problem;
@@ -61,13 +61,13 @@ export class Layers {
 
   draw(table, units) {
     const objects = this.layers.map((layer) => (isObject(layer) ? layer : {}));
-    const held = (value) => (typeof value === "number" ? storage(value, units.memory) : told(value));
+    const held = (value) => (typeof value === "number" ? storage(value, units.memory) : textOf(value));
     /** @type {[string, (layer: any) => string][]} */
     const columns = [
-      ["F", ({ forward }) => told(forward)],
-      ["I", ({ backward_input: value }) => told(value)],
-      ["W", ({ backward_weight: value }) => told(value)],
-      ["B", ({ backward }) => told(backward ?? "I + W")],
+      ["F", ({ forward }) => textOf(forward)],
+      ["I", ({ backward_input: value }) => textOf(value)],
+      ["W", ({ backward_weight: value }) => textOf(value)],
+      ["B", ({ backward }) => textOf(backward ?? "I + W")],
       ["Forward holds", ({ memory }) => held(memory?.forward ?? 0)],
       ["Static", ({ memory, parameters_bytes: bytes }) => held(memory?.static ?? bytes ?? 0)],
       ["Output", ({ output_bytes: bytes }) => amountOf(bytes ?? 0)],
@@ -77,8 +77,8 @@ export class Layers {
     const shown = columns.filter(([name]) => !(name in optional) || objects.some((each) => (each[optional[name]] ?? null) !== null));
     const head = ["Layer", ...shown.map(([name]) => name)].map((name) => make("th", { scope: "col" }, name));
     const lines = objects.slice(0, MOST_SHOWN).map((layer) => {
-      const copies = (layer.repeat ?? null) === null ? [] : [make("span", { className: "muted" }, ` × ${told(layer.repeat)}`)];
-      const name = make("th", { scope: "row" }, told(layer.name), ...copies);
+      const copies = (layer.repeat ?? null) === null ? [] : [make("span", { className: "muted" }, ` × ${textOf(layer.repeat)}`)];
+      const name = make("th", { scope: "row" }, textOf(layer.name), ...copies);
       return make("tr", {}, name, ...shown.map(([, of]) => make("td", {}, of(layer))));
     });
     const more = objects.length - lines.length;
@@ -87,23 +87,23 @@ export class Layers {
   }
 
   // The constraints on the stages and the costs of transfers, in words.
-  said(units) {
+  inWords(units) {
     const rules = isObject(this.cut) ? this.cut : {};
     const { link, p2p } = isObject(this.costs) ? this.costs : {};
     const time = units.time ? ` ${units.time}` : "";
     const found = [
       Array.isArray(link) && "Every rank has its own link to the next one.",
-      isObject(link) && `Transfers have a latency of ${told(link.latency ?? 0)}${time} and a bandwidth of ${amountOf(link.bandwidth)} per ${units.time || "unit of time"}.`,
-      link === undefined && typeof p2p === "number" && `Transfers take ${told(p2p)}${time}.`,
-      ...[rules.together ?? []].flat().map((group) => `${[group].flat().map(told).join(", ")} stay together.`),
-      ...["first", "last"].map((key) => (rules[key] ?? null) !== null && `The ${key} stage has ${told(rules[key])} transformer layers.`),
+      isObject(link) && `Transfers have a latency of ${textOf(link.latency ?? 0)}${time} and a bandwidth of ${amountOf(link.bandwidth)} per ${units.time || "unit of time"}.`,
+      link === undefined && typeof p2p === "number" && `Transfers take ${textOf(p2p)}${time}.`,
+      ...[rules.together ?? []].flat().map((group) => `${[group].flat().map(textOf).join(", ")} stay together.`),
+      ...["first", "last"].map((key) => (rules[key] ?? null) !== null && `The ${key} stage has ${textOf(rules[key])} transformer layers.`),
       rules.allow_empty === true && "Stages may be empty.",
     ];
     return found.filter(Boolean).join(" ");
   }
 }
 
-function told(value) {
+function textOf(value) {
   if (typeof value === "number") {
     return number(value);
   }
@@ -111,7 +111,7 @@ function told(value) {
   return text.length > 40 ? `${text.slice(0, 37)}…` : text;
 }
 
-const amountOf = (bytes) => (typeof bytes === "number" ? storage(bytes, "bytes") : told(bytes));
+const amountOf = (bytes) => (typeof bytes === "number" ? storage(bytes, "bytes") : textOf(bytes));
 
 // Shows the parts that a problem needs; `layers` is null if it gives stages.
 export function showLayers(layers, units) {
@@ -127,7 +127,7 @@ export function showLayers(layers, units) {
   }
   if (hasLayers) {
     layers.draw(at("table-layers"), units);
-    at("layers-said").textContent = layers.said(units);
+    at("layers-said").textContent = layers.inWords(units);
     input("keep_cut").checked = layers.keepsCut;
   }
 }

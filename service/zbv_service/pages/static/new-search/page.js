@@ -8,7 +8,7 @@ import { Expectation } from "./expectation.js";
 import { Issues, factsOf, meaningOf } from "./issues.js";
 import { layerFactsOf, showLayers } from "./layers.js";
 import { COSTS, DELTAS, LIMIT, ProblemForm, STATIC } from "./problem-form.js";
-import { latest, page, post, said } from "./service.js";
+import { latest, messageOf, page, post } from "./service.js";
 
 const CHECK_PAUSE = 200; // ms after the last key
 const DRAFT = "zbv-new-search";
@@ -169,7 +169,7 @@ class NewSearch {
     this.layerFacts = layers;
     this.#drawText();
     if (!answer.ok) {
-      this.#verdict("bad", said(answer));
+      this.#verdict("bad", messageOf(answer));
       this.expectation.refuse("");
       if (answer.status === 401) {
         sessionStorage.setItem(DRAFT, question);
@@ -231,7 +231,7 @@ class NewSearch {
       this.issues.show(errors);
       this.issues.summarise(answer.body.title ?? "Correct these fields first");
     }
-    this.#complain(said(answer));
+    this.#complain(messageOf(answer));
   }
 
   #complain(text) {

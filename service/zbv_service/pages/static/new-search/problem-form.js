@@ -56,7 +56,7 @@ function look(document, path) {
   return { holder: isObject(holder) ? holder : {}, key, value: isObject(holder) ? holder[key] : undefined };
 }
 
-function take(document, path) {
+function removed(document, path) {
   const { holder, key, value } = look(document, path);
   delete holder[key];
   return value ?? null;
@@ -154,7 +154,7 @@ export class ProblemForm {
     for (const { key, per, start, absent } of shown) {
       const part = this.kept.problem[key.split(".")[0]] ?? (key.startsWith("costs.") ? {} : null);
       this.values[key] = new Values(per, isObject(part) ? absent : start);
-      const value = take(this.kept, `problem.${key}`);
+      const value = removed(this.kept, `problem.${key}`);
       if (value !== null) {
         this.values[key].fromJson(value, this.shape);
       }
@@ -173,7 +173,7 @@ export class ProblemForm {
     const offered = isChoice ? [.../** @type {any} */ (at(id)).options].filter((each) => each.value !== "auto" || this.layers !== null) : [];
     const isShown = isChoice ? offered.some((each) => each.value === value) : isText ? typeof value === "string" : isValue(value);
     if (isShown || (value ?? null) === null) {
-      take(this.kept, path);
+      removed(this.kept, path);
     }
     if (isShown) {
       input(id).value = String(value);
@@ -206,7 +206,7 @@ export class ProblemForm {
   // A field that is edited replaces the value of the file. Returns false if it is none of these fields.
   edited(id) {
     if (FIELDS[id]?.path !== undefined) {
-      take(this.kept, FIELDS[id].path);
+      removed(this.kept, FIELDS[id].path);
     }
     if (id === "keep_cut") {
       this.layers.keepsCut = input(id).checked;

@@ -14,7 +14,7 @@ export async function post(path, body) {
 }
 
 // The message for an answer that is an error.
-export function said({ status, body }) {
+export function messageOf({ status, body }) {
   const messages = {
     0: "The service does not answer. Your input is kept; try again in a moment.",
     401: "You are signed out. Reload the page to sign in; your input is kept.",

@@ -39,8 +39,8 @@ export class WhatIf {
     }
     if (facts.limit !== null && facts.smallest_fraction !== null) {
       const least = Math.ceil(facts.smallest_fraction * 100) / 100;
-      const own = facts.limit_fraction;
-      this.#add("limit", "Memory limit", Math.min(least, own), Math.max(LARGEST_FRACTION, own), 0.01, own);
+      const initial = facts.limit_fraction;
+      this.#add("limit", "Memory limit", Math.min(least, initial), Math.max(LARGEST_FRACTION, initial), 0.01, initial);
     }
     // Features are given for every microbatch of the problem, and not for others.
     if ((problem.features ?? problem.sequences ?? null) === null) {
@@ -53,10 +53,10 @@ export class WhatIf {
     this.#say();
   }
 
-  #add(name, label, min, max, step, own) {
+  #add(name, label, min, max, step, initial) {
     // "any" allows the form's value between two steps; keys still move by whole steps.
     const input = document.createElement("input");
-    Object.assign(input, { type: "range", id: `what-if-${name}`, min, max, step: "any", value: own });
+    Object.assign(input, { type: "range", id: `what-if-${name}`, min, max, step: "any", value: initial });
     input.addEventListener("keydown", (event) => {
       const by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[event.key];
       if (by !== undefined) {
@@ -65,18 +65,18 @@ export class WhatIf {
         input.dispatchEvent(new Event("input", { bubbles: true }));
       }
     });
-    this.sliders.set(name, { input, output: make("output"), label, own, step });
+    this.sliders.set(name, { input, output: make("output"), label, initial, step });
   }
 
   // The value of a slider: the form's value, or a whole number of steps.
   #value(name) {
-    const { input, own, step } = this.sliders.get(name);
+    const { input, initial, step } = this.sliders.get(name);
     const value = Number(input.value);
-    return Math.abs(value - own) < step / 2 ? own : Number((Math.round(value / step) * step).toPrecision(12));
+    return Math.abs(value - initial) < step / 2 ? initial : Number((Math.round(value / step) * step).toPrecision(12));
   }
 
   #moved(name) {
-    return this.sliders.has(name) && this.#value(name) !== this.sliders.get(name).own;
+    return this.sliders.has(name) && this.#value(name) !== this.sliders.get(name).initial;
   }
 
   get isNeutral() {
@@ -94,8 +94,8 @@ export class WhatIf {
   }
 
   reset() {
-    for (const { input, own } of this.sliders.values()) {
-      input.value = String(own);
+    for (const { input, initial } of this.sliders.values()) {
+      input.value = String(initial);
     }
     this.#say();
   }

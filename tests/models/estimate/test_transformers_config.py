@@ -121,7 +121,8 @@ SEEN = QWEN2_5_VL["vision_config"]
     [
         ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
          {"prediction_layers": 1, "expert_nodes": 4, "dense_layers": 3, "shared_expert_ffn": 2048}),
-        ({"model_type": "deepseek_v3", "n_group": 1}, {"expert_nodes": None}),
+        *(({"model_type": "deepseek_v3", "n_group": groups}, {"expert_nodes": nodes})
+          for groups, nodes in ((1, None), (2, 4))),
         ({**LLAMA, "model_type": "mistral", "sliding_window": 4096}, {"window": 4096}),
         ({**LLAMA, "sliding_window": None, "dtype": "float16"}, {"window": None, "dtype": "float16"}),
         ({"model_type": "gpt_oss"}, {"window": 128, "full_attention_every": 2}),

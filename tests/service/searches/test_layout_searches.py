@@ -271,7 +271,9 @@ async def test_searches_of_all_kinds_are_one_list(serving: Serving) -> None:
         assert [each["kind"] for each in (await get(service, "searches"))["searches"]] == ["plan", "layouts"]
         for page, other in (("searches", layouts), ("layouts", plan)):
             assert (await service.http.get(f"/{page}/{other}")).status_code == 404
-            assert other not in (await service.http.get(f"/{page}")).text
+            listed_page = await service.http.get(f"/{page}")
+            assert listed_page.status_code == 200
+            assert other not in listed_page.text
         assert (await service.http.delete(f"/v1/searches/{layouts}")).status_code == 204
         assert (await service.http.get(f"/v1/searches/{layouts}")).status_code == 404
 

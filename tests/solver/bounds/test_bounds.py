@@ -221,6 +221,12 @@ def test_the_steady_state_is_no_more_than_all_layers_give(problem: Problem, chos
     assert max(early, exact) <= layers * (1 + 1e-12)
 
 
+def test_few_ranks_are_tried_only_where_memory_is_a_constraint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_ranks, "few_ranks_bounds", lambda *_: iter([((3,), np.inf)]))
+    values = [lower_bound(uniform(4, 8, limit=limit), "thorough").value for limit in (None, 8, 2)]
+    assert np.isinf(values).tolist() == [False, False, True]
+
+
 def test_a_bound_that_is_given_up_is_the_best_so_far() -> None:
     problem, asked = tight(8), count()
     stopped = lower_bound(problem, "thorough", is_stopped=lambda: next(asked) >= 20)

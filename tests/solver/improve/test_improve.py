@@ -14,6 +14,7 @@ from support.problems import differing_problems, limited_problems, rough_problem
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.board import Attempt, from_orders, to_orders
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
+from zbv_solver.construct.greedy_v import GREEDY_COST
 from zbv_solver.construct.rules import injection, no_delay, simple_rule
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve import annealing
@@ -36,6 +37,13 @@ from zbv_solver.verify.verifier import verify_orders
 
 KINDS = ("v", "loop", "single")
 TIGHT = uniform(4, 12, p2p=1, limit=4)
+
+
+def test_the_budget_counts_placed_actions() -> None:
+    """Orders given up early cost less than whole ones, and those of the greedy cost more."""
+    for orders in (0, 7, 50):
+        made = len(list(parameter_search(uniform(1, 2), orders * 12)))
+        assert orders / GREEDY_COST <= made <= 12 * orders
 
 
 @given(limited_problems(max_p=4, max_m=6, kinds=KINDS), st.floats(0, 1))

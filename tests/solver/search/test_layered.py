@@ -20,6 +20,7 @@ from zbv_solver.errors import InfeasibleMemory, InvalidPlan
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutSpace, CutTables, ScoredCut
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut, rooms, roomy_cuts, with_room
+from zbv_solver.partition.joint_search import Judge
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, Plan, plan_json
 from zbv_solver.problem.cut import Cut
@@ -253,6 +254,15 @@ def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem)
     if space.placement.kind != "loop":  # a loop has no exact cut for given room
         alone = [balanced_cut(with_room(space, times), level_cut(space)) for times in rooms(space)]
         assert loads == pytest.approx([scored.value for scored in alone if scored is not None])
+
+
+def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:
+    """16 microbatches are judged by 8 and 4; the most loaded rank's work alone would promise half of it."""
+    space = space_of(short_of_memory(32))
+    cut = balanced(space).cut
+    real = search(space.problem.cut_into(space.placement, cut), QUICK).objective
+    assert Judge(space).value(cut) == pytest.approx(real, rel=0.15)
+    assert Judge(space).floor(cut) < 0.7 * real
 
 
 # --- baselines: classical schedules have the best cut for their own order, and say which

@@ -14,7 +14,7 @@ from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.step_planner import REMEMBERED, StepPlanner
+from zbv_solver.search.step_planner import REMEMBERED, StepPlanner, stretched
 
 Lengths = dict[str, list[int]]
 SECONDS = 0.02
@@ -66,6 +66,15 @@ def test_rules_of_earlier_steps_make_first_plans_better() -> None:
     # General rules are tried, too, so what was learned can only help.
     assert max(ratios) <= 1.01
     assert np.exp(np.mean(np.log(ratios))) < 0.999
+
+
+def test_a_pattern_keeps_its_form_with_another_number_of_microbatches() -> None:
+    mountain = np.array([0, 2, 4, 6, 7, 5, 3, 1])
+    longer = stretched(mountain, 16)
+    assert sorted(longer) == [*range(16)]
+    assert max(longer[[0, 15]]) <= 2
+    assert 6 <= longer.argmax() <= 9
+    assert stretched(longer, 8).tolist() == mountain.tolist()
 
 
 def test_a_batch_in_another_order_has_the_same_plan_at_once() -> None:

@@ -164,11 +164,11 @@ class Service:
         assert found["state"] == "done", found
         return parse_plan(self.call(f"/v1/plans/{found['plan_id']}"))
 
-    def ended(self, search_id: str, kind: str = "searches") -> dict[str, Any]:
+    def ended(self, search_id: str) -> dict[str, Any]:
         """Wait for a search to end."""
         until = time.monotonic() + SEARCH_SECONDS
         while True:
-            found: dict[str, Any] = self.call(f"/v1/{kind}/{search_id}")
+            found: dict[str, Any] = self.call(f"/v1/searches/{search_id}")
             if found["state"] not in ("queued", "running"):
                 return found
             assert time.monotonic() < until, f"the search did not end in time: {found}"

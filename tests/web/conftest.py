@@ -113,7 +113,7 @@ def layout_search(service: Service) -> dict[str, Any]:
     """A finished search for the layouts of the form with the fields above, with a sensitivity."""
     form = LayoutForm.parse({name: [value] for name, value in LAYOUTS.items()})
     asked = service.call("/v1/layouts", form.document())
-    found = service.ended(asked["id"], "layouts")
+    found = service.ended(asked["id"])
     assert found["state"] == "done", found
     return found
 

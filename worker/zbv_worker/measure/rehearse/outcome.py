@@ -11,10 +11,10 @@ step to the last end of the next. A makespan is the time from a step's first sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,17 +73,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Measured steps in a simulation, with the same durations and latencies but without any overhead."""
-
-    jitter: Mapping[str, Any]
-    """The jitter's document."""
-    seed: int
-    steps: tuple[float, ...]
-    """Seconds."""
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A rehearsal's result; times in seconds."""
 
@@ -103,8 +92,6 @@ class Outcome:
     transport's threads; the mean over the ranks."""
     clock_uncertainty: float
     """The largest error between times of different ranks."""
-    simulated: Simulated | None = None
-    """What the steps would take without any overhead, if durations varied."""
 
     @property
     def ratio(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,10 @@ def main(folder: Path, steps: int, mode: str) -> None:
     rank, p = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     more: dict[str, Any] = {"data_rank": p - 1, "shape_of": shape_of} if mode == "data rank" else {}
     found, plans, given_plans = [], [], []
-    batches: Iterable[tuple[PackedBatch, zbv_solver.Plan | None]]
+    batches: Iterator[tuple[PackedBatch, zbv_solver.Plan | None]]
     batches = ((PackedBatch.random(step, MICROBATCHES), None) for step in range(steps))
     if mode == "loader" and rank == 0:
-        batches = DataLoader(Steps(steps, p), batch_size=None, num_workers=1)
+        batches = iter(DataLoader(Steps(steps, p), batch_size=None, num_workers=1))  # before threads exist
     pipe = zbv.Pipeline(
         "per-step",
         model(),

@@ -266,6 +266,8 @@ def test_many_values_are_one_field_and_too_large_numbers_are_sent_as_text(form: 
     for count in (401, 399):
         form.set("costs.forward", "7 " * count)
         assert f"found {count} values" in form.issue("costs.forward")
+        form.set("costs.forward", "7 " * 400)
+        form.says(READY)
     form.detail("costs.forward", "same")
     form.set("limit_kind", "amount")
     form.set("memory.limit", "1e309")

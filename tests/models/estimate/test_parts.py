@@ -64,15 +64,6 @@ def test_queued_weight_gradients_read_32_s_b_h(model: Transformer, norm: str, dr
     assert after_input(block(model, t, True)) == 4 * sbh + 28 * sbh // t
 
 
-def test_a_llama_block_keeps_the_sum_of_its_tensors() -> None:
-    """In bytes per token: RMSNorm, grouped heads, a gate."""
-    model, h, kv, f = llama(ffn=14336, kv_heads=8), 4096, 1024, 14336
-    for_backward = 2 * (h + h + h + 2 * kv + h) + 4 * 32 + 2 * (h + h + 2 * f + f) + 2 * 4
-    for_weights = 2 * (h + (h + 2 * kv) + h + h) + 2 * (h + 2 * f + f + h)
-    assert after_forward(block(model)) == for_backward * model.tokens
-    assert after_input(block(model)) == for_weights * model.tokens
-
-
 def test_the_ends_keep_tokens_and_logits() -> None:
     """Korthikanti et al. 2022, §4.3: the head keeps 2 s b h twice and 4 s b V, then logits' gradient."""
     model = GPT

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from zbv_models.estimate.model_layers import expert_degree, parameters_of
 from zbv_models.estimate.transformers_config import from_transformers
 from zbv_models.estimate.transformers_text import TEXT_KINDS
 from zbv_models.estimate.transformers_vision import WRAPPERS
-from zbv_solver.commands.cli import main
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 
@@ -229,20 +226,3 @@ def test_the_documentation_names_every_type() -> None:
     text = (ROOT / "docs/estimates.md").read_text(encoding="utf-8")
     for names in (TEXT_KINDS, WRAPPERS):
         assert f"| {', '.join(sorted(names))} |" in text
-
-
-def test_the_command_recognises_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    options = "--preset h100 --pp-degree 4 --microbatches 8"
-    command = ["estimate", "--config", str(path), *options.split()]
-    assert main([*command, "--sequence", "2048"]) == 0
-    assert json.loads(capsys.readouterr().out)["layers"][1]["repeat"] == 32
-    path.with_name("t5.json").write_text(json.dumps({"model_type": "t5"}))
-    for file, says in (
-        ("config", "--sequence: a config.json does not say how long sequences are"),
-        ("t5", f"{tmp_path}/t5.json: /model_type: found 't5'"),
-    ):
-        command[2] = f"{tmp_path}/{file}.json"
-        assert main(command) == 2
-        assert says in capsys.readouterr().err

@@ -208,12 +208,8 @@ DEEPSEEK: Times = {
     "mtp": (1, 12066, 15221, 10251),
     "head": (1, 37066, 27494, 20855),
 }
-NO_MTP: Times = {
-    "embedding": (1, 88, 0, 8449),
-    "dense": (3, 7236, 10498, 3827),
-    "moe": (58, 10858, 14056, 3927),
-    "head": (1, 18533, 13747, 10428),
-}
+NO_MTP: Times = {"embedding": (1, 88, 0, 8449), "dense": DEEPSEEK["dense"], "moe": (58, 10858, 14056, 3927)}
+NO_MTP["head"] = (1, 18533, 13747, 10428)
 
 
 def published(ranks: int, microbatches: int, times: Times, p2p: float) -> LayeredProblem:

@@ -78,6 +78,9 @@ def test_a_configuration_becomes_layers_and_flags_replace_its_values(run: Run) -
     assert (problem["placement"], problem["chunks"], problem["objective"]) == ("loop", 3, "makespan")
     assert problem["layers"][1]["parameters_bytes"] == 2 * (4 * 512**2 + 2 * 512)
     assert not any("recompute" in layer for layer in problem["layers"])
+    published = "--preset h100 --pp-degree 4 --microbatches 8 --sequence 2048 --prediction-layers 0"
+    layers = run(f"estimate --config model.json {published}", DEEPSEEK)[1]["layers"]
+    assert [(each["name"], each["repeat"]) for each in layers[1:-1]] == [("dense", 1), ("moe", 3)]
 
 
 def test_tables_go_to_the_stream_without_the_problem(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,6 +240,7 @@ DOCUMENTS = {
     "backwards": {**MODEL, "layers": [layer("head", 1), layer("block", 1)]},
     "gpt": GPT,
     "transformers": {"model_type": "llama"},
+    "t5": {"model_type": "t5"},
     "cluster": CLUSTER,
     "cluster-list": [],
     "cluster-tiny": {**CLUSTER, "memory": 1e6},
@@ -304,6 +305,7 @@ layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; mus
 estimate → --config, --preset: found neither; give one
 estimate --preset gpt-5 → --preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb
 estimate --config transformers.json → --sequence: a config.json does not say how long
+estimate --config t5.json → t5.json: /model_type: found 't5'
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)
 ESTIMATE --memory-limit nan → --memory-limit: found nan
 estimate --preset deepseek-v3 --recompute selective → or give other recompute_modules

@@ -1,11 +1,13 @@
-"""The verifier accepts exactly the orders that a plain reference can execute."""
+"""The verifier accepts exactly the orders and lists with communication that can be executed."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf, nan
 from random import Random
@@ -13,26 +15,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
-from support.problems import limited, problems, uniform
+from support.problems import limited, problems, uniform, uniform_document
 from support.reference import Impossible, largest_cycle_mean, peak_memory, reach, simulate
+from support.torch_lists import loaded_lists, torch_runtime
 from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.errors import InvalidPlan
+from zbv_solver.export.torch_comms_csv import lowered
+from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, plan_json
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
+from zbv_solver.verify.communication import verify_comms
 from zbv_solver.verify.verifier import verify, verify_orders
 
 Ranks = list[list[Action]]
-GOOD = [
-    ["0F0", "3F0", "3I0", "3W0", "0B0"],
-    ["1F0", "2F0", "2I0", "1I0", "1W0", "2W0"],
-]
+GOOD = [["0F0", "3F0", "3I0", "3W0", "0B0"], ["1F0", "2F0", "2I0", "1I0", "1W0", "2W0"]]
 
 
 def mutate(ranks: Ranks, random: Random) -> None:
@@ -50,26 +54,21 @@ def mutate(ranks: Ranks, random: Random) -> None:
 
 def executable(problem: Problem, ranks: Ranks) -> bool:
     """The rules in their simplest form."""
-    letters: dict[tuple[int, int], list[str]] = {}
+    letters = {(stage, j): "" for stage in range(problem.n_stages) for j in range(problem.microbatches)}
     for rank, actions in enumerate(ranks):
         for stage, letter, j in actions:
-            if stage not in problem.placement.stages_of[rank]:
+            if (stage, j) not in letters or problem.placement.rank_of[stage] != rank:
                 return False
-            letters.setdefault((stage, j), []).append(letter)
-    wanted = {(s, j) for s in range(problem.n_stages) for j in range(problem.microbatches)}
-    if set(letters) != wanted or any(
-        sorted(have) not in (["B", "F"], ["F", "I", "W"]) for have in letters.values()
-    ):
+            letters[stage, j] += letter
+    if not {"".join(sorted(cell)) for cell in letters.values()} <= {"BF", "FIW"}:
         return False
     orders = Orders.from_actions(ranks)
     try:
         simulate(problem, orders)
     except Impossible:
         return False
-    limits = problem.memory.limit
-    return limits is None or all(
-        peak <= limit + 1e-9 for peak, limit in zip(peak_memory(problem, orders), limits, strict=True)
-    )
+    limits = problem.memory.limit or [inf] * problem.pp_degree
+    return all(peak <= limit + 1e-9 for peak, limit in zip(peak_memory(problem, orders), limits, strict=True))
 
 
 @given(
@@ -78,22 +77,14 @@ def executable(problem: Problem, ranks: Ranks) -> bool:
 def test_the_verifier_agrees_with_the_plain_rules_on_mutated_orders(
     problem: Problem, headroom: float | None, mutations: int, seed: int
 ) -> None:
-    if headroom is not None:
-        problem = limited(problem, headroom)
-    attempt = next(priority_schedules(problem, (1.0,)), None)
-    if attempt is None:
-        return
-    random = Random(seed)
+    problem = problem if headroom is None else limited(problem, headroom)
+    attempt, random = next(priority_schedules(problem, (1.0,))), Random(seed)
     ranks: Ranks = [attempt.orders.actions(rank) for rank in range(problem.pp_degree)]
     for _ in range(mutations):
         if all(ranks):
             mutate(ranks, random)
-    orders = Orders.from_actions(ranks)
-    if executable(problem, ranks):
-        verify_orders(problem, orders)
-    else:
-        with pytest.raises(InvalidPlan):
-            verify_orders(problem, orders)
+    with nullcontext() if executable(problem, ranks) else pytest.raises(InvalidPlan):
+        verify_orders(problem, Orders.from_actions(ranks))
 
 
 def listed(text: str) -> Orders:
@@ -202,15 +193,125 @@ for document in json.load(sys.stdin):
     good = plan_json(plan) | {"plan_id": None}
     false = good | {"metrics": good["metrics"] | {"span": 2 * plan.metrics.span}}
     stuck = good | {"ranks": [good["ranks"][0][::-1], *good["ranks"][1:]]}
-    made = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        input=json.dumps([good, false, stuck]),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    command, asked = [sys.executable, "-W", "error", "-c", code], json.dumps([good, false, stuck])
+    made = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=120, check=True)
     before, fine, span, order = made.stdout.splitlines()
-    assert (before, fine) == ("None", "None")
-    assert "too large" in span
-    assert "depends on it" in order
+    assert (before, fine, "too large" in span, "depends on it" in order) == ("None", "None", True, True)
+
+
+# --- lists with communication for PyTorch
+
+Lists = list[list[str]]
+
+
+def loaded(problem: Problem, rank: int, lists: Lists, kind: str, **options: bool) -> Lists:
+    """The lists with communication that a rank's runtime of PyTorch makes of a file."""
+    runtime = torch_runtime(problem, rank, **options)
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.writelines(",".join(texts) + "\n" for texts in lists)
+        file.flush()
+        runtime._load_csv(file.name, format=kind)
+    assert runtime.stage_index_to_group_rank == dict(enumerate(problem.placement.rank_of))
+    return loaded_lists(runtime)
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(kinds=("v", "loop", "single")), st.randoms(use_true_random=True))
+def test_the_check_accepts_exported_lists_and_those_that_pytorch_makes_of_a_plan(
+    problem: Problem, random: Random
+) -> None:
+    orders = relabelled(random_orders(problem, random), problem.n_stages)
+    lists = lowered(problem, orders)
+    verify_comms(problem, orders, lists)
+    for rank in range(problem.pp_degree):
+        assert loaded(problem, rank, lists, "compute_comms") == lists
+    if problem.placement.kind != "loop":
+        verify_comms(problem, orders, loaded(problem, 0, orders.all_text(), "compute_only"))
+
+
+def test_deferred_receives_on_a_v_are_refused() -> None:
+    """``defer_pp_recv=True`` gives wrong gradients and no error."""
+    problem = uniform(2, 4)
+    orders = relabelled(random_orders(problem, Random(0)), 4)
+    lists = loaded(problem, 0, orders.all_text(), "compute_only", defer_pp_recv=True)
+    with pytest.raises(InvalidPlan, match=r"ranks 0 and 1: transfer .*in one order.*defer_pp_recv"):
+        verify_comms(problem, orders, lists)
+
+
+@pytest.mark.parametrize(
+    ("forward", "parts"),
+    [
+        # A slow second rank: all activations arrive before it has run anything.
+        ([1, 10], ["0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1B0 1SEND_B0"]),
+        # A slow first rank: the first gradient arrives before its second forward ends.
+        ([10, 1], ["0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1"]),
+    ],
+)
+def test_a_receive_is_listed_when_its_tensor_is_produced(forward: list[int], parts: list[str]) -> None:
+    """Otherwise a rank would block a communicator with a receive long before its send."""
+    document = uniform_document(2, 3) | {"placement": "single"}
+    document["costs"]["forward"] = forward
+    rows = ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    lists = lowered(parse_problem(document), Orders.from_text([*map(str.split, rows)]))
+    assert all(part in " ".join(texts) for texts, part in zip(lists, parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"0F1": ["0F1xyz"]}, r"rank 0: found '0F1xyz'"),
+        ({"0F1": [""]}, r"rank 0: found ''"),
+        ({"0F1": ["0F1", "0F1"]}, r"rank 0: action 2 is 0F1; the plan has"),
+        ({"0F1": []}, r"rank 0: action 1 is .*; the plan has 0F1"),
+        ({"0REDUCE_GRAD": []}, r"rank 0: stage 0 must have one .*0REDUCE_GRAD.*too large"),
+        ({"1REDUCE_GRAD": ["1RESHARD"], "1RESHARD": ["1REDUCE_GRAD"]}, r"rank 1: stage 1 must have"),
+        ({"3UNSHARD": []}, r"rank 0: stage 3 must have one 3UNSHARD"),
+        ({"1RESHARD": ["1RESHARD", "1RESHARD"]}, r"rank 1: 1RESHARD comes twice"),
+        ({"0SEND_F1": []}, r"0SEND_F1 has only one end"),
+        ({"1RECV_F1": []}, r"rank 1: 1F1 comes before 1RECV_F1, which it needs"),
+        ({"0RECV_B1": []}, r"rank 0: 0I1 comes before 0RECV_B1"),
+        ({"0F1": ["0SEND_F1"], "0SEND_F1": ["0F1"]}, r"rank 0: 0SEND_F1 comes before 0F1"),
+        ({"1I1": ["1SEND_B1"], "1SEND_B1": ["1I1"]}, r"rank 1: 1SEND_B1 comes before 1I1 or 1B1"),
+        ({"1F0": ["1F0", "1SEND_F0"]}, r"rank 1: found 1SEND_F0; that tensor does not cross"),
+        ({"3F0": ["3F0", "3SEND_F0"]}, r"rank 0: found 3SEND_F0; that tensor does not cross"),
+        ({"1RECV_F0": ["1RECV_F1"], "1RECV_F1": ["1RECV_F0"]}, r"(1RECV_F0|in one order)"),
+    ],
+)
+def test_a_wrong_list_is_refused(change: dict[str, list[str]], says: str) -> None:
+    problem = uniform(2, 2)
+    rows = (
+        "0F0 0F1 3F0 3I0 3F1 3I1 3W0 3W1 0I0 0I1 0W0 0W1",
+        "1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1",
+    )
+    orders = Orders.from_text([*map(str.split, rows)])
+    lists = lowered(problem, orders)
+    verify_comms(problem, orders, lists)
+    wrong = [[entry for text in texts for entry in change.get(text, [text])] for texts in lists]
+    assert wrong != lists
+    with pytest.raises(InvalidPlan, match=says):
+        verify_comms(problem, orders, wrong)
+    with pytest.raises(InvalidPlan, match="found lists of 1 ranks"):
+        verify_comms(problem, orders, lists[:1])
+
+
+def test_forwards_of_the_last_stage_must_be_in_order() -> None:
+    """The runtime would take one microbatch's loss for another's."""
+    problem = uniform(1, 2)
+    orders = Orders.from_text([["0F0", "0F1", "1F1", "1F0", "1B0", "0B0", "1B1", "0B1"]])
+    with pytest.raises(InvalidPlan, match=r"1F1 as its forward number 0.*Relabel"):
+        verify_comms(problem, orders, lowered(problem, orders))
+    labelled = relabelled(orders, 2)
+    verify_comms(problem, labelled, lowered(problem, labelled))
+
+
+def test_sends_that_wait_in_a_cycle_are_refused() -> None:
+    """Every pair of ranks agrees on an order, but no rank can continue."""
+    problem = parse_problem({**uniform_document(3, 1), "placement": "loop", "chunks": 2})
+    orders = Orders.from_text([[f"{r}F0", f"{r + 3}F0", f"{r + 3}B0", f"{r}B0"] for r in range(3)])
+    lists = lowered(problem, orders)
+    verify_comms(problem, orders, lists)
+    # Rank 0 waits for stage 3's activation, which depends on an activation that stage 0 has yet to produce.
+    lists[0].remove("3RECV_F0")
+    lists[0].insert(lists[0].index("0F0"), "3RECV_F0")
+    with pytest.raises(InvalidPlan, match=r"can wait forever at"):
+        verify_comms(problem, orders, lists)

@@ -54,7 +54,7 @@ EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
 async def follow_search(
     request: Request, search_id: str, after: EventNumber = None, last_event_id: LastEventId = None
 ) -> Response:
-    """Typed events, numbered within the search: `state`, `improvement`, `bound`, `end`.
+    """Typed events, numbered within the search: `state`, `improvement`, `bound`, `progress`, `end`.
 
     A broken stream resumes after `Last-Event-ID`, at any service on the same database. With
     `Accept: application/json`, or `after`, the same events are a list.

@@ -113,7 +113,7 @@ def _options(parsed: argparse.Namespace) -> RehearseOptions:
 def _be_a_rank(options: RehearseOptions, world: World, parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from zbv_worker.measure.rehearse.outcome_text import outcome_json, overhead, sentences, table
+    from zbv_worker.measure.rehearse.outcome import outcome_json, overhead, sentences, table
     from zbv_worker.measure.rehearse.rehearse import rehearse
 
     with json_output("--json", parsed.json if world.rank == 0 else None) as write:

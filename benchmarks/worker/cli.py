@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NAMES = (
     *("overhead", "pipeline-step", "gpt", "split"),
-    *("packing", "memory", "rehearse", "rehearse-jitter", "nccl-model", "layouts"),
+    *("packing", "memory", "rehearse", "nccl-model", "layouts"),
 )
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
@@ -31,7 +31,6 @@ on a busy machine, their intervals are wider.
   packing   steps of packed replicas, compared with equal tokens in the given order
   memory    peaks of real steps, compared with the plan
   rehearse  time of a rehearsal, compared with the plan
-  rehearse-jitter  times of rehearsals with jitter, compared with simulations
   nccl-model  which plans hang on a model of NCCL, by the number of kernels that run at once
   layouts   steps of all layouts of 4 processes, compared with what zbv layout predicts from a profile
 """
@@ -63,7 +62,7 @@ def add_worker(commands: Any) -> None:
         "--rounds",
         type=positive,
         metavar="N",
-        help="gpt, layouts, overhead, packing, pipeline-step, rehearse-jitter, split: measured rounds",
+        help="gpt, layouts, overhead, packing, pipeline-step, split: measured rounds",
     )
     command.add_argument(
         "--rehearse-pp",

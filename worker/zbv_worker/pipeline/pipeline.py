@@ -26,11 +26,11 @@ from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.leaving import give_up, leave
-from zbv_worker.pipeline.pipeline_state import PipelineState
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.shapes import Call, Given, Shapes
+from zbv_worker.pipeline.state import PipelineState
 from zbv_worker.pipeline.step_plans import PER_STEP, ProblemLike, StepPlans, Values
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace

@@ -1,4 +1,4 @@
-"""Runs the bodies of tests as ranks with real devices, each in a process of its own.
+"""Runs the bodies of tests as ranks with real devices, each in another process.
 
 The tests in tests/gpu run on GPUs. Where a CPU or a model of CUDA and NCCL has the subject, tests/worker runs
 the same functions there. A process is started as ``python -m support.on_devices``.

@@ -1,6 +1,6 @@
 """Whether a node can train: its devices, its environment, receives that wait, and one step of a pipeline.
 
-``zbv-worker check`` prints the findings. Whatever uses a device runs in processes of its own with a time
+``zbv-worker check`` prints the findings. Whatever uses a device runs in other processes with a time
 limit, so that a kernel that hangs fails one check and not the command.
 """
 

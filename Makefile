@@ -173,4 +173,4 @@ freeze: ## Regenerate constraints.txt from the installed versions
 	@mv constraints.new constraints.txt
 
 clean: ## Remove everything that make and the tests created
-	rm -rf $(VENV) build artifacts .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -137,10 +137,7 @@ async def store(http: httpx.AsyncClient, sizes: Amounts, apart: Apart = asyncio.
     )
     layouts = await post("/v1/layouts", lambda: {**LAYOUTS, "points": True})
     short = await post("/v1/searches", lambda: {"problem": FOUR_RANKS, "options": options})
-    ended = [
-        await _ended(http, f"/v1/{kind}/{some['id']}", apart)
-        for kind, some in (("searches", search), ("layouts", layouts), ("searches", short))
-    ]
+    ended = [await _ended(http, f"/v1/searches/{some['id']}", apart) for some in (search, layouts, short)]
     for seed in range(sizes.rows):
         varied = {**options, "seed": seed + sizes.variant * sizes.rows}
         stored = await post("/v1/searches", partial(_small_search, sizes, varied))
@@ -226,17 +223,18 @@ def reads(stored: Stored) -> list[Read]:
         found.extend(Read(route, path, accept) for path in paths)
 
     add("/v1/searches", "/v1/searches?limit=1000")
-    add("/v1/searches/{search_id}", f"/v1/searches{search}")
-    add("/v1/searches/{search_id}/problem", f"/v1/searches{search}/problem")
+    add("/v1/searches/{search_id}", f"/v1/searches{search}", f"/v1/searches{layouts}")
+    add(
+        "/v1/searches/{search_id}/problem",
+        f"/v1/searches{search}/problem",
+        f"/v1/searches{layouts}/problem",
+    )
     add(
         "/v1/searches/{search_id}/events",
         f"/v1/searches{search}/events?after=0",
         f"/v1/searches{search}/events",
+        f"/v1/searches{layouts}/events?after=0",
     )
-    add("/v1/layouts", "/v1/layouts?limit=1000")
-    add("/v1/layouts/{search_id}", f"/v1/layouts{layouts}")
-    add("/v1/layouts/{search_id}/request", f"/v1/layouts{layouts}/request")
-    add("/v1/layouts/{search_id}/events", f"/v1/layouts{layouts}/events?after=0")
     add("/v1/plans", "/v1/plans?limit=1000")
     add("/v1/plans/{plan_id}", f"/v1/plans{plan}")
     add("/v1/plans/{plan_id}/ranks/{rank}", f"/v1/plans{plan}/ranks/0")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
 NAMES = (
-    *("overhead", "pipeline-step", "per-step", "gpt", "split"),
-    *("packing", "memory", "rehearse", "rehearse-jitter", "nccl-model", "layouts"),
+    *("overhead", "pipeline-step", "gpt", "split"),
+    *("packing", "memory", "rehearse", "nccl-model", "layouts"),
 )
 DESCRIPTION = """\
 Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
@@ -26,13 +26,11 @@ on a busy machine, their intervals are wider.
 
   overhead  CPU time per action, compared with PyTorch's runtime
   pipeline-step  Pipeline.step, compared with the bare executor
-  per-step  a run of 200 steps with a new plan for every step
   gpt       a GPT with our plan and with PyTorch's schedules
   split     I + W, compared with the fused backward
   packing   steps of packed replicas, compared with equal tokens in the given order
   memory    peaks of real steps, compared with the plan
   rehearse  time of a rehearsal, compared with the plan
-  rehearse-jitter  times of rehearsals with jitter, compared with simulations
   nccl-model  which plans hang on a model of NCCL, by the number of kernels that run at once
   layouts   steps of all layouts of 4 processes, compared with what zbv layout predicts from a profile
 """
@@ -64,8 +62,7 @@ def add_worker(commands: Any) -> None:
         "--rounds",
         type=positive,
         metavar="N",
-        help="gpt, layouts, overhead, packing, per-step, pipeline-step, rehearse-jitter, split: measured "
-        "rounds",
+        help="gpt, layouts, overhead, packing, pipeline-step, split: measured rounds",
     )
     command.add_argument(
         "--rehearse-pp",

@@ -84,13 +84,12 @@ def _cells(ended: Mapping[int, int], workload: NcclModelWorkload, runs: int) -> 
 def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> int | None:
     """The most unsent tensors of a rank; None if the run hangs."""
     from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
-    from support.fake_nccl.shards import FakeShards
     from support.fake_nccl.simulation import Deadlock
 
     how = ModelRun(
         seed=seed,
         replicas=workload.replicas,
-        shards=FakeShards if workload.sharded else None,
+        is_sharded=workload.sharded,
         look_ahead=workload.look_ahead,
         device=replace(FIRST_TIMES, kernel_slots=kernels),
     )

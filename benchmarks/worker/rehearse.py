@@ -167,26 +167,22 @@ def _unlimited(problem: Problem) -> Problem:
     return replace(problem, memory=replace(problem.memory, limit=None))
 
 
-def rehearsed(
-    plan: Plan, workload: RehearseWorkload, jitter: dict[str, float] | None = None
-) -> dict[str, Any]:
+def rehearsed(plan: Plan, workload: RehearseWorkload) -> dict[str, Any]:
     """Return the document of ``zbv-worker rehearse --json``, with all ranks of a plan on this machine."""
     from zbv_solver.plans.plan import plan_json
 
     with tempfile.TemporaryDirectory(prefix="zbv-bench-") as name:
         folder = Path(name)
         (folder / "plan.json").write_text(json.dumps(plan_json(plan)))
-        command = python_command("zbv_worker", *_arguments(folder, workload, jitter))
+        command = python_command("zbv_worker", *_arguments(folder, workload))
         with LocalRanks([command] * plan.problem.pp_degree, folder) as ranks:
             ranks.wait(_LONGEST_SECONDS)
         numbers: dict[str, Any] = json.loads((folder / "numbers.json").read_text())
         return numbers
 
 
-def _arguments(folder: Path, workload: RehearseWorkload, jitter: dict[str, float] | None) -> Iterator[str]:
+def _arguments(folder: Path, workload: RehearseWorkload) -> Iterator[str]:
     yield "rehearse"
     yield from ("--plan-file", str(folder / "plan.json"))
     yield from ("--json", str(folder / "numbers.json"))
     yield from ("--steps", str(workload.steps), "--bytes", str(workload.transfer_bytes))
-    if jitter is not None:
-        yield from ("--jitter", ",".join(f"{name}={deviation}" for name, deviation in jitter.items()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -16,16 +16,14 @@ from zbv_service.api import openapi
 from zbv_service.api.bodies import BodyMemory
 from zbv_service.api.error_handlers import install as install_error_handlers
 from zbv_service.api.error_handlers import on_crash
-from zbv_service.api.limits import Limited
 from zbv_service.api.rank_fetches import RankFetches
+from zbv_service.api.responses import Responses
 from zbv_service.api.routers import (
     agents,
     health,
-    layouts,
     plans,
     problem_checks,
     runs,
-    search_events,
     searches,
 )
 from zbv_service.api.state import ApplicationState
@@ -35,8 +33,8 @@ from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
 from zbv_service.pages import errors, sign_in
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets, assets_app
-from zbv_service.searches.executors.task import SearchFunction, solver_search
-from zbv_service.security.headers import SecurityHeaders
+from zbv_service.records.searches import SearchKind
+from zbv_service.searches.kinds import KINDS, Kind
 from zbv_service.security.scheme import require_declared
 from zbv_service.security.token_text import TokenText
 from zbv_service.security.tokens import Tokens
@@ -44,8 +42,6 @@ from zbv_service.settings import Settings
 
 _ROUTERS = (
     searches.router,
-    search_events.router,
-    layouts.router,
     problem_checks.router,
     plans.router,
     runs.router,
@@ -63,15 +59,15 @@ request, so the application gets the routes themselves.
 def create_app(
     settings: Settings | None = None,
     *,
-    search: SearchFunction = solver_search,
+    kinds: Mapping[SearchKind, Kind] = KINDS,
     local_token: TokenText | None = None,
 ) -> FastAPI:
     """The service as an ASGI application. Its lifespan migrates the database and runs the searches.
 
     Parameters
     ----------
-    search
-        The function that search processes run; tests replace it.
+    kinds
+        What search processes run for each kind of search; tests replace it.
     local_token
         A token with all scopes that is in no database, for commands on this machine.
     """
@@ -87,7 +83,7 @@ def create_app(
         try:
             await database.migrate()
             tokens = Tokens(TokenTable(database), local_token)
-            application = ApplicationState(database, settings, tokens, search, metrics, assets())
+            application = ApplicationState(database, settings, tokens, kinds, metrics, assets())
             app.state.application = application
             await application.start()
             try:
@@ -105,8 +101,7 @@ def create_app(
         routes=[route for router in _ROUTERS for route in router.routes],
         middleware=[
             Middleware(Observed, metrics),
-            Middleware(SecurityHeaders),
-            Middleware(Limited),
+            Middleware(Responses),
             Middleware(TrustedHostMiddleware, settings.host_names, www_redirect=False),
             # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
             # request's id and the security headers.

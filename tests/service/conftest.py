@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support import fake_searches
 from support.databases import KINDS, Kind, PostgresDatabases, SqliteDatabases
+from support.fake_kinds import kinds_of
 from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
@@ -104,8 +104,7 @@ def serving(settings: Settings, directory: Path) -> Serving:
 
     @asynccontextmanager
     async def start(search: str, **changes: Any) -> AsyncIterator[Service]:
-        fake = fake_searches.InDirectory(fake_searches.BY_NAME[search], directory)
-        app = create_app(settings.model_copy(update=changes), search=fake)
+        app = create_app(settings.model_copy(update=changes), kinds=kinds_of(search, directory))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),

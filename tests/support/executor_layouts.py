@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zbv_models.fixed_orders.executor_cut import ExecutorCut
 from zbv_models.layouts.cluster import Cluster, MixedCluster, equal_cluster
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Fixed
@@ -45,7 +46,7 @@ def best_of(request: Request, executor: str) -> ExecutorLayout:
     return best
 
 
-def flags_of(best: ExecutorLayout) -> dict[str, str]:
+def flags_of(best: ExecutorCut | ExecutorLayout) -> dict[str, str]:
     """Megatron-LM's flags with their values; those without one have an empty one."""
     assert best.settings is not None
     lines = best.settings.replace("\\\n", "\n").splitlines()

@@ -1,4 +1,4 @@
-"""Searches that a test controls; search processes import this module.
+"""Searches for plans that a test controls; search processes import this module.
 
 Each is a :class:`zbv_service.searches.executors.task.SearchFunction`. The test controls it
 with files in the directory that ``ZBV_TEST_DIRECTORY`` names.
@@ -106,20 +106,29 @@ def held(given: Arguments) -> Plan:
     return hold(given)
 
 
+def started_and_released(is_stopped: Callable[[], bool], workers: int) -> bool:
+    """Write the file ``started-PID``, and wait for the file ``release``; False if the search is stopped."""
+    here = directory()
+    (here / f"started-{os.getpid()}").write_text(f"workers {workers}")
+    until = time.monotonic() + DEADLINE
+    while not (here / "release").exists():
+        if is_stopped():
+            return False
+        if time.monotonic() > until:
+            raise TimeoutError("the test neither released nor cancelled its search.")
+        time.sleep(0.01)
+    return True
+
+
 def hold(given: Arguments) -> Plan:
     """Does what :func:`held` describes."""
     here = directory()
-    (here / f"started-{os.getpid()}").write_text(f"workers {given.options['workers']}")
     if given.incumbent is not None:
         orders = given.incumbent.orders if isinstance(given.incumbent, Plan) else given.incumbent
         (here / "resumed").write_text("\n".join(orders.text(0)))
     given.on_progress(Progress(9.0, 4.0, 1.25, "held", 0.0, orders_of(given.problem), given.problem))
-    until = time.monotonic() + DEADLINE
-    while not (here / "release").exists() and not given.cancelled():
-        if time.monotonic() > until:
-            raise TimeoutError("the test neither released nor cancelled its search.")
-        time.sleep(0.01)
-    return plan_of(given.problem, "cancelled" if given.cancelled() else "released")
+    was_released = started_and_released(given.cancelled, given.options["workers"])
+    return plan_of(given.problem, "released" if was_released else "cancelled")
 
 
 @fake
@@ -195,10 +204,10 @@ def undercutting(given: Arguments) -> Plan:
 class InDirectory:
     """A fake that sets its directory itself, for processes that started before the test."""
 
-    search: SearchFunction
+    search: Callable[..., Any]
     directory: Path
 
-    def __call__(self, *arguments: Any) -> Plan:
+    def __call__(self, *arguments: Any) -> Any:
         os.environ["ZBV_TEST_DIRECTORY"] = str(self.directory)
         return self.search(*arguments)
 

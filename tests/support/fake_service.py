@@ -21,7 +21,7 @@ import uvicorn
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
 
-from support.fake_searches import BY_NAME, InDirectory
+from support.fake_kinds import kinds_of
 from support.paths import TESTS
 
 BACKLOG = 2048
@@ -54,7 +54,7 @@ def _serve(search: str, directory: Path, *dies_in: str) -> None:
     for name in dies_in:
         pytest.MonkeyPatch().setattr(name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     settings = Settings(auth="none", database=f"sqlite:///{directory}/zbv.db", searches=2)
-    app = create_app(settings, search=InDirectory(BY_NAME[search], directory))
+    app = create_app(settings, kinds=kinds_of(search, directory))
 
     class AnnouncedServer(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -15,10 +15,13 @@ from zbv_service.app import create_app
 from zbv_service.commands import serving
 from zbv_service.commands.cli import main
 from zbv_service.documents.problems import Question
+from zbv_service.searches.executors.layouts import rank_layouts
 from zbv_service.searches.executors.task import solver_search
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.incumbent import Progress
+
+from support.fake_kinds import kinds
 
 WAIT_SECONDS = 600.0
 
@@ -44,5 +47,5 @@ if __name__ == "__main__":
     # Import it by its real name, which other processes use to find it.
     from support.patient_searches import patient as search
 
-    setattr(serving, "create_app", partial(create_app, search=search))  # noqa: B010 (mypy knows no such name)
+    setattr(serving, "create_app", partial(create_app, kinds=kinds(search, rank_layouts)))  # noqa: B010 (mypy knows no such name)
     sys.exit(main())

@@ -1,8 +1,8 @@
 """A rank that trains a small transformer with a plan for every step, and compares with one process.
 
 Under torchrun's environment: ``python -m support.per_step_rank FOLDER STEPS MODE``. The rank writes what it
-found to ``rank-RANK.json``. ``MODE`` is "all ranks"; "data rank", with stated shapes; or "killed": then the
-planner's process is killed twice.
+found to ``rank-RANK.json``. ``MODE`` is "all ranks"; "data rank", with stated shapes; or "loader": then a
+process of a data loader plans most steps.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import zbv_solver
 import zbv_worker as zbv
-from zbv_worker.pipeline.step_plans import PlanningReport
+from torch.utils.data import DataLoader, Dataset
 
 from support.packed_rank import Block, PackedBatch, loss_sum, model, shape_of
 
-MICROBATCHES, TIMEOUT, PAUSE = 4, 30.0, 0.03
-UNANNOUNCED = 3
-"""The step that nobody announces."""
-KILLED = (5, 10)
+MICROBATCHES, TIMEOUT = 4, 30.0
+UNPLANNED = 3
+"""The step that the loader does not plan."""
 
 
 def problem(p: int) -> dict[str, Any]:
@@ -61,12 +60,37 @@ def difference(pipe: zbv.Pipeline, batch: PackedBatch, given: dict[str, Any]) ->
     return found
 
 
+class Steps(Dataset[tuple[PackedBatch, "zbv_solver.Plan | None"]]):  # type: ignore[misc]  # untyped
+    """Batches and their plans."""
+
+    def __init__(self, steps: int, p: int):
+        parsed = zbv_solver.parse(problem(p))
+        assert isinstance(parsed, zbv_solver.Problem)
+        self._steps, self._planner = steps, zbv_solver.StepPlanner(parsed)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, step: int) -> tuple[PackedBatch, zbv_solver.Plan | None]:
+        batch = PackedBatch.random(step, MICROBATCHES)
+        lengths = batch.cu_seqlens.diff().tolist()
+        own = [[lengths[at] for at in some] for some in batch.sequences]
+        values = {
+            "tokens": [sum(some) for some in own],
+            "tokens_squared": [sum(length**2 for length in some) for some in own],
+        }
+        return batch, None if step == UNPLANNED else self._planner.plan(values, seconds=0.02)
+
+
 def main(folder: Path, steps: int, mode: str) -> None:
     torch.set_num_threads(1)
     rank, p = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    batches = [PackedBatch.random(seed, MICROBATCHES) for seed in range(steps)]
     more: dict[str, Any] = {"data_rank": p - 1, "shape_of": shape_of} if mode == "data rank" else {}
-    found, plans = [], []
+    found, plans, given_plans = [], [], []
+    batches: Iterator[tuple[PackedBatch, zbv_solver.Plan | None]]
+    batches = ((PackedBatch.random(step, MICROBATCHES), None) for step in range(steps))
+    if mode == "loader" and rank == 0:
+        batches = iter(DataLoader(Steps(steps, p), batch_size=None, num_workers=1))  # before threads exist
     pipe = zbv.Pipeline(
         "per-step",
         model(),
@@ -76,26 +100,17 @@ def main(folder: Path, steps: int, mode: str) -> None:
         startup_timeout=TIMEOUT,
         **more,
     )
-    client = pipe._own.plans._client if pipe._own.plans is not None else None
     with pipe:
-        for step, batch in enumerate(batches):
-            if step + 1 < steps and step + 1 != UNANNOUNCED:
-                following = batches[step + 1]
-                pipe.announce(cu_seqlens=following.cu_seqlens, sequences=following.sequences)
+        for batch, plan in batches:
             given: dict[str, Any] = {}
             if mode != "data rank" or rank == p - 1:
-                given = {"inputs": batch.tokens, "targets": batch.targets}
+                given = {"inputs": batch.tokens, "targets": batch.targets, "plan": plan}
                 given |= {"cu_seqlens": batch.cu_seqlens, "sequences": batch.sequences}
-            if mode == "killed" and step in KILLED and client is not None:
-                os.kill(client.pid, 9)
-                time.sleep(0.2)
             found.append(difference(pipe, batch, given))
             plans.append(pipe.plan_id)
-            time.sleep(PAUSE)
-        report = asdict(pipe.planning or PlanningReport())
-    ended = client is None or client._process.poll() is not None
+            given_plans.append(None if plan is None else plan.plan_id)
     (folder / f"rank-{rank}.json").write_text(
-        json.dumps({"found": found, "plans": plans, "report": report, "ended": ended})
+        json.dumps({"found": found, "plans": plans, "given": given_plans})
     )
 
 

@@ -13,10 +13,19 @@ from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory, Placement,
 
 
 def uniform(
-    p: int, m: int, *, limit: float | None = None, p2p: float = 0, objective: Objective = "span"
+    p: int,
+    m: int,
+    *,
+    limit: float | None = None,
+    p2p: float = 0,
+    objective: Objective = "span",
+    **parts: Any,
 ) -> Problem:
-    """F = I = W = 1; a forward holds 1, half of which I gives back. 1F1B's peak is 2p."""
-    return parse_problem(uniform_document(p, m, limit=limit, p2p=p2p, objective=objective))
+    """F = I = W = 1; a forward holds 1, half of which I gives back. 1F1B's peak is 2p.
+
+    ``parts`` of the document may be others, such as ``costs`` or ``placement``.
+    """
+    return parse_problem(uniform_document(p, m, limit=limit, p2p=p2p, objective=objective) | parts)
 
 
 def uniform_document(p: int, m: int, *, limit: float | None = None, **changes: Any) -> dict[str, Any]:

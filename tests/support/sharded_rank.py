@@ -1,4 +1,4 @@
-"""A rank that trains models with and without sharding and writes down the parameters and what happened.
+"""A rank that trains models with and without sharding and writes down the parameters.
 
 Under torchrun's environment: ``python -m support.sharded_rank FOLDER``. Four ranks: two replicas of a V.
 """
@@ -6,13 +6,11 @@ Under torchrun's environment: ``python -m support.sharded_rank FOLDER``. Four ra
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +20,10 @@ from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import GPT, GptConfig
-from zbv_worker.stage.stage import Stage
+from zbv_worker.training.gradients import gradients_of
 from zbv_worker.training.options import RunOptions, TrainingOptions
 from zbv_worker.training.run import train
-from zbv_worker.training.shards import ShardBucket, Unit
-from zbv_worker.transport.channels import Reduction
+from zbv_worker.training.sharding import dividing
 from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.world import Layout, World
@@ -67,18 +64,6 @@ class Hard(HardModel):
         return module
 
 
-class Hooked(Small):
-    """With a hook that masks a gradient; it must see the whole gradient of each backward."""
-
-    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        module = super().build_layers(names, device)
-        for parameter in module.parameters():
-            if parameter.dim() == 2:
-                parameter.register_hook(_masked)  # type: ignore[no-untyped-call]  # torch's own
-                break
-        return module
-
-
 class Tempered(Small):
     """With a loss that has a parameter, in a module that nobody calls."""
 
@@ -88,10 +73,6 @@ class Tempered(Small):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return super().loss(output * self.loss_module[0].mean(), target)
-
-
-def _masked(gradient: Tensor) -> Tensor:
-    return gradient * (torch.arange(gradient.numel()).view_as(gradient) % 3 > 0)
 
 
 @dataclass(frozen=True)
@@ -115,72 +96,24 @@ CASES = {
     "uneven": Case(Hard, cut_problem(HardModel().layer_names(), (3, 2, 1, 2)), {}),
     "recomputed": Case(Small, _gpt(recompute=RECOMPUTED), {"evaluate_every": 1}),
     "tied": Case(lambda: Small(tied=True), _gpt(), {}),
+    "tied over ranks": Case(
+        lambda: Small(tied=True), cut_problem(Small().layer_names(), (3, 3), placement="single"), {}
+    ),
     "mixed": Case(Small, _gpt(), {"precision": "bfloat16"}),
     "half": Case(lambda: Small(dtype=torch.bfloat16), _gpt(), {}),
-    "hooked": Case(Hooked, _gpt(), {}),
     "clipped": Case(Small, _gpt(), {"clip_norm": 0.1}),
+    "accumulated": Case(Small, _gpt(), {"parts": 2}),
     "tempered": Case(Tempered, _gpt(), {}),
 }
 
 
-class Watched(GlooTransport):
-    """Writes down when sums of sharded gradients are awaited."""
-
-    events: list[tuple[str, str, int]]
-
-    def sum_parts_over_replicas(self, whole: Tensor, part: Tensor) -> Reduction:
-        self.events.append(("sum", str(whole.dtype), whole.nbytes))
-        return _Awaited(super().sum_parts_over_replicas(whole, part), self.events)
-
-
-@dataclass(frozen=True)
-class _Awaited:
-    reduction: Reduction
-    events: list[tuple[str, str, int]]
-
-    def wait(self, timeout: float) -> None:
-        self.events.append(("awaited", "", 0))
-        self.reduction.wait(timeout)
-
-
-@contextmanager
-def watching(events: list[tuple[str, str, int]]) -> Iterator[None]:
-    """Write down gathers, frees and actions, each with the bytes of whole parameters held afterwards."""
-    buckets: dict[ShardBucket, None] = {}
-
-    def watched(kind: type, name: str, label: Callable[..., str]) -> Any:
-        original = getattr(kind, name)
-
-        def call(self: Any, *args: Any, **keywords: Any) -> Any:
-            if isinstance(self, Unit):
-                buckets.update(dict.fromkeys(self.buckets))
-            result = original(self, *args, **keywords)
-            events.append((name, label(self, *args), held(buckets)))
-            return result
-
-        return patch.object(kind, name, call)
-
-    with ExitStack() as stack:
-        for name in ("gather", "complete", "free"):
-            stack.enter_context(watched(Unit, name, lambda unit, *_: unit.name))
-        for name in ("forward", "backward", "backward_input", "backward_weight", "evaluate"):
-            stack.enter_context(watched(Stage, name, lambda stage, *_: str(stage.index)))
-        yield
-
-
-def held(buckets: Iterable[ShardBucket]) -> int:
-    """The bytes of whole parameters."""
-    return sum(each.storage.untyped_storage().nbytes() for bucket in buckets for each in bucket.parameters)
-
-
-def trained(case: Case, transport: Watched, *, is_sharded: bool, steps: int = 2) -> dict[str, Any]:
-    """The parameters by name, the losses and norms of the steps, and what happened."""
+def trained(case: Case, transport: GlooTransport, *, is_sharded: bool, steps: int = 2) -> dict[str, Any]:
+    """The parameters by name, and the losses and norms of the steps."""
     plan = RankPlan.of("0" * 64, case.problem, case.orders, transport.pp_rank)
     options = TrainingOptions(replicas=2, is_sharded=is_sharded, **case.options)
-    model, transport.events = case.model(), []
+    model = case.model()
     run = RunOptions((), ModelSpec("tests:model"), steps, timeout=TIMEOUT, training=options)
-    with watching(transport.events):
-        (report,) = train(run, [plan], model, transport, CPU)
+    (report,) = train(run, [plan], model, transport, CPU)
     named = [pair for module in model.built for pair in module.named_parameters()]
     return {
         "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named},
@@ -188,18 +121,34 @@ def trained(case: Case, transport: Watched, *, is_sharded: bool, steps: int = 2)
         "losses": [line.loss for line in report.lines],
         "norms": [line.updated.gradient_norm for line in report.lines],
         "evaluations": report.evaluations,
-        "events": transport.events,
     }
+
+
+def sum_of_halves(transport: GlooTransport) -> float:
+    """The sum over two replicas of gradients 256, 1, 1 and 1, of a parameter in bfloat16."""
+    module = nn.Sequential(nn.Linear(1, 1, bias=False, dtype=torch.bfloat16))
+    dividing(transport, CPU)(module)
+    gradients = gradients_of({0: module}, transport)
+    gradients.begin()
+    for x in (256.0, 1.0, 1.0, 1.0):
+        module(torch.tensor([[x]], dtype=torch.bfloat16)).sum().backward()
+    gradients.stage_done(0)
+    gradients.finish(TIMEOUT)
+    gradients.hand_over()
+    gradient = module[0].weight.grad
+    assert isinstance(gradient, DTensor)
+    return float(gradient.full_tensor())
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     world = World.from_environment()
-    transport = Watched(GlooControl(world, TIMEOUT, Layout.of_world(4, 2)), CPU, TIMEOUT)
-    found = {
+    transport = GlooTransport(GlooControl(world, TIMEOUT, Layout.of_world(4, 2)), CPU, TIMEOUT)
+    found: dict[str, Any] = {
         name: {is_sharded: trained(case, transport, is_sharded=is_sharded) for is_sharded in (False, True)}
         for name, case in CASES.items()
     }
+    found["sum of halves"] = sum_of_halves(transport)
     torch.save(found, folder / f"rank-{world.rank}.pt")
     transport.barrier(TIMEOUT)
     transport.close()

@@ -22,12 +22,10 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import FloatRect, Locator, Page, TimeoutError
-from support.paths import ROOT
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 
-ARTIFACTS = ROOT / "artifacts"
 BROWSERS = (
     "chromium-headless-shell",  # the same without windows, which nobody sees here: a third less work
     "chromium",
@@ -49,6 +47,7 @@ SCRIPT = Path(sys.executable).with_name("zbv-service")
 START_SECONDS = 120.0
 SEARCH_SECONDS = 120.0
 SOON_SECONDS = 60.0
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 # A message about the speed of the machine.
 HARMLESS = re.compile("was preloaded using link preload but not used within")
 
@@ -146,11 +145,6 @@ class Look:
         """The tooltip that is open."""
         return self.page.locator(".tip").filter(visible=True).first
 
-    def keep(self, name: str, *, whole: bool = True) -> None:
-        """Store a screenshot as a test artefact."""
-        ARTIFACTS.mkdir(exist_ok=True)
-        self.page.screenshot(path=ARTIFACTS / f"{name}.png", full_page=whole)
-
 
 @dataclass(frozen=True)
 class Service:
@@ -170,11 +164,11 @@ class Service:
         assert found["state"] == "done", found
         return parse_plan(self.call(f"/v1/plans/{found['plan_id']}"))
 
-    def ended(self, search_id: str, kind: str = "searches") -> dict[str, Any]:
+    def ended(self, search_id: str) -> dict[str, Any]:
         """Wait for a search to end."""
         until = time.monotonic() + SEARCH_SECONDS
         while True:
-            found: dict[str, Any] = self.call(f"/v1/{kind}/{search_id}")
+            found: dict[str, Any] = self.call(f"/v1/searches/{search_id}")
             if found["state"] not in ("queued", "running"):
                 return found
             assert time.monotonic() < until, f"the search did not end in time: {found}"
@@ -226,3 +220,14 @@ PROBLEM: dict[str, Any] = {
     "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16},
     "units": {"time": "us"},
 }
+LAYOUTS = {
+    "model_json": '{"model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}}',
+    "device": "h100",
+    "nodes": "1",
+    "gpus_per_node": "2",
+    "global_batch": "4",
+    "top": "5",
+    "microbatch_size": "1",
+    "sensitivity": "on",
+}
+"""Fields of the form for layouts: a small model on one node of two devices."""

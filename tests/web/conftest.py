@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, StorageState, sync_playwright
+from zbv_service.pages.layouts import LayoutForm
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 
-from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, PROBLEM, Look, Service, serving
+from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, LAYOUTS, PROBLEM, Look, Service, serving
 
 
 @pytest.fixture(scope="session")
@@ -108,9 +109,19 @@ def plan(service: Service) -> Plan:
 
 
 @pytest.fixture(scope="session")
+def layout_search(service: Service) -> dict[str, Any]:
+    """A finished search for the layouts of the form with the fields above, with a sensitivity."""
+    form = LayoutForm.parse({name: [value] for name, value in LAYOUTS.items()})
+    asked = service.call("/v1/layouts", form.document())
+    found = service.ended(asked["id"])
+    assert found["state"] == "done", found
+    return found
+
+
+@pytest.fixture(scope="session")
 def large_plan() -> Plan:
     """More actions than are drawn one by one."""
-    problem = parse_problem({**PROBLEM, "pp_degree": 8, "microbatches": 260})
+    problem = parse_problem({**PROBLEM, "pp_degree": 8, "microbatches": 200})
     rank_of = problem.placement.rank_of
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
     for j in range(problem.microbatches):

@@ -10,43 +10,22 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, ViewportSize
 from zbv_solver.plans.plan import Plan
 
-from web.browsing import Look, Service
+from web.browsing import PHONE, Look, Service
 from web.played_runs import play, slower, traces
 
 KINDS = (
-    "home",
-    "searches",
-    "plans",
-    "runs",
-    "agents",
-    "new",
-    "search",
-    "plan",
-    "compare",
-    "frontier",
-    "layouts",
-    "layout search",
-    "run",
-    "measured",
-    "missing",
-    "problem type",
-    "sign-in",
+    *("home", "searches", "plans", "runs", "agents", "new", "search", "plan", "compare", "frontier"),
+    *("layouts", "layout search", "run", "measured", "missing", "problem type", "sign-in"),
 )
-LAYERS = {"model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}}
-CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
 CHARTS = {"plan", "compare", "measured"}
 SERIOUS = {"serious", "critical"}
 WIDE: ViewportSize = {"width": 1280, "height": 900}
-PHONE: ViewportSize = {"width": 390, "height": 844}
 
 
 @pytest.fixture(scope="module")
-def addresses(service: Service, plan: Plan) -> dict[str, str]:
+def addresses(service: Service, plan: Plan, layout_search: dict[str, Any]) -> dict[str, str]:
     """The address of each kind of page, in a service with a plan and a run."""
     search = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
-    asked = {"model": LAYERS, "cluster": CLUSTER, "global_batch": 4, "points": True, "sensitivity": True}
-    layouts = service.call("/v1/layouts", {**asked, "fixed": {"microbatch_size": 1}})["id"]
-    assert service.ended(layouts, "layouts")["state"] == "done"
     run = play(service, plan, steps=4)
     run.beat(1)
     run.measured(traces(plan, slower(plan.problem, 2, 2.0)))
@@ -57,7 +36,7 @@ def addresses(service: Service, plan: Plan) -> dict[str, str]:
         "plan": f"/plans/{plan.plan_id}",
         "compare": f"/plans/{plan.plan_id}/compare",
         "frontier": f"/plans/{plan.plan_id}/frontier",
-        "layout search": f"/layouts/{layouts}",
+        "layout search": f"/layouts/{layout_search['id']}",
         "run": f"/runs/{run.id}",
         "measured": f"/runs/{run.id}/measured",
         "missing": "/nothing",
@@ -144,26 +123,25 @@ def test_a_page_is_accessible_by_keyboard_in_both_themes_and_on_a_phone(
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
     painted(page)
     assert findings(page, "color-contrast") == []
-    page.set_viewport_size(PHONE)
+    page.set_viewport_size(PHONE["viewport"])
     painted(page)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["viewport"]["width"]
     assert [told for told in seen.complaints if "404 (Not Found)" not in told or kind != "missing"] == []
     assert seen.strangers() == []
 
 
-def test_one_key_skips_to_the_content(reader: Look, addresses: dict[str, str]) -> None:
+def test_lists_can_be_skipped_to_printed_and_read_without_motion(
+    reader: Look, addresses: dict[str, str]
+) -> None:
     page = reader.page
+    page.set_viewport_size(WIDE)
+    page.emulate_media(media="screen", color_scheme="light", reduced_motion="reduce")
     reader.open(addresses["plans"])
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
     assert page.evaluate("document.getElementById('main').contains(document.activeElement)")
-
-
-def test_reduced_motion_turns_animations_off(reader: Look, addresses: dict[str, str]) -> None:
-    page = reader.page
-    reader.open(addresses["plans"])
     moving = """() => {
       const row = document.querySelector("tbody tr");
       row.classList.add("fresh");
@@ -172,16 +150,8 @@ def test_reduced_motion_turns_animations_off(reader: Look, addresses: dict[str, 
     assert page.evaluate(moving) <= 0.001
     page.emulate_media(reduced_motion="no-preference")
     assert page.evaluate(moving) > 0.1
-    page.emulate_media(reduced_motion="reduce")
-
-
-def test_a_printed_list_has_rows_and_no_controls(reader: Look, addresses: dict[str, str]) -> None:
-    page = reader.page
-    page.set_viewport_size(WIDE)
-    reader.open(addresses["plans"])
     page.emulate_media(media="print", color_scheme="dark")
     assert page.locator("tbody tr").first.is_visible()
-    assert not page.get_by_role("navigation", name="Pages").is_visible()
-    assert not page.locator(".filters").is_visible()
+    for controls in (page.get_by_role("navigation", name="Pages"), page.locator(".filters")):
+        assert not controls.is_visible()
     assert page.locator("h1").evaluate("part => getComputedStyle(part).color") == "rgb(27, 34, 48)"
-    page.emulate_media(media="screen", color_scheme="light")

@@ -1,31 +1,81 @@
-"""Streams of server-sent events."""
+"""The events of searches and runs as responses: as a stream of server-sent events, or as a list."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
+from fastapi import Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
+from pydantic import BaseModel
 from starlette.types import Send
 
-from zbv_service.api.negotiation import VARY
+from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY
+from zbv_service.api.state import state_of
+from zbv_service.searches.events import EventFeed, Followed
+from zbv_service.security.scheme import READ_SCOPES
 
 RETRY = format_sse_event(retry=1000)
 """The first bytes of a stream: clients reconnect after this many milliseconds."""
 SIGN_OF_LIFE = format_sse_event(comment="still here")
 FEW = 4
 """Events that are encoded at once. An event has some kilobytes at most."""
+_MAX_NUMBER = 2**31 - 1
 
-E = TypeVar("E")
+EventNumber = Annotated[
+    int | None, Query(ge=0, le=_MAX_NUMBER, description="Return only events after this one.")
+]
+LastEventId = Annotated[
+    int | None,
+    Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As `after`; browsers send it."),
+]
+DESCRIPTION = "The events so far, or a stream of them that ends after the event `end`."
+
+E = TypeVar("E", bound=Followed)
 
 
-async def encoded(encode: Callable[[E], bytes], batch: Sequence[E]) -> bytes:
-    """A batch of events as bytes, a sign of life if it is empty; many events are encoded in a thread."""
-    if len(batch) <= FEW:
-        return b"".join(map(encode, batch)) or SIGN_OF_LIFE
-    return await asyncio.to_thread(lambda: b"".join(map(encode, batch)))
+def responses(what: str, example: str) -> dict[int | str, dict[str, Any]]:
+    """The responses of a route with the events of a search or run, for its OpenAPI document."""
+    stream = {"schema": {"type": "string"}, "example": example}
+    return {
+        200: {"content": {EVENT_STREAM: stream}},
+        204: {"description": f"No event follows, because the {what} has ended. Do not reconnect."},
+    }
+
+
+async def listed(make: Callable[[], BaseModel]) -> Response:
+    """A list of events, which is made and written in a thread."""
+    text = await asyncio.to_thread(lambda: make().model_dump_json(exclude_unset=True))
+    return Response(text, headers={**VARY, "Cache-Control": "no-store"}, media_type=JSON)
+
+
+def followed(
+    request: Request, feed: EventFeed[E], owner: str, number: int, encode: Callable[[E], bytes]
+) -> Response:
+    """A stream of the events after a number, until their owner ends or the token becomes invalid."""
+    return EventStream(_stream(request, feed, owner, number, encode))
+
+
+def over() -> Response:
+    """No event follows."""
+    return Response(status_code=204, headers=VARY)
+
+
+async def _stream(
+    request: Request, feed: EventFeed[E], owner: str, number: int, encode: Callable[[E], bytes]
+) -> AsyncIterator[bytes]:
+    access = state_of(request).access
+    yield RETRY
+    async with aclosing(cast("Any", feed.follow(owner, number))) as batches:
+        async for batch in batches:
+            if not await access.is_still_allowed(request, READ_SCOPES):
+                return  # a reader that reconnects learns why
+            if len(batch) > FEW:
+                yield await asyncio.to_thread(lambda events: b"".join(map(encode, events)), batch)
+            else:
+                yield b"".join(map(encode, batch)) or SIGN_OF_LIFE
 
 
 class EventStream(EventSourceResponse):

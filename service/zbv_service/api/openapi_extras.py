@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 TAGS = {
-    "searches": "Searches for plans: durable, resumable, followed by events or by polling.",
-    "layouts": "Searches for the best parallel layouts of a model on a cluster, like those for plans.",
+    "searches": "Searches for plans, and for the best parallel layouts of a model on a cluster: durable, "
+    "resumable, followed by events or by polling.",
     "plans": "Plans, identified by the hash of problem and orders: whole, by rank, or in other formats.",
     "problems": "Checks, estimates, comparisons and packings of problems; nothing is stored.",
     "runs": "Training runs: scheduled on agents, restarted after failures, replanned from measured costs.",

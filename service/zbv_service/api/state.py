@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 from fastapi import Request
@@ -32,6 +33,7 @@ from zbv_service.plans.compared import ComparedPlans
 from zbv_service.plans.plans import Plans
 from zbv_service.problems.compare import Comparisons
 from zbv_service.problems.estimate import Estimates
+from zbv_service.records.searches import SearchKind
 from zbv_service.runs.agents import Agents, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
 from zbv_service.runs.measurements import Measurements
@@ -40,9 +42,9 @@ from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
 from zbv_service.searches.events import EventFeed
-from zbv_service.searches.executors.task import SearchFunction
+from zbv_service.searches.kinds import Kind
 from zbv_service.searches.runner import Runner
-from zbv_service.searches.searches import LayoutSearches, Searches
+from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
 from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import Quotas
@@ -56,8 +58,8 @@ class ApplicationState:
 
     Parameters
     ----------
-    search
-        The function that search processes run.
+    kinds
+        What search processes run for each kind of search.
     assets
         A text that changes with every version of the service; see :func:`zbv_service.api.caching.derived`.
     """
@@ -67,7 +69,7 @@ class ApplicationState:
         database: Database,
         settings: Settings,
         tokens: Tokens,
-        search: SearchFunction,
+        kinds: Mapping[SearchKind, Kind],
         metrics: Metrics,
         assets: str,
     ):
@@ -78,9 +80,8 @@ class ApplicationState:
         self.events = EventFeed(SearchEventTable(database))
         self.run_events = EventFeed(RunEventTable(database))
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
-        self.runner = Runner(search_table, settings, search, metrics)
+        self.runner = Runner(search_table, settings, metrics, kinds)
         self.searches = Searches(search_table, self.runner, settings, computations)
-        self.layouts = LayoutSearches(search_table, self.runner, settings, computations)
 
         self.plans = Plans(plan_table, settings, computations)
         self.compared = ComparedPlans(self.plans)

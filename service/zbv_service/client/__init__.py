@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbv_service.client.agent import AgentClient, HeartbeatReply, NodeWork, Registration
-    from zbv_service.client.answers import Check, Estimate, Event, LayoutSearch, RankPlan, Run, Search
+    from zbv_service.client.answers import Check, Estimate, Event, RankPlan, Run, Search
     from zbv_service.client.client import Client
     from zbv_service.client.errors import (
         AgentGone,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "agent": ("AgentClient", "HeartbeatReply", "NodeWork", "Registration"),
-    "answers": ("Check", "Estimate", "Event", "LayoutSearch", "RankPlan", "Run", "Search"),
+    "answers": ("Check", "Estimate", "Event", "RankPlan", "Run", "Search"),
     "retries": ("Retries",),
     "client": ("Client",),
 }
@@ -49,7 +49,6 @@ __all__ = [
     "HeartbeatReply",
     "InvalidAnswer",
     "InvalidRequest",
-    "LayoutSearch",
     "NodeWork",
     "NotFound",
     "Overloaded",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
 from pydantic import Field, StrictBool, TypeAdapter, ValidationError
@@ -29,47 +29,35 @@ class Search:
     id: str
     state: str
     objective: float | None
+    """Of layouts, the seconds of the step of the best one so far."""
     lower_bound: float | None
+    """No plan or layout has a smaller objective."""
     gap: float | None
     plan_id: str | None
+    """Of layouts, the plan of the best layout's pipeline."""
     error: dict[str, Any] | None
     created_at: datetime
     method: str | None = None
     attempts: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    kind: str = "plan"
+    """``plan`` or ``layouts``; the members below are of ``layouts``."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, int] | None = None
+    """How many layouts were ``considered``, ``ruled_out`` and ``planned``."""
+    answer: dict[str, Any] | None = None
+    """The ranking, once the search has ended; lists leave it out."""
 
     @property
     def is_finished(self) -> bool:
         """Whether the state is final."""
         return self.state not in ("queued", "running")
 
-    def after(self, event: Event) -> Self:
+    def after(self, event: Event) -> Search:
         """The search with the changes of an event."""
-        known = ("state", "objective", "lower_bound", "gap", "plan_id", "error", "method", "attempts")
+        results = ("objective", "lower_bound", "gap", "method", "progress", "plan_id", "error")
+        known = ("state", "attempts", *results)
         return replace(self, **{name: event.data[name] for name in known if name in event.data})
-
-
-@dataclass(frozen=True)
-class LayoutSearch(Search):
-    """A search for layouts.
-
-    Attributes
-    ----------
-    objective, lower_bound
-        Seconds: the step of the best layout so far, and a time that no layout undercuts.
-    plan_id
-        The plan of the best layout's pipeline.
-    """
-
-    summary: dict[str, Any] = field(default_factory=dict)
-    progress: dict[str, int] | None = None
-    """How many layouts were ``considered``, ``ruled_out`` and ``planned``."""
-    answer: dict[str, Any] | None = None
-    """The ranking, once the search has ended."""
-
-    def after(self, event: Event) -> Self:
-        """The search with the changes of an event."""
-        return replace(super().after(event), progress=event.data.get("progress", self.progress))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from zbv_solver.plans.plan import Plan
 
@@ -13,7 +13,6 @@ from zbv_service.client.answers import (
     Check,
     Estimate,
     Event,
-    LayoutSearch,
     RankPlan,
     Run,
     Search,
@@ -27,8 +26,6 @@ from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
 from zbv_service.client.connection import Connection
 from zbv_service.client.errors import ClientError, RunTimeout, SearchTimeout
 from zbv_service.client.watch import SILENCE_SECONDS, Watch
-
-S = TypeVar("S", bound=Search)
 
 _RUN_POLL_SECONDS = 0.2
 
@@ -48,7 +45,7 @@ class Client(Connection):
         return self._post(as_type(Search), "searches", json=body)
 
     def search(self, search_id: str) -> Search:
-        """The state of a search."""
+        """The state of a search of either kind."""
         return self._get(as_type(Search), "searches", search_id)
 
     def searches(self, limit: int = 100, **filters: Any) -> list[Search]:
@@ -68,7 +65,7 @@ class Client(Connection):
         return self._call(Call("GET", path, as_type(SearchPage), params=params))
 
     def cancel(self, search_id: str) -> Search:
-        """Stop a search; it keeps the best plan found."""
+        """Stop a search; it keeps the best plan found, or the layouts planned so far."""
         return self._post(as_type(Search), "searches", search_id, "cancel")
 
     def delete(self, search_id: str) -> None:
@@ -94,29 +91,19 @@ class Client(Connection):
         on_progress: Callable[[Search], None] | None = None,
         timeout: float | None = None,
     ) -> Search:
-        """Wait until a search ends with a plan. Calls ``on_progress`` with every new state.
+        """Wait until a search ends with a plan or layouts. Calls ``on_progress`` with every new state.
 
         The client follows the search's events, or polls where it cannot read them.
 
         Raises
         ------
         SearchEnded
-            When the search ends without a plan.
+            When the search ends without either.
         SearchTimeout
             When it has not ended after ``timeout`` seconds.
         """
-        return self._wait("searches", search_id, self.search, on_progress, timeout)
-
-    def _wait(
-        self,
-        folder: str,
-        search_id: str,
-        read: Callable[[str], S],
-        on_progress: Callable[[S], None] | None,
-        timeout: float | None,
-    ) -> S:
-        watch = Watch(read(search_id), on_progress, timeout)
-        stream, has_events = self._stream(below(folder, search_id, "events")), True
+        watch = Watch(self.search(search_id), on_progress, timeout)
+        stream, has_events = self._stream(below("searches", search_id, "events")), True
         while not watch.search.is_finished:
             if has_events:
                 try:
@@ -129,10 +116,10 @@ class Client(Connection):
             else:
                 time.sleep(watch.pause())
             # Events carry only what changed; the search itself has every field.
-            watch.update(read(search_id))
+            watch.update(self.search(search_id))
         return watch.result()
 
-    def submit_layouts(self, request: Mapping[str, Any]) -> LayoutSearch:
+    def submit_layouts(self, request: Mapping[str, Any]) -> Search:
         """Start a search for the best layouts of a model on a cluster; equal requests return the same search.
 
         Parameters
@@ -147,38 +134,7 @@ class Client(Connection):
             When the request breaks a rule.
         """
         body = dict(request)
-        return self._post(as_type(LayoutSearch), "layouts", json=body)
-
-    def layouts(self, search_id: str) -> LayoutSearch:
-        """The state of a search for layouts."""
-        return self._get(as_type(LayoutSearch), "layouts", search_id)
-
-    def layout_searches(self, limit: int = 100, **filters: Any) -> list[LayoutSearch]:
-        """Searches for layouts, newest first, without their answers."""
-        read = as_type(list[LayoutSearch], "searches")
-        return self._get(read, "layouts", limit=limit, **filters)
-
-    def cancel_layouts(self, search_id: str) -> LayoutSearch:
-        """Stop a search for layouts; it keeps those planned so far."""
-        return self._post(as_type(LayoutSearch), "layouts", search_id, "cancel")
-
-    def delete_layouts(self, search_id: str) -> None:
-        """Delete a search for layouts."""
-        self._call(Call("DELETE", below("layouts", search_id), as_nothing))
-
-    def layout_events(self, search_id: str, last_event_id: str | None = None) -> Iterator[Event]:
-        """The events of a search for layouts, as :meth:`events`."""
-        stream = self._stream(below("layouts", search_id, "events"), last_event_id)
-        yield from self._events(stream, lambda: SILENCE_SECONDS)
-
-    def wait_layouts(
-        self,
-        search_id: str,
-        on_progress: Callable[[LayoutSearch], None] | None = None,
-        timeout: float | None = None,
-    ) -> LayoutSearch:
-        """Wait until a search ends with layouts, as :meth:`wait` does."""
-        return self._wait("layouts", search_id, self.layouts, on_progress, timeout)
+        return self._post(as_type(Search), "layouts", json=body)
 
     def check(
         self,

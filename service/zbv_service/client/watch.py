@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from zbv_service.client.answers import Event, Search
 from zbv_service.client.errors import SearchEnded, SearchTimeout
@@ -15,10 +14,8 @@ POLL_SECONDS = (0.05, 1.0)
 SILENCE_SECONDS = 45.0
 """A stream that is silent for longer is dead: the service sends a comment more often than that."""
 
-S = TypeVar("S", bound=Search)
 
-
-class Watch(Generic[S]):
+class Watch:
     """A search as the waiting caller knows it.
 
     Parameters
@@ -29,7 +26,7 @@ class Watch(Generic[S]):
         Seconds after which the caller gives up; None waits without limit.
     """
 
-    def __init__(self, search: S, on_progress: Callable[[S], None] | None, timeout: float | None):
+    def __init__(self, search: Search, on_progress: Callable[[Search], None] | None, timeout: float | None):
         self.search = search
         self._on_progress = on_progress
         self._timeout = timeout
@@ -38,7 +35,7 @@ class Watch(Generic[S]):
         if on_progress is not None:
             on_progress(search)
 
-    def update(self, search: S) -> None:
+    def update(self, search: Search) -> None:
         """Take over the search as the service describes it now."""
         if search != self.search and self._on_progress is not None:
             self._on_progress(search)
@@ -64,8 +61,8 @@ class Watch(Generic[S]):
         self._pause = min(self._longest, 1.5 * self._pause)
         return pause
 
-    def result(self) -> S:
-        """The ended search; raises :class:`SearchEnded` when it has no plan."""
+    def result(self) -> Search:
+        """The ended search; raises :class:`SearchEnded` when it has no plan or layout."""
         if self.search.plan_id is None:
             raise SearchEnded(self.search)
         return self.search

@@ -65,9 +65,7 @@ def _layout(parsed: argparse.Namespace) -> int:
             print(search.id)
             return DONE
         try:
-            found = follow(
-                search, client.wait_layouts, client.cancel_layouts, "layouts", is_quiet=parsed.quiet
-            )
+            found = follow(client, search, "layouts", is_quiet=parsed.quiet)
         except SearchEnded as ended:
             raise no_result(ended) from None
         if not parsed.quiet:

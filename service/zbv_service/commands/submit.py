@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import finite, flag_of
@@ -16,9 +15,7 @@ from zbv_service.commands.files import output, read_problem
 from zbv_service.commands.search_progress import SearchProgress, summary
 
 if TYPE_CHECKING:
-    from zbv_service.client import Search, SearchEnded
-
-S = TypeVar("S", bound="Search")
+    from zbv_service.client import Client, Search, SearchEnded
 
 _EXAMPLES = """\
 examples:
@@ -85,7 +82,7 @@ def _submit(parsed: argparse.Namespace) -> int:
             print(search.id)
             return DONE
         try:
-            found = follow(search, client.wait, client.cancel, "plan", is_quiet=parsed.quiet)
+            found = follow(client, search, "plan", is_quiet=parsed.quiet)
         except SearchEnded as ended:
             raise no_result(ended) from None
         if not parsed.quiet:
@@ -101,33 +98,21 @@ def no_result(ended: SearchEnded) -> Stop:
     return Stop(INFEASIBLE if ended.search.state == "infeasible" else FAILED, str(ended))
 
 
-def follow(
-    search: S,
-    wait: Callable[[str, Callable[[Search], None]], S],
-    cancel: Callable[[str], object],
-    what: str,
-    *,
-    is_quiet: bool,
-) -> S:
+def follow(client: Client, search: Search, what: str, *, is_quiet: bool) -> Search:
     """Show a search until it ends, and cancel it on Ctrl-C; raises as :meth:`Client.wait` does.
 
-    Parameters
-    ----------
-    wait, cancel
-        The client's methods for searches of this kind.
-    what
-        Is kept after Ctrl-C.
+    ``what`` is kept after Ctrl-C.
     """
     with SearchProgress(search, is_quiet=is_quiet) as progress:
         try:
-            return wait(search.id, progress.show)
+            return client.wait(search.id, progress.show)
         except KeyboardInterrupt:
             progress.say(
                 f"ending the search and keeping the best {what} found; press Ctrl-C again to leave at once."
             )
         try:
-            cancel(search.id)
-            return wait(search.id, progress.show)
+            client.cancel(search.id)
+            return client.wait(search.id, progress.show)
         except KeyboardInterrupt:
             raise Stop(
                 INTERRUPTED, f"left search {search.id}, which ends on its own and keeps its best {what}."

@@ -233,7 +233,8 @@ def is_light(document: Any) -> bool:
         return "plan" not in document
     ranks, chunks = problem.get("pp_degree"), problem.get("chunks")
     stages = (ranks if isinstance(ranks, int) else 1) * (chunks if isinstance(chunks, int) else 2)
-    return stages <= LIGHT_STAGES and "layers" not in problem
+    # Layouts of a cluster are enumerated when they are counted.
+    return stages <= LIGHT_STAGES and "layers" not in problem and "cluster" not in document
 
 
 @dataclass(frozen=True)

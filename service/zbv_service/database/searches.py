@@ -15,10 +15,10 @@ from sqlalchemy.orm import Session
 
 from zbv_service.database.events import first_event, tell_end, tell_state
 from zbv_service.database.models import RunRow, SearchRow, columns_of
-from zbv_service.database.paging import begins, created_between, of_shape, read_page
+from zbv_service.database.paging import begins, of_shape, read_page
 from zbv_service.database.run_end import changed
 from zbv_service.database.search_leases import SearchLeases
-from zbv_service.records.lists import LayoutListQuery, Page, Position, SearchListQuery
+from zbv_service.records.lists import Page, Position, SearchListQuery
 from zbv_service.records.searches import (
     FINISHED,
     LayoutSearchDocument,
@@ -113,15 +113,11 @@ class SearchTable(SearchLeases):
         found = await self._database.rows(select(SearchRow.answer).where(SearchRow.id == search_id))
         return found[0].answer if found else None
 
-    async def page(
-        self, wanted: SearchListQuery | LayoutListQuery, after: Position | None = None
-    ) -> Page[SearchRecord]:
+    async def page(self, wanted: SearchListQuery, after: Position | None = None) -> Page[SearchRecord]:
         """One page of searches, newest first, starting at a position."""
-        conditions = [SearchRow.kind == wanted.kind]
-        if isinstance(wanted, SearchListQuery):
-            conditions += of_shape(wanted, SearchRow, SearchRow.problem_objective)
-        else:
-            conditions += created_between(wanted, SearchRow)
+        conditions = of_shape(wanted, SearchRow, SearchRow.problem_objective)
+        if wanted.kind is not None:
+            conditions.append(SearchRow.kind == wanted.kind)
         if wanted.state:
             conditions.append(SearchRow.state.in_(wanted.state))
         conditions += begins(wanted.q, SearchRow.id, SearchRow.plan_id)

@@ -30,7 +30,7 @@ from zbv_service.frontier.points import CutSummary
 from zbv_service.plans.renderings import PlanFacts, facts_of, plan_of
 from zbv_service.records.searches import NewSearch
 from zbv_service.records.shared import OptionsDocument
-from zbv_service.searches.searches import new_search, request_key
+from zbv_service.searches.kinds import new_search, request_key
 from zbv_service.settings import Settings
 
 MAX_STAGES = 4096

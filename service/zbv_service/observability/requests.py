@@ -40,14 +40,19 @@ class Observed:
         ROOT_PATH.set(str(scope.get("root_path", "")).rstrip("/"))
         token = REQUEST_ID.set(request_id)
         is_head = scope["method"] == "HEAD"
-        client = Client(receive, _has_body(scope))
+        has_body = any(
+            (name == b"content-length" and value != b"0") or name == b"transfer-encoding"
+            for name, value in scope["headers"]
+        )
+        client = Client(receive, has_body)
         waiting = CLIENT.set(client)
         answer = _Answer(send, request_id.encode(), is_head, self._metrics, client)
         # A copy, because the server must still see that the method is HEAD.
         inner = dict(scope, method="GET") if is_head else scope
         started = time.perf_counter()
         try:
-            await self._app(inner, answer.receiving(client.receive), answer.send)
+            receiving = answer.headless(client.receive) if is_head else client.receive
+            await self._app(inner, receiving, answer.send)
         finally:
             self._note(scope["method"], inner, answer, started)
             CLIENT.reset(waiting)
@@ -57,7 +62,9 @@ class Observed:
         if answer.stream_began_at is not None:
             self._metrics.event_streams.dec()
         seconds = (answer.stream_began_at or time.perf_counter()) - started
-        route = _route(scope)
+        matched: Any = scope.get("route")
+        # The template of the route that answered, such as `/v1/plans/{plan_id}`.
+        route = getattr(matched, "path_format", None) or getattr(matched, "path", None) or UNKNOWN
         known = method if method in _METHODS else UNKNOWN
         self._metrics.answered(known, route, answer.status, seconds)
         level = logging.DEBUG if method in ("GET", "HEAD") and answer.status < 400 else logging.INFO
@@ -96,13 +103,11 @@ class _Answer:
             self._head_done.set()
         await self._send(message)
 
-    def receiving(self, receive: Receive) -> Receive:
-        """The application's ``receive``. For HEAD, the client seems to disconnect once the body begins."""
-        if self._head_done is None:
-            return receive
-        done, first = self._head_done, True
+    def headless(self, receive: Receive) -> Receive:
+        """The application's ``receive`` for HEAD: the client seems to disconnect once the body begins."""
+        done, first = self._head_done or asyncio.Event(), True
 
-        async def headless() -> Message:
+        async def receiving() -> Message:
             nonlocal first
             if first:
                 first = False
@@ -110,21 +115,7 @@ class _Answer:
             await done.wait()
             return {"type": "http.disconnect"}
 
-        return headless
-
-
-def _has_body(scope: Scope) -> bool:
-    return any(
-        (name == b"content-length" and value != b"0") or name == b"transfer-encoding"
-        for name, value in scope["headers"]
-    )
-
-
-def _route(scope: Scope) -> str:
-    """The template of the route that answered, such as ``/v1/plans/{plan_id}``."""
-    route: Any = scope.get("route")
-    path = getattr(route, "path_format", None) or getattr(route, "path", None)
-    return path or UNKNOWN
+        return receiving
 
 
 def _printable(path: str) -> str:

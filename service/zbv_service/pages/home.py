@@ -19,7 +19,7 @@ from zbv_service.security.scheme import READ, needs
 
 SHOWN_PLANS = 8
 SHOWN = 5
-_OPEN_SEARCHES = SearchListQuery(state=["queued", "running"], limit=SHOWN)
+_OPEN_SEARCHES = SearchListQuery(kind="plan", state=["queued", "running"], limit=SHOWN)
 _OPEN_RUNS = RunListQuery(
     state=[state for state in get_args(RunState) if state not in RUN_ENDED], limit=SHOWN
 )

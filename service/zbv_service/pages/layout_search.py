@@ -17,7 +17,7 @@ from zbv_service.documents.packing import unpack
 from zbv_service.pages.charts import Scale, percent
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import gigabytes, seconds
-from zbv_service.records.searches import FINISHED
+from zbv_service.records.searches import FINISHED, LayoutSearchDocument
 from zbv_service.security.scheme import READ, needs
 
 PARTS = {
@@ -73,9 +73,9 @@ router = APIRouter(include_in_schema=False)
 @router.get("/layouts/{search_id}", dependencies=[READ])
 async def get_layout_search(request: Request, search_id: str) -> HTMLResponse:
     """The page of a search for layouts."""
-    layouts = state_of(request).layouts
-    record, packed = await layouts.asked(search_id)
-    both = (packed, await layouts.answer(record))
+    searches = state_of(request).searches
+    record, packed = await searches.asked(search_id, LayoutSearchDocument)
+    both = (packed, await searches.answer(record))
     values = await state_of(request).computations.run(partial(_values, root_of(request)), both)
     is_open = record.state not in FINISHED
     return await page(request, "layout_search.html.j2", row=record, is_open=is_open, **values)
@@ -84,15 +84,15 @@ async def get_layout_search(request: Request, search_id: str) -> HTMLResponse:
 @router.get("/layouts/{search_id}/layouts.json", dependencies=[READ])
 async def get_layouts_json(request: Request, search_id: str) -> Response:
     """The search as JSON, with its answer."""
-    layouts = state_of(request).layouts
-    text = await layouts.text(await layouts.get(search_id))
+    searches = state_of(request).searches
+    text = await searches.text(await searches.get(search_id))
     return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
 @router.post("/layouts/{search_id}/cancel", dependencies=[needs("search")])
 async def post_cancel(request: Request, search_id: str) -> Response:
     """Stop a search; the layouts planned so far are kept."""
-    await state_of(request).layouts.cancel(search_id)
+    await state_of(request).searches.cancel(search_id)
     return RedirectResponse(f"{root_of(request)}/layouts/{quote(search_id)}", 303)
 
 

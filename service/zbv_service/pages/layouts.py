@@ -23,7 +23,8 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import caller_of, most_searches, state_of
 from zbv_service.documents.packing import unpack
 from zbv_service.pages.shell import page
-from zbv_service.records.lists import LayoutListQuery
+from zbv_service.records.lists import SearchListQuery
+from zbv_service.records.searches import LayoutSearchDocument
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
@@ -41,7 +42,7 @@ async def get_layouts_page(request: Request) -> HTMLResponse:
     source = request.query_params.get("from", "")
     form = LayoutForm()
     if source:
-        _, packed = await state_of(request).layouts.asked(source)
+        _, packed = await state_of(request).searches.asked(source, LayoutSearchDocument)
         form = await state_of(request).computations.write(_former_form, packed)
     return await _form_page(request, form)
 
@@ -52,8 +53,8 @@ async def post_layouts(request: Request) -> Response:
     form = LayoutForm.parse(parse_qs(await read_form(request, MAX_FORM_BYTES)))
     found = state_of(request)
     try:
-        record = await found.layouts.submit(
-            form.document(), caller=caller_of(request), most=most_searches(request)
+        record = await found.searches.submit(
+            form.document(), "layouts", caller=caller_of(request), most=most_searches(request)
         )
     except InvalidInput as error:
         return await _form_page(request, form.with_issues(error), 422)
@@ -61,7 +62,7 @@ async def post_layouts(request: Request) -> Response:
 
 
 async def _form_page(request: Request, form: LayoutForm, status: int = 200) -> HTMLResponse:
-    listed = await state_of(request).layouts.page(LayoutListQuery(limit=LISTED))
+    listed = await state_of(request).searches.page(SearchListQuery(kind="layouts", limit=LISTED))
     return await page(request, "layouts.html.j2", status, form=form, rows=listed.items)
 
 

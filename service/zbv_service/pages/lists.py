@@ -61,8 +61,12 @@ class AskedList:
 
 @router.get("/searches", dependencies=[READ])
 async def get_searches(request: Request) -> HTMLResponse:
-    """The searches, newest first."""
-    return await _listed(request, SearchListQuery, state_of(request).searches.page, "searches.html.j2")
+    """The searches for plans, newest first."""
+
+    def load(query: SearchListQuery, after: Position | None) -> Awaitable[Page[Any]]:
+        return state_of(request).searches.page(query.model_copy(update={"kind": "plan"}), after)
+
+    return await _listed(request, SearchListQuery, load, "searches.html.j2")
 
 
 @router.get("/plans", dependencies=[READ])

@@ -27,7 +27,7 @@ from zbv_service.errors import ApiError
 from zbv_service.pages.shell import Shell, html, render, shell_of
 from zbv_service.plans.renderings import plan_of
 from zbv_service.records.searches import SearchDocument
-from zbv_service.searches.searches import parse_packed
+from zbv_service.searches.kinds import parse_packed
 from zbv_service.security.scheme import READ
 
 PLAN_ID = 64
@@ -59,7 +59,7 @@ async def _earlier(request: Request, source: str, *, at_smallest_limit: bool) ->
     write = partial(new_search_page, shell=shell_of(request), max_effort=found.settings.max_effort)
     if len(source) == PLAN_ID:
         return await found.plans.compute(partial(_of_plan, write, at_smallest_limit), source)
-    record, packed = await found.searches.asked(source)
+    record, packed = await found.searches.asked(source, SearchDocument)
     return await found.computations.run(partial(_of_search, write, at_smallest_limit, record), packed)
 
 

@@ -25,7 +25,7 @@ from zbv_service.documents.problems import Question
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import facts_of_layers, shape_of
 from zbv_service.records.searches import FINISHED, SearchDocument
-from zbv_service.searches.searches import parse_packed
+from zbv_service.searches.kinds import parse_packed
 from zbv_service.security.scheme import READ
 
 router = APIRouter(include_in_schema=False)
@@ -35,7 +35,7 @@ router = APIRouter(include_in_schema=False)
 async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
     """The page of a search."""
     found = state_of(request)
-    record, packed = await found.searches.asked(search_id)
+    record, packed = await found.searches.asked(search_id, SearchDocument)
     values = await found.computations.run(partial(_values, record), packed)
     return await page(request, "search.html.j2", row=record, **values)
 

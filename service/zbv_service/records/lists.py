@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import AfterValidator, AwareDatetime, Field
 from zbv_solver.problem.layered_problem import PlacementChoice
@@ -62,21 +62,13 @@ class ShapeQuery(TimedQuery):
 
 
 class SearchListQuery(ShapeQuery):
-    """The filters of a list of searches."""
+    """The filters of a list of searches. Those of a problem exclude searches for layouts."""
 
-    kind: ClassVar[SearchKind] = "plan"
+    kind: SearchKind | None = Field(None, description="Searches for plans, or for layouts; default: both.")
     state: list[SearchState] = Field([], description=_ANY_STATE)
     placement: PlacementChoice | None = Field(
         None, description="As requested; `auto` lets the planner choose."
     )
-
-
-class LayoutListQuery(TimedQuery):
-    """The filters of a list of searches for layouts."""
-
-    kind: ClassVar[SearchKind] = "layouts"
-    q: Text | None = Field(None, description="Prefix of the id, or of the id of the best layout's plan.")
-    state: list[SearchState] = Field([], description=_ANY_STATE)
 
 
 class PlanListQuery(ShapeQuery):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
@@ -38,9 +38,9 @@ class NewSearch:
 
     id: str
     request_key: str
-    """Hash of problem, options and version; requests with equal keys share one search."""
+    """Hash of the request and the version; requests with equal keys share one search."""
     problem: bytes
-    """The normalised problem document, packed; of a search of layouts, the request."""
+    """The normalised problem document, packed; of a search for layouts, the request."""
     summary: dict[str, Any]
     """The few numbers of the problem that lists show."""
     options: dict[str, Any]
@@ -53,9 +53,11 @@ class NewSearch:
 
 
 class SearchRecord(Record):
-    """What searches of both kinds have in common, without their bulky parts (problem, incumbent, answer)."""
+    """What searches of all kinds have in common, without their bulky parts (problem, incumbent, answer)."""
 
     id: str
+    kind: SearchKind
+    """`plan`: a plan for a problem. `layouts`: the best layouts of a model on a cluster."""
     state: SearchState
     objective: float | None = None
     lower_bound: float | None = None
@@ -74,7 +76,6 @@ class SearchRecord(Record):
     started_at: datetime | None = None
     updated_at: datetime
     finished_at: datetime | None = None
-    kind: SearchKind = Field("plan", exclude=True)
     crashes: int = Field(0, exclude=True)
     """How often its process died."""
     created_by: str | None = Field(None, exclude=True)
@@ -84,32 +85,30 @@ class SearchRecord(Record):
     jitter: bytes | None = Field(None, exclude=True)
     """As in :class:`NewSearch`; None in lists."""
 
+    def whole(self, answer: bytes | None) -> bytes:
+        """The document as JSON with its bulky parts; ``answer`` is the packed answer of this search."""
+        if answer is None:
+            return self.text()
+        return json_with(self.model_dump(mode="json"), answer=zlib.decompress(answer))
+
 
 class SearchDocument(SearchRecord):
-    """A search, running or ended.
+    """A search for a plan, running or ended.
 
     ``objective``, ``lower_bound`` and ``gap`` are those of the best plan known so far.
     """
 
+    kind: Literal["plan"] = "plan"
     summary: ProblemSummary = Field(serialization_alias="problem_summary")
     options: OptionsDocument
 
-    def text(self) -> bytes:
+    def whole(self, answer: bytes | None = None) -> bytes:
         """The document as JSON, with its jitter."""
         if self.jitter is None:
-            return super().text()
+            return self.text()
         document = self.model_dump(mode="json")
-        return json_with(
-            document, options=json_with(document["options"], jitter=zlib.decompress(self.jitter))
-        )
-
-
-class SearchList(BaseModel):
-    """Some of the searches, the newest first."""
-
-    searches: list[SearchDocument]
-    next: str | None = NEXT
-    previous: str | None = PREVIOUS
+        options = json_with(document["options"], jitter=zlib.decompress(self.jitter))
+        return json_with(document, options=options)
 
 
 class LayoutsSummary(BaseModel):
@@ -152,6 +151,7 @@ class LayoutSearchDocument(SearchRecord):
     both in seconds, and ``plan_id`` the plan of the best layout's pipeline.
     """
 
+    kind: Literal["layouts"] = "layouts"
     summary: LayoutsSummary
     options: LayoutOptions
     progress: LayoutCounts | None = None
@@ -159,17 +159,14 @@ class LayoutSearchDocument(SearchRecord):
     """As `zbv layout -o` writes it, with a `plan_id` of each layout in place of its plan. Set once the search
     is done or cancelled; only where one search is asked for."""
 
-    def text(self, packed: bytes | None = None) -> bytes:
-        """The document as JSON, with its packed answer, which may be large."""
-        if packed is None:
-            return super().text()
-        return json_with(self.model_dump(mode="json"), answer=zlib.decompress(packed))
+
+AnySearch = Annotated[SearchDocument | LayoutSearchDocument, Field(discriminator="kind")]
 
 
-class LayoutSearchList(BaseModel):
-    """Some of the searches for layouts, the newest first."""
+class SearchList(BaseModel):
+    """Some of the searches, the newest first."""
 
-    searches: list[LayoutSearchDocument]
+    searches: list[AnySearch]
     next: str | None = NEXT
     previous: str | None = PREVIOUS
 
@@ -281,6 +278,13 @@ class SearchEventList(BaseModel):
     events: list[SearchEventDocument]
     last_id: int = Field(description="Pass it as `after` to get the next events.")
     is_over: bool = Field(description="Whether the search has ended, so that no event follows these.")
+
+    @classmethod
+    def of(cls, search_id: str, events: list[SearchEventDocument], after: int, is_over: bool) -> Self:
+        """The events after one; ``is_over`` is whether the search had ended before they were read."""
+        is_over = is_over or (bool(events) and events[-1].event == "end")
+        last = events[-1].id if events else after
+        return cls(search_id=search_id, events=events, last_id=last, is_over=is_over)
 
 
 @dataclass(frozen=True)

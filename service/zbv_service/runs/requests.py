@@ -16,7 +16,7 @@ from zbv_service.documents.problems import QuestionDocument
 from zbv_service.records.run_options import MAX_INTEGER, ModelDocument, RunOptionsDocument, ScriptDocument
 from zbv_service.records.searches import NewSearch
 from zbv_service.records.shared import OptionsDocument, RequestDocument
-from zbv_service.searches.searches import new_search
+from zbv_service.searches.kinds import new_search
 from zbv_service.settings import Settings
 
 MAX_NODES = 4096

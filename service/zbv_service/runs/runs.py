@@ -118,7 +118,7 @@ class Runs:
         most: int | None,
     ) -> RunDocument:
         while True:
-            search = await self._searches.submit_for_run(wanted, caller=new.created_by, most=most)
+            search = await self._searches.submit_read(wanted, caller=new.created_by, most=most, for_run=True)
             with suppress(SearchGone):  # it was shared, and removed or cancelled just now; submit another
                 planning = new.model_copy(update={"search_id": search.id})
                 return await self._runs.add(planning, named, asked.search_options)

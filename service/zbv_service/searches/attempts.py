@@ -208,8 +208,7 @@ class Endings:
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
         """Fail a search with a plan that undercuts a bound. Another attempt would hide the bug."""
         claim = attempt.claim
-        where = "layouts/{}/request" if claim.kind == "layouts" else "searches/{}/problem"
-        document = contradicted(error, f"/v1/{where.format(claim.id)}")
+        document = contradicted(error, f"/v1/searches/{claim.id}/problem")
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)
         if is_ours:
             logger.error("search %s failed: %s", claim.id, error)

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Set
+from collections.abc import Awaitable, Callable, Collection, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,11 @@ from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.observability.context import SEARCH_ID
 from zbv_service.observability.metrics import Metrics
-from zbv_service.records.searches import FINISHED, Claim, Update
+from zbv_service.records.searches import FINISHED, Claim, SearchKind, Update
 from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings
 from zbv_service.searches.executors.executor import SearchExecutor
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.executors.task import SearchFunction
+from zbv_service.searches.kinds import KINDS, Kind
 from zbv_service.settings import MEBIBYTE, Settings, cores
 
 POLL_SECONDS = 0.25
@@ -45,21 +45,21 @@ class Runner:
 
     Parameters
     ----------
-    search
-        The function that a search process runs; it must be importable there.
+    kinds
+        What search processes run for each kind; tests replace it.
     """
 
     def __init__(
         self,
         table: SearchTable,
         settings: Settings,
-        search: SearchFunction,
         metrics: Metrics,
+        kinds: Mapping[SearchKind, Kind] = KINDS,
     ):
         self._table = table
         self._metrics = metrics
         self._settings = settings
-        self._search = search
+        self._kinds = kinds
         self._owner = new_owner()
         self._executor = make_executor(settings)
         self._attempts: set[Attempt] = set()
@@ -244,7 +244,7 @@ class Runner:
             self._reported.set()
 
         claim = replace(claim, options={**claim.options, "workers": self._workers()})
-        attempt = Attempt(claim, self._executor.expect(claim, self._search, report))
+        attempt = Attempt(claim, self._executor.expect(claim, self._kinds[claim.kind].compute, report))
         if claim.cancel_requested:
             attempt.stop()
         self._attempts.add(attempt)

@@ -24,7 +24,6 @@ import numpy as np
 from zbv_solver.construct.board import from_orders
 from zbv_solver.construct.tables import Tables, make_tables, mean_duration, swap
 from zbv_solver.improve.order_repair import (
-    Queue,
     critical_path,
     repair_ends,
     repair_path,
@@ -34,6 +33,7 @@ from zbv_solver.improve.order_repair import (
 from zbv_solver.improve.order_state import (
     REACH,
     Move,
+    Queue,
     State,
     apply_move,
     compute_all,

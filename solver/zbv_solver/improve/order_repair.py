@@ -14,12 +14,13 @@ value is recomputed whenever one of its inputs changes, so at the end all values
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from zbv_solver.construct.tables import Tables
 from zbv_solver.improve.order_state import (
+    ABSENT,
+    NONE,
+    Queue,
     State,
     duration_at,
     objective,
@@ -29,41 +30,10 @@ from zbv_solver.improve.order_state import (
 from zbv_solver.kernels.jit import FloatArray, IntArray, compiled_leaf
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
-BUCKETS = 2
-"""Buckets of the queue, as a multiple of the most actions of a rank."""
 SHORTEST = 1e-300
 """Durations may be 0; the scale of the buckets must be finite."""
-NONE, ABSENT = -1, -2
 SWEEP = 32
 """Once a repair has recomputed this fraction of the rest of the order one by one, it sweeps over the rest."""
-
-
-class Queue(NamedTuple):
-    """The actions to recompute, in buckets of similar keys (Dial 1969, Algorithm 360). Kernels write into it.
-
-    A binary heap took two thirds of the time of a repair.
-    """
-
-    first: IntArray
-    """(buckets,) the action added last to every bucket, or NONE."""
-    following: IntArray
-    """(n,) the next action of the same bucket, NONE after the last one, or ABSENT if it does not wait; an
-    action is rank * L + index, for up to L actions on a rank."""
-    size: IntArray
-    """(2,) number of actions that wait, and a bucket that none of them precedes."""
-    scale: FloatArray
-    """(1,) buckets per unit of the keys, above 0. Keys outside of all buckets belong to the first or last
-    one."""
-
-    @classmethod
-    def of(cls, ranks: int, most: int) -> Queue:
-        """An empty queue for so many ranks with up to ``most`` actions each."""
-        return cls(
-            np.full(BUCKETS * most, NONE, np.int32),
-            np.full(ranks * most, ABSENT, np.int32),
-            np.array([0, BUCKETS * most - 1]),
-            np.ones(1),
-        )
 
 
 @compiled_leaf

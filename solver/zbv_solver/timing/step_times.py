@@ -84,25 +84,6 @@ def iteration_times(
     return IterationTimes(np.concatenate(spans)[:scenarios], np.concatenate(makespans)[:scenarios])
 
 
-def rehearsed_times(
-    problem: Problem, orders: Orders, jitter: Jitter, *, iterations: int, seed: int
-) -> IterationTimes:
-    """Simulate the first iterations of the first chain, if all ranks begin the first one together.
-
-    That is how ranks begin that run the order; ``zbv-worker rehearse`` compares itself with these times.
-
-    Raises
-    ------
-    InvalidInput
-        When the jitter is for another number of ranks.
-    InvalidPlan
-        When the order deadlocks.
-    """
-    ready = np.zeros((problem.pp_degree, 1))
-    times = list(_iterations(problem, orders, jitter, seed, range(1), ready, (0, iterations)))
-    return IterationTimes(*(np.concatenate(values) for values in zip(*times, strict=True)))
-
-
 def _iterations(
     problem: Problem,
     orders: Orders,

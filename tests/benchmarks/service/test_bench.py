@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.live import Live, listening
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
@@ -25,7 +26,7 @@ from benchmarks.service.load import get, offer, saturate
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     database = f"sqlite:///{tmp_path_factory.mktemp('bench')}/zbv.db"
     settings = Settings(auth="none", database=database, searches=1)
-    with listening(create_app(settings, search=fake_searches.immediate)) as found:
+    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
         yield found
 
 

@@ -45,13 +45,6 @@ SMALL: dict[str, dict[str, Any]] = {
         "p2p": 0.1,
         "steps": 2,
     },
-    "rehearse-jitter": {
-        "sizes": [[2, 3]],
-        "shares": [1.0],
-        "steps": 2,
-        "rounds": 1,
-        "costs": {"forward": [2, 2], "backward_input": [2, 2], "backward_weight": [1, 1], "p2p": 0.5},
-    },
     "pipeline-step": {
         "pp_degrees": [2],
         "microbatches": 4,
@@ -90,9 +83,7 @@ def bench(name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return status, findings
 
 
-@pytest.mark.parametrize(
-    "name", ["overhead", "pipeline-step", "gpt", "split", "rehearse", "rehearse-jitter", "layouts"]
-)
+@pytest.mark.parametrize("name", ["overhead", "pipeline-step", "gpt", "split", "rehearse", "layouts"])
 def test_a_comparison_prints_verdicts_and_writes_findings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

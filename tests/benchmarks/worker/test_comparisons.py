@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from support.plans import unit_problem
 from zbv_solver.problem.problem import Units
@@ -14,7 +13,7 @@ from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.errors import WorkerError
 
-from benchmarks.worker import gpt, overhead, packing, per_step, rehearse, rehearse_jitter
+from benchmarks.worker import gpt, overhead, packing, rehearse
 from benchmarks.worker.memory import compare
 from benchmarks.worker.rehearse import RehearseWorkload, torch_zbv
 
@@ -119,19 +118,6 @@ def test_a_rehearsal_is_compared_with_the_plan_in_total_and_by_part() -> None:
     assert sum(part.value for part in parts) == pytest.approx(total.value)
 
 
-def test_of_rehearsals_with_the_same_draws_the_median_of_each_step_is_compared() -> None:
-    plan = baseline_plan("1f1b", RehearseWorkload().problem(2, 4))
-    simulated = {"jitter": {"action": 0.05}, "seed": 0, "steps": [1.0, 1.0, 2.0]}
-    rounds = [[1.0, 1.01, 3.0], [1.02, 5.0, 2.1], [1.01, 1.01, 2.1]]
-    outcomes = [{"planned": 1.0, "steps": steps, "simulated": simulated} for steps in rounds]
-    p95, mean, steps, largest, disturbed, _ = rehearse_jitter.findings("x", plan, outcomes)
-    measured = [1.01, 1.01, 2.1]
-    assert p95.value == pytest.approx(100 * (np.quantile(measured, 0.95) / np.quantile([1, 1, 2], 0.95) - 1))
-    assert p95.verdict.startswith("missed by")
-    assert mean.value == pytest.approx(100 * (sum(measured) / 4 - 1))
-    assert (steps.value, largest.value, disturbed.value) == pytest.approx((1, 5, 400))
-
-
 def test_memory_is_compared_rank_by_rank_above_and_below_the_plan() -> None:
     plan = baseline_plan("1f1b", RehearseWorkload().problem(2, 4))
     held = plan.metrics.peak_memory
@@ -150,19 +136,3 @@ def test_pytorchs_order_is_a_plan_of_the_same_problem(p: int, microbatches: int)
     orders = torch_zbv(problem)
     verify_orders(problem, orders)
     assert len(orders) >= 2 * problem.n_stages * microbatches
-
-
-def test_a_run_with_a_plan_for_every_step_misses_its_targets_if_plans_repeat_or_a_step_waits() -> None:
-    workload = per_step.PerStepWorkload(rounds=3)
-    report: dict[str, object] = {"planned": 1, "late": 1, "constructed": 1, "waited": 0, "agreed": 3}
-    report |= {"planning_seconds": 0.2, "longest_choice": 0.01}
-    good: dict[str, object] = {"report": report, "plans": ["a", "b", "c"], "seconds": [0.1, 0.2, 0.3]}
-
-    def verdicts(*answers: dict[str, object]) -> list[str]:
-        return [finding.verdict for finding in per_step.findings(workload, answers)[:3]]
-
-    assert verdicts(good, good) == ["met"] * 3
-    waited = {**good, "report": {**report, "waited": 1}}
-    assert verdicts(good, waited) == ["missed by 1", "met", "met"]
-    assert verdicts(good, {**good, "plans": ["a", "b", "d"]})[2].startswith("missed")
-    assert verdicts(*[{**good, "plans": ["a", "b", "b"]}] * 2)[2].startswith("missed")

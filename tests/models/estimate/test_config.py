@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import zbv_models.estimate.sections
 from support.paths import ROOT
 from zbv_models.estimate import times
 from zbv_models.estimate.config import ParallelConfig, Precision, parse_config, problem_document
@@ -149,12 +147,6 @@ def test_every_preset_names_its_source_and_is_valid(name: str) -> None:
         reached = 0.75 * device["memory_bandwidth"] / times.TRAFFIC_SHARE
         assert device["product_bandwidth"] == pytest.approx(reached, rel=5e-3)
         assert device.get("fp8_tflops", float("inf")) > 1.7 * device["achieved_tflops"]
-
-
-def test_presets_are_files_of_the_package() -> None:
-    """A wheel contains all files in a package's folder."""
-    folder = Path(zbv_models.estimate.sections.__file__).parent / "presets"
-    assert {f"{name}.json" for name in preset_names()} == {path.name for path in folder.iterdir()}
 
 
 def test_the_user_s_keys_replace_the_preset_s_and_flags_replace_both() -> None:

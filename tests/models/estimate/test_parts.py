@@ -1,4 +1,4 @@
-"""Parts of a model: sizes against published formulas, and what a choice or more devices add to a part."""
+"""Parts of a model: sizes against published formulas and models; what choices and devices add to a part."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import but, gpt, llama, parts
+from support.estimates import but, gpt, llama, parts, preset_config
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_layers import parameters_of
+from zbv_models.estimate.model_layers import model_flops, parameters_of
 from zbv_models.estimate.part import Held, after_forward, after_input
+from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.estimate.shapes import Degrees, Parameters, PerAction
 
 GPT = gpt(hidden=64, heads=4, sequence=32, vocabulary=400)
@@ -61,15 +62,6 @@ def test_queued_weight_gradients_read_32_s_b_h(model: Transformer, norm: str, dr
     sbh = model.tokens * model.hidden
     assert after_input(block(model, t)) == 8 * sbh + 24 * sbh // t
     assert after_input(block(model, t, True)) == 4 * sbh + 28 * sbh // t
-
-
-def test_a_llama_block_keeps_the_sum_of_its_tensors() -> None:
-    """In bytes per token: RMSNorm, grouped heads, a gate."""
-    model, h, kv, f = llama(ffn=14336, kv_heads=8), 4096, 1024, 14336
-    for_backward = 2 * (h + h + h + 2 * kv + h) + 4 * 32 + 2 * (h + h + 2 * f + f) + 2 * 4
-    for_weights = 2 * (h + (h + 2 * kv) + h + h) + 2 * (h + 2 * f + f + h)
-    assert after_forward(block(model)) == for_backward * model.tokens
-    assert after_input(block(model)) == for_weights * model.tokens
 
 
 def test_the_ends_keep_tokens_and_logits() -> None:
@@ -319,3 +311,57 @@ def test_devices_divide_what_they_share(
 ) -> None:
     first, then = sizes_of(model, name, **before), sizes_of(model, name, **before, **more)
     assert {key: then[key] - first[key] for key in added} == pytest.approx(added)
+
+
+# --- published models
+
+V3, PUBLISHED = preset_config("deepseek-v3"), preset("deepseek-v3").published
+MODELS = [name for name in preset_names() if preset(name).model]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_presets_have_the_published_parameters_and_6_operations_for_each(name: str) -> None:
+    """Per token, without tables and scores (Kaplan et al. 2020, §2.1): with a window of one there are none.
+
+    GPT-3's 3.14e23 are counted so (Brown et al. 2020, table D.1), and 3.8e25 of Llama 3.1 405B.
+    """
+    published, model = preset(name).published, preset_config(name).model
+    without = but(model, prediction_layers=0)
+    count, tables = parameters_of(without), model.vocabulary * model.stream.hidden
+    counted = {
+        None: parameters_of(model).total,
+        "one vocabulary matrix": count.total - tables,
+        "without predictions": count.total,
+    }[published.get("parameters_counted")]
+    assert counted == pytest.approx(published["parameters"], rel=0, abs=published.get("parameters_within", 0))
+    if "without_embeddings" in published:
+        within = published["without_embeddings_within"]
+        assert count.total - 2 * tables == pytest.approx(published["without_embeddings"], rel=0, abs=within)
+    sparse = model.experts is not None
+    assert sparse == ("active" in published)
+    if sparse:
+        assert count.active == pytest.approx(published["active"], rel=0, abs=published["active_within"])
+    if "predictions" in published:
+        assert parameters_of(model).total - count.total == pytest.approx(published["predictions"], rel=0.01)
+    positions = model.sequence * model.hidden if model.positions == "learned" else 0
+    left_out = positions + (0 if model.tied_embeddings else tables)  # a tied table is the head's, too
+    operations = gflop_per_token(but(without, window=1, attention="flash"))
+    assert operations == pytest.approx(6e-9 * (count.active - left_out), rel=5e-4)
+
+
+def gflop_per_token(model: Transformer) -> float:
+    return model_flops(model) / model.sequence / 1e9
+
+
+@pytest.mark.parametrize(
+    ("model", "published", "within"),
+    [
+        (but(V3.model, prediction_layers=0, sequence=PUBLISHED["gflop_per_token_at"]),
+         PUBLISHED["gflop_per_token"], 2e-3),
+        (but(preset_config("llama-3.1-405b").model, sequence=4096), 2448, 0.011),
+    ],
+    ids=["DeepSeek-V3", "Llama 3.1 405B"],
+)  # fmt: skip
+def test_a_token_takes_the_published_operations(model: Transformer, published: float, within: float) -> None:
+    """DeepSeek-AI 2025, Insights into DeepSeek-V3, table 2, for 4096 tokens and a causal mask."""
+    assert gflop_per_token(model) == pytest.approx(published, rel=within)

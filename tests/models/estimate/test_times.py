@@ -226,23 +226,17 @@ def held(precision: str, optimizer: str, count: int = 1, stage: int = 0, replica
     return by_zero(state, stage).of(count, replicas)
 
 
-@pytest.mark.parametrize(
-    ("precision", "optimizer", "per_parameter"),
-    [
-        ("mixed", "adam", (2, 2, 12)), ("mixed-fp32-gradients", "adam", (2, 4, 12)),
-        ("bf16-states", "adam", (2, 4, 8)), ("fp8-states", "adam", (2, 4, 6)), ("single", "adam", (4, 4, 8)),
-        ("half", "adam", (2, 2, 4)), ("mixed", "muon", (2, 2, 8)), ("mixed", "lion", (2, 2, 8)),
-        ("mixed", "sgd", (2, 2, 4)), ("single", "sgd", (4, 4, 0)),
-    ],
-)  # fmt: skip
-def test_bytes_per_parameter(precision: str, optimizer: str, per_parameter: tuple[int, int, int]) -> None:
-    assert held(precision, optimizer) == StaticBytes(*per_parameter)
-
-
-@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_zero_on_7_5_billion_parameters_and_64_replicas(stage: int, gigabytes: float) -> None:
-    """Rajbhandari et al. 2020, figure 1."""
-    assert held("mixed", "adam", 7_500_000_000, stage, 64).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+def test_bytes_per_parameter_and_those_of_zero_on_7_5_billion_and_64_replicas() -> None:
+    """Of parameters, gradients and states. Rajbhandari et al. 2020, figure 1, for the stages of ZeRO."""
+    of_adam = {"mixed": (2, 2, 12), "mixed-fp32-gradients": (2, 4, 12), "bf16-states": (2, 4, 8),
+               "fp8-states": (2, 4, 6), "single": (4, 4, 8), "half": (2, 2, 4)}  # fmt: skip
+    assert {name: held(name, "adam") for name in of_adam} == {
+        name: StaticBytes(*sizes) for name, sizes in of_adam.items()
+    }
+    states = [held("mixed", optimizer).optimizer for optimizer in ("muon", "lion", "sgd")]
+    assert [*states, held("single", "sgd").optimizer] == [8, 8, 4, 0]
+    gigabytes = [held("mixed", "adam", 7_500_000_000, stage, 64).total / 1e9 for stage in range(4)]
+    assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
 
 
 def test_muon_leaves_the_tables_to_adam() -> None:

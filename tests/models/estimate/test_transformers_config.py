@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from zbv_models.estimate.model_layers import expert_degree, parameters_of
 from zbv_models.estimate.transformers_config import from_transformers
 from zbv_models.estimate.transformers_text import TEXT_KINDS
 from zbv_models.estimate.transformers_vision import WRAPPERS
-from zbv_solver.commands.cli import main
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 
@@ -61,34 +58,14 @@ def read(document: dict[str, Any]) -> Transformer:
     return validated(Transformer, {"sequence": 1024, **from_transformers(document)})
 
 
-@pytest.mark.parametrize(
-    ("document", "total", "active"),
-    [
-        # Names and model cards round; active parameters count the head, and sometimes not the embedding.
-        ({"model_type": "deepseek_v3"}, 671e9, 37e9),
-        ({"model_type": "glm4_moe", "num_hidden_layers": 92, "hidden_size": 5120, "intermediate_size": 12288,
-          "n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3,
-          "head_dim": 128, "attention_bias": True, "use_qk_norm": True}, 355e9, 32e9),
-        ({"model_type": "glm_moe_dsa"}, 744e9, 40e9),
-        ({"model_type": "deepseek_v32"}, 671e9, 37e9),
-        ({"model_type": "minimax_m2"}, 230e9, 10e9),
-        ({"model_type": "qwen3_5_moe_text"}, 35e9, 3e9),
-        ({"model_type": "qwen3_next"}, 80e9, 3e9),
-        (SUPER, 120e9, 12e9),
-        ({"model_type": "llama4_text", "num_local_experts": 128, "interleave_moe_layer_step": 2},
-         400e9, 17e9),
-        (KIMI_VL, 16.4e9, None),
-        (QWEN2_5_VL, 8.29e9, None),
-    ],
-    ids=lambda each: each["model_type"] if isinstance(each, dict) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("document", "total", "active"), [(SUPER, 120e9, 12e9), (KIMI_VL, 16.4e9, None)])
 def test_a_file_has_the_published_parameters(
     document: dict[str, Any], total: float, active: float | None
 ) -> None:
-    """Most other types are compared with transformers, whose code counts neither active ones nor these."""
+    """Other types are compared with transformers, which counts neither these nor active parameters."""
     count = parameters_of(read(document), with_predictions=False)
     assert count.total == pytest.approx(total, rel=0.015)
-    assert active is None or count.active == pytest.approx(active, abs=max(0.13 * active, 1.3e9))
+    assert active is None or count.active == pytest.approx(active, rel=0.13)
 
 
 def test_the_encoder_of_kimi_vl_has_the_published_parameters() -> None:
@@ -144,7 +121,8 @@ SEEN = QWEN2_5_VL["vision_config"]
     [
         ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
          {"prediction_layers": 1, "expert_nodes": 4, "dense_layers": 3, "shared_expert_ffn": 2048}),
-        ({"model_type": "deepseek_v3", "n_group": 1}, {"expert_nodes": None}),
+        *(({"model_type": "deepseek_v3", "n_group": groups}, {"expert_nodes": nodes})
+          for groups, nodes in ((1, None), (2, 4))),
         ({**LLAMA, "model_type": "mistral", "sliding_window": 4096}, {"window": 4096}),
         ({**LLAMA, "sliding_window": None, "dtype": "float16"}, {"window": None, "dtype": "float16"}),
         ({"model_type": "gpt_oss"}, {"window": 128, "full_attention_every": 2}),
@@ -249,20 +227,3 @@ def test_the_documentation_names_every_type() -> None:
     text = (ROOT / "docs/estimates.md").read_text(encoding="utf-8")
     for names in (TEXT_KINDS, WRAPPERS):
         assert f"| {', '.join(sorted(names))} |" in text
-
-
-def test_the_command_recognises_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    options = "--preset h100 --pp-degree 4 --microbatches 8"
-    command = ["estimate", "--config", str(path), *options.split()]
-    assert main([*command, "--sequence", "2048"]) == 0
-    assert json.loads(capsys.readouterr().out)["layers"][1]["repeat"] == 32
-    path.with_name("t5.json").write_text(json.dumps({"model_type": "t5"}))
-    for file, says in (
-        ("config", "--sequence: a config.json does not say how long sequences are"),
-        ("t5", f"{tmp_path}/t5.json: /model_type: found 't5'"),
-    ):
-        command[2] = f"{tmp_path}/{file}.json"
-        assert main(command) == 2
-        assert says in capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layers import layer, layered
+from support.executor_layouts import flags_of
 from support.titan_configuration import configured
 from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut, free_plan, improved_plan
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
@@ -140,23 +141,11 @@ def test_equal_to_enumeration(
     assert found.even >= found.least * (1 - 1e-9) or problem.limit is not None
 
 
-def model_of(blocks: int, has_mtp: bool, ranks: int) -> LayeredProblem:
-    """A mixture of experts: three dense layers, then equal blocks; the loss is about as long as a block."""
-    sizes = {"embedding": (0.1, 1), "dense": (1.25, 3), "block": (1, 4), "mtp": (1.3, 4), "head": (0.8, 2)}
-    copies = {"dense": {"repeat": 3}, "block": {"repeat": blocks - 3}}
-    layers = [
-        layer(name, time, 2 * time, 0, held=held, **copies.get(name, {}))
-        for name, (time, held) in sizes.items()
-        if has_mtp or name != "mtp"
-    ]
-    return layered(ranks, 2 * ranks, layers, 0.05)
-
-
 # --- what executors recompute
 
 
-def blocks(limit: float, has_mtp: bool = True, **more: Any) -> LayeredProblem:
-    """Eight blocks and a module of multi-token prediction on two ranks with little memory.
+def blocks(limit: float, has_mtp: bool = True, ranks: int = 2, **more: Any) -> LayeredProblem:
+    """Eight blocks and a module of multi-token prediction on ranks with little memory.
 
     A recomputed layer takes another forward and holds a quarter.
     """
@@ -165,13 +154,7 @@ def blocks(limit: float, has_mtp: bool = True, **more: Any) -> LayeredProblem:
     between = [layer("block", 1, 2, 0, held=4, repeat=8, **again)]
     between += [layer("mtp", 1, 2, 0, held=4, **again)] if has_mtp else []
     layers = [layer("embedding", 0, held=4), *between, layer("head", 1, 2, 0, held=4)]
-    return layered(2, 4, layers, memory={"limit": limit}, **more)
-
-
-def flags_of(found: ExecutorCut) -> dict[str, str]:
-    assert found.settings is not None
-    lines = (line.strip(" \\").partition(" ") for line in found.settings.splitlines())
-    return {name: value.strip('"') for name, _, value in lines}
+    return layered(ranks, 4, layers, memory={"limit": limit}, **more)
 
 
 def alone(problem: LayeredProblem, executor: str, **more: Any) -> ExecutorCut:
@@ -220,16 +203,16 @@ def test_recomputed_modules_of_a_document_are_the_selective_recomputation_of_the
 
 
 def test_torchtitans_settings_are_of_the_cut() -> None:
-    found = cut_for_executor(model_of(9, False, 2), "torchtitan", effort="quick")
+    found = cut_for_executor(ruled(9, 2), "torchtitan", effort="quick")
     assert found.stages is not None
     own, schedule = configured(found.settings or "", "newer").parallelism, found.best.schedule
     assert own.module_fqns_per_model_part == module_names(found.stages)
     assert (own.pipeline_parallel_schedule, own.num_pp_microbatches) == (schedule.name, schedule.microbatches)
     assert found.best.orders == schedule.orders()
     # Without a pipeline, it has multi-token prediction, and divides no model.
-    whole = alone(model_of(6, True, 1), "torchtitan").settings
+    whole = alone(blocks(1000, ranks=1), "torchtitan").settings
     assert configured(whole or "", "newer").parallelism.module_fqns_per_model_part is None
-    torch = alone(model_of(6, True, 2), "torch")
+    torch = alone(blocks(1000), "torch")
     assert (torch.settings, "no settings of a cut" in torch.remark) == (None, True)
 
 
@@ -284,24 +267,8 @@ def test_first_and_last_are_transformer_layers_of_ranks() -> None:
         (issue, *_) = best.refused.values()
         assert issue.pointer == f"/cut/{end}"
         assert f"found 0 transformer layers on the {end} rank, which has 2 virtual stages" in issue.detail
-
-
-@pytest.mark.parametrize(
-    ("executor", "problem", "chunks", "advice"),
-    [
-        ("megatron", ruled(2, 4, allow_empty=False), 2, {"virtual", "ranks", "allow_empty"}),
-        ("torch", ruled(2, 4), 2, {"virtual", "ranks"}),
-        ("torch", ruled(1, 4, allow_empty=True), 2, {"virtual", "ranks"}),
-        ("torchtitan", ruled(1, 4, allow_empty=True), 1, {"ranks"}),
-        ("torch", ruled(8, 2), 9, {"virtual", "ranks"}),
-    ],
-)
-def test_too_few_layers_are_refused_with_what_the_executor_can_do(
-    executor: str, problem: LayeredProblem, chunks: int, advice: set[str]
-) -> None:
-    with pytest.raises(InvalidInput, match="finer layers") as raised:
-        cut_for_executor(problem, executor, virtual_stages=[chunks], effort="quick")
-    assert {word for word in ("virtual", "ranks", "allow_empty") if word in str(raised.value)} == advice
+    with pytest.raises(InvalidInput, match="a single one of the stages has all 8 transformer layers"):
+        ruled(8, 1, first=3)
 
 
 TWO: dict[str, Any] = {"recompute_layers": 2}
@@ -313,7 +280,18 @@ OP: dict[str, Any] = {"has_mtp": False, "recompute_modules": ["op"]}
     ("problem", "executor", "more", "message"),
     [
         (ruled(8, 2), "deepspeed", {}, "must be one of megatron"),
-        (model_of(6, True, 2), "torchtitan", {}, "found 'mtp', which belongs to multi-token prediction; tor"),
+        # Too few layers, with what the executor can do.
+        (ruled(2, 4, allow_empty=False), "megatron", {"virtual_stages": [2]},
+         "Give fewer virtual stages or fewer ranks or empty stages (cut.allow_empty) or finer layers."),
+        *((problem, "torch", {"virtual_stages": [chunks]},
+           "Give fewer virtual stages or fewer ranks or finer layers.")
+          for problem, chunks in ((ruled(2, 4), 2), (ruled(1, 4, allow_empty=True), 2), (ruled(8, 2), 9))),
+        (ruled(1, 4, allow_empty=True), "torchtitan", {"virtual_stages": [1]},
+         "Give fewer ranks or finer layers."),
+        # Rules that contradict the model. Megatron-LM#2718: 24 of 48 layers were on no rank, without a word.
+        (ruled(48, 2, first=11, last=13), "megatron", {},
+         "24 of 48 transformer layers, so 24 of the model's layers"),
+        (blocks(1000), "torchtitan", {}, "found 'mtp', which belongs to multi-token prediction; tor"),
         (blocks(9.0), "torch", TWO, "found 2 and executor torch; only Megatron-LM does"),
         (blocks(9.0), "megatron", TWO | {"recompute": "none"}, "found 2 and --recompute none"),
         (blocks(9.0), "megatron", {"recompute_layers": 0}, "found 0; must be at least 1"),
@@ -333,29 +311,10 @@ def test_impossible_requests_are_refused(
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "ranks", "cut", "message"),
-    [
-        # Megatron-LM#2718: 24 of 48 layers were on no rank, without a word.
-        (
-            48,
-            2,
-            {"first": 11, "last": 13},
-            "24 of 48 transformer layers, so 24 of the model's layers",
-        ),
-        (8, 4, {"first": 5, "last": 4}, "1 more than the model has"),
-        (8, 1, {"first": 3}, "has all 8 transformer layers"),
-    ],
-)
-def test_contradictions_are_refused(blocks: int, ranks: int, cut: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        cut_for_executor(ruled(blocks, ranks, **cut), "megatron", effort="quick")
-
-
 def test_schedules_that_do_not_fit_are_refused_with_the_closest_cut() -> None:
     with pytest.raises(InvalidInput, match="a schedule for 4 ranks"):
         best_cut(ruled(8, 2), [megatron_schedule(4, 4, 1)])
-    problem = replace(model_of(6, False, 2), limit=(9.0, 9.0))
+    problem = blocks(19, has_mtp=False)
     with pytest.raises(InfeasibleMemory, match="closest cut") as raised:
         best_cut(problem, [megatron_schedule(2, 4, 1)], effort="quick")
     assert raised.value.is_proved

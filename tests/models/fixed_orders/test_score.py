@@ -8,8 +8,6 @@ from math import isclose
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.executor_layers import PUBLISHED, layer, layered
 from zbv_models.fixed_orders.executor_cut import cut_for_executor, executor_cut_json
 from zbv_models.fixed_orders.megatron_layout import write_layout
@@ -43,23 +41,13 @@ def test_published_layouts_are_scored(name: str) -> None:
     assert score.lower_bound <= score.objective * (1 + 1e-9)
     assert score.same is not None
     assert score.overall is not None
+    # Only a more regular cut that is hardly longer may be preferred to the given one.
+    assert (score.gain(score.same) or 0) >= 0
     assert score.same.least <= min(score.objective, score.same.even) * (1 + 1e-9)
     assert score.overall.objective <= score.same.objective <= score.same.least * 1.01 * (1 + 1e-9)
     assert 0 < score.critical.sum() <= 1 + 1e-9
     assert isclose(score.busy.sum(), sum(map(score.problem.busy_time, range(ranks))))
     assert write_layout(score.stages) in (score.settings or "")
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(lambda counts: sum(counts) > 0))
-def test_no_cut_is_below_the_bound(counts: list[int]) -> None:
-    problem = model_of(sum(counts), 2, 4)
-    score = score_layout(problem, "megatron", ",".join(map(str, counts)), effort="quick")
-    assert score.lower_bound <= score.objective * (1 + 1e-9)
-    assert score.same is not None
-    assert (score.gain(score.same) or 0) >= 0
-    # Only a more regular cut that is hardly longer may be preferred to the given one.
-    assert score.same.least <= score.objective * (1 + 1e-9)
 
 
 def recomputable(limit: float) -> LayeredProblem:
@@ -130,9 +118,10 @@ def test_too_much_memory_is_a_finding_and_not_an_error() -> None:
         ("megatron", "Ett|t*4L", {"first": 3}, "/cut/first", "2 transformer layers; the problem asks for 3"),
         ("megatron", "Et|tt|t|ttL", {"last": 3}, "/cut/last", "has 2 virtual stages"),
         ("megatron", "Et|ttt|t|tL", {"last": 4}, "/cut/last", "found 3 and 1 transformer layers"),
-        ("megatron", "Et|t*5L", {"together": [["block.0", "block.1"]]}, "/cut/together", "and 'block.1'"),
+        ("megatron", "Et|t*5L", {"together": [["block.0", "block.1"]]}, "/cut/together",
+         "between 'block.0' and 'block.1'"),
     ],
-)
+)  # fmt: skip
 def test_the_broken_rule_is_named(
     executor: str, text: str, cut: dict[str, Any], pointer: str, message: str
 ) -> None:

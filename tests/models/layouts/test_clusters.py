@@ -114,8 +114,10 @@ def group(device: dict[str, Any], nodes: int, gpus: int, gigabytes: float = 40.0
 
 
 def request_of(*groups: dict[str, Any], batch: int = 12, fixed: Fixed | None = None, **model: Any) -> Request:
-    cluster = parse_cluster({"groups": list(groups), "links": LINKS})
-    return parse_request({"model": {**MODEL, **model}, "global_batch": batch}, cluster, fixed)
+    """Of several groups, or of the equal nodes of one."""
+    links = {"in_node": groups[0]["links"]["in_node"], "between_nodes": LINKS["between_nodes"]}
+    cluster = {"groups": list(groups), "links": LINKS} if groups[1:] else groups[0] | {"links": links}
+    return parse_request({"model": {**MODEL, **model}, "global_batch": batch}, parse_cluster(cluster), fixed)
 
 
 def test_every_set_of_groups_is_enumerated_with_every_order_of_its_ranks() -> None:
@@ -156,37 +158,37 @@ def test_a_problem_has_the_costs_memory_and_links_of_every_rank() -> None:
 
 def test_groups_of_equal_nodes_cost_the_same_as_one_cluster() -> None:
     """Two groups with the link between nodes between them are one cluster of equal nodes."""
-    links = {"between_nodes": LINKS["between_nodes"]}
-    both = group(FAST, 2, 2)
-    rankings = []
-    for cluster in (
-        {"groups": [group(FAST, 1, 2)] * 2, "links": links},
-        both | {"links": both["links"] | links},
-    ):
-        fixed = Fixed(pipeline_parallel=2, microbatch_size=1)
-        request = parse_request({"model": MODEL, "global_batch": 12}, parse_cluster(cluster), fixed)
-        rankings.append(best_layouts(request.layouts, request.setting))
-    grouped, one = rankings
+    fixed, links = Fixed(pipeline_parallel=2, microbatch_size=1), {"between_nodes": LINKS["between_nodes"]}
+    groups = parse_cluster({"groups": [group(FAST, 1, 2)] * 2, "links": links})
+    requests = [request_of(group(FAST, 2, 2), fixed=fixed)]
+    requests += [parse_request({"model": MODEL, "global_batch": 12}, groups, fixed)]
+    one, grouped = (best_layouts(request.layouts, request.setting) for request in requests)
     assert grouped.best[0].layout.used_groups == (0, 1)
     assert grouped.best[0].step_time == pytest.approx(one.best[0].step_time, rel=1e-9)
     assert grouped.no_layout_below == pytest.approx(one.no_layout_below, rel=1e-9)
 
 
-@settings(max_examples=3)
+SIZES = [((1, 2),), ((2, 2),), ((3, 1),)]
+MIXED = [((1, 1), (1, 1)), ((1, 2), (1, 2)), ((1, 2), (1, 1)), ((1, 1), (1, 1), (1, 1))]
+
+
+@settings(max_examples=7)
 @given(
-    st.sampled_from([((1, 1), (1, 1)), ((1, 2), (1, 2)), ((1, 2), (1, 1)), ((1, 1), (1, 1), (1, 1))]),
-    st.floats(2.0, 40.0),
+    st.sampled_from(SIZES) | st.sampled_from(MIXED),
+    st.floats(2.0, 50.0),
     st.floats(2.0, 40.0),
     st.integers(2, 6),
     st.booleans(),
+    st.booleans(),
 )
 def test_the_best_layout_is_that_of_planning_every_one_in_every_order(
-    sizes: tuple[tuple[int, int], ...], memory: float, other: float, layers: int, is_tied: bool
+    sizes: tuple[tuple[int, int], ...], memory: float, other: float, layers: int, is_tied: bool, is_moe: bool
 ) -> None:
     kinds = [(FAST, memory), (SLOW, other), (FAST, memory)]
     groups = [group(device, *size, room) for (device, room), size in zip(kinds, sizes, strict=False)]
-    fixed = Fixed(zero_stage=1, microbatch_size=2)
-    check_ranking(request_of(*groups, fixed=fixed, layers=layers, tied_embeddings=is_tied, sequence=1024))
+    experts = {"experts": 8, "experts_per_token": 2} if is_moe and len(groups) == 1 else {}
+    model: dict[str, Any] = {"layers": layers, "tied_embeddings": is_tied, "sequence": 1024, **experts}
+    check_ranking(request_of(*groups, fixed=Fixed(zero_stage=1, microbatch_size=2), **model))
 
 
 def test_a_slow_group_gets_fewer_layers_or_none() -> None:

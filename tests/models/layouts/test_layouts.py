@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.executor_layouts import EXPERTS, MODEL, cluster_of, request_of
-from support.rankings import check_ranking
 from zbv_models.layouts import progress
 from zbv_models.layouts.answer import points_json, ranking_json
 from zbv_models.layouts.cluster import parse_cluster
@@ -114,22 +113,6 @@ def test_the_balance_of_load_and_memory_is_least(
     shares = np.array(list(product(np.linspace(0, 1, 5), repeat=len(items))))
     some = np.maximum(load + shares @ extra, wanted - shares @ saved).min()
     assert load * (1 - 1e-9) <= found <= some * (1 + 1e-9) + 1e-12
-
-
-@settings(max_examples=4)
-@given(
-    st.sampled_from([(1, 2), (2, 2), (3, 1)]),
-    st.sampled_from([MODEL, EXPERTS]),
-    st.floats(3.0, 60.0),
-    st.sampled_from([512, 2048]),
-    st.booleans(),
-)
-def test_the_best_layout_is_that_of_planning_every_one(
-    size: tuple[int, int], model: dict[str, Any], gigabytes: float, sequence: int, is_tied: bool
-) -> None:
-    model = {**model, "sequence": sequence, "tied_embeddings": is_tied}
-    cluster = cluster_of(*size, gigabytes)
-    check_ranking(request_of(model, cluster, 3 * cluster.devices, zero_stage=1, microbatch_size=3))
 
 
 def test_a_microbatch_alone_takes_the_time_of_all_layers() -> None:

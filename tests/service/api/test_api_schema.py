@@ -21,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.live import listening
 from support.paths import ROOT
 from support.serving import DEADLINE
@@ -65,7 +66,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
         agent_heartbeat_seconds=0.5,
     )
     with (
-        listening(create_app(settings, search=fake_searches.honest)) as live,
+        listening(create_app(settings, kinds=kinds(fake_searches.honest))) as live,
         AgentClient(live.address) as client,
     ):
         plan_id = client.import_plan(PLAN)

@@ -13,7 +13,7 @@ from support.runs_over_http import register
 from support.serving import PROBLEM, Serving
 from support.tokens import kind_of
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
-from zbv_service.api.limits import SLICE, Limited
+from zbv_service.api.responses import SLICE, Responses
 from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
@@ -128,8 +128,8 @@ async def test_a_large_response_is_sent_in_slices(size: int) -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "raw_path": b"/", "query_string": b"", "headers": []}
-    await Limited(app)(scope, receive, send)
+    scope = {"type": "http", "scheme": "http", "path": "/", "query_string": b"", "headers": []}
+    await Responses(app)(scope, receive, send)
     bodies = sent[1:]
     assert b"".join(message.get("body", b"") for message in bodies) == content
     assert all(len(message["body"]) <= SLICE for message in bodies)

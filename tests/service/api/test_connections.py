@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import httpx
 import pytest
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.live import Live, listening
 from support.serving import DEADLINE
 from zbv_service.app import create_app
@@ -23,7 +24,7 @@ GET = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     database = f"sqlite:///{tmp_path_factory.mktemp('connections')}/zbv.db"
     settings = Settings(auth="none", database=database, searches=1, max_connections=MOST)
-    with listening(create_app(settings, search=fake_searches.immediate)) as found:
+    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
         yield found
 
 

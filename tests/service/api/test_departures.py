@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.fake_searches import orders_of
 from support.live import Live, listening
 from support.processes import is_alive
@@ -53,7 +54,7 @@ def every_computation_sleeps(monkeypatch: pytest.MonkeyPatch, directory: Path) -
 
 @pytest.fixture
 def live(settings: Settings) -> Iterator[Live]:
-    with listening(create_app(settings, search=fake_searches.immediate)) as found:
+    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
         yield found
 
 
@@ -118,7 +119,7 @@ def test_a_computation_past_its_deadline_says_what_to_do(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = settings.model_copy(update={"computation_seconds": 0.5})
-    with listening(create_app(short, search=fake_searches.immediate)) as live:
+    with listening(create_app(short, kinds=kinds(fake_searches.immediate))) as live:
         every_computation_sleeps(monkeypatch, tmp_path)
         answer = post(live, "/v1/problems/estimate", {"problem": PROBLEM})
     assert answer.status_code == 503

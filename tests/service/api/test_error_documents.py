@@ -14,7 +14,7 @@ from support.runs_over_http import MODEL, until_run
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import INVALID_BODY, ApiError, error_document, error_response
-from zbv_service.searches.searches import parse_request
+from zbv_service.searches.kinds import parse_request
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.paths import ROOT
 from support.tokens import add_token
 from zbv_service.app import create_app
@@ -51,7 +52,7 @@ def passed_on(headers: httpx.Headers, *, over_tls: bool) -> httpx.Headers:
 @pytest.mark.parametrize("over_tls", [True, False])
 async def test_the_load_balancer_forwards_the_scheme(settings: Settings, over_tls: bool) -> None:
     settings = settings.model_copy(update={"auth": "tokens", "trusted_proxies": "*"})
-    app = create_app(settings, search=fake_searches.immediate)
+    app = create_app(settings, kinds=kinds(fake_searches.immediate))
     transport = httpx.ASGITransport(config_of(app, settings).loaded_app, client=("10.0.0.2", 1))
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
         token = await add_token(app.state.application.database, "admin")

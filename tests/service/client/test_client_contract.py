@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.layered import LAYERED, NAMES
 from support.live import Live, listening
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.app import create_app
-from zbv_service.client import Client, InvalidRequest, LayoutSearch, NotFound, Search
+from zbv_service.client import Client, InvalidRequest, NotFound, Search
 from zbv_service.settings import Settings
 from zbv_solver.verify.verifier import verify
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(folder: Path) -> Iterator[Live]:
     search = fake_searches.InDirectory(fake_searches.held, folder)
     settings = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", searches=1)
-    with listening(create_app(settings, search=search)) as found:
+    with listening(create_app(settings, kinds=kinds(search))) as found:
         yield found
 
 
@@ -165,25 +166,26 @@ def test_layouts_are_searched_followed_listed_and_deleted(client: Client) -> Non
         "cluster": cluster,
         "global_batch": 4,
     }
-    seen: list[LayoutSearch] = []
+    seen: list[Search] = []
     search = client.submit_layouts(body)
-    ended = client.wait_layouts(search.id, seen.append, timeout=DEADLINE)
+    ended = client.wait(search.id, seen.append, timeout=DEADLINE)
     assert (ended.state, ended.error) == ("done", None)
     assert seen[-1] == ended
     assert ended.answer is not None
     assert ended.progress is not None
     assert ended.plan_id is not None
     assert ended.answer["layouts"][0]["plan_id"] == ended.plan_id
-    assert ended.answer["considered"] == ended.progress["considered"] == ended.summary["layouts"]
+    assert ended.answer["considered"] == ended.progress["considered"]
+    assert (ended.kind, ended.summary["devices"]) == ("layouts", 2)
     assert client.plan(ended.plan_id).plan_id == ended.plan_id
-    events = list(client.layout_events(search.id))
+    events = list(client.events(search.id))
     assert [event.kind for event in events if event.kind != "progress"][-2:] == ["improvement", "end"]
-    assert client.cancel_layouts(search.id) == ended, "it has ended"
-    (listed,) = client.layout_searches(limit=1, state="done")
+    assert client.cancel(search.id) == ended, "it has ended"
+    (listed,) = client.searches(limit=1, kind="layouts")
     assert (listed.id, listed.answer) == (search.id, None)
-    client.delete_layouts(search.id)
+    client.delete(search.id)
     with pytest.raises(NotFound):
-        client.layouts(search.id)
+        client.search(search.id)
     with pytest.raises(InvalidRequest) as refused:
         client.submit_layouts({**body, "top": 0})
     assert [issue.pointer for issue in refused.value.issues] == ["/top"]

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.live import Live, listening
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.app import create_app
@@ -39,7 +40,7 @@ def live(folder: Path) -> Iterator[Live]:
         searches=2,
         heartbeat_seconds=0.2,
     )
-    with listening(create_app(settings, search=search)) as found:
+    with listening(create_app(settings, kinds=kinds(search))) as found:
         yield found
 
 
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best_plan(live: Live, problem: Pat
 def test_a_second_ctrl_c_leaves_at_once(folder: Path, problem: Path) -> None:
     search = fake_searches.InDirectory(fake_searches.deaf, folder)
     settings = Settings(auth="none", database=f"sqlite:///{folder}/deaf.db", searches=1, shutdown_seconds=0.5)
-    with listening(create_app(settings, search=search)) as live:
+    with listening(create_app(settings, kinds=kinds(search))) as live:
         process, left = interrupted(live, problem, "--seed", "4")
         with process:
             assert process.stderr is not None
@@ -194,19 +195,20 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
     flags = ["--cluster", str(cluster), "--server", live.address]
     known = ["layout", "--preset", "llama-3.1-8b", *flags]
     assert main([*known, "--global-batch", "2", "--data-parallel", "1", "-o", str(answer)]) == 0
-    (best,) = json.loads(answer.read_text())["layouts"]
-    assert best["data_parallel"] == 1
+    best, _ = json.loads(answer.read_text())["layouts"]
     assert best["plan_id"] in capfd.readouterr().err
+    assert asked_last(live)["fixed"]["data_parallel"] == 1
     selective = ["--executor", "megatron", "--recompute", "selective", "--recompute-modules", "core_attn"]
     small = [*known, "--global-batch", "2", "--microbatch-size", "1", "--time-limit", "60", "-o", str(answer)]
     assert main([*small, "--pipeline-parallel", "2", *selective]) == 0
-    (best,) = json.loads(answer.read_text())["layouts"]
-    assert "--recompute-modules core_attn" in best["settings"]
+    asked = asked_last(live)
+    assert (asked["executor"], asked["recompute_modules"]) == ("megatron", ["core_attn"])
+    assert (asked["fixed"]["recompute"], asked["options"]["time_limit"]) == ("selective", 60.0)
     assert main([*small, "--points", "--sensitivity"]) == 0
-    assert {"points", "sensitivity"} <= set(json.loads(answer.read_text()))
+    assert (asked_last(live)["points"], asked_last(live)["sensitivity"]) == (True, True)
     assert main([*known, "--global-batch", "2", "--detach"]) == 0
     with Client(live.address) as client:
-        assert client.wait_layouts(capfd.readouterr().out.strip(), timeout=DEADLINE).state == "done"
+        assert client.wait(capfd.readouterr().out.strip(), timeout=DEADLINE).state == "done"
 
     model.write_text(json.dumps({"presets": ["llama-3.1-8b"], "global_batch": 2, "model": {"layers": 0}}))
     for arguments, status, message in (
@@ -241,3 +243,12 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
     cluster.write_text(json.dumps({**CLUSTER, "memory": 1e9}))
     assert main([*known, "--global-batch", "2"]) == 3
     assert "no layout fits" in capfd.readouterr().err
+
+
+def asked_last(live: Live) -> dict[str, Any]:
+    """The request of the newest search for layouts, as the service has read it."""
+    with Client(live.address) as client:
+        (search,) = client.searches(1, kind="layouts")
+    answer = httpx.get(f"{live.address}/v1/searches/{search.id}/problem")
+    found: dict[str, Any] = answer.json()
+    return found

@@ -180,6 +180,10 @@ async def test_bytes_are_passed_completely_in_both_directions(size: int) -> None
         assert await found.run(double, bytearray(content)) == 2 * content
 
 
+def test_layouts_of_a_cluster_are_counted_in_another_process() -> None:
+    assert not is_light({"model": {"presets": ["llama-3.1-8b"]}, "cluster": {"nodes": 1}})
+
+
 async def test_only_small_problems_are_computed_in_the_service_process() -> None:
     async with computing() as found:
         assert await found.of_body(process_of, b'{"problem": {"pp_degree": 4}}') == os.getpid()

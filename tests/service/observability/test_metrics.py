@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.live import listening
 from support.paths import ROOT
 from support.serving import DEADLINE, PROBLEM, Service, Serving
@@ -125,7 +126,7 @@ def test_open_event_streams_are_counted(tmp_path: Path) -> None:
         return f"zbv_event_streams {count:.1f}" in http.get("/metrics").text
 
     with (
-        listening(create_app(settings, search=search)) as live,
+        listening(create_app(settings, kinds=kinds(search))) as live,
         httpx.Client(base_url=live.address, timeout=DEADLINE) as http,
     ):
         found = http.post("/v1/searches", json={"problem": PROBLEM})

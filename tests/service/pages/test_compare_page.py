@@ -1,25 +1,26 @@
-"""The comparison: its schedules, its offers, and the reasons for missing schedules."""
+"""The comparison: its schedules and offers, reasons for missing schedules, and differences of problems."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from support.cut_models import cut_problem
+from support.problems import problems, uniform
 from support.runs_over_http import import_plan
 from support.serving import PROBLEM, Service, Serving
+from zbv_service.pages.compare import differences
 from zbv_service.plans import compared as compared_plans
 from zbv_service.plans.compared import MOST, USUAL
-from zbv_solver.construct.baselines import BASELINES
+from zbv_solver.construct.baselines import BASELINES, merge_stages
 from zbv_solver.export.timeline import timeline, timeline_bytes
+from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import baseline_plan
-
-pytestmark = pytest.mark.anyio
-
-TIMED = {**PROBLEM, "units": {"time": "us"}}
-
 
 AGAIN = '<meta http-equiv="refresh"'
 
@@ -46,27 +47,39 @@ def titles(page: str) -> list[str]:
     return [lane["title"].partition(":")[0] for lane in lanes(page)]
 
 
-async def test_a_plan_is_compared_with_the_usual_schedules_by_default(serving: Serving) -> None:
+def chosen(page: str) -> list[str]:
+    return re.findall(r'value="([^"]+)" checked', page)
+
+
+@pytest.mark.anyio
+async def test_a_plan_is_compared_with_the_schedules_that_are_chosen(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The actions that are drawn are those schedules' own; stored plans are offered, those alike first."""
     async with serving("immediate") as service:
         plan_id = await import_plan(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(compared_plans, "PATIENCE_SECONDS", 0.0)
+            address = f"/plans/{plan_id}/compare?with=1f1b&with=gpipe"
+            awaited = (await service.http.get(address)).text
+        assert AGAIN in awaited
+        assert "Computing 1f1b, gpipe for this problem" in awaited
+        assert chosen(awaited) == ["gpipe", "1f1b"]
         assert titles(await page_of(service, plan_id)) == ["this plan", *USUAL]
         assert titles(await page_of(service, plan_id, *BASELINES)) == ["this plan", *BASELINES]
         page = await page_of(service, plan_id, "gpipe", "gpipe", "")
-        assert titles(page) == ["this plan", "gpipe"]
-        assert titles(await page_of(service, plan_id, "")) == ["this plan"], (
-            "the form says that none is wanted"
-        )
-        assert re.findall(r'value="([^"]+)" checked', page) == ["gpipe"]
+        assert (titles(page), chosen(page)) == (["this plan", "gpipe"], ["gpipe"])
+        assert len(re.findall(r'<th scope="row">', page.split('<h2 id="numbers">')[1])) == 2
+        assert titles(await page_of(service, plan_id, "")) == ["this plan"], "none is wanted"
 
-        found = lanes(await page_of(service, plan_id, "zb-h1"))
-        answer = await service.http.get(found[1]["url"])
+        url = lanes(await page_of(service, plan_id, "zb-h1"))[1]["url"]
+        answer = await service.http.get(url)
         expected = timeline(baseline_plan("zb-h1", parse_problem(PROBLEM)))
         assert answer.content == timeline_bytes(expected)
-        assert found[1]["facts"]["count"] == len(expected)
-        again = await service.http.get(found[1]["url"], headers={"If-None-Match": answer.headers["etag"]})
+        again = await service.http.get(url, headers={"If-None-Match": answer.headers["etag"]})
         assert again.status_code == 304
-        assert (await service.http.get(f"/plans/{plan_id}/baselines/2f2b/actions")).status_code == 404
+        for missing in (f"/plans/{plan_id}/baselines/2f2b/actions", f"/plans/{'0' * 64}/compare"):
+            assert (await service.http.get(missing)).status_code == 404
 
         alike = await import_plan(service, {**PROBLEM, "objective": "makespan"})
         other = await import_plan(service, {**PROBLEM, "microbatches": 6})
@@ -77,6 +90,7 @@ async def test_a_plan_is_compared_with_the_usual_schedules_by_default(serving: S
         assert plan_id not in "".join(groups.values())
 
 
+@pytest.mark.anyio
 async def test_differences_of_problems_are_listed_and_schedules_that_fail_have_a_reason(
     serving: Serving,
 ) -> None:
@@ -88,38 +102,76 @@ async def test_differences_of_problems_are_listed_and_schedules_that_fail_have_a
         assert titles(page) == ["this plan", f"plan {other[:12]}"]
         assert "solves a different problem" in page
         lines = re.findall(r'<tr><th scope="row">([^<]+)</th><td>([^<]+)</td><td>([^<]+)</td></tr>', page)
-        assert ("microbatches", "4", "6") in lines
-        assert ("forward F", "1", "2") in lines
-        assert [name for name, _, _ in lines] == ["microbatches", "forward F"]
+        assert lines == [("microbatches", "4", "6"), ("forward F", "1", "2")]
 
         weighed = await import_plan(service, {**PROBLEM, "units": {"memory": "bytes"}})
         page = await page_of(service, plan_id, weighed)
         (line,) = re.findall(rf'<th scope="row"><a href="/plans/{weighed}">.*?</tr>', page, re.DOTALL)
         assert re.search(r"<td>[\d.]+ B</td>", line), "the other plan's own unit"
-        assert 'class="yes"' not in line, "nobody knows whether bytes fit a limit in something else"
-        assert 'class="no"' not in line
+        assert not re.search('class="(yes|no)"', line), "nobody knows whether bytes fit another limit"
 
-        timed = await import_plan(service, TIMED)
+        timed = await import_plan(service, {**PROBLEM, "units": {"time": "us"}})
         page = await page_of(service, plan_id, timed, "0" * 64, '"><script>', "1f1b")
         assert titles(page) == ["this plan", "1f1b"]
         assert "its times are in us, those of this plan in no unit" in page
         assert "found no plan" in page
-        assert "<script>'" not in page
-        assert '"><script>' not in page
+        assert not re.search("<script>['&]", page)
         page = await page_of(service, plan_id, *(f"{digit:064x}" for digit in range(MOST)), "1f1b")
         assert f"at most {MOST} schedules" in page
-        assert (await service.http.get(f"/plans/{'0' * 64}/compare")).status_code == 404
 
 
-async def test_schedules_that_take_long_are_awaited(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+@given(problems(), problems())
+def test_only_different_problems_have_differences(one: Problem, other: Problem) -> None:
+    assert differences(one, one) == []
+    assert bool(differences(one, other)) == (one != other)
+    names = [name for name, _, _ in differences(one, other)]
+    assert [name for name, _, _ in differences(other, one)] == names
+
+
+def forward(p: int, *values: float) -> Problem:
+    one = uniform(p, 4)
+    return replace(one, costs=replace(one.costs, forward=values))
+
+
+def by_tokens(tokens: list[int], scale: float = 1) -> Problem:
+    costs = {"forward": {"tokens": scale}, "backward_input": 1, "backward_weight": 1}
+    return parse_problem({"pp_degree": 2, "microbatches": 2, "features": {"tokens": tokens}, "costs": costs})
+
+
+MANY = replace(uniform(2, 6, limit=8, p2p=0.5, objective="makespan"), units=Units(time="us", memory="bytes"))
+EVEN, UNEVEN = (cut_problem("abcd", sizes) for sizes in ([1, 1, 1, 1], [2, 0, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (uniform(2, 4, limit=8), MANY,
+         [("microbatches", "4", "6"), ("objective", "span", "makespan"), ("time unit", "none", "us"),
+          ("memory unit", "none", "bytes"), ("transfer", "0", "0.5")]),
+        (forward(2, 1, 2, 1, 1), forward(2, 1, 1, 2, 1), [("forward F", "1 to 2", "1 to 2, 2 of 4 differ")]),
+        (forward(2, 1, 2, 1, 1), forward(2, 1, 2 + 1e-14, 1, 1), []),  # rounding
+        (EVEN, replace(EVEN, model=None), [("layers", "4 in 4 stages", "none")]),
+        (by_tokens([1, 3]), by_tokens([1, 3], 2), [("forward F", "1 to 3", "2 to 6")]),
+    ],
+)  # fmt: skip
+def test_a_difference_has_both_sides(
+    one: Problem, other: Problem, expected: list[tuple[str, str, str]]
 ) -> None:
-    monkeypatch.setattr(compared_plans, "PATIENCE_SECONDS", 0.0)
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service)
-        answer = await service.http.get(f"/plans/{plan_id}/compare", params={"with": ["1f1b", "gpipe"]})
-        assert answer.status_code == 200
-        assert AGAIN in answer.text
-        assert "Computing 1f1b, gpipe for this problem" in answer.text
-        assert re.findall(r'value="([^"]+)" checked', answer.text) == ["gpipe", "1f1b"]
-        assert titles(await page_of(service, plan_id, "1f1b", "gpipe")) == ["this plan", "1f1b", "gpipe"]
+    assert differences(one, other) == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (forward(2, 1, 1, 1, 2), forward(3, 1, 1, 1, 1, 1, 2),
+         ("forward F", "1 to 2, 4 values", "1 to 2, 6 values")),
+        (EVEN, UNEVEN, ("layers", "4 in 4 stages", "4 in 4 stages, different layers or stages")),
+        (uniform(2, 4), merge_stages(uniform(2, 4)), ("forward F", "1", "2")),
+        (by_tokens([1, 3]), by_tokens([3, 1]), ("forward F", "1 to 3", "1 to 3, 8 of 8 differ")),
+        (by_tokens([1, 3]), replace(by_tokens([1, 3]), features=()), ("features", "tokens 1 to 3", "none")),
+    ],
+)  # fmt: skip
+def test_differences_of_several_kinds_are_all_there(
+    one: Problem, other: Problem, expected: tuple[str, str, str]
+) -> None:
+    assert expected in differences(one, other)

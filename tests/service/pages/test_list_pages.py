@@ -1,4 +1,4 @@
-"""The lists of /v1 as pages, with forms as filters and links to other pages."""
+"""Lists and the front page as text: filters, links, empty lists, and errors as pages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import httpx
 import pytest
+from support.runs_over_http import submit
 from support.serving import PROBLEM, Service, Serving
+from support.tokens import add, kind_of
+from zbv_service.database import DatabaseAway
 
 pytestmark = pytest.mark.anyio
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-LISTS = ("searches", "plans", "runs", "agents")
+SAME_ORIGIN = {"sec-fetch-site": "same-origin"}
 
 
 async def shown(http: httpx.AsyncClient, address: str, status: int = 200) -> str:
@@ -35,72 +38,81 @@ def link(text: str, rel: str) -> str | None:
 
 
 async def some_searches(service: Service, count: int) -> list[str]:
-    found = []
-    for seed in range(count):
-        search: dict[str, Any] = (await service.submit(seed=seed)).json()
-        found.append((await service.ended(search["id"]))["id"][:12])
-    return found[::-1]
+    ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(count)]
+    return [(await service.ended(search_id))["id"][:12] for search_id in ids][::-1]
 
 
-@pytest.mark.parametrize("name", LISTS)
-async def test_empty_lists_explain_how_to_fill_or_clear_them(serving: Serving, name: str) -> None:
+async def test_empty_lists_explain_how_to_fill_or_clear_them(serving: Serving) -> None:
     async with serving("immediate") as service:
-        empty = await shown(service.http, f"/{name}")
-        assert re.search(r"No (plans|searches|runs|agents) yet", empty)
-        assert f"<h1>{name.capitalize()}</h1>" in empty
-        nothing = await shown(service.http, f"/{name}?q=zzz")
-        assert re.search(rf"No {name.removesuffix('s').removesuffix('e')}\w* matches", nothing)
-        assert 'value="zzz"' in nothing
-        assert f'href="/{name}">Show all' in nothing
+        for name in ("searches", "plans", "runs", "agents"):
+            empty = await shown(service.http, f"/{name}")
+            assert f"No {name} yet" in empty
+            assert f"<h1>{name.capitalize()}</h1>" in empty
+            nothing = await shown(service.http, f"/{name}?q=zzz")
+            assert re.search(rf"No {name.removesuffix('s').removesuffix('e')}\w* matches", nothing)
+            assert 'value="zzz"' in nothing
+            assert f'href="/{name}">Show all' in nothing
+        front = await shown(service.http, "/")
+        for words in (
+            "No plans yet",
+            "Search an example",
+            "zbv-service submit problem.json --server http://",
+        ):
+            assert words in front
+        headers = {"origin": "http://zbv"}
+        answer = await service.http.post("/example", headers=headers)
+        assert answer.status_code == 303
+        search_id = answer.headers["location"].removeprefix("/searches/")
+        assert (await service.ended(search_id))["state"] == "done"
+        again = await service.http.post("/example", headers=headers)
+        assert again.headers["location"] == answer.headers["location"]
+        elsewhere = await service.http.post("/example", headers={"origin": "http://evil.example"})
+        assert elsewhere.status_code == 403
+        assert "No plans yet" not in await shown(service.http, "/")
 
 
-async def test_pages_link_to_older_and_newer_ones(serving: Serving) -> None:
+async def test_a_list_has_pages_and_filters_and_links_under_a_prefix(serving: Serving) -> None:
     async with serving("immediate") as service:
         ids = await some_searches(service, 5)
         first = await shown(service.http, "/searches?limit=2&pp_degree=2&q=&objective=")
-        assert rows(first) == ids[:2]
-        assert link(first, "prev") is None
+        assert (rows(first), link(first, "prev")) == (ids[:2], None)
         second = await shown(service.http, str(link(first, "next")))
         assert rows(second) == ids[2:4]
         assert "pp_degree=2" in str(link(second, "next")), "filters are kept"
         last = await shown(service.http, str(link(second, "next")))
         assert (rows(last), link(last, "next")) == (ids[4:], None)
-        back = await shown(service.http, str(link(last, "prev")))
-        assert rows(back) == ids[2:4]
-        # The first page is a full one, even if newer searches were added meanwhile.
-        newer = await some_searches(service, 6)
-        top = await shown(service.http, str(link(back, "prev")))
+        assert rows(await shown(service.http, str(link(last, "prev")))) == ids[2:4]
+        top = await shown(service.http, str(link(second, "prev")))
         assert rows(top) == ids[:2]
-        assert rows(await shown(service.http, str(link(top, "prev")))) == newer[:2][-2:]
 
-
-async def test_a_list_shows_the_entries_that_match_its_filters(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        one = (await some_searches(service, 1))[0]
-        wide = (await service.submit({**PROBLEM, "microbatches": 6, "objective": "makespan"})).json()["id"]
-        await service.ended(wide)
-        both = [wide[:12], one]
+        document = {**PROBLEM, "microbatches": 6, "objective": "makespan"}
+        wide = (await service.ended((await service.submit(document)).json()["id"]))["id"]
+        newest, both = [wide[:12]], [wide[:12], ids[0]]
         for query, expected in (
-            ("state=done", both),
-            ("state=done&state=failed", both),
+            ("state=done&limit=2", both),
+            ("state=done&state=failed&limit=2", both),
             ("state=queued", []),
-            ("microbatches=6", both[:1]),
-            ("objective=span&pp_degree=2", both[1:]),
-            (f"q={wide[:8]}", both[:1]),
+            ("microbatches=6", newest),
+            ("objective=span&pp_degree=2", ids),
+            (f"q={wide[:8]}", newest),
         ):
-            text = await shown(service.http, f"/searches?{query}")
-            assert rows(text) == expected, query
-        assert re.search(r'value="done" checked', await shown(service.http, "/searches?state=done"))
-        assert '<option value="span" selected>' in await shown(service.http, "/searches?objective=span")
-
-
-async def test_a_wrong_filter_is_named_on_an_error_page(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        text = await shown(service.http, "/plans?pp_degree=x&colour=red", 422)
+            assert rows(await shown(service.http, f"/searches?{query}")) == expected, query
+        filtered = await shown(service.http, "/searches?state=done&objective=span")
+        assert re.search(r'value="done" checked', filtered)
+        assert '<option value="span" selected>' in filtered
+        assert 'href="/plans">Without the parameters' in (
+            text := await shown(service.http, "/plans?pp_degree=x&colour=red", 422)
+        )
         assert "<code>pp_degree</code>" in text
         assert "<code>colour</code>" in text
-        assert 'href="/plans">Without the parameters' in text
-        await shown(service.http, "/runs?cursor=x", 422)
+
+        transport = httpx.ASGITransport(service.app, root_path="/planner")
+        async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
+            for address in ("/", str(link(first, "next")), "/plans", "/nothing"):
+                text = (await http.get(f"/planner{address}", headers=BROWSER)).text
+                links = re.findall(r'(?:href|src|action)="([^"]*)"', text)
+                assert [each for each in links if not each.startswith("/planner/")] == ["#main"]
+                assert text.count('aria-current="page"') == (0 if "nothing" in address else 1), address
 
 
 async def test_names_are_escaped(serving: Serving) -> None:
@@ -116,44 +128,15 @@ async def test_names_are_escaped(serving: Serving) -> None:
             assert raw not in text
 
 
-async def test_pages_under_a_prefix_link_under_it(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        await some_searches(service, 2)
-        transport = httpx.ASGITransport(service.app, root_path="/planner")
-        async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
-            for address in ("/planner/", "/planner/searches?limit=1", "/planner/plans", "/planner/nothing"):
-                text = (await http.get(address, headers=BROWSER)).text
-                links = re.findall(r'(?:href|src|action)="([^"]*)"', text)
-                assert links
-                assert [found for found in links if not found.startswith("/planner/")] == ["#main"]
-                assert text.count('aria-current="page"') == (0 if "nothing" in address else 1), address
-
-
 async def test_the_front_page_shows_open_searches(serving: Serving) -> None:
     async with serving("held") as service:
-        await some_searches_held(service)
+        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(3)]
+        for search_id in ids[:2]:
+            await service.until(search_id, lambda found: found["state"] == "running")
         text = await shown(service.http, "/")
         assert "<b>2</b> searching, <b>1</b> queued" in text
         assert text.count('data-live="search-') == 3
         assert "data-open" in text
-
-
-async def some_searches_held(service: Service) -> None:
-    ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(3)]
-    for search_id in ids[:2]:
-        await service.until(search_id, lambda found: found["state"] == "running")
-
-
-async def test_an_example_is_searched_at_once(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        answer = await service.http.post("/example", headers={"origin": "http://zbv"})
-        assert answer.status_code == 303
-        search_id = answer.headers["location"].removeprefix("/searches/")
-        assert (await service.ended(search_id))["state"] == "done"
-        again = await service.http.post("/example", headers={"origin": "http://zbv"})
-        assert again.headers["location"] == answer.headers["location"]
-        elsewhere = await service.http.post("/example", headers={"origin": "http://evil.example"})
-        assert elsewhere.status_code == 403
 
 
 async def test_a_plan_has_an_immutable_thumbnail(serving: Serving) -> None:
@@ -170,11 +153,64 @@ async def test_a_plan_has_an_immutable_thumbnail(serving: Serving) -> None:
         assert (await service.http.get("/plans/nothing/thumbnail.png")).status_code == 404
 
 
-async def test_the_front_page_of_an_empty_service_offers_an_example(serving: Serving) -> None:
+async def test_a_browser_gets_errors_as_pages_and_others_as_documents(serving: Serving) -> None:
     async with serving("immediate") as service:
-        text = await shown(service.http, "/")
-        assert "No plans yet" in text
-        assert "Search an example" in text
-        assert "zbv-service submit problem.json --server http://" in text
-        await some_searches(service, 1)
-        assert "No plans yet" not in await shown(service.http, "/")
+        for method, address, status, told in (
+            ("GET", "/nothing", 404, "Found no /nothing here"),
+            ("GET", "/v1/plans/nothing/export/svg", 404, "Found no plan"),
+            ("GET", "/plans?cursor=x", 422, "it must come from an earlier page"),
+            ("POST", "/", 405, "accepts GET"),
+            ("GET", "/errors/nothing", 404, "found no type of error"),
+        ):
+            answer = await service.http.request(method, address, headers=BROWSER)
+            assert answer.status_code == status
+            assert answer.headers["content-type"] == "text/html; charset=utf-8"
+            assert answer.headers["cache-control"] == "no-store"
+            assert "unsafe" not in answer.headers["content-security-policy"]
+            assert told.lower() in answer.text.lower()
+            assert 'aria-label="Pages"' in answer.text
+            assert answer.headers["x-request-id"] in answer.text
+            document = await service.http.request(method, address)
+            assert document.headers["content-type"] == "application/problem+json"
+            assert document.status_code == status
+            assert document.json()["type"] in answer.text, "links to the explanation"
+            for name in ("allow", "retry-after"):
+                assert answer.headers.get(name) == document.headers.get(name)
+
+        assert 'href="/runs/x/measured">Without' in await shown(service.http, "/runs/x/measured?step=x", 422)
+        run = f"/runs/{(await submit(service)).json()['id']}/plan?a=b"
+        answer = await service.http.post(run, data={"plan_id": "0" * 64}, headers=BROWSER | SAME_ORIGIN)
+        assert answer.status_code == 422
+        assert "Without the parameters" not in answer.text, "a form is sent again, not opened"
+        fields = BROWSER | SAME_ORIGIN | {"content-type": "application/x-www-form-urlencoded"}
+        answer = await service.http.post(f"/runs/{'0' * 32}/plan", content="a" * 9999, headers=fields)
+        assert (answer.status_code, answer.headers["content-type"]) == (413, "text/html; charset=utf-8")
+        assert answer.headers["connection"] == "close", "otherwise the server reads the rest of the body"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"), [(DatabaseAway, 503, "not-ready"), (RuntimeError, 500, "internal-error")]
+)
+async def test_a_temporary_error_has_a_link_to_try_again(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, error: type[Exception], status: int, kind: str
+) -> None:
+    async with serving("immediate") as service:
+
+        async def fail(*_: Any) -> None:
+            raise error("a secret of the service")
+
+        monkeypatch.setattr(service.app.state.application.searches, "page", fail)
+        text = await shown(service.http, "/searches?q=a&state=done", status)
+        assert 'href="/searches?q=a&amp;state=done">Try again' in text
+        assert f"/errors/{kind}" in text
+        assert "secret" not in text
+        assert kind_of(await service.http.get("/searches")) == kind
+
+
+async def test_a_missing_scope_is_an_error_page(serving: Serving) -> None:
+    async with serving("immediate", auth="tokens") as service:
+        token = await add(service, "agent", name="agent-only")
+        answer = await service.http.get("/plans", headers={**BROWSER, **token})
+        assert answer.status_code == 403
+        assert "agent-only" in answer.text
+        assert "Try again" not in answer.text

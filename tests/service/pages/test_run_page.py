@@ -1,9 +1,10 @@
-"""The page of a run in every state, and the actions that a browser may take."""
+"""The page of a run in every state, its planned against measured times, and the actions of a browser."""
 
 from __future__ import annotations
 
 import json
 import re
+from math import inf
 from typing import Any
 
 import pytest
@@ -23,214 +24,204 @@ from support.runs_over_http import (
 )
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages import run as pages
+from zbv_service.pages.measured import measured_values
 from zbv_service.pages.run import SHOWN_RANKS, run_values
 from zbv_service.pages.shell import Shell, render
-from zbv_service.runs.measurements import most_shared
+from zbv_service.pages.words import tone
+from zbv_service.runs.measurements import Measured, TraceSource, measure, most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Objective
 from zbv_solver.problem.reading import parse_problem
-
-pytestmark = pytest.mark.anyio
+from zbv_solver.search.assemble import make_plan
 
 TIMED = {**PROBLEM, "units": {"time": "us"}}
 SLOW = {**TIMED, "costs": {"forward": 3, "backward_input": 1, "backward_weight": 1}}
 SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
 
 
-def traces(document: dict[str, Any], plan_id: str, **how: Any) -> list[dict[str, Any]]:
-    problem = parse_problem(document)
-    made = trace_documents(problem, orders_of(problem), plan_id=plan_id, **how)
-    for entry in made[0]["steps"]:
-        entry["loss"] = 4.0 - entry["step"]
-    return made
+class Run:
+    """A run of two ranks on two agents."""
+
+    def __init__(self, service: Service, plan_id: str, run_id: str, *agents: str):
+        self.service, self.plan_id, self.agents, self.generation = service, plan_id, agents, 0
+        self.id, self.url = run_id, f"/runs/{run_id}"
+
+    async def send(self, rank: int, what: Any, kind: str = "trace") -> None:
+        """Send a rank's trace or log."""
+        of_rank = f"{self.generation}/ranks/{rank}/{kind}"
+        address = f"/v1/agents/{self.agents[rank]}/runs/{self.id}/generations/{of_rank}"
+        content = what.encode() if isinstance(what, str) else json.dumps(what).encode()
+        fields = {"content-type": "application/json"}
+        answer = await self.service.http.put(address, content=content, headers=fields)
+        assert answer.status_code == 204, answer.text
+
+    async def measured(self, document: dict[str, Any], **how: Any) -> None:
+        """Both ranks send the traces of a problem."""
+        for rank, trace in enumerate(self.traces(document, **how)):
+            await self.send(rank, trace)
+
+    def traces(self, document: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
+        problem = parse_problem(document)
+        made = trace_documents(problem, orders_of(problem), plan_id=self.plan_id, **how)
+        for entry in made[0]["steps"]:
+            entry["loss"] = 4.0 - entry["step"]
+        return made
+
+    async def words(self, path: str = "") -> str:
+        return await words(self.service, self.url + path)
+
+    async def post(self, path: str, **data: str) -> tuple[int, str | None]:
+        answer = await self.service.http.post(self.url + path, data=data, headers=SAME_ORIGIN)
+        return answer.status_code, answer.headers.get("location")
 
 
-async def send(
-    service: Service, agent: str, run_id: str, rank: int, what: Any, kind: str = "trace", generation: int = 0
-) -> None:
-    address = f"/v1/agents/{agent}/runs/{run_id}/generations/{generation}/ranks/{rank}/{kind}"
-    content = what.encode() if isinstance(what, str) else json.dumps(what).encode()
-    answer = await service.http.put(address, content=content, headers={"content-type": "application/json"})
-    assert answer.status_code == 204, answer.text
+async def begun(service: Service, **options: Any) -> Run:
+    plan_id = await import_plan(service, TIMED)
+    return Run(service, plan_id, *await started(service, plan_id=plan_id, **options))
 
 
+@pytest.mark.anyio
 async def test_a_waiting_run_shows_the_reason(serving: Serving) -> None:
     async with serving("held") as service:
         run_id = (await submit(service)).json()["id"]
         seen = await words(service, f"/runs/{run_id}")
         assert "waiting Waiting for 2 agents" in seen
         assert "Ranks send measurements a few seconds after their first steps" in seen
-        assert "Cancel run" in seen
         assert 'data-live="state" data-open' in await page_of(service, f"/runs/{run_id}")
-        body = {"problem": TIMED, "plan_id": None}
-        planning = (await submit(service, **body)).json()
+        planning = (await submit(service, problem=TIMED, plan_id=None)).json()
         assert "Searching for a plan" in await words(service, f"/runs/{planning['id']}")
-        nothing = await words(service, f"/runs/{run_id}/measured")
-        assert "Nothing measured yet" in nothing
+        assert "Nothing measured yet" in await words(service, f"/runs/{run_id}/measured")
         assert "http-equiv" in await page_of(service, f"/runs/{run_id}/measured")
-        assert (await service.http.get(f"/runs/{'e' * 32}")).status_code == 404
-        assert (await service.http.get(f"/runs/{'e' * 32}/measured")).status_code == 404
+        for path in ("", "/measured"):
+            assert (await service.http.get(f"/runs/{'e' * 32}{path}")).status_code == 404
+        run = await service.app.state.application.runs.get(run_id)
+    for may, expected in ((("read",), False), (("launch",), True), (("admin",), True)):
+        shell, values = Shell(may=frozenset(may)), run_values(run, None, (), ())
+        text = render("run.html.j2", shell, run=run, events=(), **values).decode()
+        assert ("Cancel run" in text) == expected
+    many = run.model_copy(update={"nodes": 1, "ranks_per_node": 2 * SHOWN_RANKS + 1})
+    shown = [run_values(many, None, (), (), first) for first in (None, SHOWN_RANKS, 2 * SHOWN_RANKS)]
+    ranks = [[row["rank"] for row in values["ranks"]] for values in shown]
+    assert ranks[1:] == [[*range(SHOWN_RANKS, 2 * SHOWN_RANKS)], [2 * SHOWN_RANKS]]
+    around = [(values["earlier_ranks"], values["later_ranks"]) for values in shown]
+    assert around == [(None, SHOWN_RANKS), (0, 2 * SHOWN_RANKS), (SHOWN_RANKS, None)]
+    text = render("run.html.j2", Shell(), run=many, events=(), **shown[1]).decode()
+    for part in (f"{2 * SHOWN_RANKS + 1} ranks", 'href="?ranks=0#ranks"', f"?ranks={2 * SHOWN_RANKS}#ranks"):
+        assert part in text
 
 
-async def test_a_running_run_shows_its_ranks_steps_and_losses(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service, TIMED)
-        run_id, first, second = await started(service, plan_id=plan_id)
-        for agent in (first, second):
-            await beat(service, agent, run_id, 3)
-        made = traces(SLOW, plan_id, steps=3)
-        await send(service, first, run_id, 0, made[0])
-        await send(service, second, run_id, 1, made[1])
-        await send(service, second, run_id, 1, "a log", "log")
-        seen = await words(service, f"/runs/{run_id}")
-        assert "All ranks have reported step 3 of 5" in seen
-        assert re.search(r"Step time [\d.]+ µs median|Step time [\d.]+ µs planned", seen)
-        assert "Loss 2 of step 2" in seen
-        assert "rank 1 host-b node 1 running" in seen
-        text = await page_of(service, f"/runs/{run_id}")
-        assert f'href="/v1/runs/{run_id}/ranks/1/log?generation=0"' in text
-        assert f'href="/runs/{run_id}/measured"' in text
-        assert text.count('class="step"') == 3
-        assert text.count('class="dot"') == 3
-
-        measured = await words(service, f"/runs/{run_id}/measured")
-        assert "F took 3.00 × what was planned, over all ranks" in measured
-        assert "Step 1, the median of the 3 newest steps by length, generation 0." in measured
-        for step in (0, 2):
-            assert f"Step {step}, generation 0." in await words(
-                service, f"/runs/{run_id}/measured?step={step}"
-            )
-        for query in ("step=9", "generation=4", "replica=2"):
-            assert "Not found" in await words(service, f"/runs/{run_id}/measured?{query}")
-        assert (await service.http.get(f"/runs/{run_id}/measured?step=x")).status_code == 422
-        assert (await service.http.get(f"/runs/{run_id}/measured?generation=-1")).status_code == 422
-
-
-async def test_a_loss_belongs_to_its_step_and_the_newest_events_are_shown(
+@pytest.mark.anyio
+async def test_a_running_run_shows_its_ranks_steps_and_losses(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "EVENTS", 1)
     async with serving("immediate") as service:
-        plan_id = await import_plan(service, TIMED)
-        run_id, first, second = await started(service, plan_id=plan_id)
-        made = traces(TIMED, plan_id, steps=3)
-        made[0]["steps"][2]["loss"] = None
-        for rank, agent in enumerate((first, second)):
-            await send(service, agent, run_id, rank, made[rank])
-        assert "Loss 3 of step 1" in await words(service, f"/runs/{run_id}")
-        told = [event["kind"] for event in await events(service, run_id)]
-        shown = re.findall(r'class="kind">([^<]+)<', await page_of(service, f"/runs/{run_id}"))
+        run = await begun(service)
+        for agent in run.agents:
+            await beat(service, agent, run.id, 3)
+        traces = run.traces(SLOW, steps=3)
+        await run.send(1, traces[1])
+        assert "Rank 0 has not sent this step" in await run.words("/measured")
+        traces[0]["steps"][2]["loss"] = None
+        await run.send(0, traces[0])
+        await run.send(1, "a log", "log")
+        seen = await run.words()
+        assert "All ranks have reported step 3 of 5" in seen
+        assert re.search(r"Step time [\d.]+ µs median|Step time [\d.]+ µs planned", seen)
+        assert "Loss 3 of step 1" in seen, "a loss belongs to its step"
+        assert "rank 1 host-b node 1 running" in seen
+        text = await page_of(service, run.url)
+        assert f'href="/v1{run.url}/ranks/1/log?generation=0"' in text
+        assert f'href="{run.url}/measured"' in text
+        assert (text.count('class="step"'), text.count('class="dot"')) == (3, 2)
+        monkeypatch.setattr(pages, "EVENTS", 1)
+        told = [event["kind"] for event in await events(service, run.id)]
         assert len(told) > 1
-        assert shown == told[-1:]
+        assert re.findall(r'class="kind">([^<]+)<', await page_of(service, run.url)) == told[-1:]
 
+        measured = await run.words("/measured")
+        assert "F took 3.00 × what was planned, over all ranks" in measured
+        assert "Step 1, the median of the 3 newest steps by length, generation 0." in measured
+        assert "Step 2, generation 0." in await run.words("/measured?step=2")
+        for query in ("step=9", "generation=4", "replica=2"):
+            assert "Not found" in await run.words(f"/measured?{query}")
+        for query in ("step=x", "generation=-1"):
+            assert (await service.http.get(f"{run.url}/measured?{query}")).status_code == 422
+        download = re.search(r'href="([^"]+)" download="[^"]+-trace.json"', text)
+        assert download is not None
+        assert (await service.http.get(download[1])).status_code == 200
 
-async def test_missing_ranks_and_unusable_traces_are_reported(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service, TIMED)
-        run_id, first, second = await started(service, plan_id=plan_id)
-        made = traces(TIMED, plan_id, steps=2)
-        await send(service, second, run_id, 1, made[1])
-        seen = await words(service, f"/runs/{run_id}/measured")
-        assert "Rank 0 has not sent this step" in seen
-        shifted = traces(TIMED, plan_id, steps=2)[0]
-        for entry in shifted["steps"]:
+        for entry in traces[0]["steps"]:
             entry["actions"] = [
                 [row[0], *(at + 50_000 for at in row[1:4]), row[4]] for row in entry["actions"]
             ]
-        await send(service, first, run_id, 0, shifted)
-        seen = await words(service, f"/runs/{run_id}/measured")
-        assert "has not sent" not in seen
-        assert "The clocks of the ranks disagree" in seen
-        for rank, agent in enumerate((first, second)):
-            other = traces(TIMED, plan_id, first_step=7)[rank]
-            other["steps"][0]["actions"] = [
-                [row[0], 0, 0, 0, 0] for row in other["steps"][0]["actions"][::-1]
-            ]
-            await send(service, agent, run_id, rank, other)
-        seen = await words(service, f"/runs/{run_id}/measured?step=7")
+        await run.send(0, traces[0])
+        assert "The clocks of the ranks disagree" in await run.words("/measured")
+        for rank, other in enumerate(run.traces(TIMED, first_step=7)):
+            actions = other["steps"][0]["actions"]
+            other["steps"][0]["actions"] = [[row[0], 0, 0, 0, 0] for row in actions[::-1]]
+            await run.send(rank, other)
+        seen = await run.words("/measured?step=7")
         assert "These traces cannot be used" in seen
         assert "not its list of plan" in seen
 
 
-async def test_a_failed_run_shows_the_reason_and_links_to_its_logs(serving: Serving) -> None:
+@pytest.mark.anyio
+async def test_a_failed_run_shows_the_reason_and_earlier_generations_are_kept(serving: Serving) -> None:
     async with serving("immediate") as service:
-        run_id, first, second = await started(service)
+        run = await begun(service, retries=1)
+        await run.measured(TIMED, steps=2)
+        for rank in (0, 1):
+            await run.send(rank, "the log", "log")
+        await end(service, run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
+        await end(service, run.agents[1], run.id, "stopped")
+        run.generation = 1
+        for agent in run.agents:
+            await work(service, agent)
+        await run.measured(SLOW, first_step=1)
+        seen = await run.words()
+        for text in ("log of generation 0 , trace", "restarted 1 time", "Generations 0 , 1"):
+            assert text in seen
+        assert "generation 1." in await run.words("/measured")
+        assert "as long as planned" in await run.words("/measured?generation=0")
         failure = {"kind": "error", "rank": 0, "step": 3, "action": "0F1", "detail": "<b>boom</b>"}
-        await end(service, first, run_id, "failed", failure)
-        await end(service, second, run_id, "stopped")
-        seen = await words(service, f"/runs/{run_id}")
+        await end(service, run.agents[0], run.id, "failed", failure, generation=1)
+        await end(service, run.agents[1], run.id, "stopped", generation=1)
+        seen, text = await run.words(), await page_of(service, run.url)
         assert "failed <b>boom</b>" in seen
         assert "Rank 0 on host-a error step 3, at 0F1" in seen
-        assert "Cancel run" not in seen
-        text = await page_of(service, f"/runs/{run_id}")
-        assert "<b>boom" not in text
-        assert "data-open" not in text
-        assert "The ranks sent no measurements" in seen
-        assert "The run ended before its ranks had sent a trace" in await words(
-            service, f"/runs/{run_id}/measured"
-        )
+        for absent in ("<b>boom", "data-open", "Cancel run"):
+            assert absent not in text
 
 
+@pytest.mark.anyio
 async def test_a_browser_cancels_a_run_and_takes_an_offer(serving: Serving) -> None:
     async with serving("immediate") as service:
-        plan_id = await import_plan(service, TIMED)
-        run_id, first, second = await started(service, plan_id=plan_id, replan="ask")
-        for agent in (first, second):
-            await beat(service, agent, run_id, 0)
-        for rank, agent in enumerate((first, second)):
-            await send(service, agent, run_id, rank, traces(SLOW, plan_id, steps=3)[rank])
-        await service.app.state.application.dispatcher.replanner.step()
+        run = await begun(service, replan="ask")
+        for agent in run.agents:
+            await beat(service, agent, run.id, 0)
+        await run.measured(SLOW, steps=3)
+        replanner = service.app.state.application.dispatcher.replanner
         for _ in range(200):
-            if (await run_of(service, run_id))["offer"]:
+            await replanner.step()
+            if (await run_of(service, run.id))["offer"]:
                 break
-            await service.app.state.application.dispatcher.replanner.step()
-        offer = (await run_of(service, run_id))["offer"]["plan_id"]
-        seen = await page_of(service, f"/runs/{run_id}")
+        offer = (await run_of(service, run.id))["offer"]["plan_id"]
+        seen = await page_of(service, run.url)
         assert f'name="plan_id" value="{offer}"' in seen
-        assert f"/plans/{plan_id}/compare?with={offer}" in seen
-        change = f"/runs/{run_id}/plan"
-        wrong = await service.http.post(change, data={"plan_id": "0" * 64}, headers=SAME_ORIGIN)
-        assert wrong.status_code == 422
-        answer = await service.http.post(change, data={"plan_id": offer}, headers=SAME_ORIGIN)
-        assert (answer.status_code, answer.headers["location"]) == (303, f"/runs/{run_id}")
-        assert (await run_of(service, run_id))["target_plan_id"] == offer
-        assert "switch to it between two steps" in await words(service, f"/runs/{run_id}")
-
-        answer = await service.http.post(f"/runs/{run_id}/cancel", headers=SAME_ORIGIN)
-        assert (answer.status_code, answer.headers["location"]) == (303, f"/runs/{run_id}")
-        assert (await run_of(service, run_id))["cancel_requested"]
-        assert "Cancelling: its ranks are stopping" in await words(service, f"/runs/{run_id}")
+        assert f"/plans/{run.plan_id}/compare?with={offer}" in seen
+        assert (await run.post("/plan", plan_id="0" * 64))[0] == 422
+        assert await run.post("/plan", plan_id=offer) == (303, run.url)
+        assert (await run_of(service, run.id))["target_plan_id"] == offer
+        assert "switch to it between two steps" in await run.words()
+        assert await run.post("/cancel") == (303, run.url)
+        assert (await run_of(service, run.id))["cancel_requested"]
+        assert "Cancelling: its ranks are stopping" in await run.words()
+        for agent in run.agents:
+            await end(service, agent, run.id, "stopped")
         unknown = await service.http.post(f"/runs/{'e' * 32}/cancel", headers=SAME_ORIGIN)
         assert unknown.status_code == 404
-
-
-async def test_logs_and_traces_of_earlier_generations_are_kept(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service, TIMED)
-        run_id, first, second = await started(service, plan_id=plan_id, retries=1)
-        for rank, agent in enumerate((first, second)):
-            await send(service, agent, run_id, rank, traces(TIMED, plan_id, steps=2)[rank])
-            await send(service, agent, run_id, rank, "the log", "log")
-        await end(service, first, run_id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
-        await end(service, second, run_id, "stopped")
-        for rank, agent in enumerate((first, second)):
-            await work(service, agent)
-            await send(service, agent, run_id, rank, traces(SLOW, plan_id, first_step=1)[rank], generation=1)
-        seen = await words(service, f"/runs/{run_id}")
-        assert "log of generation 0 , trace" in seen
-        assert "restarted 1 time" in seen
-        assert "Generations 0 , 1" in seen
-        assert "generation 1." in await words(service, f"/runs/{run_id}/measured")
-        assert "as long as planned" in await words(service, f"/runs/{run_id}/measured?generation=0")
-
-
-async def test_cancelling_a_run_needs_the_scope_launch(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id = (await submit(service)).json()["id"]
-        run = await service.app.state.application.runs.get(run_id)
-        for may, expected in ((("read",), False), (("launch",), True), (("admin",), True)):
-            values, shell = run_values(run, None, (), ()), Shell(may=frozenset(may))
-            text = render("run.html.j2", shell, run=run, events=(), **values).decode()
-            assert ("Cancel run" in text) == expected
 
 
 def test_steps_measured_by_the_most_ranks_count() -> None:
@@ -238,22 +229,57 @@ def test_steps_measured_by_the_most_ranks_count() -> None:
     documents = trace_documents(problem, orders_of(problem), steps=4)
     for document, kept in zip(documents, ((0, 1, 2), (1, 2, 3)), strict=True):
         document["steps"] = [entry for entry in document["steps"] if entry["step"] in kept]
-    assert most_shared([*map(parse_rank_trace, documents)]) == (1, 2)
-    assert most_shared([parse_rank_trace(documents[0])]) == (0, 1, 2)
-    assert most_shared([]) == ()
+    traces = [*map(parse_rank_trace, documents)]
+    assert [most_shared(traces), most_shared(traces[:1]), most_shared([])] == [(1, 2), (0, 1, 2), ()]
 
 
-async def test_a_run_of_many_ranks_shows_some_of_them_at_a_time(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id = (await submit(service)).json()["id"]
-        run = await service.app.state.application.runs.get(run_id)
-    many = run.model_copy(update={"nodes": 1, "ranks_per_node": 2 * SHOWN_RANKS + 1})
-    seen = [run_values(many, None, (), (), first) for first in (None, SHOWN_RANKS, 2 * SHOWN_RANKS)]
-    shown = [[row["rank"] for row in values["ranks"]] for values in seen]
-    assert shown[1:] == [[*range(SHOWN_RANKS, 2 * SHOWN_RANKS)], [2 * SHOWN_RANKS]]
-    around = [(values["earlier_ranks"], values["later_ranks"]) for values in seen]
-    assert around == [(None, SHOWN_RANKS), (0, 2 * SHOWN_RANKS), (SHOWN_RANKS, None)]
-    text = render("run.html.j2", Shell(), run=many, events=(), **seen[1]).decode()
-    assert f"{2 * SHOWN_RANKS + 1} ranks" in text
-    assert 'href="?ranks=0#ranks"' in text
-    assert f'href="?ranks={2 * SHOWN_RANKS}#ranks"' in text
+# --- planned and measured values refer to the same quantity
+
+LISTS = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
+COSTS = {"forward": [1, 2], "backward_input": 1, "backward_weight": [1, 10]}
+
+
+def planned(objective: Objective, **changes: Any) -> Plan:
+    """Rank 1 begins late and ends last: the makespan, 14, is more than the span, 13."""
+    shape = {"pp_degree": 2, "microbatches": 1, "placement": "single", "units": {"time": "us"}}
+    problem = parse_problem({**shape, "objective": objective, "costs": COSTS | changes})
+    return make_plan(problem, Orders.from_text(LISTS), method="by hand")
+
+
+def view_of(plan: Plan, actual: Plan, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Any]:
+    """The view of a plan if its actions took as long as another plan's."""
+    documents = trace_documents(actual.problem, actual.orders, plan_id=plan.plan_id)
+    found = measure(plan, [parse_rank_trace(documents[rank]) for rank in ranks], None, TraceSource())
+    assert isinstance(found, Measured)
+    return measured_values(found, "")
+
+
+@pytest.mark.parametrize(("objective", "length"), [("span", 13), ("makespan", 14)])
+def test_a_step_that_went_as_planned_is_as_idle_as_planned(objective: Objective, length: int) -> None:
+    plan = planned(objective)
+    view = view_of(plan, plan)
+    cards = {card.label: card for card in view["cards"]}
+    share = f"{100 * (1 - 16 / (2 * length)):.1f}\u202f%"
+    assert cards["Planned"].value == cards["Measured"].value == f"{length} µs"
+    assert (cards["Idle"].value, cards["Idle"].note) == (share, f"of the step; planned {share}")
+    assert [row.difference.total for row, _ in view["accounts"]] == [0, 0]
+    idle = [canvas.idle.replace("\u202f", "").split(" ") for canvas in view["lanes"]["canvases"]]
+    assert idle[0] == idle[1] == [f"{100 * (1 - busy / length):.1f}%" for busy in (3, 13)]
+
+
+def test_planned_values_of_a_rank_are_its_own_and_the_parts_add_up_to_the_total() -> None:
+    plan = planned("makespan")
+    view = view_of(plan, plan, ranks=(1,))
+    (idle,) = [card for card in view["cards"] if card.label == "Idle"]
+    assert "planned 7.1" in idle.note, "13 of 14"
+    view = view_of(plan, planned("makespan", forward=[4, 2]))
+    for row, bar in view["accounts"]:
+        shown = [getattr(row.difference, name) for name, _, _ in view["parts"]]
+        assert sum(shown) == pytest.approx(row.difference.total) == 3
+        assert sum(width for _, _, width in bar) == pytest.approx(100 * sum(map(abs, shown)) / 3, abs=0.1)
+
+
+def test_an_action_planned_to_take_no_time_has_no_ratio() -> None:
+    view = view_of(planned("span", backward_input=0), planned("span"))
+    assert {letter: view["kinds"][0, letter].ratio for letter in "FI"} == {"F": 1.0, "I": inf}
+    assert [tone(ratio) for ratio in (inf, 1.06, 1.0, 0.94)] == ["slow", "slow", "", "fast"]

@@ -1,4 +1,4 @@
-"""The form for a new search and the page of a search in every state, as text."""
+"""The form for a new search and the page of a search in every state, as text; also of layers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from support.fake_searches import plan_of
+from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
 from support.serving import PROBLEM, Serving
-from zbv_service.pages.new_search import presets, start_from
+from zbv_service.documents.problems import question_json
+from zbv_service.pages.compare import compare_values
+from zbv_service.pages.new_search import presets, start_from, start_from_layers
 from zbv_service.pages.search import Shortage, search_values
 from zbv_service.pages.shell import Shell, render
+from zbv_service.pages.words import facts_of_layers, recomputed
 from zbv_service.problems.check import check
 from zbv_service.records.searches import SearchDocument
 from zbv_service.records.shared import OptionsDocument, ProblemSummary
 from zbv_service.settings import Settings
+from zbv_solver.export import export
+from zbv_solver.export.report.sections import layers_view
 from zbv_solver.frontiers.memory_fraction import at_fraction
+from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
+from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
 AT = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
@@ -43,150 +52,254 @@ RECORD = SearchDocument(
     updated_at=AT,
     finished_at=None,
 )
+NOTHING: dict[str, Any] = {"objective": None, "lower_bound": None, "gap": None, "method": None}
+DONE: dict[str, Any] = {"state": "done", "plan_id": "b" * 64, "finished_at": AT}
 
 
-def changed(record: SearchDocument, **changes: Any) -> SearchDocument:
-    return record.model_copy(update=changes)
+def values_of(problem: Problem | LayeredProblem, **changes: Any) -> dict[str, Any]:
+    record = RECORD.model_copy(update=changes)
+    return search_values(record, problem, AT + timedelta(seconds=12.5)) | {"row": record}
 
 
-def page_of(record: SearchDocument, problem: Problem | None = None, **shell: Any) -> str:
-    values = search_values(record, problem or uniform(2, 4, limit=3), AT + timedelta(seconds=12.5))
-    return render("search.html.j2", Shell(**shell), **values, row=record).decode()
+def page_of(
+    problem: Problem | LayeredProblem | None = None, shell: Shell | None = None, **changes: Any
+) -> str:
+    """The page of the running search above, with changes."""
+    values = values_of(problem or uniform(2, 4, limit=3), **changes)
+    return render("search.html.j2", shell or Shell(), **values).decode()
 
 
 def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
-    text = page_of(RECORD)
+    text = page_of()
     for words in (
-        "2 ranks × 4 microbatches",
-        "1\u202f234",
-        "2.88",
-        "12.5 s",
-        "started 2 times",
-        "parameters",
+        *("2 ranks × 4 microbatches", "1\u202f234", "2.88", "12.5 s", "started 2 times", "parameters"),
+        *("quick, at most 90 s, seed 7", "3, 0.75 × 1F1B", 'id="stop"', 'id="delete"'),
     ):
         assert words in text, words
-    assert "quick, at most 90 s, seed 7" in text
-    assert "3, 0.75 × 1F1B" in text
-    assert 'id="stop"' in text
-    assert 'id="delete"' in text
     assert 'id="to-plan"' not in text
+    assert 'http-equiv="refresh"' in text
     data = re.search(r'id="search">(.*?)</script>', text)
     assert data is not None
     assert json.loads(data[1])["seconds"] == 12.5
+    for scope, may_stop in (("read", False), ("admin", True)):
+        text = page_of(shell=Shell(may=frozenset({scope})))
+        assert ('id="stop"' in text, 'id="delete"' in text) == (may_stop, may_stop)
 
 
-def test_actions_on_searches_need_the_scope_search() -> None:
-    text = page_of(RECORD, may=frozenset({"read"}))
-    assert 'id="stop"' not in text
-    assert 'id="delete"' not in text
-    assert 'id="stop"' in page_of(RECORD, may=frozenset({"admin"}))
-
-
-def test_only_a_stored_plan_without_a_gap_is_called_optimal() -> None:
-    done = changed(RECORD, state="done", plan_id="b" * 64, finished_at=AT)
-    assert "Proved optimal" not in page_of(done)
-    assert "above the optimum: the lower bound is" in page_of(done)
-    assert "Proved optimal" in page_of(changed(done, gap=0.0))
-    early = changed(RECORD, gap=0.0)
-    assert "Proved optimal" not in page_of(early), "not before its plan is stored"
+@pytest.mark.parametrize(
+    ("changes", "present", "absent"),
+    [
+        (DONE, ["above the optimum: the lower bound is"], ["Proved optimal"]),
+        (DONE | {"gap": 0.0}, ["Proved optimal"], []),
+        ({"gap": 0.0}, [], ["Proved optimal"]),  # not before its plan is stored
+        (NOTHING | {"state": "cancelled"}, ["Stopped before a plan was found"], []),
+        (
+            NOTHING | {"state": "failed", "error": {"title": "It <died>", "detail": "memory ran out",
+                                                    "type": "/errors/search-crashed", "status": 500}},
+            ["It &lt;died&gt;", "memory ran out", 'href="/zbv/errors/search-crashed"', "/zbv/new?from="],
+            ['id="course-panel"'],
+        ),
+    ],
+)  # fmt: skip
+def test_the_page_says_how_a_search_ended(
+    changes: dict[str, Any], present: list[str], absent: list[str]
+) -> None:
+    text = page_of(shell=Shell(root="/zbv"), **changes)
+    assert [words for words in present if words not in text] == []
+    assert [words for words in absent if words in text] == []
 
 
 def test_nested_parameters_of_a_method_are_shown_whole() -> None:
-    values = search_values(changed(RECORD, method="windows(greedy-v(a=1))"), uniform(2, 4))
+    values = values_of(uniform(2, 4), method="windows(greedy-v(a=1))")
     assert (values["method"], values["details"]) == ("windows", "greedy-v(a=1)")
-
-
-def test_a_search_without_a_plan_shows_the_reason_and_the_next_step() -> None:
-    nothing = changed(RECORD, objective=None, lower_bound=None, gap=None, method=None)
-    assert "Stopped before a plan was found" in page_of(changed(nothing, state="cancelled"))
-    error = {
-        "title": "It <died>",
-        "detail": "memory ran out",
-        "type": "/errors/search-crashed",
-        "status": 500,
-    }
-    failed = page_of(changed(nothing, state="failed", error=error), root="/zbv")
-    for words in (
-        "It &lt;died&gt;",
-        "memory ran out",
-        'href="/zbv/errors/search-crashed"',
-        "/zbv/new?from=",
-    ):
-        assert words in failed, words
-    assert 'id="course-panel"' not in failed
 
 
 def test_neighbouring_ranks_with_the_same_shortage_share_a_row() -> None:
     problem = parse_problem({**problem_json(uniform(4, 4, limit=1)), "pp_degree": 4})
-    limited = replace(problem, memory=replace(problem.memory, limit=(1.0, 1.0, 5.0, 1.5)))
-    values = search_values(changed(RECORD, state="infeasible"), limited)
-    assert values["shortages"] == [Shortage(0, 1, "1", "2"), Shortage(3, 3, "1.5", "2")]
-    assert values["fraction"] == "0.25 ×"
-    rounded = replace(problem, memory=replace(problem.memory, limit=(1.0, 2 - 1e-12, 5.0, 5.0)))
-    values = search_values(changed(RECORD, state="infeasible"), rounded)
-    assert values["shortages"] == [Shortage(0, 0, "1", "2")], "rounding alone is no shortage"
-    assert "limit=smallest" in page_of(changed(RECORD, state="infeasible"), rounded)
-    weightless = replace(
-        problem,
-        memory=replace(
-            problem.memory,
-            forward=(0.0,) * 8,
-            backward_input=(0.0,) * 8,
-            backward_weight=(0.0,) * 8,
-            static=(2.0,) * 4,
-        ),
-    )
-    assert search_values(changed(RECORD, state="infeasible"), weightless)["fraction"] == ""
+
+    def at(*limit: float) -> dict[str, Any]:
+        return values_of(replace(problem, memory=replace(problem.memory, limit=limit)), state="infeasible")
+
+    assert at(1, 1, 5, 1.5)["shortages"] == [Shortage(0, 1, "1", "2"), Shortage(3, 3, "1.5", "2")]
+    assert at(1, 1, 5, 1.5)["fraction"] == "0.25 ×"
+    rounded = at(1, 2 - 1e-12, 5, 5)
+    assert rounded["shortages"] == [Shortage(0, 0, "1", "2")], "rounding alone is no shortage"
+    assert "limit=smallest" in render("search.html.j2", Shell(), **rounded).decode()
+    zero = dict.fromkeys(("forward", "backward_input", "backward_weight"), (0.0,) * 8)
+    weightless = replace(problem, memory=replace(problem.memory, **zero, static=(2.0,) * 4))
+    assert values_of(weightless, state="infeasible")["fraction"] == ""
 
 
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
 def test_every_preset_can_be_searched(preset: Any) -> None:
     found = check(Settings(), {"problem": preset.problem, "limit_fraction": preset.limit_fraction})
     assert found.issues == []
-    if "layers" in preset.problem:
-        assert found.layers is not None
-    else:
-        assert found.facts is not None
-        assert found.facts.fits
+    assert found.layers is not None if "layers" in preset.problem else found.facts and found.facts.fits
 
 
 def test_an_earlier_limit_becomes_a_fraction_if_it_is_round() -> None:
     static = parse_problem({**PROBLEM, "memory": {**PROBLEM["memory"], "static": [1, 3], "limit": None}})
-    start = start_from(at_fraction(static, 0.7), {}, "")
-    assert (start.limit_fraction, start.problem["memory"]["limit"]) == (0.7, None)
     uneven = replace(static, memory=replace(static.memory, limit=(5.0, 6.0)))
-    start = start_from(uneven, {"effort": "quick"}, "")
-    assert (start.limit_fraction, start.problem["memory"]["limit"]) == (None, [5, 6])
-    start = start_from(uneven, {}, "", at_smallest_limit=True)
-    assert (start.limit_fraction, start.problem["memory"]["limit"]) == (0.5, None)
-    assert start_from(static, {}, "").limit_fraction is None
+    for problem, at_smallest, expected in (
+        (at_fraction(static, 0.7), False, (0.7, None)),
+        (uneven, False, (None, [5, 6])),
+        (uneven, True, (0.5, None)),
+        (static, False, (None, None)),
+    ):
+        start = start_from(problem, {}, "", at_smallest_limit=at_smallest)
+        assert (start.limit_fraction, start.problem["memory"].get("limit")) == expected
 
 
 @pytest.mark.anyio
 async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(serving: Serving) -> None:
-    def start(text: str) -> dict[str, Any]:
-        data = re.search(r'id="new-search">(.*?)</script>', text)
-        assert data is not None
-        found: dict[str, Any] = json.loads(data[1])["start"]
-        return found
-
     async with serving("honest") as service:
+
+        async def start(**query: str) -> dict[str, Any]:
+            text = (await service.http.get("/new", params=query)).text
+            data = re.search(r'id="new-search">(.*?)</script>', text)
+            assert data is not None
+            assert "<script>&" not in text
+            found: dict[str, Any] = json.loads(data[1])["start"]
+            return found
+
         found = await service.ended((await service.submit()).json()["id"])
+        free = parse_problem({**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}})
         for source, words in ((found["id"], "search"), (found["plan_id"], "plan")):
-            answer = await service.http.get("/new", params={"from": source})
-            assert start(answer.text)["note"] == f"This is the problem of {words} {source[:12]}."
-            assert parse_problem(
-                {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
-            ) == parse_problem(start(answer.text)["problem"])
-            assert start(answer.text)["limit_fraction"] == 2
-        tight = await service.http.get("/new", params={"from": found["id"], "limit": "smallest"})
-        assert start(tight.text)["limit_fraction"] == 0.5
-        named = await service.http.get("/new", params={"preset": "gpt-6.2b"})
-        assert start(named.text)["problem"]["pp_degree"] == 16
+            begun = await start(**{"from": source})
+            assert begun["note"] == f"This is the problem of {words} {source[:12]}."
+            assert parse_problem(begun["problem"]) == free
+            assert begun["limit_fraction"] == 2
+        assert (await start(**{"from": found["id"], "limit": "smallest"}))["limit_fraction"] == 0.5
+        assert (await start(preset="gpt-6.2b"))["problem"]["pp_degree"] == 16
         for source in ("0" * 32, "0" * 64, "<script>", "\x00"):
-            lost = await service.http.get("/new", params={"from": source})
-            assert lost.status_code == 200
-            assert "found no " in start(lost.text)["note"]
-            assert "<script>&" not in lost.text
+            assert "found no " in (await start(**{"from": source}))["note"]
     async with serving("honest", max_effort="quick") as service:
         assert 'value="thorough"' not in (await service.http.get("/new")).text
+
+
+# --- layers
+
+PARTITION = [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]
+
+
+def layered(**changes: Any) -> LayeredProblem:
+    question = parse_any_problem({**RECOMPUTED, **changes})
+    assert isinstance(question, LayeredProblem)
+    return question
+
+
+def cut(**changes: Any) -> Problem:
+    flags = [False, True, True, False]
+    question = parse_any_problem({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
+    assert isinstance(question, Problem)
+    return question
+
+
+def planned(bound: float = 6.0) -> Plan:
+    plan = plan_of(cut())
+    return replace(
+        plan,
+        cut=CutCertificate("moved", bound, 8 / bound - 1),
+        baselines=(
+            Baseline("1f1b", 9.0, 9.0, 0.1, (1.0, 1.0), True),
+            Baseline("even-cut", 12.0, 12.0, 0.2, (30.0, 2.0), False),
+            Baseline("loop-3", 10.0, 10.0, 0.2, (3.0, 2.0), True),
+        ),
+    )
+
+
+def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() -> None:
+    view = layers_view(planned())
+    assert view is not None
+    assert view.summary == "8 layers in 4 stages, of which 2 are recomputed."
+    assert "more than 25.00\u202f% better: none has a plan below 6 µs" in view.certificate
+    first, second = view.ranks
+    stages = [(each.stage, each.layers, each.is_recomputed) for each in (*first.stages, *second.stages)]
+    assert [layers for _, layers, _ in stages] == [
+        *("embedding, block.0", "block.5, head", "block.1, block.2", "block.3, block.4")
+    ]
+    assert [recomputed for *_, recomputed in stages] == [False, False, True, True]
+    # 31 and 95 on rank 0; four recomputed blocks of 39 each on rank 1.
+    assert (first.work, second.work) == ("126", "156")
+    assert (first.relative, second.relative) == ("−10.6\u202f%", "+10.6\u202f%")
+    assert (first.share, second.share, view.mean) == pytest.approx((126 / 156, 1, 141 / 156))
+    assert (first.parameters, second.static) == ("800 B", "21.8 MiB")
+    best = layers_view(planned(8.0))
+    assert best is not None
+    assert best.certificate.startswith("Proved: no plan of any other cut is better")
+    text = export(planned(), "html")
+    for words in ("Layers of every rank", "No other cut can be more than", "no plan of this cut is below"):
+        assert words in text
+        assert words not in export(plan_of(uniform(2, 4)), "html")
+    values = compare_values(planned(), [], ((), ()), "")
+    rows = [(row.name, row.fits, row.relative) for row in values["schedules"]]
+    assert rows == [
+        *(("this plan", True, ""), ("even-cut", False, "+50.0\u202f%"), ("loop-3", True, "+25.0\u202f%"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "text"), [(1, "block.0 to block.3"), (2, "block.0, block.2, block.4, block.6")]
+)
+def test_consecutive_copies_are_a_range_even_as_separate_layers(step: int, text: str) -> None:
+    names = ["embedding", *(f"block.{step * copy}" for copy in range(6)), "head"]
+    each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
+    layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
+    partition = [names[:5], names[5:6], names[6:7], names[7:]]
+    question = parse_any_problem({**LAYERED, "layers": layers, "cut": {}, "partition": partition})
+    assert isinstance(question, Problem)
+    view = layers_view(plan_of(question))
+    assert view is not None
+    assert view.ranks[0].stages[0].layers == f"embedding, {text}"
+    assert view.certificate == "", "a cut that was given proves nothing"
+
+
+def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:
+    rules = {"together": [["embedding", "block.0"]], "first": 3, "last": 1, "allow_empty": True}
+    asked = layered(placement="auto", cut=rules, memory={"limit": [24, 30]})
+    facts = dict(facts_of_layers(asked))
+    # One stage per rank would be two stages, which three and one layers do not fill.
+    for name, value in (
+        ("Layers", "8"),
+        ("Placement", "the best of V, interleaved × 2, interleaved × 3, interleaved × 4"),
+        ("Transfer", "latency 1 µs, bandwidth 100 B per µs"),
+        ("Memory limit", "24 MiB to 30 MiB"),
+        ("First stage", "3 transformer layers"),
+        ("Last stage", "1 transformer layer"),
+        ("In one stage", "embedding to block.0"),
+        ("Empty stages", "allowed"),
+    ):
+        assert facts[name] == value
+    assert recomputed(asked.model.layers[1], asked.units) == "holds 0.2 MiB, 10 µs longer"
+    text = page_of(asked, **DONE | {"gap": 0.0, "summary": RECORD.summary.model_copy(update={"layers": 8})})
+    head, body = text.split('<table class="layers">')[1].split("</thead>")
+    assert (">B" in head, "Recomputed" in head) == (False, True)
+    names = re.findall(r'<th scope="row">(.*?)</th>', body)
+    assert names == ["embedding", 'block <span class="muted">× 6</span>', "head"]
+    assert "divide 8 layers into stages" in text
+    assert "no plan of this problem is shorter, with any division into stages" in text
+    given = page_of(cut(), **DONE | {"gap": 0.0})
+    assert ("block" in given, "any division into stages" in given) == (True, False)
+    error = {"title": "x", "detail": "y", "type": "/errors/infeasible-memory", "smallest_limit": [25, 24]}
+    none = NOTHING | {"state": "infeasible", "error": error}
+    limited = layered()
+    assert values_of(limited, **none)["shortages"] == [Shortage(0, 0, "24 MiB", "25 MiB")]
+    assert "what the closest cut would need" in page_of(limited, **none)
+
+
+def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
+    asked = layered(memory={"limit": 24, "static": [1, 2]})
+    start = start_from_layers(asked, {"effort": "quick"}, "note")
+    assert parse_any_problem(start.problem) == asked
+    assert (start.problem["memory"], start.limit_fraction) == ({"static": [1, 2], "limit": 24}, None)
+    assert start_from_layers(asked, {}, "", limit=[25, 26]).problem["memory"]["limit"] == [25, 26]
+    # The problem of a plan has a cut; the search asked for its layers.
+    again = start_from(cut(), {}, "From a plan.")
+    assert again.problem == start_from_layers(layered(), {}, "").problem
+    assert again.note == "From a plan. The planner chooses its stages again."
+    with pytest.raises(ValueError, match="without layers"):
+        uncut(uniform(2, 4))
+    measured = cut(costs={"p2p": [1, 2, 6]})
+    assert question_json(uncut(measured))["costs"] == {"p2p": 3}, (
+        "transfers measured for a cut are their mean"
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed.core import Status
 from distributed.scheduler import KilledWorker
-from support.fake_searches import immediate, orders_of, plan_of, stages_of
+from support.fake_searches import orders_of, plan_of, stages_of
 from support.serving import PROBLEM
 from zbv_service.documents.packing import pack
 from zbv_service.documents.problems import question_json
@@ -19,6 +20,7 @@ from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
+from zbv_service.searches.executors.task import search_plan
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.incumbent import Progress
@@ -32,7 +34,7 @@ def a_computation(updates: list[Update] | None = None) -> DaskComputation:
 
     taken = [] if updates is None else updates
     task = Claim("a", 1, b"", {}, None, 1, False)
-    return DaskComputation(task, immediate, taken.append, lambda: None, never)  # type: ignore[arg-type]
+    return DaskComputation(task, search_plan, taken.append, lambda: None, never)  # type: ignore[arg-type]
 
 
 def found(number: int, objective: float) -> Found:
@@ -102,7 +104,8 @@ async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.Mo
         return plan_of(stages)
 
     task = Claim("a", 1, pack(question_json(parse_any_problem(PROBLEM))), {}, pack([["0F0"], []]), 1, False)
-    plan = await asyncio.to_thread(worker.run_on_worker, task, search, "token", "service", 60.0)
+    compute = partial(search_plan, search=search)
+    plan = await asyncio.to_thread(worker.run_on_worker, task, compute, "token", "service", 60.0)
     (update,) = seen
     assert update is not None
     assert isinstance(plan, NewPlan)

@@ -9,15 +9,16 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from distributed import Scheduler, Worker
-from support.fake_searches import immediate
 from zbv_service.records.searches import Claim
 from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.connection import Cluster
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted
+from zbv_service.searches.executors.task import search_plan
 
 pytestmark = pytest.mark.anyio
 
@@ -52,14 +53,19 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     signal.signal(signal.SIGTERM, before)
 
 
-def a_computation(site: Site) -> DaskComputation:
+def leave(*_: Any) -> None:
+    """The worker is in this process, and SIGTERM comes while it computes."""
+    worker._leaving.set()
+
+
+def a_computation(site: Site, compute: Any = search_plan) -> DaskComputation:
     """A search on the worker that does not react to a request to stop."""
 
     async def never(_computation: DaskComputation) -> object:
         raise AssertionError("nothing is computed here")
 
     claim = Claim("a", 1, b"", {}, None, 1, False)
-    made = DaskComputation(claim, immediate, lambda _: None, lambda: None, never)  # type: ignore[arg-type]
+    made = DaskComputation(claim, compute, lambda _: None, lambda: None, never)  # type: ignore[arg-type]
     (made.place,) = site.cluster._workers
     return made
 
@@ -112,14 +118,10 @@ async def test_a_worker_of_another_version_is_not_used_and_the_trouble_says_why(
     assert site.cluster.room == 0
 
 
-async def test_a_worker_that_gave_a_search_back_gets_no_other(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The worker is in this process, and SIGTERM comes while it computes.
-    monkeypatch.setattr(worker, "outcome_of", lambda *_: worker._leaving.set())
+async def test_a_worker_that_gave_a_search_back_gets_no_other(site: Site) -> None:
     await site.cluster.look({})
     assert site.cluster.room == 1
-    computation = a_computation(site)
+    computation = a_computation(site, leave)
     with pytest.raises(worker.Evicted):
         await asyncio.wait_for(site.cluster.submit(computation, 1.0), 30)
     assert site.cluster.room == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from pydantic import ValidationError
-from support.fake_searches import immediate
 from zbv_service.compute.executor_choice import ExecutorChoice, parse_choice
 from zbv_service.records.searches import Claim
 from zbv_service.searches.executors.executor import SearchLost
 from zbv_service.searches.executors.local import LocalExecutor
+from zbv_service.searches.executors.task import search_plan
 from zbv_service.searches.runner import is_dead, make_executor, new_owner
 from zbv_service.settings import Settings
 
@@ -84,7 +84,7 @@ async def test_a_search_whose_process_was_not_started_when_the_service_stopped_i
     executor = LocalExecutor(1, preload=False)
     await executor.start()
     claim = Claim("a", 1, b"", {}, None, 1, False)
-    computation = executor.expect(claim, immediate, lambda update: None)
+    computation = executor.expect(claim, search_plan, lambda update: None)
     executor.kill()
     with pytest.raises(SearchLost, match="the service stopped before"):
         await computation.plan()

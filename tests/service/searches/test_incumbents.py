@@ -14,9 +14,8 @@ from zbv_service.database import Database
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import answers, question_json
-from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import Claim
-from zbv_service.searches.executors.task import compute, solver_search
+from zbv_service.searches.executors.task import search_plan, solver_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.orders import Orders
@@ -63,9 +62,7 @@ def a_claim(problem: bytes, options: dict[str, Any], incumbent: bytes | None) ->
 class Tie:
     """A reporter without a service."""
 
-    refusal: Refusal | None = None
-
-    def report(self, progress: Any) -> None:
+    def report(self, make: Any) -> None:
         pass
 
     def is_stopped(self) -> bool:
@@ -87,7 +84,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
         return plan_of(stages_of(question))
 
     asked = pack(question_json(parse_any_problem(problem)))
-    found = compute(a_claim(asked, {}, incumbent), search, Tie())
+    found = search_plan(a_claim(asked, {}, incumbent), Tie(), search)
     assert given == [None]
     assert found.refusal is not None
     assert reason in found.refusal.reason
@@ -96,7 +93,7 @@ def test_an_incumbent_that_does_not_fit_is_refused_and_the_search_starts_without
 @pytest.mark.parametrize("problem", [PROBLEM, LAYERED])
 def test_a_search_starts_from_an_incumbent_that_fits(problem: Any) -> None:
     asked = pack(question_json(parse_any_problem(problem)))
-    found = compute(a_claim(asked, {"effort": "quick"}, incumbent_for(problem)), solver_search, Tie())
+    found = search_plan(a_claim(asked, {"effort": "quick"}, incumbent_for(problem)), Tie(), solver_search)
     assert found.refusal is None
 
 
@@ -108,7 +105,7 @@ def test_an_incumbent_that_overflows_memory_is_refused() -> None:
     ]
     asked = pack(question_json(parse_any_problem(tight)))
     task = a_claim(asked, {"effort": "quick"}, pack(all_forwards_first))
-    found = compute(task, solver_search, Tie())
+    found = search_plan(task, Tie(), solver_search)
     assert found.refusal is not None
     assert "memory" in found.refusal.reason
 
@@ -119,7 +116,7 @@ def test_a_plan_of_another_problem_is_rejected() -> None:
 
     asked = pack(question_json(parse_any_problem(PROBLEM)))
     with pytest.raises(InvalidPlan, match="another problem"):
-        compute(a_claim(asked, {}, None), foreign, Tie())
+        search_plan(a_claim(asked, {}, None), Tie(), foreign)
     layers = parse_any_problem(LAYERED)
     assert answers(layers, stages_of(layers))
     assert not answers(layers, stages_of(parse_any_problem(OTHER_LAYERS)))

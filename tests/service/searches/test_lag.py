@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.live import Live, listening
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
@@ -27,7 +28,7 @@ def live(database_url: str) -> Iterator[Live]:
         agent_heartbeat_seconds=0.1,
         agent_timeout_seconds=TIMEOUT,
     )
-    with listening(create_app(settings, search=fake_searches.immediate)) as found:
+    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
         yield found
 
 

@@ -14,9 +14,9 @@ from support.serving import Service, Serving, until
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.packing import incumbent_of, pack, pack_plan
 from zbv_service.documents.problems import Question, question_json
-from zbv_service.records.plans import NewPlan, Refusal
-from zbv_service.records.searches import Claim
-from zbv_service.searches.executors.task import compute, solver_search
+from zbv_service.records.plans import NewPlan
+from zbv_service.records.searches import Claim, Update
+from zbv_service.searches.executors.task import search_plan, solver_search
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.reading import parse_any_problem
@@ -195,12 +195,11 @@ class Listener:
     """A reporter without a service: keeps the reports, and can stop the search."""
 
     def __init__(self, *, is_stopped: bool = False):
-        self.reports: list[Any] = []
-        self.refusal: Refusal | None = None
+        self.reports: list[Update] = []
         self._is_stopped = is_stopped
 
-    def report(self, progress: Any) -> None:
-        self.reports.append(progress)
+    def report(self, make: Callable[[], Update]) -> None:
+        self.reports.append(make())
 
     def is_stopped(self) -> bool:
         return self._is_stopped
@@ -226,11 +225,11 @@ def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
         return solver_search(problem, options, on_progress, cancelled, incumbent)
 
     listener = Listener(is_stopped=True)
-    found = compute(task(incumbent_of(known).incumbent), search, listener)
+    found = search_plan(task(incumbent_of(known).incumbent), listener, search)
     (incumbent,) = given
     assert isinstance(incumbent, Plan)
     assert incumbent.problem == stages_of(parse_any_problem(LAYERED))
     # It stops immediately, and is still at least as good as its incumbent.
     assert isinstance(found, NewPlan)
     assert found.summary.value <= incumbent.objective
-    assert all(isinstance(report, Progress) for report in listener.reports)
+    assert all(report.objective is not None for report in listener.reports)

@@ -1,17 +1,25 @@
-"""Searches for layouts on both databases: they end as the solver says, and survive what other searches do."""
+"""Searches for layouts: they end as the solver says, and survive what other searches do on both databases."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_kinds import BOUND, COUNTS, ranking
 from support.serving import DEADLINE, Service, Serving
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.search import best_layouts
 from zbv_service.documents import layouts as layout_documents
 from zbv_service.documents.layouts import LayoutRequest, count_layouts, read_layouts
+from zbv_service.documents.packing import unpack
+from zbv_service.records.searches import Claim, NewRanking, Update
+from zbv_service.searches.executors.layouts import rank_layouts
+from zbv_service.searches.kinds import new_layout_search
+from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 
 pytestmark = pytest.mark.anyio
@@ -23,6 +31,13 @@ SMALL: dict[str, Any] = {
     "fixed": {"zero_stage": 1, "context_parallel": 1},
     "top": 2,
 }
+TINY = {
+    **SMALL,
+    "fixed": {"pipeline_parallel": 2},
+    "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h200"},
+    "global_batch": 4,
+    "top": 1,
+}
 LONG = {**SMALL, "fixed": {}, "top": 20}
 """Plans many layouts after the first one."""
 
@@ -31,7 +46,7 @@ async def submitted(service: Service, body: dict[str, Any] = SMALL) -> str:
     answer = await service.http.post("/v1/layouts", json=body)
     assert answer.status_code == 202, answer.text
     search_id: str = answer.json()["id"]
-    assert answer.headers["Location"] == f"/v1/layouts/{search_id}"
+    assert answer.headers["Location"] == f"/v1/searches/{search_id}"
     return search_id
 
 
@@ -46,7 +61,7 @@ async def once(service: Service, search_id: str, *states: str, has_layout: bool 
     """The search once it is in one of these states, and has a layout if that is asked."""
     until = time.monotonic() + DEADLINE
     while True:
-        found = await get(service, f"layouts/{search_id}")
+        found = await get(service, f"searches/{search_id}")
         if found["state"] in states and (found["objective"] is not None or not has_layout):
             return found
         assert found["state"] in ("queued", "running"), found
@@ -58,90 +73,114 @@ def names_of(plan: dict[str, Any]) -> list[str]:
     return [baseline["name"] for baseline in plan["baselines"]]
 
 
-async def test_a_search_has_the_answer_of_the_solver_and_its_plans(
+async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
     serving: Serving, any_database_url: str
 ) -> None:
     async with serving("honest", database=any_database_url) as service:
         search_id = await submitted(service)
         found = await once(service, search_id, "done")
-        events = (await get(service, f"layouts/{search_id}/events?after=0"))["events"]
+        events = (await get(service, f"searches/{search_id}/events?after=0"))["events"]
         plans = [await get(service, f"plans/{each['plan_id']}") for each in found["answer"]["layouts"]]
         again = await service.http.post("/v1/layouts", json=SMALL)
         assert (again.status_code, again.json()["id"]) == (200, search_id)
         other = await service.http.post("/v1/layouts", json={**SMALL, "top": 1})
         assert other.json()["id"] != search_id
-        asked = LayoutRequest.model_validate(await get(service, f"layouts/{search_id}/request"))
+        asked = LayoutRequest.model_validate(await get(service, f"searches/{search_id}/problem"))
     assert asked == LayoutRequest.model_validate(SMALL)
-    request = read_layouts(asked)
-    ranking = best_layouts(request.layouts, request.setting, 2)
-    ids = [planned.plan.plan_id for planned in ranking.best]
-    expected = ranking_json(ranking, request, with_plans=False)
-    for layout, plan_id in zip(expected["layouts"], ids, strict=True):
-        layout["plan_id"] = plan_id
-    assert found["answer"] == expected
-    assert [plan["plan_id"] for plan in plans] == ids
-    assert "even-cut" not in names_of(plans[0]), "without an effort, orders are constructed alone"
-    best = ranking.best[0]
-    assert (found["plan_id"], found["objective"]) == (ids[0], best.step_time)
-    assert found["lower_bound"] == ranking.no_layout_below
-    counts = {"considered": len(request.layouts), "ruled_out": ranking.pruned, "planned": ranking.planned}
-    assert found["progress"] == counts
+    ids = [plan["plan_id"] for plan in plans]
+    assert found["answer"] == unpack(ranking(2).document)
+    assert [layout["plan_id"] for layout in found["answer"]["layouts"]] == ids
+    assert (found["kind"], found["plan_id"], found["objective"]) == ("layouts", ids[0], 8.0)
+    assert (found["lower_bound"], found["progress"]) == (BOUND, COUNTS)
     assert found["summary"] == {
         **{"model": "llama-3.1-8b", "device": "h100", "devices": 8, "global_batch": 8},
-        **{"sequence_length": 8192, "layouts": len(request.layouts)},
+        **{"sequence_length": 8192, "layouts": len(read_layouts(asked).layouts)},
     }
-    assert [event["event"] for event in events[:2]] == ["state", "state"]
-    assert {event["event"] for event in events[2:-1]} <= {"improvement", "progress"}
-    assert "improvement" in {event["event"] for event in events}
+    assert [event["event"] for event in events] == ["state", "state", "improvement", "end"]
     assert {key: events[-1][key] for key in ("event", "state", "plan_id", "progress")} == {
         **{"event": "end", "state": "done", "plan_id": ids[0]},
-        "progress": counts,
+        "progress": COUNTS,
     }
+
+
+async def test_a_search_has_the_answer_of_the_solver(serving: Serving) -> None:
+    async with serving("solver") as service:
+        search_id = await submitted(service)
+        found = await once(service, search_id, "done")
+        events = (await get(service, f"searches/{search_id}/events?after=0"))["events"]
+        plan = await get(service, f"plans/{found['plan_id']}")
+    request = read_layouts(LayoutRequest.model_validate(SMALL))
+    best = best_layouts(request.layouts, request.setting, 2)
+    expected = ranking_json(best, request, with_plans=False)
+    for layout, planned in zip(expected["layouts"], best.best, strict=True):
+        layout["plan_id"] = planned.plan.plan_id
+    assert found["answer"] == expected
+    assert "even-cut" not in names_of(plan), "without an effort, orders are constructed alone"
+    assert (found["plan_id"], found["objective"]) == (best.best[0].plan.plan_id, best.best[0].step_time)
+    assert found["lower_bound"] == best.no_layout_below
+    counts = {"considered": len(request.layouts), "ruled_out": best.pruned, "planned": best.planned}
+    assert found["progress"] == counts
+    assert "improvement" in {event["event"] for event in events[2:-1]} <= {"improvement", "progress"}
 
 
 async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_database_url: str) -> None:
-    async with serving("honest", database=any_database_url, searches=1) as service:
+    async with serving("held", database=any_database_url, searches=1) as service:
         search_id, behind = await submitted(service, LONG), await submitted(service)
         before = await once(service, search_id, "running", has_layout=True)
+        assert (before["objective"], before["progress"]["planned"]) == (9.0, 1)
         for each, status in ((behind, 200), (search_id, 202)):
-            assert (await service.http.post(f"/v1/layouts/{each}/cancel")).status_code == status
+            assert (await service.http.post(f"/v1/searches/{each}/cancel")).status_code == status
         found = await once(service, search_id, "cancelled")
         assert (await once(service, behind, "cancelled"))["answer"] is None
-        listed = (await get(service, "layouts?state=cancelled"))["searches"]
+        listed = (await get(service, "searches?state=cancelled"))["searches"]
         assert [each["id"] for each in listed] == [behind, search_id]
         assert await submitted(service) != behind
-    answer = found["answer"]
-    assert 1 <= len(answer["layouts"]) < 20
-    assert found["lower_bound"] == answer["proof"]["no_layout_below"] >= before["lower_bound"]
-    assert found["objective"] == answer["layouts"][0]["step_time"] <= before["objective"]
+    assert found["answer"] == unpack(ranking(1).document)
+    assert (found["objective"], found["lower_bound"]) == (8.0, BOUND)
 
 
 async def test_a_killed_process_and_a_restart_begin_the_search_again(
     serving: Serving, any_database_url: str
 ) -> None:
-    async with serving("honest", database=any_database_url) as service:
+    async with serving("held", database=any_database_url) as service:
         search_id = await submitted(service, LONG)
         await once(service, search_id, "running", has_layout=True)
         (attempt,) = service.app.state.application.runner._attempts
         attempt.computation.kill()
-        events = f"layouts/{search_id}/events?after=0"
+        events = f"searches/{search_id}/events?after=0"
         until = time.monotonic() + DEADLINE
         while "process-died" not in [e.get("reason") for e in (await get(service, events))["events"]]:
             assert time.monotonic() < until
             await asyncio.sleep(0.02)
         await once(service, search_id, "running", has_layout=True)
-    async with serving("honest", database=any_database_url) as service:
+    async with serving("held", database=any_database_url) as service:
         await once(service, search_id, "running", has_layout=True)
-        assert (await service.http.post(f"/v1/layouts/{search_id}/cancel")).status_code == 202
+        assert (await service.http.post(f"/v1/searches/{search_id}/cancel")).status_code == 202
         found = await once(service, search_id, "cancelled")
     assert found["attempts"] == 3
     assert found["answer"]["layouts"]
 
 
+class Listener:
+    """A reporter without a service; the search is stopped at its first question if that is asked."""
+
+    def __init__(self, *, stops: bool = False):
+        self.is_stopped = lambda: stops
+
+    def report(self, make: Callable[[], Update]) -> None:
+        make()
+
+
+def ranked(body: dict[str, Any], listener: Listener | None = None) -> tuple[NewRanking, dict[str, Any]]:
+    """The outcome of a request in this process, and its answer."""
+    new = new_layout_search(Settings(), body)
+    claim = Claim("a", 1, new.problem, {**new.options, "workers": 1}, None, 1, False, "layouts")
+    outcome = rank_layouts(claim, listener or Listener())
+    return outcome, unpack(outcome.document)
+
+
 @pytest.mark.parametrize("executor", ["zbv", "any"])
-async def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(
-    serving: Serving, any_database_url: str, executor: str
-) -> None:
+def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(executor: str) -> None:
     """The large cluster has a million layouts, whose bounds take a minute."""
     large = {
         "model": {"presets": ["deepseek-v3" if executor == "zbv" else "llama-3.1-405b"]},
@@ -149,18 +188,22 @@ async def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(
         **{"global_batch": 15360 if executor == "zbv" else 2048, "sequence_length": 4096},
         **{"executor": executor, "top": 20},
     }
-    # The service itself would stop a search that is late by this.
-    async with serving("honest", database=any_database_url, stop_seconds=600.0) as service:
-        search_id = await submitted(service, {**large, "options": {"time_limit": 0.3}})
+    for options, listener in (({"time_limit": 0.3}, Listener()), ({}, Listener(stops=True))):
+        outcome, answer = ranked({**large, "options": options}, listener)
+        assert (outcome.plans, outcome.step_time, answer["layouts"]) == ((), None, [])
+        assert outcome.lower_bound == 0, "nothing is known about layouts that were not enumerated"
+
+
+async def test_a_search_that_planned_nothing_in_its_time_fails(
+    serving: Serving, any_database_url: str, directory: Path
+) -> None:
+    (directory / "unplanned").touch()
+    async with serving("held", database=any_database_url) as service:
+        search_id = await submitted(service, {**SMALL, "options": {"time_limit": 0.3}})
         found = await once(service, search_id, "failed")
-        assert (found["attempts"], found["cancel_requested"], found["objective"]) == (1, False, None)
-        assert found["error"]["type"] == "/errors/time-limit"
-        assert "0.3 s" in found["error"]["detail"]
-        assert found["lower_bound"] == 0, "nothing is known about layouts that were not enumerated"
-        search_id = await submitted(service, large)
-        await once(service, search_id, "running")
-        await service.http.post(f"/v1/layouts/{search_id}/cancel")
-        assert (await once(service, search_id, "cancelled"))["attempts"] == 1
+    assert (found["attempts"], found["cancel_requested"], found["objective"]) == (1, False, None)
+    assert found["error"]["type"] == "/errors/time-limit"
+    assert "0.3 s" in found["error"]["detail"]
 
 
 async def test_too_many_layouts_are_refused_with_the_ways_to_have_fewer(
@@ -183,50 +226,56 @@ async def test_too_many_layouts_are_refused_with_the_ways_to_have_fewer(
         assert count_layouts(request, read_layouts(request)) == len(counted)
 
 
-async def test_an_effort_is_that_of_the_plans_of_the_best_layouts(serving: Serving) -> None:
+async def test_an_effort_beyond_that_of_the_service_is_refused(serving: Serving) -> None:
     async with serving("honest", max_effort="quick") as service:
         refused = await service.http.post("/v1/layouts", json={**SMALL, "options": {"effort": "standard"}})
-        body = {**SMALL, "top": 1, "options": {"effort": "quick"}}
-        found = await once(service, await submitted(service, body), "done")
-        plan = await get(service, f"plans/{found['plan_id']}")
     assert refused.json()["errors"][0]["pointer"] == "/options/effort"
-    assert "even-cut" in names_of(plan), "a full search compares with it"
 
 
-async def test_an_executor_gets_its_settings_and_the_step_of_a_free_order(serving: Serving) -> None:
-    async with serving("honest") as service:
-        found = await once(service, await submitted(service, {**SMALL, "executor": "megatron"}), "done")
-        layout = found["answer"]["layouts"][0]
-        assert layout["executor"] == "megatron"
-        assert "--global-batch-size 8" in layout["settings"]
-        # The answer has a more regular cut, if that is at most 1 % longer than the best one.
-        assert found["lower_bound"] <= found["objective"] <= layout["step_time"] <= 1.01 * found["objective"]
-        assert layout["free_order"]["step_time"] > 0
-        page = await service.http.get(f"/layouts/{found['id']}", headers={"Accept": "text/html"})
-        assert "--global-batch-size 8" in page.text
+def test_an_effort_is_that_of_the_plans_of_the_best_layouts() -> None:
+    outcome, _ = ranked({**TINY, "options": {"effort": "quick"}})
+    assert "even-cut" in names_of(unpack(outcome.plans[0].document)), "a full search compares with it"
 
 
-async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving) -> None:
-    async with serving("honest") as service:
+def test_an_executor_gets_its_settings_and_the_step_of_a_free_order() -> None:
+    outcome, answer = ranked({**TINY, "executor": "megatron"})
+    layout = answer["layouts"][0]
+    assert layout["executor"] == "megatron"
+    assert "--global-batch-size 4" in layout["settings"]
+    # The answer has a more regular cut, if that is at most 1 % longer than the best one.
+    assert outcome.step_time is not None
+    assert outcome.lower_bound <= outcome.step_time <= layout["step_time"] <= 1.01 * outcome.step_time
+    assert layout["free_order"]["step_time"] > 0
+
+
+async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving, any_database_url: str) -> None:
+    async with serving("honest", database=any_database_url) as service:
         body = {**SMALL, "cluster": {**SMALL["cluster"], "memory": 2e9}}
         found = await once(service, await submitted(service, body), "infeasible")
     assert "no layout fits" in found["error"]["detail"]
     assert (found["answer"], found["lower_bound"], found["progress"]) == (None, None, None)
 
 
-async def test_the_two_kinds_of_searches_have_separate_addresses(serving: Serving) -> None:
+async def test_searches_of_all_kinds_are_one_list(serving: Serving) -> None:
     async with serving("honest", searches=1) as service:
-        first = await service.http.post("/v1/layouts", json=SMALL)
-        layouts, plan = first.json()["id"], (await service.submit()).json()["id"]
-        assert (await service.http.post("/v1/layouts", json=SMALL)).json()["id"] == layouts
-        assert [each["id"] for each in (await get(service, "layouts"))["searches"]] == [layouts]
-        assert [each["id"] for each in (await get(service, "searches"))["searches"]] == [plan]
-        for wrong in (f"searches/{layouts}", f"layouts/{plan}", f"layouts/{plan}/events", "layouts/x"):
-            assert (await service.http.get(f"/v1/{wrong}")).status_code == 404
-        for method, wrong in (("POST", f"searches/{layouts}/cancel"), ("DELETE", f"layouts/{plan}")):
-            assert (await service.http.request(method, f"/v1/{wrong}")).status_code == 404
-        assert (await service.http.delete(f"/v1/layouts/{layouts}")).status_code == 204
-        assert (await service.http.get(f"/v1/layouts/{layouts}")).status_code == 404
+        layouts, plan = await submitted(service), (await service.submit()).json()["id"]
+        for query, expected in (
+            ("", [plan, layouts]),
+            ("?kind=layouts", [layouts]),
+            ("?kind=plan", [plan]),
+            ("?pp_degree=2", [plan]),
+            (f"?q={layouts[:12]}", [layouts]),
+        ):
+            listed = (await get(service, f"searches{query}"))["searches"]
+            assert [each["id"] for each in listed] == expected, query
+        assert [each["kind"] for each in (await get(service, "searches"))["searches"]] == ["plan", "layouts"]
+        for page, other in (("searches", layouts), ("layouts", plan)):
+            assert (await service.http.get(f"/{page}/{other}")).status_code == 404
+            listed_page = await service.http.get(f"/{page}")
+            assert listed_page.status_code == 200
+            assert other not in listed_page.text
+        assert (await service.http.delete(f"/v1/searches/{layouts}")).status_code == 204
+        assert (await service.http.get(f"/v1/searches/{layouts}")).status_code == 404
 
 
 CLUSTER, MODEL = SMALL["cluster"], SMALL["model"]
@@ -307,4 +356,4 @@ async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(serving: S
             "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
         )
         assert malformed.status_code == 400
-        assert (await get(service, "layouts"))["searches"] == []
+        assert (await get(service, "searches"))["searches"] == []

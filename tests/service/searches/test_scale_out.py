@@ -25,7 +25,7 @@ from support.serving import DEADLINE, PROBLEM
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.search import best_layouts
-from zbv_service.client import Client, LayoutSearch, Search
+from zbv_service.client import Client, Search
 from zbv_service.database.url import async_url
 from zbv_service.documents.layouts import LayoutRequest, read_layouts
 from zbv_solver.problem.reading import parse_problem
@@ -172,28 +172,17 @@ def begun(site: Site, seed: int) -> Search:
     return client.search(search_id)
 
 
-def begun_layouts(site: Site) -> LayoutSearch:
+def begun_layouts(site: Site) -> Search:
     """A long search for layouts that has planned one and continues."""
     client = site.services[0].client
     search_id = client.submit_layouts(MANY_LAYOUTS).id
-    until(lambda: client.layouts(search_id).objective is not None, f"a layout of {search_id}")
-    return client.layouts(search_id)
-
-
-def seen_by(client: Client, asked: Search) -> Search:
-    """The state of a search of either kind."""
-    return client.layouts(asked.id) if isinstance(asked, LayoutSearch) else client.search(asked.id)
-
-
-def cancel(client: Client, asked: Search) -> None:
-    """Cancel a search of either kind."""
-    (client.cancel_layouts if isinstance(asked, LayoutSearch) else client.cancel)(asked.id)
+    until(lambda: client.search(search_id).objective is not None, f"a layout of {search_id}")
+    return client.search(search_id)
 
 
 def ended_by_cancellation(client: Client, asked: Search) -> Search:
     """The end of a cancelled search of either kind."""
-    wait = client.wait_layouts if isinstance(asked, LayoutSearch) else client.wait
-    ended: Search = wait(asked.id, timeout=DEADLINE)
+    ended = client.wait(asked.id, timeout=DEADLINE)
     assert ended.state == "cancelled"
     verify(client.plan(str(ended.plan_id)))
     return ended
@@ -228,10 +217,10 @@ def test_layouts_searched_on_workers_are_those_of_the_solver(site: Site) -> None
     asked = [client.submit_layouts(body) for client, body in zip(clients, bodies, strict=True)]
     for found, client, body in zip(asked, reversed(clients), bodies, strict=True):
         expected = expected_answer(body)
-        done = client.wait_layouts(found.id, timeout=DEADLINE)
+        done = client.wait(found.id, timeout=DEADLINE)
         assert (done.state, done.answer) == ("done", expected)
         assert done.plan_id == expected["layouts"][0]["plan_id"]
-        *kinds, end = [event.kind for event in client.layout_events(found.id)]
+        *kinds, end = [event.kind for event in client.events(found.id)]
         assert end == "end"
         assert {"state", "improvement"} <= set(kinds) <= {"state", "improvement", "progress"}
 
@@ -242,7 +231,7 @@ def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Si
     owner = site.owner_of(running.id)
     other = next(service for service in site.services if service.process.pid != owner)
     began = time.monotonic()
-    cancel(other.client, running)
+    other.client.cancel(running.id)
     assert ended_by_cancellation(other.client, running).attempts == 1
     assert time.monotonic() - began < 60.0  # it would take minutes
 
@@ -252,7 +241,7 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     first, second = site.services
 
     def states() -> list[str]:
-        return sorted(seen_by(first.client, found).state for found in before)
+        return sorted(first.client.search(found.id).state for found in before)
 
     # A worker that receives SIGTERM gives its search back; this is no crash.
     site.workers[0].send_signal(signal.SIGTERM)
@@ -277,17 +266,17 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     site.workers[0].send_signal(signal.SIGKILL)
 
     def is_back(found: Search) -> bool:
-        seen = seen_by(survivor.client, found)
+        seen = survivor.client.search(found.id)
         is_ours = site.owner_of(found.id) == survivor.process.pid
         return seen.state == "running" and is_ours and seen.objective is not None
 
     # One worker remains, so the two searches run one after the other.
     until(lambda: any(map(is_back, before)), "a search in the other service")
     plan, layouts = before
-    cancel(survivor.client, plan)
+    survivor.client.cancel(plan.id)
     # A cancelled search for layouts has those of its last attempt.
     until(partial(is_back, layouts), "a layout")
-    cancel(survivor.client, layouts)
+    survivor.client.cancel(layouts.id)
     for found in before:
         ended = ended_by_cancellation(survivor.client, found)
         assert ended.attempts >= 2

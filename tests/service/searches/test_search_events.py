@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.event_streams import Told, events_of
 from support.serving import PROBLEM, Service, Serving, until
 from support.tokens import add
 from zbv_service.database import TokenTable
-from zbv_service.records.searches import SearchEventDocument
+from zbv_service.records.searches import SearchEventDocument, SearchEventList
 from zbv_service.searches import events as hub
 from zbv_service.security import tokens
 
@@ -85,6 +86,13 @@ async def test_polling_gives_the_same_events(serving: Serving, directory: Path) 
         late = (await service.http.get(address, params={"after": 77})).json()
         assert (late["events"], late["last_id"], late["is_over"]) == ([], 77, True)
         assert {whole.headers["vary"], (await following(service, search_id)).headers["vary"]} == {"Accept"}
+
+
+def test_a_list_is_over_if_the_search_has_ended_between_two_queries() -> None:
+    end = SearchEventDocument(search_id="s", id=7, at=datetime.now(UTC), event="end", state="done")
+    listed = SearchEventList.of("s", [end], 3, is_over=False)
+    assert (listed.is_over, listed.last_id) == (True, 7)
+    assert SearchEventList.of("s", [], 3, is_over=False).last_id == 3
 
 
 async def test_a_stream_resumes_at_the_position_of_a_broken_one(serving: Serving, directory: Path) -> None:

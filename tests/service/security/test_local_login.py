@@ -17,6 +17,7 @@ import httpx
 import pytest
 from sqlalchemy import select, update
 from support import fake_searches
+from support.fake_kinds import kinds
 from support.serving import DEADLINE, PROBLEM, Service
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
@@ -39,7 +40,7 @@ OURS = {"Sec-Fetch-Site": "same-origin"}
 async def service(settings: Settings) -> AsyncIterator[Service]:
     """A service that requires tokens and has a local token."""
     settings = settings.model_copy(update={"auth": "tokens"})
-    app = create_app(settings, search=fake_searches.immediate, local_token=LOCAL)
+    app = create_app(settings, kinds=kinds(fake_searches.immediate), local_token=LOCAL)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
@@ -190,7 +191,7 @@ async def test_a_session_of_a_local_token_works_only_with_that_token(
     for local, expected in ((LOCAL, True), (TokenText.new(), False), (None, False)):
         app = create_app(
             settings.model_copy(update={"auth": "tokens"}),
-            search=fake_searches.immediate,
+            kinds=kinds(fake_searches.immediate),
             local_token=local,
         )
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

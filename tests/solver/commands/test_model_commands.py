@@ -16,6 +16,7 @@ from zbv_solver.commands.messages import flag_of
 from zbv_solver.commands.model_flags import SECTIONS, add_estimate_flags, flags
 
 Run = Callable[..., tuple[str, Any]]
+H100 = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
 SHAPE = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128}
 CONFIG = {
     "model": SHAPE,
@@ -39,7 +40,7 @@ DEEPSEEK = {
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command on ``model.json``; returns what it printed, and ``out.json`` or that as JSON."""
     monkeypatch.chdir(tmp_path)
-    Path("h100.json").write_text(json.dumps({"nodes": 1, "gpus_per_node": 2, "device": "h100"}))
+    Path("h100.json").write_text(json.dumps(H100))
 
     def command(text: str, model: dict[str, Any]) -> tuple[str, Any]:
         Path("model.json").write_text(json.dumps(model))
@@ -78,6 +79,9 @@ def test_a_configuration_becomes_layers_and_flags_replace_its_values(run: Run) -
     assert (problem["placement"], problem["chunks"], problem["objective"]) == ("loop", 3, "makespan")
     assert problem["layers"][1]["parameters_bytes"] == 2 * (4 * 512**2 + 2 * 512)
     assert not any("recompute" in layer for layer in problem["layers"])
+    published = "--preset h100 --pp-degree 4 --microbatches 8 --sequence 2048 --prediction-layers 0"
+    layers = run(f"estimate --config model.json {published}", DEEPSEEK)[1]["layers"]
+    assert [(each["name"], each["repeat"]) for each in layers[1:-1]] == [("dense", 1), ("moe", 3)]
 
 
 def test_tables_go_to_the_stream_without_the_problem(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +169,7 @@ def test_the_best_cut_is_printed_and_is_a_plan(run: Run) -> None:
         ({"memory": {"limit": 50}}, GIVEN, "It fits the memory of all ranks.", "not fit"),
         ({}, GIVEN, "Megatron-LM takes it.|Stage 0 is the bottleneck.|No cut under this schedule is", "inf"),
         ({}, GIVEN, "The best cut of all schedules (interleaved-1F1B", "not fit"),
+        ({}, f"{GIVEN} --time-limit 1e-9", "The best cut under this schedule is", "of all schedules"),
         ({}, f"{MEGATRON} --layout Et*4|ttL", "It is proved that no cut under this schedule is", "gained"),
         # The schedule of a given cut is the executor's, unless flags fix it.
         ({}, f"{MEGATRON} --layout 1,2,1,2", "under interleaved-1F1B, groups of 2", "inf"),
@@ -228,6 +233,11 @@ def test_parts_of_the_step_and_changes_are_printed_and_a_full_search_is_not_wors
     assert found["sensitivity"]["step_time"] == step
     full = run(f"{LAYOUT} --tensor-parallel 1 --effort quick -o out.json", GPT)[1]
     assert full["layouts"][0]["step_time"] <= step
+    # Of a single layout in hardly enough memory, none fits in less.
+    fixed = "--data-parallel 2 --microbatch-size 4 --zero-stage 0 --recompute none -o out.json"
+    memory = 1.02 * run(f"{LAYOUT} {fixed}", GPT)[1]["layouts"][0]["reserved_memory"]
+    Path("tight.json").write_text(json.dumps({**H100, "memory": memory}))
+    assert "none fits" in run(f"layout model.json --cluster tight.json {fixed} --sensitivity", GPT)[0]
 
 
 def test_what_training_keeps_has_flags_and_a_given_cut_is_timed(run: Run) -> None:
@@ -248,5 +258,7 @@ def test_what_training_keeps_has_flags_and_a_given_cut_is_timed(run: Run) -> Non
     flags = "--pipeline-parallel 2 --microbatch-size 1 --recompute none --executor megatron --cut 1,3"
     out, found = run(f"{LAYOUT} {flags} -o out.json", GPT)
     assert found["layout"] == "Et|tttL"
-    assert found["peak_memory"] <= found["reserved_memory"]
+    peak, reserved = (found[name] / 1e9 for name in ("peak_memory", "reserved_memory"))
+    assert f"tensors of {peak:.3g} GB" in " ".join(out.split())
+    assert f"PyTorch reserves {reserved:.3g} of 80 GB" in " ".join(out.split())
     assert f"A step takes {found['step_time']:.4g} s." in out

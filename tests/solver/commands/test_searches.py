@@ -240,6 +240,7 @@ DOCUMENTS = {
     "backwards": {**MODEL, "layers": [layer("head", 1), layer("block", 1)]},
     "gpt": GPT,
     "transformers": {"model_type": "llama"},
+    "t5": {"model_type": "t5"},
     "cluster": CLUSTER,
     "cluster-list": [],
     "cluster-tiny": {**CLUSTER, "memory": 1e6},
@@ -251,6 +252,7 @@ SHORT = {
     "CUT": "cut model.json --executor megatron --effort quick",
     "ESTIMATE": "estimate --preset gpt-1.5b",
     "LAYOUT": "layout gpt.json --cluster cluster.json",
+    "FIXED": "layout gpt.json --cluster cluster.json --executor megatron --recompute none",
 }
 
 MISTAKES = """\
@@ -283,6 +285,7 @@ CUT --schedule 1F1B → --schedule: found it and executor megatron
 CUT --executor torch --schedule ZBVZeroBubble --virtual-stages 3 → --virtual-stages, --schedule: found 4
 CUT --layout Et*4|tL → --layout: found the modules Et*5L; the model has Et*6L
 CUT --layout 3,3 --virtual-stages 1 2 → --virtual-stages: found 2 numbers
+CUT --layout 3,3 --virtual-stages 2 → --layout: found 2 stages on 2 ranks, and --virtual-stages 2; leave it
 CUT --layout 3,3 --recompute per-stage → --recompute: found per-stage
 cut problem.json --executor torch → problem.json: /layers: this key is absent or already cut
 cut backwards.json --executor megatron → backwards.json: /layers: found layers with
@@ -292,6 +295,10 @@ LAYOUT --time-limit 1e-9 --executor megatron → --time-limit: found 1e-09 secon
 LAYOUT --sensitivity --executor torch → --sensitivity: found it and --executor torch
 LAYOUT --tensor-parallel 3 --zero-stage 0 → zbv: --tensor-parallel, --zero-stage: no layout
 LAYOUT --executor megatron --recompute selective --recompute-modules moe → --recompute-modules: found moe
+LAYOUT --executor torchtitan --precision float8-gather → Set product_dtype fp8
+LAYOUT --cut 4 → --cut: found a cut and executor zbv. Name an executor with a fixed order
+FIXED --cut 4 → a cut is that of one. Fix --tensor-parallel
+FIXED --cut 5 --data-parallel 2 --microbatch-size 4 --zero-stage 1 → the model has 4
 layout --cluster cluster.json → model, --preset: found neither
 LAYOUT --prediction-layers -1 → --prediction-layers: found -1; input should be
 layout transformers.json --cluster cluster.json → --global-batch: a config.json does not say it
@@ -299,6 +306,7 @@ layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; mus
 estimate → --config, --preset: found neither; give one
 estimate --preset gpt-5 → --preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb
 estimate --config transformers.json → --sequence: a config.json does not say how long
+estimate --config t5.json → t5.json: /model_type: found 't5'
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)
 ESTIMATE --memory-limit nan → --memory-limit: found nan
 estimate --preset deepseek-v3 --recompute selective → or give other recompute_modules

@@ -1,25 +1,239 @@
-"""Constructors: zero bubble where it is possible, a valid order wherever one exists."""
+"""Classical schedules equal plain descriptions; constructors find an order wherever one exists."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import replace
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import differing_problems, limited_problems, uniform, with_sizes
+from support.problems import differing_problems, limited, limited_problems, problems, uniform, with_sizes
+from zbv_solver.construct.baselines import (
+    BASELINES,
+    baseline,
+    baseline_names,
+    clustered,
+    cyclic,
+    merge_stages,
+    missing,
+    without_limit,
+)
+from zbv_solver.construct.classical import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
-from zbv_solver.construct.rules import EntryRule, entry_rule, first_rule
+from zbv_solver.construct.rules import EntryRule, entry_rule, first_rule, practice_order
+from zbv_solver.construct.tables import sizes
+from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.overtaking_search import only
-from zbv_solver.problem.problem import F, I, Problem, W
-from zbv_solver.problem.reading import parse_problem
-from zbv_solver.timing.start_times import earliest_start_values, evaluate
+from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.search.assemble import baseline_plan, compare
+from zbv_solver.timing.start_times import earliest_start_values, evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
+
+Row = tuple[int, int, int]
+
+
+@st.composite
+def token_problems(draw: st.DrawFn, max_p: int = 5, max_m: int = 9) -> Problem:
+    """A forward takes and holds a microbatch's tokens, a backward takes twice as long.
+
+    A limit, if any, is at least what the largest microbatch holds.
+    """
+    tokens = draw(
+        st.lists(st.integers(1, 9), min_size=2, max_size=max_m).filter(lambda all: len(set(all)) > 1)
+    )
+    headroom = draw(st.none() | st.integers(0, 30))
+    problem = uniform(draw(st.integers(1, max_p)), len(tokens), p2p=1)
+    limit = None if headroom is None else (2.0 * max(tokens) + headroom,) * problem.pp_degree
+    memory = replace(problem.memory, limit=limit)
+    return with_sizes(replace(problem, memory=memory), [count - 1.0 for count in tokens])
+
+
+@given(token_problems())
+def test_practice_has_the_small_ones_at_both_ends(problem: Problem) -> None:
+    order = practice_order(problem)
+    assert sorted(order.tolist()) == list(range(problem.microbatches))
+    size = sizes(problem)[order]
+    largest, steps = int(np.argmax(size)), np.diff(size)
+    assert min(steps[:largest], default=0) >= 0 >= max(steps[largest:], default=0)
+    for name in set(BASELINES) & set(baseline_names(problem)):
+        given_order, practice = baseline(name, problem)[1], baseline(f"{name}-practice", problem)[1]
+        assert practice == given_order.renamed(order)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 4))
+def test_clusters_have_similar_sizes(size: list[int], count: int) -> None:
+    clusters = clustered(np.array(size, np.float64), count)
+    assert sorted(np.concatenate(clusters).tolist()) == list(range(len(size)))
+    assert len(clusters) <= count
+    for smaller, larger in pairwise(clusters):
+        assert max(size[j] for j in smaller) < min(size[j] for j in larger)
+
+
+@given(problems(max_p=8, max_m=20) | token_problems())
+def test_every_baseline_is_a_valid_order_of_the_same_model(problem: Problem) -> None:
+    names = baseline_names(problem)
+    assert set(BASELINES) - set(names) <= {"dualpipe-v"}
+    for name in names:
+        of, orders = baseline(name, problem)
+        verify_orders(without_limit(of), orders)
+        assert sum(of.costs.forward) == pytest.approx(sum(problem.costs.forward))
+        assert sum(of.memory.forward) == pytest.approx(sum(problem.memory.forward))
+
+
+@given(st.integers(1, 9), st.integers(1, 25), st.integers(1, 4))
+def test_lists_are_those_of_the_plain_descriptions(p: int, m: int, chunks: int) -> None:
+    for rank in range(p):
+        forward, backward = ([(rank, letter, j) for j in range(m)] for letter in (F, B))
+        for rows, plain in (
+            (gpipe(rank, p, m), forward + backward),
+            (one_f_one_b(rank, p, m), alternate(forward, backward, p - 1 - rank)),
+            (eager_1f1b(rank, p, m), alternate(forward, backward, 2 * (p - 1 - rank))),
+            (zb_h1(rank, p, m), plain_zb_h1(rank, p, m)),
+            (interleaved_1f1b(rank, p, m, chunks), plain_interleaved(rank, p, m, chunks)),
+        ):
+            assert list(map(tuple, rows.tolist())) == plain
+
+
+def alternate(forward: list[Row], backward: list[Row], warm_up: int) -> list[Row]:
+    """``warm_up`` forwards, then a forward, while there are any, and a backward."""
+    rows, left = forward[:warm_up], forward[warm_up:]
+    for row in backward:
+        rows += [left.pop(0), row] if left else [row]
+    return rows
+
+
+def plain_zb_h1(rank: int, p: int, m: int) -> list[Row]:
+    rows = [(rank, F, j) for j in range(p - rank)]
+    for j in range(m + rank):
+        rows += [(rank, I, j), (rank, W, j - rank), (rank, F, j + p - rank)]
+    return [row for row in rows if 0 <= row[2] < m]
+
+
+def plain_interleaved(rank: int, p: int, m: int, chunks: int) -> list[Row]:
+    rounds = max(1, m // p)
+    pairs = list(pairwise(m * k // rounds for k in range(rounds + 1)))
+    forward, backward = (
+        [(c * p + rank, letter, j) for lo, hi in pairs for c in sequence for j in range(lo, hi)]
+        for letter, sequence in ((F, range(chunks)), (B, range(chunks - 1, -1, -1)))
+    )
+    longest = max(hi - lo for lo, hi in pairs)
+    return alternate(forward, backward, (chunks - 1) * longest + 2 * (p - 1 - rank))
+
+
+@given(token_problems(), st.randoms(use_true_random=False))
+def test_the_cyclic_schedule_is_that_of_the_plain_description(problem: Problem, random: Any) -> None:
+    merged, entry = merge_stages(problem), list(range(problem.microbatches))
+    random.shuffle(entry)
+    orders = cyclic(merged, np.array(entry))
+    for rank, plain in enumerate(plain_cyclic(merged, entry)):
+        assert [(action.letter, action.microbatch) for action in orders.actions(rank)] == plain
+    of, best = baseline("dynapipe", problem)
+    verify_orders(of, best)
+    assert objective_of(of, best) <= objective_of(of, cyclic(of, np.arange(problem.microbatches)))
+
+
+def plain_cyclic(problem: Problem, entry: list[int]) -> list[list[tuple[str, int]]]:
+    """Cycle by cycle: what waits before every rank, and what its neighbours pass on after the cycle."""
+    p = problem.pp_degree
+    limit = problem.memory.limit or (math.inf,) * p
+    held_by = [2 * (1 + value) for value in problem.features[0].value]
+    waiting = {letter: [deque[int]() for _ in range(p)] for letter in "BF"}
+    waiting["F"][0].extend(entry)
+    held, rows = [0.0] * p, [list[tuple[str, int]]() for _ in range(p)]
+    while any(queue for queues in waiting.values() for queue in queues):
+        passed_on: list[tuple[deque[int], int]] = []
+        for rank, letter in product(range(p), "BF"):
+            queue = waiting[letter][rank]
+            if not queue or (letter == "F" and held[rank] + held_by[queue[0]] > limit[rank]):
+                continue
+            j = queue.popleft()
+            held[rank] += held_by[j] if letter == "F" else -held_by[j]
+            rows[rank].append((letter, j))
+            if letter == "F":
+                passed_on.append((waiting["F"][rank + 1] if rank + 1 < p else waiting["B"][rank], j))
+            elif rank > 0:
+                passed_on.append((waiting["B"][rank - 1], j))
+        for queue, j in passed_on:
+            queue.append(j)
+    return rows
+
+
+def test_a_baseline_that_exceeds_the_limit_is_still_a_plan() -> None:
+    """DynaPipe's limit may be feasible on the problem's placement and not with one stage per rank."""
+    assert baseline_plan("zb-v", uniform(2, 8, limit=9)).problem.memory.limit == (9, 9)
+    uneven = {"forward": [8, 8, 1, 1], "backward_input": [-8, -8, -1, -1], "backward_weight": 0, "limit": 27}
+    unequal = with_sizes(uniform(2, 1, memory=uneven), [0.0, 1.0, 2.0])
+    for name, problem in (("gpipe", limited(uniform(2, 8), 0.0)), ("dynapipe", unequal)):
+        assert not next(row.fits for row in compare(problem) if row.name == name)
+        plan = baseline_plan(name, problem)
+        assert plan.problem.memory.limit is None
+        assert evaluate(plan.problem, plan.orders).makespan == plan.metrics.makespan
+
+
+COSTS = {
+    "forward": [966, 1108, 1140, 1117, 1002, 1183, 996, 1040],
+    "backward_input": [940, 1187, 1087, 1310, 1058, 930, 915, 1300],
+    "backward_weight": [614, 768, 744, 775, 662, 594, 740, 812],
+}
+UNEVEN = uniform(4, 16, costs=COSTS | {"p2p": 50})
+# A merged stage of the uniform problem has F = 2 and B = 4. The uneven stages have the spans of others' 1F1B,
+# PyTorch's interleaved 1F1B and ZB-1p; V-half and V-min those of zbv_greedy.py in sail-sg/zero-bubble.
+# DualPipeV has that of PyTorch's list if F and B do not overlap.
+PUBLISHED = [
+    *((name, uniform(4, m), (m + 3) * 6) for m in (1, 5, 16) for name in ("gpipe", "1f1b", "eager-1f1b")),
+    *(("interleaved-1f1b", uniform(4, m), m * 6 + 9) for m in (4, 16)),
+    ("zb-v", uniform(4, 16), 16 * 6),
+    ("dualpipe-v", uniform(4, 16), 99),
+    *(("1f1b", UNEVEN, 114969), ("interleaved-1f1b", UNEVEN, 110587), ("zb-h1", UNEVEN, 106315)),
+    *(("v-half", uniform(p, 4 * p), span) for p, span in ((4, 101), (5, 131), (16, 425))),
+    *(("v-min", uniform(p, 4 * p), span) for p, span in ((3, 77), (6, 161), (12, 329))),
+]
+
+
+@pytest.mark.parametrize(("name", "problem", "span"), PUBLISHED)
+def test_a_baseline_takes_the_time_that_others_publish(name: str, problem: Problem, span: float) -> None:
+    (row,) = [row for row in compare(problem) if row.name == name]
+    assert row.span == span
+    if name.endswith(("1f1b", "zb-h1", "gpipe")):
+        assert row.makespan == span
+
+
+@pytest.mark.parametrize("p", range(1, 26))
+def test_what_baselines_hold(p: int) -> None:
+    """In forwards of a chunk, of which 1F1B holds 2p. Qi et al. 2024 state those of V-half and V-min."""
+    peaks = {row.name: list(row.peak_memory) for row in compare(uniform(p, 2 * p + 2))}
+    assert peaks["gpipe"] == [4 * p + 4] * p
+    assert peaks["1f1b"] == [2 * (p - rank) for rank in range(p)]
+    assert peaks["eager-1f1b"] == [2 * (2 * (p - rank) - 1) for rank in range(p)]
+    assert max(peaks["zb-h1"]) == max(peaks["zb-v"]) == 2 * p
+    assert max(peaks["v-half"]) == 2 * (p // 2) + 2
+    assert max(peaks["v-min"]) == 2 * math.ceil((p - 1) / 3) + 2
+
+
+def test_a_baseline_states_whether_it_fits_and_is_absent_with_a_reason() -> None:
+    fits = {row.name for row in compare(uniform(4, 16, limit=8)) if row.fits}
+    assert fits == {"1f1b", "zb-h1", "zb-v", "v-half", "v-min"}
+    few, loop = uniform(4, 7), uniform(2, 4, placement="loop", chunks=3)
+    assert "needs two stages per rank; the problem has 3" in missing("v-half", loop)
+    assert not {"zb-v", "v-half", "v-min", "dualpipe-v"} & set(baseline_names(loop))
+    assert baseline_names(uniform(3, 6)) == BASELINES
+    for name, problem, says in (
+        ("dualpipe-v", few, "'dualpipe-v'; needs a microbatch per stage, 8; the problem has 7"),
+        ("2f2b", few, "must be one of gpipe, 1f1b"),
+        ("1f1b-practice", few, "must be one of gpipe, 1f1b"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            baseline(name, problem)
+
+
+# --- constructors
 
 
 @pytest.mark.parametrize(
@@ -28,8 +242,9 @@ from zbv_solver.verify.verifier import verify_orders
 def test_greedy_v_has_no_bubble_at_the_memory_of_1f1b(p: int, m: int) -> None:
     """Uniform costs, no transfers, m >= 2p: the span is the work of one rank (Qi et al. 2024)."""
     problem = uniform(p, m, limit=2 * p)
-    best = min(attempt.span for attempt in get_v_schedule(problem))
-    assert best == 6 * m
+    assert min(attempt.span for attempt in get_v_schedule(problem)) == 6 * m
+    cheap = replace(problem, costs=replace(problem.costs, backward=(1.0,) * 2 * p))
+    assert min(attempt.span for attempt in get_v_schedule(cheap)) < 6 * m, "cheap fused backwards are used"
 
 
 @given(limited_problems(max_p=5, max_m=8, kinds=("v", "loop", "single")))
@@ -59,19 +274,11 @@ def test_small_microbatches_do_not_delay_a_large_one_that_they_defer_to() -> Non
     path = 20.0 * 2 * problem.n_stages
     for defer, waits in ((math.inf, True), (2.0, False)):
         rule = entry_rule(problem, EntryRule("forward-deep", 0.5, 2.0, 1.0, 1.0, defer))
-        attempt = ListScheduler(problem).attempt(rule, "list")
-        assert attempt is not None
+        attempt: Any = ListScheduler(problem).attempt(rule, "list")
         orders, timing = attempt.orders, evaluate(problem, attempt.orders)
         large = (orders.microbatch == 12) & (orders.letter != W)
         took = timing.end[large].max() - timing.start[large].min()
         assert (took > path) == waits
-
-
-def test_cheap_fused_backwards_are_used() -> None:
-    problem = uniform(2, 6)
-    cheap = replace(problem, costs=replace(problem.costs, backward=(1.0,) * 4))
-    fused, split = (min(attempt.span for attempt in get_v_schedule(each)) for each in (cheap, problem))
-    assert fused < split
 
 
 def around(problem: Problem, chosen: list[int]) -> OvertakingScheduler:
@@ -100,9 +307,8 @@ def test_complete_orders_are_valid_and_state_their_value(
     problem: Problem, which: int, deadline: float, slack: float, cap: int, by_arrival: bool
 ) -> None:
     scheduler = around(problem, [which % problem.microbatches])
-    value = scheduler.value(
-        rule(problem, deadline=deadline, slack=slack, cap=cap, by_arrival=by_arrival, patience=slack)
-    )
+    how = {"deadline": deadline, "slack": slack, "cap": cap, "by_arrival": by_arrival, "patience": slack}
+    value = scheduler.value(rule(problem, **how))
     if value == np.inf:  # what a microbatch may need on a rank does not fit
         assert not scheduler.tables.is_ample.all() or (problem.arrays.delta[I] > 0).any()
         return
@@ -115,8 +321,8 @@ def test_complete_orders_are_valid_and_state_their_value(
 def test_small_microbatches_overtake_while_the_large_one_is_on_its_way() -> None:
     """Without slack, all enter after it, do not delay it, and return before it."""
     costs: Any = {name: {"size": 1} for name in ("forward", "backward_input", "backward_weight")}
-    document = {"pp_degree": 8, "microbatches": 21, "features": {"size": [20] + [1] * 20}}
-    problem = parse_problem({**document, "costs": costs | {"p2p": {"size": 0.5}}})
+    costs["p2p"] = {"size": 0.5}
+    problem = uniform(8, 21, features={"size": [20] + [1] * 20}, costs=costs)
     scheduler, path = around(problem, [0]), 20 * 2 * 16 + 10 * 4 * 7
     assert scheduler.value(rule(problem, slack=0.0, patience=0.0, deadline=float(path))) == path + 20
     board = scheduler.board

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.changed import ABSENT, changed
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, document, every_cut, layered, layered_problems
 from support.paths import ROOT
-from support.problems import (
-    DIFFERING,
-    differing_problems,
-    problems,
-    rough_problems,
-    uniform,
-    uniform_document,
-)
+from support.problems import DIFFERING, differing_problems, problems, rough_problems, uniform_document
 from zbv_solver.documents.files import canonical_json, decode_json
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.jitter import Jitter, Spread, jitter_json, parse_jitter
@@ -35,23 +28,7 @@ LAYERS = document()
 NAMES = ["embedding", *(f"block.{copy}" for copy in range(8)), "head"]
 PARTITION = [NAMES[:2], NAMES[2:3], NAMES[3:4], NAMES[4:]]
 LOOP = {**STAGES, "placement": "loop", "chunks": 3}
-JITTER = {"action": 0.05}
-ABSENT = object()
-
-
-def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The document with other values, by keys such as ``costs.forward``; ABSENT removes a key."""
-    made = copy.deepcopy(base)
-    for path, value in changes.items():
-        target: Any = made
-        *parents, last = path.split(".")
-        for key in parents:
-            target = target[int(key)] if isinstance(target, list) else target.setdefault(key, {})
-        if value is ABSENT:
-            del target[last]
-        else:
-            target[last] = value
-    return made
+VALID = {"stages": STAGES, "differing": DIFFERING, "layers": LAYERS, "jitter": {"action": 0.05}}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +98,7 @@ def test_a_problem_is_read_as_it_was_written(problem: AnyProblem) -> None:
 @pytest.mark.parametrize("given_as", [list, np.array, lambda values: np.array(values, dtype=np.float32)])
 def test_sequences_and_numbers_of_any_type_have_the_same_document(given_as: Callable[[Any], Any]) -> None:
     """The document's text is part of a plan's identity."""
-    problem = uniform(2, 3, limit=4)
+    problem: Any = parse_any_problem(changed(STAGES, {"memory.limit": 4}))
     costs = {name: given_as(values) for name, values in vars(problem.costs).items() if values is not None}
     limit = given_as(problem.memory.limit)
     other = replace(
@@ -148,122 +125,118 @@ def test_the_example_in_the_documentation_is_valid() -> None:
     assert {placement.kind for placement in problem.placements} == {"v", "loop", "single"}  # type: ignore[union-attr]
 
 
-WRONG: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    # problems by stages: base, changes, pointers, words
-    (STAGES, {"costs.forward": -1}, "/costs/forward", "must not be negative"),
-    (STAGES, {"costs.forward": [1, 1, 1, -2]}, "/costs/forward/3", "must not be negative"),
-    (STAGES, {"costs.forward": 1e16}, "/costs/forward", "larger unit"),
-    (STAGES, {"costs.forward": 1e-101}, "/costs/forward", "smaller unit"),
-    (STAGES, {"costs.forward": 9e14}, "/costs/forward", "together"),
-    (STAGES, {"costs.forward": [1, True, 1, 1]}, "/costs/forward/1", "valid number"),
-    (STAGES, {"costs.forward": [1, 2, 3]}, "/costs/forward", "3 values; must be a number, 2 values"),
-    (STAGES, {"costs.p2p": [1, 2]}, "/costs/p2p", "2 values; must be a number or 3 values"),
-    (STAGES, {"costs.forwards": 1}, "/costs/forwards", "unknown key"),
-    (STAGES, {"costs.backward": [1]}, "/costs/backward", "found 1 values"),
-    (STAGES, {"memory.backward_input": -1}, "/memory", "sum to"),
-    (STAGES, {"memory.forward": -1}, "/memory/forward /memory", "must not be negative"),
-    (
-        STAGES,
-        {"memory.backward_input": -2, "memory.backward_weight": 1},
-        "/memory/backward_weight",
-        "W releases",
-    ),
-    (STAGES, {"memory.backward_input": -5e-324}, "/memory/backward_input /memory", "at least 1e-120"),
-    (STAGES, {"memory.limit": [1, 2, 3]}, "/memory/limit", "2 values (one per rank)"),
-    (STAGES, {"memory.static": {"tokens": 1}}, "/memory/static", "not an object"),
-    (STAGES, {"pp_degree": 1025}, "/pp_degree", "less than or equal to 1024"),
-    (STAGES, {"microbatches": 10**5000}, "/microbatches", "found a number too long to print"),
-    (STAGES, {"pp_degree": 1024, "microbatches": 2049}, "/microbatches", "product must be at most"),
-    (STAGES, {"chunks": 3}, "/chunks", "placement v has 2 per rank"),
-    (STAGES, {"measured": {str(at): "" for at in range(33)}}, "/measured", "at most 32"),
-    (
-        STAGES,
-        {"pp_degree": ABSENT, "microbatches": 0, "costs": {"forward": "x"}},
-        "/pp_degree /microbatches /costs/forward /costs/backward_input /costs/backward_weight",
-        "required",
-    ),
-    # microbatches that differ
-    (DIFFERING, {"features.tokens": [1, 2]}, "/features/tokens", "must be 3"),
-    (DIFFERING, {"features.tokens": [1, 2, -1]}, "/features/tokens/2", "negative"),
-    (DIFFERING, {"features.tokens": [1, 1e300, -1]}, "/features/tokens/1", "larger unit"),
-    (DIFFERING, {"features.tokens": [0, 1e-300, 3]}, "/features/tokens/1", "smaller unit"),
-    (DIFFERING, {"features.fixed": [1, 2, 3]}, "/features/fixed", "the part without features"),
-    (DIFFERING, {"features": {f"f{k}": [1, 2, 3] for k in range(17)}}, "/features", "16"),
-    (DIFFERING, {"features": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens_squared", "one of"),
-    (STAGES, {"costs.forward": {"tokens": 1}}, "/costs/forward/tokens", "no features"),
-    (DIFFERING, {"sequences": [[1], [2], [3]]}, "/features/tokens", "together with sequences"),
-    (DIFFERING, {"features": None, "sequences": [[1], [2]]}, "/sequences", "must be 3"),
-    (DIFFERING, {"features": None, "sequences": [[1], [2], [3, -1]]}, "/sequences/2/1", "negative"),
-    (DIFFERING, {"costs.forward": {"fixed": -5, "tokens": 2}}, "/costs/forward", "microbatch 2 on stage 0"),
-    (DIFFERING, {"costs.forward": {"tokens": 1e15}}, "/costs/forward", "from 0 to 1e+15"),
-    (DIFFERING, {"costs.forward": {"tokens": 1e16}}, "/costs/forward/tokens", "larger unit"),
-    (DIFFERING, {"costs.forward": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens", "one per chunk"),
-    (DIFFERING, {"costs.p2p": {"fixed": -3, "tokens": 1}}, "/costs/p2p", "microbatch 2 on boundary 0"),
-    (DIFFERING, {"memory.backward_input": {"tokens": -0.5}}, "/memory", "sum to"),
-    (DIFFERING, {"memory.forward": {"fixed": -4, "tokens": 2}}, "/memory/forward /memory", "microbatch 2"),
-    (
-        DIFFERING,
-        {"memory.backward_input.tokens": -3, "memory.backward_weight.tokens": 1},
-        "/memory/backward_weight",
-        "W releases",
-    ),
-    # problems by layers; a list that is too long is refused before its entries
-    (LAYERS, {"layers": [{}] * 513}, "/layers", "found 513 entries; must be at most 512"),
-    (LAYERS, {"layers": []}, "/layers", "at least one"),
-    (LAYERS, {"layers": [BLOCK, {**BLOCK, "repeat": 2}]}, "/layers/1/name", "found 'block.0' twice"),
-    (LAYERS, {"layers.1.repeat": 1000}, "/layers", "at most 512"),
-    (LAYERS, {"layers.1.forward": 2e14}, "/layers", "as the sum over all layers"),
-    (LAYERS, {"layers.1.output_bytes": -1}, "/layers/1/output_bytes", "must not be negative"),
-    (LAYERS, {"layers.1.backward_weight": ABSENT}, "/layers/1/backward_weight", "required"),
-    (LAYERS, {"layers.1.memory": {"forward": 1}}, "/layers/1/memory", "the deltas sum to 1"),
-    (LAYERS, {"layers.1.recompute.memory.forward": 2}, "/layers/1/recompute/memory", "must be 0"),
-    (LAYERS, {"layers.1.on": {"b": {}}, "devices": ["a", "a"]}, "/layers/1/on", "no rank has"),
-    (LAYERS, {"layers.1.on.b.forward": -1, "devices": ["a", "b"]}, "/layers/1/on/b/forward", "negative"),
-    (
-        LAYERS,
-        {"layers.1.on": {"/": {}}, "layers.1.recompute": {}, "devices": ["/"] * 2},
-        "/layers/1/on/~1/recompute",
-        "on every device",
-    ),
-    (LAYERS, {"devices": ["a"]}, "/devices", "must be 2, one per rank"),
-    (LAYERS, {"layers": [HEAD]}, "/layers", "found 1 separable layers for 4 stages"),
-    (LAYERS, {"cut.together": [["embedding", "nose"]]}, "/cut/together/0", "'nose', which is not a layer"),
-    (LAYERS, {"cut.first": 11}, "/cut/first", "at most the model's 8 transformer layers"),
-    (LAYERS, {"cut.first": 0, "cut.together": [PARTITION[0]]}, "/cut/first", "separates"),
-    (LAYERS, {"cut.first": 8}, "/layers", "every stage needs at least one"),
-    (LAYERS, {"cut": {"first": 5, "last": 5}}, "/cut", "2 more than the model has"),
-    (LAYERS, {"cut": {"first": 3, "last": 3}, "placement": "single"}, "/cut", "2 of the model's layers"),
-    (LAYERS, {"costs.p2p": [1, 2, 3]}, "/costs/p2p", "found a list"),
-    (LAYERS, {"costs.forward": 3}, "/costs/forward", "found together with layers"),
-    (LAYERS, {"costs.link": {"bandwidth": 3}}, "/costs", "found both p2p and link"),
-    (LAYERS, {"costs": {"link": {"bandwidth": 0}}}, "/costs/link/bandwidth", "must be positive"),
-    (LAYERS, {"costs": {"link": {"bandwidth": 1e-300}}}, "/costs/link", "longest transfer"),
-    (LAYERS, {"memory.limit": [1, 2, 3]}, "/memory/limit", "found 3 values"),
-    (LAYERS, {"recompute": [True]}, "/recompute", "without a partition"),
-    (LAYERS, {"placement": "auto", "chunks": 2}, "/chunks", "placement auto chooses"),
-    (LAYERS, {"features": {}}, "/features", "plan the layers without this key"),
-    (LAYERS, {"partition": [["embedding"], ["block.1"], [], []]}, "/partition/1/0", "expected 'block.0'"),
-    (LAYERS, {"partition": [["embedding"], ["block.0"], [], []]}, "/partition", "'block.1' and later"),
-    (LAYERS, {"partition": [NAMES]}, "/partition", "found 1 stages"),
-    (LAYERS, {"partition": PARTITION, "placement": "auto"}, "/placement", "name the placement"),
-    (LAYERS, {"partition": PARTITION, "recompute": [True]}, "/recompute", "must be 4, one per stage"),
-    (LAYERS, {"partition": PARTITION, "costs.forward": [3, 2, 2, 16]}, "/costs/forward", "[3, 2, 2, 15]"),
-    (LAYERS, {"layers": [None]}, "/layers/0", "must be a JSON object"),
-    # jitter
-    (JITTER, {"action": {"F": 11}}, "/action/F", "must be from 0 to 10"),
-    (JITTER, {"rank": [0, -1]}, "/rank/1", "must be from 0 to 10"),
-    (JITTER, {"rank": []}, "/rank", "at least 1"),
-    (JITTER, {"transfer": {"samples": [-1]}}, "/transfer/samples/0", "must be a factor"),
-    (JITTER, {"noise": 1}, "/noise", "unknown key"),
-]
+WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    "stages": [
+        ({"costs.forward": -1}, "/costs/forward", "must not be negative"),
+        ({"costs.forward": [1, 1, 1, -2]}, "/costs/forward/3", "must not be negative"),
+        ({"costs.forward": 1e16}, "/costs/forward", "larger unit"),
+        ({"costs.forward": 1e-101}, "/costs/forward", "smaller unit"),
+        ({"costs.forward": 9e14}, "/costs/forward", "together"),
+        ({"costs.forward": [1, True, 1, 1]}, "/costs/forward/1", "valid number"),
+        ({"costs.forward": [1, 2, 3]}, "/costs/forward", "3 values; must be a number, 2 values"),
+        ({"costs.p2p": [1, 2]}, "/costs/p2p", "2 values; must be a number or 3 values"),
+        ({"costs.forwards": 1}, "/costs/forwards", "unknown key"),
+        ({"costs.backward": [1]}, "/costs/backward", "found 1 values"),
+        ({"memory.backward_input": -1}, "/memory", "sum to"),
+        ({"memory.forward": -1}, "/memory/forward /memory", "must not be negative"),
+        ({"memory.backward_input": -2, "memory.backward_weight": 1}, "/memory/backward_weight", "W releases"),
+        ({"memory.backward_input": -5e-324}, "/memory/backward_input /memory", "at least 1e-120"),
+        ({"memory.limit": [1, 2, 3]}, "/memory/limit", "2 values (one per rank)"),
+        ({"memory.static": {"tokens": 1}}, "/memory/static", "not an object"),
+        ({"pp_degree": 1025}, "/pp_degree", "less than or equal to 1024"),
+        ({"pp_degree": "2"}, "/pp_degree", "valid integer"),
+        ({"microbatches": 10**5000}, "/microbatches", "found a number too long to print"),
+        ({"pp_degree": 1024, "microbatches": 2049}, "/microbatches", "product must be at most"),
+        ({"chunks": 3}, "/chunks", "placement v has 2 per rank"),
+        ({"measured": {str(at): "" for at in range(33)}}, "/measured", "at most 32"),
+        (
+            {"pp_degree": ABSENT, "microbatches": 0, "costs": {"forward": "x"}},
+            "/pp_degree /microbatches /costs/forward /costs/backward_input /costs/backward_weight",
+            "required",
+        ),
+        ({"costs.forward": {"tokens": 1}}, "/costs/forward/tokens", "no features"),
+    ],
+    "differing": [
+        ({"features.tokens": [1, 2]}, "/features/tokens", "must be 3"),
+        ({"features.tokens": [1, 2, -1]}, "/features/tokens/2", "negative"),
+        ({"features.tokens": [1, 1e300, -1]}, "/features/tokens/1", "larger unit"),
+        ({"features.tokens": [0, 1e-300, 3]}, "/features/tokens/1", "smaller unit"),
+        ({"features.fixed": [1, 2, 3]}, "/features/fixed", "the part without features"),
+        ({"features": {f"f{k}": [1, 2, 3] for k in range(17)}}, "/features", "16"),
+        ({"features": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens_squared", "one of"),
+        ({"sequences": [[1], [2], [3]]}, "/features/tokens", "together with sequences"),
+        ({"features": None, "sequences": [[1], [2]]}, "/sequences", "must be 3"),
+        ({"features": None, "sequences": [[1], [2], [3, -1]]}, "/sequences/2/1", "negative"),
+        ({"costs.forward": {"fixed": -5, "tokens": 2}}, "/costs/forward", "microbatch 2 on stage 0"),
+        ({"costs.forward": {"tokens": 1e15}}, "/costs/forward", "from 0 to 1e+15"),
+        ({"costs.forward": {"tokens": 1e16}}, "/costs/forward/tokens", "larger unit"),
+        ({"costs.forward": {"tokens": [1, 2, 3]}}, "/costs/forward/tokens", "one per chunk"),
+        ({"costs.p2p": {"fixed": -3, "tokens": 1}}, "/costs/p2p", "microbatch 2 on boundary 0"),
+        ({"memory.backward_input": {"tokens": -0.5}}, "/memory", "sum to"),
+        ({"memory.forward": {"fixed": -4, "tokens": 2}}, "/memory/forward /memory", "microbatch 2"),
+        (
+            {"memory.backward_input.tokens": -3, "memory.backward_weight.tokens": 1},
+            "/memory/backward_weight",
+            "W releases",
+        ),
+    ],
+    "layers": [
+        ({"layers": [{}] * 513}, "/layers", "found 513 entries; must be at most 512"),
+        ({"layers": []}, "/layers", "at least one"),
+        ({"layers": [BLOCK, {**BLOCK, "repeat": 2}]}, "/layers/1/name", "found 'block.0' twice"),
+        ({"layers.1.repeat": 1000}, "/layers", "at most 512"),
+        ({"layers.1.forward": 2e14}, "/layers", "as the sum over all layers"),
+        ({"layers.1.output_bytes": -1}, "/layers/1/output_bytes", "must not be negative"),
+        ({"layers.1.backward_weight": ABSENT}, "/layers/1/backward_weight", "required"),
+        ({"layers.1.memory": {"forward": 1}}, "/layers/1/memory", "the deltas sum to 1"),
+        ({"layers.1.recompute.memory.forward": 2}, "/layers/1/recompute/memory", "must be 0"),
+        (
+            {"layers.1.on": {"/": {}}, "layers.1.recompute": {}, "devices": ["/"] * 2},
+            "/layers/1/on/~1/recompute",
+            "on every device",
+        ),
+        ({"layers": [HEAD]}, "/layers", "found 1 separable layers for 4 stages"),
+        ({"cut.together": [["embedding", "nose"]]}, "/cut/together/0", "'nose', which is not a layer"),
+        ({"cut.first": 11}, "/cut/first", "at most the model's 8 transformer layers"),
+        ({"cut.first": 0, "cut.together": [PARTITION[0]]}, "/cut/first", "separates"),
+        ({"cut.first": 8}, "/layers", "every stage needs at least one"),
+        ({"cut": {"first": 5, "last": 5}}, "/cut", "2 more than the model has"),
+        ({"cut": {"first": 3, "last": 3}, "placement": "single"}, "/cut", "2 of the model's layers"),
+        ({"costs.p2p": [1, 2, 3]}, "/costs/p2p", "found a list"),
+        ({"costs.forward": 3}, "/costs/forward", "found together with layers"),
+        ({"costs.link": {"bandwidth": 3}}, "/costs", "found both p2p and link"),
+        ({"costs": {"link": {"bandwidth": 0}}}, "/costs/link/bandwidth", "must be positive"),
+        ({"costs": {"link": {"bandwidth": 1e-300}}}, "/costs/link", "longest transfer"),
+        ({"memory.limit": [1, 2, 3]}, "/memory/limit", "found 3 values"),
+        ({"recompute": [True]}, "/recompute", "without a partition"),
+        ({"placement": "auto", "chunks": 2}, "/chunks", "placement auto chooses"),
+        ({"features": {}}, "/features", "plan the layers without this key"),
+        ({"partition": [["embedding"], ["block.1"], [], []]}, "/partition/1/0", "expected 'block.0'"),
+        ({"partition": [["embedding"], ["block.0"], [], []]}, "/partition", "'block.1' and later"),
+        ({"partition": [NAMES]}, "/partition", "found 1 stages"),
+        ({"partition": PARTITION, "placement": "auto"}, "/placement", "name the placement"),
+        ({"partition": PARTITION, "recompute": [True]}, "/recompute", "must be 4, one per stage"),
+        ({"partition": PARTITION, "costs.forward": [3, 2, 2, 16]}, "/costs/forward", "[3, 2, 2, 15]"),
+        ({"layers": [None]}, "/layers/0", "must be a JSON object"),
+    ],
+    "jitter": [
+        ({"action": {"F": 11}}, "/action/F", "must be from 0 to 10"),
+        ({"rank": [0, -1]}, "/rank/1", "must be from 0 to 10"),
+        ({"rank": []}, "/rank", "at least 1"),
+        ({"transfer": {"samples": [-1]}}, "/transfer/samples/0", "must be a factor"),
+        ({"noise": 1}, "/noise", "unknown key"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("base", "changes", "pointers", "words"), WRONG, ids=[row[2] for row in WRONG])
+@pytest.mark.parametrize(
+    ("kind", "changes", "pointers", "words"), [(kind, *row) for kind, rows in WRONG.items() for row in rows]
+)
 def test_a_wrong_document_is_refused_at_the_broken_keys(
-    base: dict[str, Any], changes: dict[str, Any], pointers: str, words: str
+    kind: str, changes: dict[str, Any], pointers: str, words: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
-        (parse_jitter if base is JITTER else parse_any_problem)(changed(base, changes))
+        (parse_jitter if kind == "jitter" else parse_any_problem)(changed(VALID[kind], changes))
     assert {issue.pointer for issue in caught.value.issues} == set(pointers.split())
     assert words in str(caught.value)
 

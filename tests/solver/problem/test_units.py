@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cuts import layered, layered_in_other_units, layered_problems
-from support.problems import decades, in_other_units, rough_problems, uniform
+from support.problems import decades, differing_problems, in_other_units, rough_problems, uniform
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
@@ -46,7 +46,9 @@ def scaled(problem: AnyProblem, time: float, memory: float) -> AnyProblem:
 
 
 powers = st.integers(-20, 20).map(lambda exponent: 2.0**exponent)
-any_problems = st.one_of(rough_problems(), layered_problems(placements=("v", "loop", "single", "auto")))
+any_problems = st.one_of(
+    rough_problems(), differing_problems(), layered_problems(placements=("v", "loop", "single", "auto"))
+)
 
 
 @settings(max_examples=settings().max_examples // 4)

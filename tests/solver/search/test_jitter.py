@@ -23,24 +23,13 @@ from zbv_solver.verify.verifier import verify
 
 JITTER = Jitter.of(action=0.1, transfer=0.3)
 PROBLEM = uniform(4, 8, limit=8, p2p=1)
-
-
 BLOCK = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 1, "repeat": 6}
-
-
 LAYERS = zbv.parse({"pp_degree": 2, "microbatches": 3, "layers": [BLOCK]})
 
 
 @pytest.fixture(scope="module")
 def planned() -> Plan:
     return zbv.plan(PROBLEM, "quick")
-
-
-@pytest.fixture(scope="module")
-def document(planned: Plan) -> dict[str, Any]:
-    return plan_json(
-        replace(planned, simulation=zbv.simulate(planned, "action=5%,transfer=20%", scenarios=64))
-    )
 
 
 def test_the_plan_states_how_it_was_chosen_and_is_better_when_durations_vary(planned: Plan) -> None:
@@ -60,11 +49,15 @@ def test_the_plan_states_how_it_was_chosen_and_is_better_when_durations_vary(pla
     assert (threads.plan_id, threads.simulation) == (chosen.plan_id, chosen.simulation)
 
 
-def test_layers_keep_their_cut_and_its_bound() -> None:
-    found = zbv.plan(LAYERS, "quick", jitter="10%")
-    assert found.cut is not None
-    assert found.cut.gap == pytest.approx(found.objective / found.cut.lower_bound - 1, abs=1e-9)
-    zbv.check(plan_json(found), LAYERS)
+def test_layers_keep_their_cut_and_microbatches_that_differ_have_longer_latencies_too() -> None:
+    plan: Any = zbv.plan(LAYERS, "quick", jitter="10%")
+    assert plan.cut.gap == pytest.approx(plan.objective / plan.cut.lower_bound - 1, abs=1e-9)
+    zbv.check(plan_json(plan), LAYERS)
+    problem = with_sizes(uniform(2, 4, limit=30.0), [0.0, 0.0, 4.0, 0.0])
+    options = SearchOptions("standard", without=("tune", "inject"))
+    plan = jitter_search.search_for_jitter(problem, options, jitter=Jitter.of(action=0.05))
+    verify(plan)
+    assert plan.simulation is not None
 
 
 @pytest.mark.parametrize("how", ["cancelled", "time limit"])
@@ -78,47 +71,29 @@ def test_a_search_that_ends_early_has_a_plan_and_says_why(planned: Plan, how: st
     zbv.check(plan_json(plan), PROBLEM)
 
 
-def test_a_simulation_ends_while_it_runs(planned: Plan) -> None:
+def test_a_simulation_ends_early_or_is_left_out(planned: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one would take minutes."""
     checks = [None, None]
     with pytest.raises(IndexError):
         jitter_search.simulate(planned, JITTER, check=checks.pop)
-
-
-def test_simulations_that_take_long_after_the_time_limit_are_left_out(
-    planned: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(jitter_search, "SIMULATING_SECONDS", -math.inf)
-    found = zbv.plan(PROBLEM, "quick", time_limit=600, jitter=JITTER)
-    assert (found.plan_id, found.simulation) == (planned.plan_id, None)
+    plan = zbv.plan(PROBLEM, "quick", time_limit=600, jitter=JITTER)
+    assert (plan.plan_id, plan.simulation) == (planned.plan_id, None)
 
 
-def test_plans_of_microbatches_that_differ_may_be_chosen_for_jitter() -> None:
-    """The search with longer latencies has a problem of its kind, too."""
-    problem = with_sizes(uniform(2, 4, limit=30.0), [0.0, 0.0, 4.0, 0.0])
-    options = SearchOptions("standard", without=("tune", "inject"))
-    plan = jitter_search.search_for_jitter(problem, options, jitter=Jitter.of(action=0.05))
-    verify(plan)
-    assert plan.simulation is not None
-
-
-OTHER_RANKS = replace(JITTER, rank=JITTER.rank * 5)
-
-
-@pytest.mark.parametrize(
-    ("problem", "jitter", "quantile", "pointer"),
-    [
+def test_wrong_options_are_refused() -> None:
+    wrong: list[tuple[AnyProblem, Jitter | None, float | None, str]] = [
         (PROBLEM, None, 0.95, "/quantile"),
-        *((PROBLEM, JITTER, quantile, "/quantile") for quantile in (0.49, 0.995, float("nan"))),
-        *((problem, OTHER_RANKS, None, "/jitter/rank") for problem in (PROBLEM, LAYERS)),
-    ],
-)
-def test_wrong_options_are_refused(
-    problem: AnyProblem, jitter: Jitter | None, quantile: float | None, pointer: str
-) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        zbv.plan(problem, "quick", jitter=jitter, quantile=quantile)
-    assert caught.value.issues[0].pointer == pointer
+        *((PROBLEM, JITTER, quantile, "/quantile") for quantile in (0.49, 0.995, math.nan)),
+        *(
+            (problem, replace(JITTER, rank=JITTER.rank * 5), None, "/jitter/rank")
+            for problem in (PROBLEM, LAYERS)
+        ),
+    ]
+    for problem, jitter, quantile, pointer in wrong:
+        with pytest.raises(InvalidInput) as caught:
+            zbv.plan(problem, "quick", jitter=jitter, quantile=quantile)
+        assert caught.value.issues[0].pointer == pointer
 
 
 def test_a_plan_and_all_baselines_are_simulated(planned: Plan) -> None:
@@ -129,21 +104,20 @@ def test_a_plan_and_all_baselines_are_simulated(planned: Plan) -> None:
     metrics: list[Times] = [planned.metrics, *planned.baselines]
     for simulated, times in zip(spans, metrics, strict=True):
         # The expectation of a maximum is at least the maximum of the means, up to the error of a sample.
-        for mean, expected, p95 in (
-            (times.span, simulated.expected_span, simulated.p95_span),
-            (times.makespan, simulated.expected_makespan, simulated.p95_makespan),
-        ):
-            assert 0.99 * mean < expected < p95 < 1.2 * mean
-    still = zbv.plan(PROBLEM, "quick", jitter="0")
+        assert 0.99 * times.span < simulated.expected_span < simulated.p95_span < 1.2 * times.span
+        longer = simulated.expected_makespan, simulated.p95_makespan
+        assert 0.99 * times.makespan < longer[0] < longer[1] < 1.2 * times.makespan
+    still: Any = zbv.plan(PROBLEM, "quick", jitter="0")
     assert still.plan_id == planned.plan_id
-    assert still.simulation is not None
     assert still.simulation.spans.p95_span == pytest.approx(planned.metrics.span)
     first, again, other = (zbv.simulate(planned, "5%", seed=seed) for seed in (3, 3, 4))
     assert first == again != other
     assert other.spans.p95_span == pytest.approx(first.spans.p95_span, rel=0.01)
 
 
-def test_a_stated_simulation_is_kept_and_repeated(document: dict[str, Any]) -> None:
+def test_a_stated_simulation_is_kept_and_repeated(planned: Plan) -> None:
+    simulation = zbv.simulate(planned, "action=5%,transfer=20%", scenarios=64)
+    document = plan_json(replace(planned, simulation=simulation))
     read = parse_plan(document).simulation
     assert read is not None
     assert simulation_json(read) == document["simulation"]
@@ -155,10 +129,11 @@ def test_a_stated_simulation_is_kept_and_repeated(document: dict[str, Any]) -> N
     assert is_verified()
     assert not is_verified(scenarios=10**7)
     unknown = {**document["simulation"]["baselines"][0], "name": "magic"}
-    for changes, says in (
-        ({"p95_span": 1.0}, "p95_span of the plan in the simulation"),
-        ({"baselines": [unknown]}, "zbv knows none of this name"),
-        ({"jitter": {"rank": [0, 0]}}, "/simulation/rank: found 2 values"),
-    ):
+    wrong: dict[str, dict[str, Any]] = {
+        "p95_span of the plan in the simulation": {"p95_span": 1.0},
+        "zbv knows none of this name": {"baselines": [unknown]},
+        "/simulation/rank: found 2 values": {"jitter": {"rank": [0, 0]}},
+    }
+    for says, changes in wrong.items():
         with pytest.raises((InvalidPlan, InvalidInput), match=says):
             is_verified(**changes)

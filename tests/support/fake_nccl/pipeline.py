@@ -43,8 +43,8 @@ class ModelRun:
     is_evaluated: bool = False
     """Whether an evaluation precedes each step."""
     replicas: int = 1
-    shards: type[FakeShards] | None = None
-    """How the replicas divide parameters and sums of gradients, if they do."""
+    is_sharded: bool = False
+    """Whether the replicas divide parameters and sums of gradients."""
     sums_over_ranks: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
     """Sets of positions that add up a number after every step, as for the gradient of a tied parameter."""
@@ -144,8 +144,7 @@ class _RankRun:
         taken, counted = here.device.connected_bytes, transport.communicator_bytes
         _require(abs(taken - counted) < CONNECTION_BYTES, f"{counted} bytes of communicators, not {taken}")
         self._stages = {s: how.stage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
-        order = list(dict.fromkeys(action.stage for action in self._plan.actions))
-        self._shards = how.shards(here, transport, self._stages, order) if how.shards else None
+        self._shards = FakeShards(here, transport, self._stages) if how.is_sharded else None
         self._sums: list[Reduction] = []
         self._launched: Launched | None = None
         self._losses: list[dict[int, float]] = []

@@ -19,8 +19,7 @@ from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.measure.estimate.document import Scale, estimated_document
-from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers, estimate_stages
-from zbv_worker.measure.estimate.likeness import likeness
+from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers, estimate_stages, likeness
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes
 from zbv_worker.models.gpt import Block, gpt
 from zbv_worker.stage.precision import AUTOCAST, Precision

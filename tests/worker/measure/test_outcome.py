@@ -10,8 +10,15 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.execution.whole_plan import WholePlan
-from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, RankTimes, compare
-from zbv_worker.measure.rehearse.outcome_text import outcome_json, sentences, table
+from zbv_worker.measure.rehearse.outcome import (
+    CpuUse,
+    Outcome,
+    RankTimes,
+    compare,
+    outcome_json,
+    sentences,
+    table,
+)
 from zbv_worker.tracing.merged_trace import RankTrace
 
 MS = 1_000_000

@@ -6,12 +6,11 @@ import json
 import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.selfcheck import random_orders
@@ -19,13 +18,11 @@ from zbv_service.client import Client
 from zbv_service.client.retries import DEFAULT_RETRIES
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.timing.step_times import rehearsed_times
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
@@ -145,47 +142,6 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_the_planned_times(
     # One host has one clock, so the measured difference is the method's error.
     other = trace["otherData"]
     assert max(map(abs, other["clocks_ahead_us"])) <= 2 * other["clock_uncertainty_us"]
-
-
-def test_with_jitter_the_same_steps_are_simulated(rehearse: Rehearse, tmp_path: Path) -> None:
-    """Exact times are in ``test_delayed_stage.py``; here, a busy machine may take much longer."""
-    problem = problem_of(2, 3)
-    costs = replace(problem.costs, p2p=(1.0, 0.0, 1.0))
-    path = write_plan(tmp_path / "plan.json", replace(problem, costs=costs), seed=0)
-    jitter, numbers = tmp_path / "jitter.json", tmp_path / "numbers.json"
-    jitter.write_text('{"action": 0.3, "transfer": 0.5}')
-    given = ("--plan-file", path, "--jitter", jitter, "--seed", 5, "--steps", 6)
-    finished = rehearse(*given, "--json", numbers)
-    assert finished.returncode == 0, finished.stderr
-    assert re.search(r"p95 simulated [\d.]+ ms, measured [\d.]+ ms, [+-][\d.]+%", finished.stdout)
-
-    found = json.loads(numbers.read_text())
-    plan = WholePlan.of_file(path)
-    times = rehearsed_times(plan.problem, plan.orders, Jitter.of(0.3, 0.5), iterations=7, seed=5)
-    simulated = found["simulated"]
-    assert simulated["steps"] == pytest.approx(times.span[1:] / 1e3)
-    assert (simulated["seed"], simulated["jitter"]["transfer"]) == (5, 0.5)
-    assert found["p95"]["simulated"] == pytest.approx(np.quantile(simulated["steps"], 0.95))
-    assert found["mean"]["measured"] == pytest.approx(np.mean(found["steps"]))
-    assert 0.8 < found["mean"]["measured"] / found["mean"]["simulated"] < 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--jitter", "often"], "--jitter: found 'often'"),
-        (["--jitter", "absent.json"], "No such file"),
-        (["--jitter", "5%", "--overhead"], "--jitter: found it with --overhead"),
-        (["--seed", "3"], "--seed: found it without --jitter"),
-        (["--jitter", "5%", "--seed", "-1"], "--seed: found -1"),
-    ],
-)
-def test_a_wrong_jitter_gives_a_message_and_status_2(
-    rehearse: Rehearse, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    path = write_plan(tmp_path / "plan.json", problem_of(2, 2), seed=0)
-    finished = rehearse("--plan-file", path, *arguments)
-    assert (finished.returncode, finished.stderr.count(message)) == (2, 1)
 
 
 def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehearse, tmp_path: Path) -> None:

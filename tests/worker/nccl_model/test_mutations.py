@@ -14,7 +14,6 @@ from support.fake_nccl.cluster import Cluster, FakeNccl, FakeRank
 from support.fake_nccl.communicators import FakeGroup
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.pipeline import TIMEOUT, ModelRun, run_plan
-from support.fake_nccl.shards import FakeFullyShard, FakeShards
 from support.fake_nccl.simulation import Deadlock, ModelError
 from support.plans import unit_problem
 from torch import Tensor
@@ -258,15 +257,15 @@ def test_a_send_that_is_asked_for_its_success(monkeypatch: pytest.MonkeyPatch) -
         run()
 
 
-def test_gathered_parameters_that_are_used_without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_are_used_without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_operations.StreamSum, "wait", lambda self, timeout: None)
-    with pytest.raises(ModelError, match=r"^F of stage . reads .*all_gather .* may not have written yet"):
-        run(replicas=2, shards=FakeShards)
+    with pytest.raises(ModelError, match=r"reads .*all_reduce .* may not have written yet"):
+        run(replicas=2)
 
 
 def test_streams_of_fully_shard_that_channels_have() -> None:
     """The pool is so small that they are those of the channels, as after 32 other streams."""
     device = DeviceModes(pool_streams=5)
     with pytest.raises(Deadlock):
-        run_plan(*V, ModelRun(replicas=2, shards=FakeFullyShard, device=device))
-    run_plan(*V, ModelRun(replicas=2, shards=FakeFullyShard, device=DeviceModes(pool_streams=8)))
+        run_plan(*V, ModelRun(replicas=2, is_sharded=True, device=device))
+    run_plan(*V, ModelRun(replicas=2, is_sharded=True, device=DeviceModes(pool_streams=8)))

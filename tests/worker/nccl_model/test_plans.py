@@ -9,7 +9,6 @@ import pytest
 from support.fake_nccl.communicators import NcclModes
 from support.fake_nccl.families import FAMILIES, Plan, stated_kernels
 from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
-from support.fake_nccl.shards import FakeFullyShard, FakeShards
 from support.fake_nccl.simulation import Deadlock
 from support.fake_nccl.stages import NestedFakeStage, OffloadingFakeStage
 
@@ -63,16 +62,15 @@ def test_ranks_with_tied_parameters_add_their_gradients_up(family: str, seed: in
     run(plan, slots, replicas=2, sums_over_ranks=True, ties=ties, seed=seed, steps=3)
 
 
-@pytest.mark.parametrize("shards", [FakeShards, FakeFullyShard])
 @pytest.mark.parametrize("family", ["1F1B", V, "loop of 2 chunks, searched"])
-def test_replicas_gather_parameters_and_sum_parts_of_gradients(family: str, shards: type[FakeShards]) -> None:
-    run(plan_of(family), replicas=2, shards=shards, steps=3)
+def test_replicas_gather_parameters_and_sum_parts_of_gradients(family: str) -> None:
+    run(plan_of(family), replicas=2, is_sharded=True, steps=3)
 
 
-@pytest.mark.parametrize("shards", [None, FakeShards, FakeFullyShard])
-def test_sums_may_connect_in_the_first_step(shards: type[FakeShards] | None) -> None:
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_sums_may_connect_in_the_first_step(is_sharded: bool) -> None:
     """NCCL_RUNTIME_CONNECT=1 is in force if the process has used NCCL before."""
-    run(plan_of(V), replicas=2, shards=shards, nccl=NcclModes(runtime_connect=True))
+    run(plan_of(V), replicas=2, is_sharded=is_sharded, nccl=NcclModes(runtime_connect=True))
 
 
 @pytest.mark.parametrize("family", ["V, random order", V])

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from support.manual_clock import ManualClock
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.training import startup
-from zbv_worker.training.startup import Startup
+from zbv_worker.training import guard
+from zbv_worker.training.guard import Startup
 from zbv_worker.transport.rendezvous import SAY_SECONDS
 
 
@@ -94,7 +94,7 @@ def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:
 def test_a_starting_rank_says_what_it_waits_for_and_is_late_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(startup, "SAY_SECONDS", 0.001)
+    monkeypatch.setattr(guard, "SAY_SECONDS", 0.001)
     clock, late = ManualClock(), list[str]()
 
     def doing() -> str:
@@ -120,12 +120,12 @@ def test_a_start_is_late_as_soon_as_its_time_is_over(monkeypatch: pytest.MonkeyP
             clock.pause(waits[-1])
             return False
 
-    monkeypatch.setattr(startup, "threading", SimpleNamespace(Event=Waiting, Thread=threading.Thread))
+    monkeypatch.setattr(guard, "threading", SimpleNamespace(Event=Waiting, Thread=threading.Thread))
     start = Startup(3, 50.0, lambda: "connecting", lambda text: late.append(clock.now()), clock)
     begun = start._begun
     start._thread.join(20)
-    assert [at - begun for at in late] == [50.0 + startup._GRACE_SECONDS]
-    assert waits == [SAY_SECONDS] * 2 + [50.0 + startup._GRACE_SECONDS - 2 * SAY_SECONDS]
+    assert [at - begun for at in late] == [50.0 + guard._GRACE_SECONDS]
+    assert waits == [SAY_SECONDS] * 2 + [50.0 + guard._GRACE_SECONDS - 2 * SAY_SECONDS]
 
 
 def test_a_rank_that_has_started_says_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,8 +85,8 @@ def execute(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from zbv_worker.errors import InvalidRun
+    from zbv_worker.measure.estimate.document import estimate_json, flops_table, held_table
     from zbv_worker.measure.estimate.estimate import estimate_layers, estimate_stages
-    from zbv_worker.measure.estimate.report import estimate_json, flops_table, held_table
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec

@@ -15,7 +15,6 @@ from zbv_worker.commands.arguments import add_plan, add_timeout, json_output, po
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
     from zbv_worker.host.local_ranks import LaunchError
-    from zbv_worker.measure.rehearse.delayed_stage import Delays
     from zbv_worker.measure.rehearse.rehearse import RehearseOptions
     from zbv_worker.transport.world import World
 
@@ -23,7 +22,6 @@ _EXAMPLES = """\
 examples:
   zbv-worker rehearse --plan-file plan.json                     # all ranks on this machine
   zbv-worker rehearse --plan-file plan.json --scale 0.01 --trace rehearsal.json
-  zbv-worker rehearse --plan-file plan.json --jitter action=5%,transfer=20% --steps 40
   zbv-worker rehearse --plan-file plan.json --overhead --bytes 64 --steps 50
   torchrun --nnodes 4 --nproc-per-node 2 … --no-python zbv-worker rehearse \\
       --server http://planner:8000 --plan 1f3a… --bytes 33554432
@@ -50,19 +48,7 @@ def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_plan(rehearse, are_several=False)
-    rehearse.add_argument(
-        "--steps",
-        type=positive,
-        help="steps to measure, after a warm-up step (default 5, or 20 with --jitter)",
-    )
-    rehearse.add_argument(
-        "--jitter",
-        metavar="JITTER",
-        help="let durations and latencies vary, and compare the steps with a simulation of the same draws: "
-        "relative standard deviations, such as 5%% or action=5%%,transfer=20%% (keys: action, F, I, W, B, "
-        "rank, transfer), or a JSON file with a jitter document",
-    )
-    rehearse.add_argument("--seed", type=int, metavar="N", help="seed of --jitter (default 0)")
+    rehearse.add_argument("--steps", type=positive, help="steps to measure, after a warm-up step (default 5)")
     length = rehearse.add_mutually_exclusive_group()
     length.add_argument(
         "--overhead",
@@ -111,50 +97,23 @@ def _stop(number: int, _frame: object) -> NoReturn:
 def _options(parsed: argparse.Namespace) -> RehearseOptions:
     from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
     from zbv_worker.execution.plan_source import PlanSource
-    from zbv_worker.measure.rehearse.rehearse import DEFAULT_JITTERY_STEPS, DEFAULT_STEPS, RehearseOptions
+    from zbv_worker.measure.rehearse.rehearse import DEFAULT_STEPS, RehearseOptions
 
-    delays = _delays(parsed)
     return RehearseOptions(
         source=PlanSource(parsed.server, parsed.plan, parsed.plan_file),
-        steps=parsed.steps or (DEFAULT_STEPS if delays is None else DEFAULT_JITTERY_STEPS),
+        steps=parsed.steps or DEFAULT_STEPS,
         scale=0.0 if parsed.overhead else parsed.scale,
         transfer_bytes=parsed.bytes,
         timeout=parsed.timeout,
         look_ahead=parsed.look_ahead or DEFAULT_LOOK_AHEAD,
         trace=parsed.trace,
-        delays=delays,
     )
-
-
-def _delays(parsed: argparse.Namespace) -> Delays | None:
-    from zbv_solver.commands.jitter_flag import read_jitter
-    from zbv_solver.errors import InvalidInput
-    from zbv_solver.problem.jitter import MAX_SEED
-
-    from zbv_worker.errors import InvalidRun
-    from zbv_worker.measure.rehearse.delayed_stage import Delays
-
-    if parsed.jitter is None:
-        if parsed.seed is not None:
-            raise InvalidRun("--seed: found it without --jitter, which it belongs to. Give both, or neither.")
-        return None
-    if parsed.overhead:
-        raise InvalidRun("--jitter: found it with --overhead, whose actions take no time. Leave one out.")
-    seed = parsed.seed or 0
-    if not 0 <= seed <= MAX_SEED:
-        raise InvalidRun(f"--seed: found {seed}; must be from 0 to {MAX_SEED}.")
-    try:
-        return Delays(read_jitter(parsed.jitter), seed)
-    except InvalidInput as error:
-        raise InvalidRun(str(error)) from None
-    except OSError as error:
-        raise InvalidRun(f"--jitter {parsed.jitter}: {error.strerror}.") from None
 
 
 def _be_a_rank(options: RehearseOptions, world: World, parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from zbv_worker.measure.rehearse.outcome_text import outcome_json, overhead, sentences, table
+    from zbv_worker.measure.rehearse.outcome import outcome_json, overhead, sentences, table
     from zbv_worker.measure.rehearse.rehearse import rehearse
 
     with json_output("--json", parsed.json if world.rank == 0 else None) as write:
@@ -172,12 +131,10 @@ def _be_a_rank(options: RehearseOptions, world: World, parsed: argparse.Namespac
 def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
     """Run all ranks of the plan on this machine; prints rank 0's output."""
     from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
-    from zbv_worker.measure.rehearse.rehearse import simulate
 
     plan = options.source.whole(options.timeout)  # reports a wrong plan once, instead of on every rank
     count = plan.problem.pp_degree
     step = plan.objective_value * options.seconds_per_unit(plan)
-    simulated = simulate(options, plan)
     print(
         f"rehearsing on {count} local ranks: {options.steps} steps after a warm-up step, each planned to "
         f"take {step:.3g} s",
@@ -186,8 +143,6 @@ def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
     )
     signal.signal(signal.SIGTERM, _stop)
     command = python_command("zbv_worker", *arguments)
-    if simulated is not None:
-        step = max(step, *simulated.steps)
     longest = _PATIENCE * step * (options.steps + 1) + options.timeout + _START_SECONDS * (1 + count / 4)
     with (
         tempfile.TemporaryDirectory(prefix="zbv-rehearse-") as folder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -21,8 +21,15 @@ from zbv_worker.stage.program import PLAIN, Program
 from zbv_worker.stage.stage import Stage
 
 
-def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) -> dict[int, nn.Module]:
+def build_modules(
+    model: PipelineModel,
+    plan: RankPlan,
+    device: torch.device,
+    divide: Callable[[nn.Module], None] | None = None,
+) -> dict[int, nn.Module]:
     """Build the modules of a rank's stages, cut as the plan requires, with tied parameters shared.
+
+    ``divide`` changes each of them in place, such as by ``fully_shard``.
 
     Tied parameters on different ranks stay copies, as do those with ``fully_shard``:
     :mod:`zbv_worker.training.ties` keeps them equal.
@@ -34,6 +41,9 @@ def build_modules(model: PipelineModel, plan: RankPlan, device: torch.device) ->
     """
     require_layers(model, plan.cut)
     modules = {index: _module(model, index, plan, device) for index in plan.stages}
+    if divide is not None:
+        for module in modules.values():
+            divide(module)
     loss, end = getattr(model, "loss_module", None), modules.get(plan.placement.n_stages - 1)
     if loss is not None and end is not None:
         add_loss_module(end, loss.to(device))
@@ -50,6 +60,7 @@ def build_stages(
     *,
     replicas: int = 1,
     program: Program = PLAIN,
+    divide: Callable[[nn.Module], None] | None = None,
 ) -> dict[int, Stage]:
     """Build a rank's stages, by index; raises like :func:`build_modules`."""
     n_stages = plan.placement.n_stages
@@ -67,7 +78,7 @@ def build_stages(
             is_recomputed=plan.cut.recomputes(index),
             is_compiled=program.is_compiled,
         )
-        for index, module in build_modules(model, plan, device).items()
+        for index, module in build_modules(model, plan, device, divide).items()
     }
     for stage in stages.values():
         stage.is_weighted = is_weighted

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.stated_shapes import ShapeOf
@@ -25,13 +26,12 @@ from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.leaving import give_up, leave
-from zbv_worker.pipeline.pipeline_state import PipelineState
 from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.shapes import Call, Given, Shapes
-from zbv_worker.pipeline.step_plan import Values
-from zbv_worker.pipeline.step_plans import PER_STEP, PlanningReport, ProblemLike, StepPlans
+from zbv_worker.pipeline.state import PipelineState
+from zbv_worker.pipeline.step_plans import PER_STEP, ProblemLike, StepPlans, Values
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
 from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
@@ -114,8 +114,7 @@ class Pipeline(PipelineState):
         one. Without it, the ranks tell each other the shapes.
     problem
         For ``plan="per-step"``: a problem with features (:class:`zbv_solver.StepPlanner`), a document or a
-        file. Its features are those of a typical step; every step has others, and as many microbatches. A
-        process next to the first rank (or the data rank) plans the steps that :meth:`announce` announces.
+        file. Its features are those of a typical step; every step has others, and as many microbatches.
     service
         The URL of the service that has the plan. For ``plan=None``, of the service that plans if the planner
         is not installed here.
@@ -200,6 +199,7 @@ class Pipeline(PipelineState):
         cu_seqlens: Tensor | Sequence[int] | None = None,
         sequences: Sequence[Sequence[int]] | None = None,
         features: Values | None = None,
+        plan: Plan | None = None,
         outputs: bool = False,
         **keywords: Any,
     ) -> Any:
@@ -230,6 +230,10 @@ class Pipeline(PipelineState):
         features
             For ``plan="per-step"`` with a problem that has other features than ``tokens`` and
             ``tokens_squared``, or without ``cu_seqlens``: by name, one number per microbatch.
+        plan
+            For ``plan="per-step"``: the plan of this step, made by a :class:`zbv_solver.StepPlanner` for the
+            pipeline's problem, for instance in a process of the data loader. The first rank's counts, or the
+            data rank's. Without it, that rank makes a constructor's plan, which takes milliseconds.
         outputs
             Whether to return the last layer's outputs too.
         keywords
@@ -255,6 +259,11 @@ class Pipeline(PipelineState):
         own = self._own
         with self._refusing("step"):
             own.loss.require()
+            if own.plans is None and plan is not None:
+                raise InvalidRun(
+                    'found plan=, which is for Pipeline("per-step", …); this pipeline has one plan for all '
+                    "steps. Omit plan=."
+                )
             if not torch.is_grad_enabled():
                 raise InvalidRun(
                     "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a "
@@ -268,7 +277,7 @@ class Pipeline(PipelineState):
             if own.plans is not None:
                 if not own.plans.is_source:
                     own.calls.meet_all()
-                own.plan_step(own.plans.values(features, cu_seqlens, sequences))
+                own.plan_step(plan, own.plans.values(plan, features, cu_seqlens, sequences))
             own.take("step", found, given)
             own.loss.record(outputs)
             self._newest, loss = own.step()
@@ -299,29 +308,6 @@ class Pipeline(PipelineState):
             own.loss.record(outputs)
             loss = own.evaluate()
         return (loss, own.outputs()) if outputs else loss
-
-    def announce(
-        self,
-        *,
-        cu_seqlens: Tensor | Sequence[int] | None = None,
-        sequences: Sequence[Sequence[int]] | None = None,
-        features: Values | None = None,
-    ) -> None:
-        """With ``plan="per-step"``: say which microbatches a later step will have; does not wait.
-
-        That step is planned while others run. Parameters are those of :meth:`step`. Ranks that do not choose
-        plans may call it too, without effect. A step without an announcement, or whose search has not ended
-        when it begins, has the plan of a constructor; :attr:`planning` counts these steps.
-        """
-        plans = self._own.plans
-        if plans is None:
-            raise InvalidRun('announce is for plan="per-step"; this pipeline has one plan for all steps.')
-        plans.announce(plans.values(features, cu_seqlens, sequences))
-
-    @property
-    def planning(self) -> PlanningReport | None:
-        """With ``plan="per-step"``, how the steps so far got their plans; otherwise None."""
-        return None if self._own.plans is None else self._own.plans.report
 
     @property
     def plan_id(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from zbv_solver.documents.files import write
+from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
@@ -25,8 +26,7 @@ from zbv_worker.pipeline.calls import Announcement, Calls, digest
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given, Shapes
-from zbv_worker.pipeline.step_plan import Values
-from zbv_worker.pipeline.step_plans import StepPlans
+from zbv_worker.pipeline.step_plans import StepPlans, Values
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.split_backward import stop_deferring
 from zbv_worker.tracing.clocks import Alignment, find_offsets
@@ -147,9 +147,7 @@ class PipelineRank:
     def _gradients_of(self, trained: list[tuple[int, nn.Parameter]]) -> Gradients:
         self._trained = trained
         self._trained_digest = digest([(stage, *p.shape, str(p.dtype)) for stage, p in trained])
-        found = gradients_of(self._modules, self._transport, ties=self.ties)
-        found.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
-        return found
+        return gradients_of(self._modules, self._transport, ties=self.ties)
 
     def _follow_parameters(self) -> None:
         """Find the parameters that the user has added, removed, frozen or unfrozen since the last step."""
@@ -157,15 +155,15 @@ class PipelineRank:
         if _identities(trained) != _identities(self._trained):
             self._accumulation.replace(lambda: self._gradients_of(trained))
 
-    def plan_step(self, values: Values | None) -> None:
+    def plan_step(self, plan: Plan | None, values: Values | None) -> None:
         """Change to the plan of the step that begins, if every step has one. Collective.
 
-        ``values`` are those of :meth:`StepPlans.choose`.
+        Parameters are those of :meth:`StepPlans.choose`.
         """
         if self.plans is None:
             return
         with naming_errors(self._transport.rank, "waiting for the plan of the step"):
-            self._plan = self.plans.choose(values)
+            self._plan = self.plans.choose(plan, values)
         self._executor.follow(self._plan, stated_structures(self._shape_of, self._plan.features))
 
     def take(self, call: Call, microbatches: list[Microbatch], given: Given | Shapes) -> None:
@@ -383,8 +381,6 @@ class PipelineRank:
 
     def release(self) -> None:
         """Undo the changes to the user's modules, and end the planner. Modules then work without zbv."""
-        if self.plans is not None:
-            self.plans.close()
         self._gradients.rest(forget=True)
         for module in self._modules.values():
             stop_deferring(module)

@@ -1,82 +1,48 @@
-"""A plan for every step: made while the step before runs, agreed on before the step, never waited for.
+"""A plan for every step: one rank of the pipeline chooses it, and sends it with the step's features.
 
-One rank of the pipeline, the first or the data rank, knows the lengths of the next steps when the caller
-announces them, and passes them to a process next to it. When a step begins, this rank takes what that process
-has answered by then: the plan of a search, or a constructor's plan if the search is late. Without an answer
-or an announcement it makes a constructor's plan itself, which takes milliseconds. Then it sends plan and hash
-to the other ranks. These could not begin earlier anyway, because the step's data come from that rank's side.
+The caller makes the plan, usually in a process of its data loader, which knows the next batches
+(:class:`zbv_solver.StepPlanner`). Without one, the rank that chooses makes a constructor's plan, which takes
+milliseconds. The other ranks could not begin earlier anyway, because the step's data come from that rank's
+side.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-import resource
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from zbv_solver.errors import ZbvError
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import load_problem, parse_any_problem
-from zbv_solver.problem.writing import problem_json
 
 from zbv_worker.errors import Disagreement, InvalidRun, ModelError
 from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
 from zbv_worker.pipeline.packed import lengths_of
-from zbv_worker.pipeline.planner_client import PlannerClient
-from zbv_worker.pipeline.step_plan import StepPlan, Values, answer_of, key_of_values
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.messages import MAX_BYTES
 
 PER_STEP = "per-step"
 """In place of a plan."""
-_SHARES, _AFTER_LATE, _AFTER_PLANNED = (0.1, 0.5), 0.7, 1.1
-"""The smallest and the largest share of a step's time that a search gets, and how a step changes it."""
-_SECONDS = (0.02, 0.2, 2.0)
-"""The shortest time of a search, the one before any step was timed, and the longest."""
-_WAIT_SECONDS = 0.01
-"""A step has waited if it blocked while it read the planner's answers, and that took longer."""
-_START_SECONDS = 30.0
-"""The longest wait of a starting pipeline for its planner, which on a new machine compiles kernels."""
-_AHEAD = 16
-"""Announced steps that are remembered."""
+_ORDERS = {"stage": np.int32, "letter": np.int8, "microbatch": np.int32, "offset": np.int64}
 
 ProblemLike = Problem | Mapping[str, Any] | str | Path
 """A problem, its document, or its file."""
-
-
-@dataclass(frozen=True)
-class PlanningReport:
-    """How the steps so far got their plans."""
-
-    planned: int = 0
-    """Steps with the plan of a search that ended in time."""
-    late: int = 0
-    """Announced steps whose search had not ended, with a constructor's plan."""
-    constructed: int = 0
-    """Steps without an announcement or without the process, with a constructor's plan."""
-    waited: int = 0
-    """Steps that waited for the planner's process, for instance to start it again; on ranks that are sent
-    the plans always 0."""
-    agreed: int = 0
-    """Plans whose hash this rank has compared with that of the rank that chose them."""
-    restarts: int = 0
-    """How often the planner's process was started again."""
-    planning_seconds: float = 0.0
-    """Seconds of the searches whose plans were used, all together."""
-    longest_choice: float = 0.0
-    """The longest time in seconds between the call of a step and its plan, on the rank that chooses."""
+Values = Mapping[str, Sequence[float]]
+"""One number per microbatch, by the names of features."""
 
 
 class StepPlans:
-    """One rank's part in planning every step.
+    """One rank's part in choosing the plan of every step.
 
     Parameters
     ----------
@@ -100,22 +66,17 @@ class StepPlans:
             from zbv_solver.search.step_planner import StepPlanner
 
             self._planner = StepPlanner(self.problem)
-            self.initial: Plan = self._planner.first(_own_values(self.problem))
+            self.initial: Plan = self._planner.first(_values_of(self.problem))
         except ModuleNotFoundError as error:
             raise InvalidRun(
                 f'plan="per-step" needs {error.name}, which is not installed. Install zbv[solver].'
             ) from error
         except ZbvError as error:
             raise InvalidRun(f"problem: {error}") from error
-        self._report = PlanningReport()
-        self._client: PlannerClient | None = None
-        self._announced: OrderedDict[str, StepPlan | None] = OrderedDict()
         self._pending: list[Callable[[float], None]] = []
-        self._began: float | None = None
-        self._search_seconds, self._share = _SECONDS[1], _SHARES[1]
 
     def connect(self, plan: RankPlan, transport: ConnectedTransport, source: int, timeout: float) -> None:
-        """Start the process on the rank at the position ``source`` of the pipeline."""
+        """Let the rank at the position ``source`` of the pipeline choose."""
         layout = transport.layout
         if layout.columns > 1:
             raise InvalidRun(
@@ -126,73 +87,51 @@ class StepPlans:
         ranks = [layout.global_rank(at, transport.column) for at in range(layout.pp_degree)]
         self._source, self._rank = ranks[source], transport.rank
         self._others = [rank for rank in ranks if rank != self._source]
-        if self.is_source:
-            self._client = PlannerClient(problem_json(self.problem))
-            self._client.wait_until_ready(_START_SECONDS)
 
     @property
     def is_source(self) -> bool:
         """Whether this rank chooses the plans."""
         return self._rank == self._source
 
-    @property
-    def report(self) -> PlanningReport:
-        """The steps so far."""
-        restarts = 0 if self._client is None else self._client.restarts
-        return replace(self._report, restarts=restarts)
-
     def values(
         self,
+        plan: Plan | None,
         features: Values | None,
         cu_seqlens: Tensor | Sequence[int] | None,
         sequences: Sequence[Sequence[int]] | None,
     ) -> Values | None:
-        """The features of a step's microbatches: those given, or of a packed batch; None if not known.
+        """The features of a step's microbatches: those given, of a packed batch, or of the plan; else None.
 
         Raises
         ------
         InvalidRun
             If the sequences do not fit together.
         """
-        if features is not None or cu_seqlens is None or sequences is None:
-            return features
-        lengths = lengths_of(cu_seqlens, sequences, self.problem.microbatches)
-        made = {
-            "tokens": [sum(own) for own in lengths],
-            "tokens_squared": [sum(length**2 for length in own) for own in lengths],
-        }
-        names = [each.name for each in self.problem.features]
-        return {name: made[name] for name in names} if set(names) <= set(made) else None
+        if features is None and cu_seqlens is not None and sequences is not None:
+            lengths = lengths_of(cu_seqlens, sequences, self.problem.microbatches)
+            made = {
+                "tokens": [sum(own) for own in lengths],
+                "tokens_squared": [sum(length**2 for length in own) for own in lengths],
+            }
+            names = [each.name for each in self.problem.features]
+            features = {name: made[name] for name in names} if set(names) <= set(made) else None
+        return _values_of(plan.problem) if features is None and plan is not None else features
 
-    def announce(self, values: Values | None) -> None:
-        """Have a step planned that follows; without effect on ranks that do not choose."""
-        if self._client is None:
-            return
-        if values is None:
-            raise InvalidRun(
-                "found no features of the microbatches to announce. Pass cu_seqlens= and sequences=, or "
-                "features=."
-            )
-        key = key_of_values(self._checked(values))
-        if key not in self._announced:
-            self._announced[key] = None
-            if len(self._announced) > _AHEAD:
-                self._announced.popitem(last=False)
-            values = {name: [*map(float, each)] for name, each in values.items()}
-            self._client.ask({"key": key, "values": values, "seconds": self._search_seconds})
-
-    def choose(self, values: Values | None) -> RankPlan:
+    def choose(self, plan: Plan | None, values: Values | None) -> RankPlan:
         """This rank's list for the step that begins. Collective over the pipeline.
 
         Parameters
         ----------
+        plan
+            The step's plan, if the caller has made one; used on the rank that chooses.
         values
             The features of the step's microbatches, if this rank knows them. The rank that chooses must.
 
         Raises
         ------
         InvalidRun
-            If the features are missing or wrong, or a microbatch does not fit the memory limit.
+            If the features are missing or wrong, a microbatch does not fit the memory limit, or the plan is
+            one of another problem or batch.
         Disagreement
             If this rank has other microbatches than the rank that chooses.
         TimeoutError, ConnectionError
@@ -202,29 +141,24 @@ class StepPlans:
             if values is None:
                 raise InvalidRun(
                     f'rank {self._rank} chooses the plan of every step (plan="per-step") and needs the '
-                    f"features of its microbatches. Pass cu_seqlens= and sequences=, or features=."
+                    f"features of its microbatches. Pass plan=, cu_seqlens= and sequences=, or features=."
                 )
-            how, plan = self._chosen(self._checked(values))
-            self._send(how, plan, values)
+            self._check(values)
+            chosen = self._made(values) if plan is None else self._fitting(plan, values)
+            plan_id, orders = chosen.plan_id, chosen.orders
+            self._send(plan_id, orders, values)
         else:
-            how, plan, own = self._receive()
-            if values is not None and key_of_values(values) != key_of_values(own):
+            plan_id, orders, sent = self._receive()
+            if values is not None and _canonical(values) != _canonical(sent):
                 raise Disagreement(
                     f"the batches of ranks {self._rank} and {self._source} have different features. Load "
                     f"the same batches on all ranks of a pipeline, in the same order."
                 )
-            values = own
-        self._count(how, plan)
-        orders = plan.decoded()
-        made = RankPlan.of(plan.plan_id, self.problem, orders, self._base.rank)
+            values = sent
+        made = RankPlan.of(plan_id, self.problem, orders, self._base.rank)
         return replace(made, cut=self._base.cut, features=by_microbatch(values))
 
-    def close(self) -> None:
-        """End the process."""
-        if self._client is not None:
-            self._client.close()
-
-    def _checked(self, values: Values) -> Values:
+    def _check(self, values: Values) -> None:
         names, m = [each.name for each in self.problem.features], self.problem.microbatches
         found = {name: len(each) for name, each in values.items()}
         if sorted(found) != sorted(names) or set(found.values()) != {m}:
@@ -233,72 +167,43 @@ class StepPlans:
                 f"features: found {shown}; must be {', '.join(names)}, each with one number for every one of "
                 f"the {m} microbatches."
             )
-        return values
 
-    def _take_answers(self) -> None:
-        """Keep the newest answer for every announced step."""
-        for answer in [] if self._client is None else self._client.answers():
-            if answer["key"] in self._announced and "error" not in answer:
-                self._announced[answer["key"]] = StepPlan.of(answer)
+    def _made(self, values: Values) -> Plan:
+        try:
+            return self._planner.first(values)
+        except ZbvError as error:
+            raise InvalidRun(f"no plan for this step: {error}") from error
 
-    def _chosen(self, values: Values) -> tuple[str, StepPlan]:
-        """How the step gets its plan, and the plan; does not wait for the process."""
-        began = time.perf_counter()
-        if self._began is not None:
-            shortest, _, longest = _SECONDS
-            self._search_seconds = min(longest, max(shortest, self._share * (began - self._began)))
-        self._began = began
-        waits = _waits()
-        self._take_answers()
-        waited = _waits() > waits and time.perf_counter() - began > _WAIT_SECONDS
-        key = key_of_values(values)
-        is_known = key in self._announced and self._client is not None and self._client.is_alive
-        found = self._announced.pop(key, None)
-        if self._client is not None and is_known:
-            self._client.take_back(key)
-        how = "planned" if found is not None and found.is_searched else "late" if is_known else "constructed"
-        if found is None:
-            try:
-                found = StepPlan.of(answer_of(self._planner.first(values), 0.0))
-            except ZbvError as error:
-                raise InvalidRun(f"no plan for this step: {error}") from error
-        if how != "constructed":
-            share = self._share * (_AFTER_LATE if how == "late" else _AFTER_PLANNED)
-            self._share = min(max(share, _SHARES[0]), _SHARES[1])
-        report, longest_choice = self._report, time.perf_counter() - began
-        self._report = replace(
-            report,
-            waited=report.waited + waited,
-            longest_choice=max(report.longest_choice, longest_choice),
-        )
-        return how, found
+    def _fitting(self, plan: Plan, values: Values) -> Plan:
+        if _canonical(_values_of(plan.problem)) != _canonical(values):
+            raise InvalidRun(
+                "plan: found one for other microbatches than this step's. Pass the plan that was made for "
+                "this batch."
+            )
+        if plan.problem != self._planner.problem_of(values):
+            raise InvalidRun(
+                "plan: found one of another problem; a zbv_solver.StepPlanner must have made it for the "
+                "problem of this pipeline."
+            )
+        return plan
 
-    def _count(self, how: str, plan: StepPlan) -> None:
-        report = self._report
-        self._report = replace(
-            report,
-            **{how: getattr(report, how) + 1},
-            agreed=report.agreed + 1,
-            planning_seconds=report.planning_seconds + plan.seconds,
-        )
-
-    def _send(self, how: str, plan: StepPlan, values: Values) -> None:
+    def _send(self, plan_id: str, orders: Orders, values: Values) -> None:
         pending, self._pending = self._pending, []
         for wait in pending:
             wait(self._timeout)
         if not self._others:
             return
-        given = {name: [*map(float, each)] for name, each in values.items()}
-        content = json.dumps(
-            {"how": how, "plan_id": plan.plan_id, "orders": plan.orders, "seconds": plan.seconds}
-            | {"values": given}
-        ).encode()
+        arrays = {
+            name: base64.b64encode(np.ascontiguousarray(getattr(orders, name), kind).tobytes()).decode()
+            for name, kind in _ORDERS.items()
+        }
+        content = json.dumps({"plan_id": plan_id, "orders": arrays, "values": _canonical(values)}).encode()
         body = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         header = torch.tensor([len(content), _hash(body)], device="cpu")
         for rank in self._others:
             self._pending += [self._control.start_send(part, rank) for part in (header, body)]
 
-    def _receive(self) -> tuple[str, StepPlan, Values]:
+    def _receive(self) -> tuple[str, Orders, Values]:
         header = torch.empty(2, dtype=torch.int64, device="cpu")
         self._control.receive(header, self._source, self._timeout)
         length, expected = header.tolist()
@@ -310,13 +215,16 @@ class StepPlans:
             raise Disagreement(
                 f"rank {self._rank} received another plan than rank {self._source} sent: their hashes differ."
             )
-        said = json.loads(body.numpy().tobytes())
-        return said["how"], StepPlan.of(said), said["values"]
+        sent = json.loads(body.numpy().tobytes())
+        arrays = (
+            np.frombuffer(base64.b64decode(sent["orders"][name]), kind) for name, kind in _ORDERS.items()
+        )
+        return sent["plan_id"], Orders(*arrays), sent["values"]
 
 
-def _waits() -> int:
-    """How often this thread has given up its core to wait; not how often the system took the core away."""
-    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
+def _canonical(values: Values) -> dict[str, list[float]]:
+    """Equal for equal values, and as after a journey as JSON."""
+    return {name: [*map(float, values[name])] for name in sorted(values)}
 
 
 def _hash(body: Tensor) -> int:
@@ -339,5 +247,5 @@ def _problem_of(given: ProblemLike | None) -> Problem:
     return found
 
 
-def _own_values(problem: Problem) -> dict[str, Sequence[float]]:
+def _values_of(problem: Problem) -> dict[str, Sequence[float]]:
     return {each.name: each.value for each in problem.features}

@@ -8,7 +8,7 @@ hold parts of gradients (DTensors); each rank handles its local part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +94,6 @@ class Gradients:
         for parameter in self.stages_of:
             set_gradient(parameter, None)  # the first action that adds to it allocates it
         self._fully_sharded.begin()
-
-    def follow(self, stages: Sequence[int]) -> None:
-        """Call for each plan: the order in which its steps first use this rank's stages."""
 
     def stage_done(self, stage: int) -> None:
         """Call after the last action that adds to a stage's gradients."""

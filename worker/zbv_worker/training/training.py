@@ -23,7 +23,7 @@ from zbv_worker.stage.stage import Stage
 from zbv_worker.training.batch_loss import BatchLoss
 from zbv_worker.training.checkpoint import Checkpoints
 from zbv_worker.training.checkpoint_state import TrainedState
-from zbv_worker.training.gradients import Gradients, gradients_of
+from zbv_worker.training.gradients import gradients_of
 from zbv_worker.training.loss_scale import LossScale
 from zbv_worker.training.options import (
     Setting,
@@ -34,6 +34,7 @@ from zbv_worker.training.program_warning import warn_of_another_program
 from zbv_worker.training.replicas import DataOfReplica, seed_generators
 from zbv_worker.training.report import RankReport, StepLine
 from zbv_worker.training.reporting import Reporting
+from zbv_worker.training.sharding import dividing
 from zbv_worker.training.ties import Ties
 from zbv_worker.training.update import Update
 
@@ -87,7 +88,9 @@ class Training:
         with naming_errors(self._rank, "agreeing on the layers' keywords"):
             taken = keywords_of(self._stages.values())
             self._keywords = agree_on_keywords(self._transport, taken, setting.run.startup_patience)
-        self._gradients = self._make_gradients(modules)
+        self._gradients = gradients_of(
+            modules, self._transport, has_main=options.has_main_gradients, ties=self._ties
+        )
         self._batch_loss = BatchLoss(
             self._stages.values(),
             plan.microbatches,
@@ -289,25 +292,21 @@ class Training:
         options, device = self._options, self._setting.device
         require_compilable(options)
         copies = options.replicas * options.parts  # the loss is a mean over the microbatches of all of them
-        self._stages = build_stages(self._model, self._plan, device, replicas=copies, program=options.program)
+        self._stages = build_stages(
+            self._model,
+            self._plan,
+            device,
+            replicas=copies,
+            program=options.program,
+            divide=dividing(self._transport, device) if options.is_sharded else None,
+        )
         modules = {index: stage.module for index, stage in self._stages.items()}
         for stage in self._stages.values():
             stage.check_graph = partial(require_known_parameters, modules)
         return modules
 
-    def _make_gradients(self, modules: dict[int, nn.Module]) -> Gradients:
-        has_main, transport = self._options.has_main_gradients, self._transport
-        if not self._options.is_sharded:
-            return gradients_of(modules, transport, has_main=has_main, ties=self._ties)
-        from zbv_worker.training.sharding import sharded_gradients_of  # imports DTensor, which takes a second
-
-        return sharded_gradients_of(
-            modules, transport, self._setting.device, self._timeout, has_main=has_main, ties=self._ties
-        )
-
     def _walk(self) -> None:
         """Create an executor of the current plan; the stages stay the same."""
-        self._gradients.follow(list(dict.fromkeys(action.stage for action in self._plan.actions)))
         parts, transport = self._options.parts, self._transport
         last = self._setting.run.steps * parts - 1
         self._executor = Executor(

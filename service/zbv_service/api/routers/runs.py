@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.sse import format_sse_event
 
+from zbv_service.api import event_streams
 from zbv_service.api.bodies import MEDIUM, read_json, read_text
 from zbv_service.api.error_handlers import documented
-from zbv_service.api.event_streams import RETRY, EventStream, encoded
+from zbv_service.api.event_streams import EventNumber, LastEventId
 from zbv_service.api.listing import list_response
-from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY, accepts
+from zbv_service.api.negotiation import EVENT_STREAM, accepts
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import most_searches, state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
@@ -34,7 +33,7 @@ from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDoc
 from zbv_service.runs.requests import PlanChange, RunRequest
 from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, READ_SCOPES, needs
+from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1
 _MOST = 2**31 - 1
@@ -113,41 +112,31 @@ async def get_run(request: Request, run_id: str) -> Response:
     dependencies=[READ],
     summary="List or follow the events of a run",
     response_model=EventList,
-    response_description="The events so far, or a stream of them that ends after the event `end`.",
-    responses={
-        200: {
-            "content": {
-                EVENT_STREAM: {
-                    "schema": {"type": "string"},
-                    "example": 'event: running\ndata: {"id":9,"kind":"running","detail":""}\nid: 9\n\n',
-                }
-            }
-        },
-        204: {"description": "No event follows, because the run has ended. Do not reconnect."},
-    },
+    response_description=event_streams.DESCRIPTION,
+    responses=event_streams.responses(
+        "run", 'event: running\ndata: {"id":9,"kind":"running","detail":""}\nid: 9\n\n'
+    ),
 )
 async def list_run_events(
     request: Request,
     run_id: str,
-    after: Annotated[int, Query(ge=0, le=_MOST)] = 0,
+    after: EventNumber = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
-    last_event_id: Annotated[
-        int | None,
-        Header(alias="Last-Event-ID", ge=0, le=_MOST, description="As `after`; browsers send it."),
-    ] = None,
+    last_event_id: LastEventId = None,
 ) -> Response:
     """The events after the one with the id ``after``, oldest first.
 
     With `Accept: text/event-stream`, the events are streamed until the run ends. A broken stream resumes
     after `Last-Event-ID`, at any service on the same database.
     """
-    runs, number = state_of(request).runs, max(after, last_event_id or 0)
+    found, number = state_of(request), max(after or 0, last_event_id or 0)
     if not accepts(request, EVENT_STREAM):
-        text = await asyncio.to_thread(_listed, await runs.events(run_id, number, limit))
-        return Response(text, headers=VARY, media_type=JSON)
-    if (await runs.brief(run_id)).state in RUN_ENDED and not await runs.events(run_id, number, 1):
-        return Response(status_code=204, headers=VARY)
-    return EventStream(_stream(request, run_id, number))
+        events = await found.runs.events(run_id, number, limit)
+        return await event_streams.listed(partial(EventList, events=events))
+    is_over = (await found.runs.brief(run_id)).state in RUN_ENDED
+    if is_over and not await found.runs.events(run_id, number, 1):
+        return event_streams.over()
+    return event_streams.followed(request, found.run_events, run_id, number, _encoded)
 
 
 @router.post(
@@ -224,21 +213,6 @@ async def _response(record: RunDocument, status: int) -> Response:
     if record.state not in RUN_ENDED:
         headers["Retry-After"] = str(RETRY_SECONDS)
     return Response(await asyncio.to_thread(record.text), status, headers, "application/json")
-
-
-async def _stream(request: Request, run_id: str, number: int) -> AsyncIterator[bytes]:
-    """Stream events until the run ends or the token becomes invalid."""
-    found = state_of(request)
-    yield RETRY
-    async with aclosing(cast("Any", found.run_events.follow(run_id, number))) as batches:
-        async for batch in batches:
-            if not await found.access.is_still_allowed(request, READ_SCOPES):
-                return
-            yield await encoded(_encoded, batch)
-
-
-def _listed(records: Sequence[EventDocument]) -> str:
-    return EventList(events=list(records)).model_dump_json()
 
 
 def _encoded(record: EventDocument) -> bytes:

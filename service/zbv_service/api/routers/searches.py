@@ -1,17 +1,22 @@
-"""``/v1/searches``."""
+"""``/v1/searches``, and ``/v1/layouts`` for requests of another kind of search."""
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.sse import format_sse_event
 
-from zbv_service.api.bodies import read_text
+from zbv_service.api import event_streams
+from zbv_service.api.bodies import MEDIUM, read_text
 from zbv_service.api.error_handlers import documented
+from zbv_service.api.event_streams import EventNumber, LastEventId
 from zbv_service.api.listing import list_response
+from zbv_service.api.negotiation import EVENT_STREAM, JSON, accepts
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     INVALID_BODY,
     SEARCH_IN_USE,
@@ -19,19 +24,29 @@ from zbv_service.errors import (
     TOO_MUCH_STORED,
 )
 from zbv_service.records.lists import SearchListQuery
-from zbv_service.records.searches import FINISHED, SearchDocument, SearchList
-from zbv_service.searches.searches import SearchRequest
+from zbv_service.records.searches import (
+    FINISHED,
+    AnySearch,
+    LayoutSearchDocument,
+    SearchDocument,
+    SearchEventDocument,
+    SearchEventList,
+    SearchKind,
+    SearchList,
+    SearchRecord,
+)
+from zbv_service.searches.kinds import SearchRequest
 from zbv_service.security.quotas import STORES
 from zbv_service.security.scheme import READ, needs
 
 RETRY_SECONDS = 1
 SEARCH = needs("search")
 
-router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_function=operation_id)
+router = APIRouter(prefix="/v1", tags=["searches"], generate_unique_id_function=operation_id)
 
 
 @router.post(
-    "",
+    "/searches",
     dependencies=[SEARCH, STORES["searches"]],
     summary="Search a plan for a problem",
     status_code=202,
@@ -45,48 +60,55 @@ router = APIRouter(prefix="/v1/searches", tags=["searches"], generate_unique_id_
 )
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
-    found = state_of(request)
-    async with read_text(request, found.settings.max_body_bytes) as body:
-        record = await found.searches.submit(body, caller=caller_of(request), most=most_searches(request))
-    return await _response(record)
+    return await _submit(request, "plan", state_of(request).settings.max_body_bytes)
+
+
+@router.post(
+    "/layouts",
+    dependencies=[SEARCH, STORES["searches"]],
+    summary="Search the best layouts of a model on a cluster",
+    status_code=202,
+    response_model=LayoutSearchDocument,
+    response_description="Accepted, possibly by an earlier request: follow the Location.",
+    openapi_extra=body_of(LayoutRequest),
+    responses={
+        200: {"model": LayoutSearchDocument, "description": "Finished earlier: the same request."},
+        **documented(INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+    },
+)
+async def submit_layouts(request: Request) -> Response:
+    """Equal requests share one search, until it is cancelled, fails or is discarded."""
+    return await _submit(request, "layouts", min(MEDIUM, state_of(request).settings.max_body_bytes))
 
 
 @router.get(
-    "",
+    "/searches",
     dependencies=[READ],
     summary="List searches, newest first",
     response_model=SearchList,
 )
 async def list_searches(request: Request, query: Annotated[SearchListQuery, Query()]) -> Response:
     """``next`` leads to older searches, ``previous`` to newer ones. New searches do not shift the pages."""
-    searches = state_of(request).searches
-    return await list_response(
-        request,
-        query,
-        searches.page,
-        "searches",
-        SearchDocument.text,
-    )
+    return await list_response(request, query, state_of(request).searches.page, "searches", SearchRecord.text)
 
 
 @router.get(
-    "/{search_id}",
+    "/searches/{search_id}",
     dependencies=[READ],
     summary="Get a search",
-    response_model=SearchDocument,
+    response_model=AnySearch,
 )
 async def get_search(request: Request, search_id: str) -> Response:
-    """The state of the search, and the best plan so far."""
-    searches = state_of(request).searches
-    record = await searches.get(search_id)
-    return await _response(await searches.placed(record), 200)
+    """The state of the search, and the best plan so far; of a search for layouts, also its answer."""
+    return await _response(request, await state_of(request).searches.get(search_id), 200)
 
 
 @router.get(
-    "/{search_id}/problem",
+    "/searches/{search_id}/problem",
     dependencies=[READ],
     summary="Get the problem of a search",
-    response_description="The normalised problem document, for a report or for another search.",
+    response_description="The normalised problem document, for a report or for another search; of a search "
+    "for layouts, its whole request.",
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}},
 )
 async def get_search_problem(request: Request, search_id: str) -> Response:
@@ -95,22 +117,51 @@ async def get_search_problem(request: Request, search_id: str) -> Response:
     return Response(text, headers={"Cache-Control": "no-store"}, media_type="application/json")
 
 
+@router.get(
+    "/searches/{search_id}/events",
+    dependencies=[READ],
+    summary="Follow the events of a search",
+    response_model=SearchEventList,
+    response_description=event_streams.DESCRIPTION,
+    responses=event_streams.responses(
+        "search", 'event: end\ndata: {"id":9,"event":"end","state":"done"}\nid: 9\n\n'
+    ),
+)
+async def follow_search(
+    request: Request, search_id: str, after: EventNumber = None, last_event_id: LastEventId = None
+) -> Response:
+    """Typed events, numbered within the search: `state`, `improvement`, `bound`, `progress`, `end`.
+
+    A broken stream resumes after `Last-Event-ID`, at any service on the same database. With
+    `Accept: application/json`, or `after`, the same events are a list.
+    """
+    found, number = state_of(request), max(after or 0, last_event_id or 0)
+    record = await found.searches.get(search_id)
+    is_over, is_list = record.state in FINISHED, accepts(request, JSON) or after is not None
+    if is_list and not accepts(request, EVENT_STREAM):
+        events = await found.events.since(search_id, number)
+        return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
+    if is_over and not await found.events.since(search_id, number):
+        return event_streams.over()
+    return event_streams.followed(request, found.events, search_id, number, _encoded)
+
+
 @router.post(
-    "/{search_id}/cancel",
+    "/searches/{search_id}/cancel",
     dependencies=[SEARCH],
     summary="Cancel a search",
     status_code=202,
-    response_model=SearchDocument,
-    response_description="It will stop soon, and keep its best plan.",
-    responses={200: {"model": SearchDocument, "description": "It has ended."}},
+    response_model=AnySearch,
+    response_description="It will stop soon, and keep its best plan, or the layouts planned so far.",
+    responses={200: {"model": AnySearch, "description": "It has ended."}},
 )
 async def cancel_search(request: Request, search_id: str) -> Response:
     """A search that has ended does not change."""
-    return await _response(await state_of(request).searches.cancel(search_id))
+    return await _response(request, await state_of(request).searches.cancel(search_id))
 
 
 @router.delete(
-    "/{search_id}",
+    "/searches/{search_id}",
     dependencies=[SEARCH],
     summary="Discard a search",
     status_code=204,
@@ -118,16 +169,29 @@ async def cancel_search(request: Request, search_id: str) -> Response:
     responses=documented(SEARCH_IN_USE),
 )
 async def discard_search(request: Request, search_id: str) -> Response:
-    """Stops and removes the search. Its plan stays, because others may use it."""
+    """Stops and removes the search. Its plans stay, because others may use them."""
     await state_of(request).searches.discard(search_id)
     return Response(status_code=204)
 
 
-async def _response(record: SearchDocument, status: int | None = None) -> Response:
+def _encoded(event: SearchEventDocument) -> bytes:
+    text = event.model_dump_json(exclude_unset=True)
+    return format_sse_event(event=event.event, id=str(event.id), data_str=text)
+
+
+async def _submit(request: Request, kind: SearchKind, most_bytes: int) -> Response:
+    found = state_of(request)
+    async with read_text(request, most_bytes) as body:
+        caller, most = caller_of(request), most_searches(request)
+        record = await found.searches.submit(body, kind, caller=caller, most=most)
+    return await _response(request, record)
+
+
+async def _response(request: Request, record: SearchRecord, status: int | None = None) -> Response:
     """A search as JSON; the default status is 200 if it has ended and 202 otherwise."""
     headers = {"Location": f"/v1/searches/{record.id}", "Cache-Control": "no-store"}
     has_ended = record.state in FINISHED
     if not has_ended:
         headers["Retry-After"] = str(RETRY_SECONDS)
-    text = await asyncio.to_thread(record.text)
+    text = await state_of(request).searches.text(record)
     return Response(text, status or (200 if has_ended else 202), headers, "application/json")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from zbv_service.records.searches import Claim, Outcome, Update
-from zbv_service.searches.executors.task import SearchFunction
+from zbv_service.searches.executors.task import Compute
 
 
 class SearchCrashed(Exception):
@@ -74,7 +74,5 @@ class SearchExecutor(Protocol):
     def trouble(self) -> str | None:
         """Why no search can be computed now; None if one can."""
 
-    def expect(
-        self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
-    ) -> Computation:
+    def expect(self, claim: Claim, compute: Compute, on_update: Callable[[Update], None]) -> Computation:
         """Prepare a search; ``on_update`` is called in the event loop."""

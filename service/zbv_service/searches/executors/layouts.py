@@ -1,8 +1,6 @@
-"""One search of layouts as a function of plain data; :mod:`zbv_service.searches.executors.task` calls it."""
+"""One search for layouts as a plain function of plain data, for another process."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.progress import Ends, LayoutProgress
@@ -12,11 +10,10 @@ from zbv_solver.search.options import SearchOptions
 from zbv_service.documents.layouts import LayoutRequest, families_of, read_layouts
 from zbv_service.documents.packing import finite_or_none, pack, pack_plan, unpack
 from zbv_service.records.searches import Claim, NewRanking, Update
+from zbv_service.searches.executors.task import Reporter
 
 
-def rank_layouts(
-    claim: Claim, report: Callable[[LayoutProgress], None], is_stopped: Callable[[], bool]
-) -> NewRanking:
+def rank_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
     """Search the layouts of a claim to the end.
 
     A time limit counts from the start. After a stop, the ranking has the layouts planned so far.
@@ -28,7 +25,11 @@ def rank_layouts(
     ContradictedBound
         A plan undercuts a lower bound.
     """
-    ends = Ends(is_stopped, claim.options["time_limit"])
+    ends = Ends(reporter.is_stopped, claim.options["time_limit"])
+
+    def report(progress: LayoutProgress) -> None:
+        reporter.report(lambda: update_of_layouts(progress))
+
     asked = LayoutRequest.model_validate(unpack(claim.problem))
     from zbv_models.layouts.answer import ranking_json  # late: these load the kernels
     from zbv_models.layouts.executor_search import executor_layouts

@@ -7,18 +7,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from zbv_service.compute.child import Caller
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
-from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.executor import SearchCrashed, SearchLost
-from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
-
-if TYPE_CHECKING:
-    from zbv_models.layouts.progress import LayoutProgress
-    from zbv_solver.search.incumbent import Progress
+from zbv_service.searches.executors.task import Compute
 
 REPORT_SECONDS = 0.25
 """Minimal time between two reports of one search."""
@@ -70,11 +64,9 @@ class LocalExecutor:
         """None: a process can always be started."""
         return None
 
-    def expect(
-        self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
-    ) -> LocalComputation:
+    def expect(self, claim: Claim, compute: Compute, on_update: Callable[[Update], None]) -> LocalComputation:
         """Prepare a search for a separate process."""
-        return LocalComputation(self._processes, claim, search, on_update)
+        return LocalComputation(self._processes, claim, compute, on_update)
 
 
 class LocalComputation:
@@ -84,11 +76,11 @@ class LocalComputation:
         self,
         processes: IsolatedProcesses,
         claim: Claim,
-        search: SearchFunction,
+        compute: Compute,
         on_update: Callable[[Update], None],
     ):
         self._processes = processes
-        self._asked = (claim, search)
+        self._asked = (claim, compute)
         self._on_update = on_update
         self._future: Future[Outcome] | None = None
         self._is_stopped = False
@@ -132,7 +124,7 @@ class LocalComputation:
             raise SearchCrashed(f"its machine refused it something ({error})") from error
 
 
-def run_reporting(asked: tuple[Claim, SearchFunction], caller: Caller) -> Outcome:
+def run_reporting(asked: tuple[Claim, Compute], caller: Caller) -> Outcome:
     """Run a claimed search in this process, and report to the service.
 
     Raises
@@ -140,9 +132,9 @@ def run_reporting(asked: tuple[Claim, SearchFunction], caller: Caller) -> Outcom
     InfeasibleMemory, NoLayoutFits
         No plan or layout fits the memory limit.
     """
-    claim, search = asked
+    claim, compute = asked
     with closing(_Reports(caller)) as reports:
-        return outcome_of(claim, search, reports)
+        return compute(claim, reports)
 
 
 class _Reports:
@@ -152,18 +144,17 @@ class _Reports:
     """
 
     def __init__(self, caller: Caller):
-        self.refusal: Refusal | None = None
         self.is_stopped = caller.is_stopped
         self._caller = caller
         self._closed = threading.Event()
         self._fresh = threading.Event()
-        self._latest: Progress | LayoutProgress | None = None
+        self._latest: Callable[[], Update] | None = None
         self._thread = threading.Thread(target=self._send, name="zbv-reports", daemon=True)
         self._thread.start()
 
-    def report(self, progress: Progress | LayoutProgress) -> None:
-        """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
-        self._latest = progress
+    def report(self, make: Callable[[], Update]) -> None:
+        """Make and send a report soon, unless a newer one replaces it. Never blocks."""
+        self._latest = make
         self._fresh.set()
 
     def close(self) -> None:
@@ -180,7 +171,7 @@ class _Reports:
                 return
             if self._latest is not None:
                 try:
-                    self._caller.report(update_of(self._latest, self.refusal))
+                    self._caller.report(self._latest())
                 except OSError:  # the service is gone, and the search has been asked to stop
                     return
             self._closed.wait(REPORT_SECONDS)

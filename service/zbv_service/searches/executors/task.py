@@ -1,7 +1,6 @@
-"""One search as a plain function of plain data, for another process.
+"""One search for a plan as a plain function of plain data, for another process.
 
-Any :class:`concurrent.futures.Executor` can run it. A :class:`Reporter` of its executor carries reports to
-the service and requests to stop back.
+A :class:`Reporter` of its executor carries reports to the service and requests to stop back.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from zbv_models.layouts.progress import LayoutProgress
 from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
@@ -23,7 +21,6 @@ from zbv_service.documents.packing import finite_or_none, pack_incumbent, pack_p
 from zbv_service.documents.problems import Question, answers
 from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import Claim, Outcome, Update
-from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
     from zbv_solver.search.incumbent import Progress
@@ -35,7 +32,7 @@ REASON_CHARACTERS = 1000
 SearchFunction = Callable[
     [Question, dict[str, Any], Callable[["Progress"], None], Callable[[], bool], Orders | Plan | None], Plan
 ]
-"""What the service runs for a search; it must be importable in other processes.
+"""Searches a plan; it must be importable in other processes.
 
 Its arguments are those of :func:`solver_search`. It returns a verified plan, or the best plan so far if
 cancelled.
@@ -45,14 +42,18 @@ cancelled.
 class Reporter(Protocol):
     """Connects a search to the service that started it."""
 
-    refusal: Refusal | None
-    """Set if the search could not use its stored incumbent; every report carries it."""
-
-    def report(self, progress: Progress | LayoutProgress) -> None:
-        """Send a better plan or bound soon, unless a newer one replaces it. Never blocks."""
+    def report(self, make: Callable[[], Update], /) -> None:
+        """Make and send a report soon, in another thread, unless a newer one replaces it. Never blocks."""
 
     def is_stopped(self) -> bool:
         """Whether the search should return its best plan: on request, or because the service is gone."""
+
+
+Compute = Callable[[Claim, Reporter], Outcome]
+"""Computes a claimed search of a kind to its end; it must be importable in other processes.
+
+The options of the claim also have ``workers``, the number of threads.
+"""
 
 
 def solver_search(
@@ -80,23 +81,8 @@ def solver_search(
     )
 
 
-def outcome_of(claim: Claim, search: SearchFunction, reporter: Reporter) -> Outcome:
-    """Run a claimed search of any kind; ``search`` is for plans.
-
-    Raises
-    ------
-    NoLayoutFits
-        No layout fits in memory.
-    Exception
-        As :func:`compute`.
-    """
-    if claim.kind == "layouts":
-        return rank_layouts(claim, reporter.report, reporter.is_stopped)
-    return compute(claim, search, reporter)
-
-
-def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan:
-    """Run a claimed search to its end; its options also have ``workers``, the number of threads.
+def search_plan(claim: Claim, reporter: Reporter, search: SearchFunction = solver_search) -> NewPlan:
+    """Compute a claimed search for a plan.
 
     If the stored incumbent does not fit the problem, it is refused and the search starts without it.
 
@@ -112,7 +98,7 @@ def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan
     question = parse_any_problem(unpack(claim.problem))
     if isinstance(question, Problem):  # for layers, only the search can tell
         question.require_feasible()
-    incumbent = None
+    incumbent, refusal = None, None
     if claim.incumbent is not None:
         try:
             incumbent = _incumbent(question, unpack(claim.incumbent))
@@ -120,12 +106,16 @@ def compute(claim: Claim, search: SearchFunction, reporter: Reporter) -> NewPlan
             raise
         except Exception as error:  # after any error, the search can start without it
             digest = hashlib.sha256(claim.incumbent).hexdigest()
-            reporter.refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
+            refusal = Refusal(digest, f"{type(error).__name__}: {error}"[:REASON_CHARACTERS])
     options = claim.options if claim.jitter is None else {**claim.options, "jitter": unpack(claim.jitter)}
-    plan = search(question, options, reporter.report, reporter.is_stopped, incumbent)
+
+    def report(progress: Progress) -> None:
+        reporter.report(lambda: update_of(progress, refusal))
+
+    plan = search(question, options, report, reporter.is_stopped, incumbent)
     if not answers(question, plan.problem):
         raise InvalidPlan("the search returned a plan of another problem. This is a bug in zbv.")
-    return replace(pack_plan(plan), refusal=reporter.refusal)
+    return replace(pack_plan(plan), refusal=refusal)
 
 
 def plan_of_incumbent(claim: Claim) -> NewPlan:
@@ -136,7 +126,7 @@ def plan_of_incumbent(claim: Claim) -> NewPlan:
     InvalidPlan
         There is none that fits the problem.
     """
-    return compute(claim, _kept, _Nobody())
+    return search_plan(claim, _Nobody(), _kept)
 
 
 def _kept(
@@ -161,9 +151,7 @@ def _kept(
 class _Nobody:
     """The connection of a search that nobody follows."""
 
-    refusal: Refusal | None = None
-
-    def report(self, progress: Progress | LayoutProgress) -> None:
+    def report(self, make: Callable[[], Update]) -> None:
         """Nobody reads it."""
 
     def is_stopped(self) -> bool:
@@ -195,10 +183,8 @@ def _incumbent(question: Question, found: Any) -> Orders | Plan:
     return make_plan(problem, orders, method="resumed")
 
 
-def update_of(progress: Progress | LayoutProgress, refusal: Refusal | None = None) -> Update:
+def update_of(progress: Progress, refusal: Refusal | None = None) -> Update:
     """A report in the form that is stored; packing the ranks of a large problem takes time."""
-    if isinstance(progress, LayoutProgress):
-        return update_of_layouts(progress)
     problem = progress.problem
     return Update(
         objective=progress.objective,

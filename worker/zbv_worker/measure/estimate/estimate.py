@@ -3,23 +3,31 @@
 It runs the worker's own :class:`zbv_worker.stage.stage.Stage` and counts memory storage by storage, as
 ``zbv-worker profile`` does (:func:`zbv_worker.measure.stage_memory.stage_memory`). So an estimate equals a
 profile on a CPU. Allocators that round sizes up, as CUDA's does to 512 bytes, hold a little more.
+
+Floating-point operations are those of ``torch.utils.flop_counter``: a multiplication and an addition are two
+operations, only matrix products, convolutions and attention count, and attention counts in full even under a
+causal mask.
+
+Each kind of layer is estimated once: most layers of a model are alike. Two modules are alike if they have the
+same classes and settings, and tensors of the same shapes that are shared in the same way. A module with any
+attribute of another kind, for instance an object, equals no other module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import flop_registry
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.measure.estimate.flops import count_flops
-from zbv_worker.measure.estimate.likeness import likeness
 from zbv_worker.measure.estimate.without_memory import CPU, built, numbers_are_one, without_values
+from zbv_worker.measure.operators import InterceptedOperators
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memory, static_bytes
 from zbv_worker.model.checks import build_layers, build_stage, checked_microbatch, layer_names
 from zbv_worker.model.protocol import Layered, Microbatch, PipelineModel
@@ -153,3 +161,99 @@ def _walk(stage: Stage, data: Microbatch, *, is_last: bool) -> Walked:
         count_flops(lambda: stage.backward_weight(0)),
     )
     return Walked(stage_memory(stage, data.input, data.target, gradient, CPU, data.keywords), flops)
+
+
+_aten = torch.ops.aten
+# PyTorch has formulas for attention on GPUs; the CPU operators have the same arguments in the same order.
+_FORMULAS = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+    _aten.addmm_: flop_registry[_aten.addmm],
+    _aten.baddbmm_: flop_registry[_aten.baddbmm],
+}
+
+
+def count_flops(work: Callable[[], object]) -> int:
+    """The floating-point operations of some work on this thread."""
+    total = 0
+
+    def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal total
+        found = operator(*args, **kwargs)
+        formula = _FORMULAS.get(operator._overloadpacket)
+        if formula is not None:
+            total += formula(*args, **kwargs, out_val=found)
+        return found
+
+    with InterceptedOperators(run):
+        work()
+    return total
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+
+
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """An object that equals only itself; kept alive, because a later object could get its id."""
+
+    object: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.object is self.object
+
+    def __hash__(self) -> int:
+        return id(self.object)
+
+
+def likeness(module: nn.Module, input: Any, place: int) -> Hashable:
+    """A hashable description that is equal for two modules exactly if they are alike.
+
+    Parameters
+    ----------
+    place
+        Part of the description: modules at different places are never alike.
+    """
+    numbers: dict[int, int] = {}
+    given = _value(input, numbers)
+    around: Hashable = None
+    if isinstance(module, nn.Sequential) and len(module) == 1:  # ignore the layer's own name
+        around, module = _settings(module, numbers), module[0]
+    children = tuple(
+        (name, type(child), _settings(child, numbers))
+        for name, child in module.named_modules(remove_duplicate=False)
+    )
+    return place, given, around, children
+
+
+def _settings(module: nn.Module, numbers: dict[int, int]) -> Hashable:
+    """A module's attributes without its children."""
+    return tuple((name, _value(value, numbers)) for name, value in vars(module).items() if name != "_modules")
+
+
+def _value(value: Any, numbers: dict[int, int]) -> Hashable:
+    if isinstance(value, Tensor):
+        return _tensor(value, numbers)
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_value(each, numbers) for each in value)
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(_value(each, numbers) for each in value)
+    if isinstance(value, dict):
+        return type(value), tuple((_value(k, numbers), _value(v, numbers)) for k, v in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple((f.name, _value(getattr(value, f.name), numbers)) for f in fields(value))
+    return _Itself(value)
+
+
+def _tensor(tensor: Tensor, numbers: dict[int, int]) -> Hashable:
+    """A tensor's kind and identity; tensors are numbered in the order in which they are found."""
+    number = numbers.setdefault(id(tensor), len(numbers))
+    kind = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+    return type(tensor), kind, number

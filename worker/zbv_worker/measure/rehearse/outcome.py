@@ -11,16 +11,18 @@ step to the last end of the next. A makespan is the time from a step's first sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 
 from zbv_worker.execution.rank_plan import producer_of
 from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.measure.tables import table_of_numbers
 from zbv_worker.tracing.merged_trace import END, START, WAIT, RankTrace
 
 _FIRST_MEASURED = 1
@@ -73,17 +75,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Measured steps in a simulation, with the same durations and latencies but without any overhead."""
-
-    jitter: Mapping[str, Any]
-    """The jitter's document."""
-    seed: int
-    steps: tuple[float, ...]
-    """Seconds."""
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A rehearsal's result; times in seconds."""
 
@@ -103,8 +94,6 @@ class Outcome:
     transport's threads; the mean over the ranks."""
     clock_uncertainty: float
     """The largest error between times of different ranks."""
-    simulated: Simulated | None = None
-    """What the steps would take without any overhead, if durations varied."""
 
     @property
     def ratio(self) -> float:
@@ -206,3 +195,61 @@ def _under_way(producer: RankTrace, made: int, consumer: RankTrace, used: int) -
     waited_for = times[:, WAIT] < sent
     seconds: list[float] = ((times[:, START] - sent)[waited_for] * _NANO).tolist()
     return seconds
+
+
+_SHOWN_LINKS = 3
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """The outcome as JSON, times in seconds."""
+    return {**asdict(outcome), "ratio": outcome.ratio if outcome.planned > 0 else None}
+
+
+def table(outcome: Outcome) -> Table:
+    """A table with one row per rank."""
+    columns = ("rank", "actions", "planned", "waiting", "planned", "unplanned", "between")
+    shown = table_of_numbers("A step of every rank, ms (medians)", *columns)
+    for times in outcome.ranks:
+        seconds = (times.busy, times.planned_busy, times.waiting, times.planned_waiting)
+        shown.add_row(
+            str(times.rank),
+            *(f"{round(each * 1e3, 1) + 0:.1f}" for each in seconds),  # + 0 turns -0.0 into 0.0
+            f"{times.unplanned_waiting * 1e3:+.1f}",
+            f"{times.between * 1e3:.1f}",
+        )
+    return shown
+
+
+def sentences(outcome: Outcome) -> Iterator[str]:
+    """The result in a few sentences."""
+    fastest, slowest = min(outcome.steps), max(outcome.steps)
+    yield (
+        f"{outcome.objective} of plan {outcome.plan_id[:12]}: planned {_ms(outcome.planned)}, measured "
+        f"{_ms(outcome.measured)}, {outcome.ratio - 1:+.2%} (median of {len(outcome.steps)} steps, "
+        f"{_ms(fastest)} to {_ms(slowest)})"
+    )
+    if outcome.links:
+        links = sorted(outcome.links, key=lambda link: -link.median)
+        yield "Transfers that ranks waited for, the slowest pairs first:"
+        yield from map(_link, links[:_SHOWN_LINKS])
+    yield overhead(outcome)
+    yield f"Clocks of the ranks agree to {outcome.clock_uncertainty * 1e6:.0f} us"
+
+
+def overhead(outcome: Outcome) -> str:
+    """The CPU time of running the plan, in a sentence."""
+    return (
+        f"CPU time per action, without the sleeps: {outcome.cpu_thread * 1e6:.0f} us in the executor's "
+        f"thread, {outcome.cpu_process * 1e6:.0f} us with the transport's threads"
+    )
+
+
+def _link(link: Link) -> str:
+    return (
+        f"  {link.sender} → {link.receiver}: median {_ms(link.median)}, a tenth over {_ms(link.slow)} "
+        f"({link.count} transfers); planned {_ms(link.planned)}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms" if seconds < 0.1 else f"{seconds * 1e3:.1f} ms"

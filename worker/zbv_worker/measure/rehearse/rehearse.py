@@ -10,18 +10,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from zbv_solver.documents.files import write
-from zbv_solver.problem.jitter import jitter_json
 from zbv_solver.problem.problem import LETTERS
 
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
-from zbv_worker.execution.binding import Computation
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
@@ -29,14 +27,7 @@ from zbv_worker.execution.step import StepResult
 from zbv_worker.execution.timeline import HostTimeline
 from zbv_worker.execution.whole_plan import SECONDS, WholePlan
 from zbv_worker.host.cores import keep_freed_memory
-from zbv_worker.measure.rehearse.delayed_stage import (
-    DelayedStage,
-    DelayedTimeline,
-    Delays,
-    DrawnTimes,
-    ahead_of_rank_0,
-)
-from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, Simulated, compare
+from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
 from zbv_worker.tracing.clocks import DEFAULT_CLOCK, Alignment, Clock, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
@@ -45,7 +36,6 @@ from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
 DEFAULT_STEPS = 5
-DEFAULT_JITTERY_STEPS = 20
 DEFAULT_BYTES = 1 << 16
 DEFAULT_ACTION_SECONDS = 0.01
 """Mean length of an action if neither the problem nor the caller defines the time unit."""
@@ -73,8 +63,6 @@ class RehearseOptions:
     look_ahead: int = DEFAULT_LOOK_AHEAD
     trace: Path | None = None
     """Where to write the merged trace."""
-    delays: Delays | None = None
-    """By how much durations and latencies vary; None for the planned durations, with real latencies."""
 
     def seconds_per_unit(self, plan: WholePlan) -> float:
         """The scale: as given, else of the problem's unit, else one that makes actions 10 ms long."""
@@ -102,30 +90,11 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     mine = plan.of_rank(world.rank)  # refuses a wrong number of ranks before they meet
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)
-    if options.delays is not None:
-        options.delays.require_ranks(plan)
-    simulated = simulate(options, plan) if world.rank == 0 else None
     with naming_errors(world.rank, "meeting the other ranks"):
         transport = connect(world, "gloo", _CPU, options.timeout)
     gc.freeze()  # otherwise a garbage collection during a step would look like a slow action
     with transport:
-        outcome = rehearse_on(transport, options, plan, mine)
-    return None if outcome is None else replace(outcome, simulated=simulated)
-
-
-def simulate(options: RehearseOptions, plan: WholePlan) -> Simulated | None:
-    """What the measured steps would take without any overhead; None if durations do not vary.
-
-    Raises
-    ------
-    InvalidRun
-        As :meth:`Delays.simulated`.
-    """
-    delays = options.delays
-    if delays is None:
-        return None
-    lengths = delays.simulated(plan, options.seconds_per_unit(plan), WARM_UP_STEPS + options.steps)
-    return Simulated(jitter_json(delays.jitter), delays.seed, tuple(lengths[WARM_UP_STEPS:].tolist()))
+        return rehearse_on(transport, options, plan, mine)
 
 
 def rehearse_on(
@@ -156,41 +125,27 @@ def rehearse_on(
         backend="gloo",
         steps=options.steps,
         channels=mine.channels,
-        options=() if options.delays is None else options.delays.identity,
     )
     keys = agree(transport, statement, timeout)
     with naming_errors(rank, "opening the channels"):
         transport.open(keys, timeout)
         before = find_offsets(transport, timeout, clock)
     compute = SleepingDevice() if device is None else device
-    stages: Mapping[int, Computation]
-    if options.delays is None:
-        times, timeline = None, HostTimeline(clock)
-        stages = sleeping_stages(plan, rank, scale, options.transfer_bytes, compute)
-    else:
-        times = DrawnTimes(plan, rank, options.delays, scale, WARM_UP_STEPS + options.steps)
-        timeline = DelayedTimeline(clock, times)
-        ahead = ahead_of_rank_0(before[rank])
-        stages = delayed_stages(plan, rank, times, options.transfer_bytes, compute, ahead)
     executor = Executor(
         mine,
-        stages,
+        sleeping_stages(plan, rank, scale, options.transfer_bytes, compute),
         NoBatches(),
         transport,
         device=_CPU,
         timeout=timeout,
-        options=ExecutorOptions(look_ahead=options.look_ahead, timeline=timeline),
+        options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(clock)),
     )
     executor.expect((0,) * mine.microbatches)  # all tensors have one size
 
-    def run(step: int) -> StepResult:
-        if times is not None:
-            times.begin(step)
-        return _step(executor, step, transport, plan, timeout)
-
-    steps = [run(step) for step in range(WARM_UP_STEPS)]
+    steps = [_step(executor, step, transport, plan, timeout) for step in range(WARM_UP_STEPS)]
     spent = _cpu_times(compute)
-    steps += [run(WARM_UP_STEPS + step) for step in range(options.steps)]
+    for step in range(options.steps):
+        steps.append(_step(executor, WARM_UP_STEPS + step, transport, plan, timeout))
     thread, process = (now - earlier for now, earlier in zip(_cpu_times(compute), spent, strict=True))
     cpu = CpuUse(thread, process, options.steps * len(mine.actions))
     with naming_errors(rank, "ending the rehearsal"):
@@ -231,19 +186,6 @@ def sleeping_stages(
             None if stage == last else size,
             None if stage == 0 else size,
             device,
-        )
-        for stage in plan.problem.placement.stages_of[rank]
-    }
-
-
-def delayed_stages(
-    plan: WholePlan, rank: int, times: DrawnTimes, size: int, device: SleepingDevice, ahead: int
-) -> Mapping[int, DelayedStage]:
-    """Like :func:`sleeping_stages`, with durations and latencies that vary."""
-    last = plan.problem.n_stages - 1
-    return {
-        stage: DelayedStage(
-            stage, times, None if stage == last else size, None if stage == 0 else size, device, ahead
         )
         for stage in plan.problem.placement.stages_of[rank]
     }

@@ -4,7 +4,6 @@
 import { at, input, make, part } from "../dom.js";
 import { amount, duration, percent } from "../numbers.js";
 import { Chart } from "./chart.js";
-import { Course } from "./course.js";
 import { follow } from "./stream.js";
 
 const TICK = 250; // ms between two updates of the clock
@@ -20,136 +19,126 @@ const LINES = {
 
 const search = JSON.parse(at("search").textContent);
 const find = (/** @type {string} */ id) => document.getElementById(id); // null if the page has no such part
-const value = (/** @type {string} */ name) => part(document, `[data-value="${name}"]`, HTMLElement);
-const steps = /** @type {HTMLDetailsElement | null} */ (find("steps"));
+const set = (/** @type {string} */ name, /** @type {string} */ text) => {
+  part(document, `[data-value="${name}"]`, HTMLElement).textContent = text;
+};
+const gapOf = (/** @type {number | null} */ gap) => (gap === null ? "–" : percent(gap));
 const isOpen = search.state === "queued" || search.state === "running";
-
-const course = new Course();
 const holder = find("course"); // a search that ended without a plan has none
 const chart = holder === null ? null : new Chart(holder, search.unit);
-const began = search.seconds === null ? null : performance.now() - 1000 * search.seconds;
-const clock = { began: isOpen ? began : null };
+const points = []; // {seconds, best, bound, gap, method}
+
+let { state } = search;
+let isStopping = false;
+let attempts = 0;
+let end = null; // the last event
+let began = isOpen && search.seconds !== null ? performance.now() - 1000 * search.seconds : null;
 let spoken = -Infinity;
-let wasShown = null;
+let frame = null;
+
+const isActive = () => isOpen && end === null;
 
 function elapsed() {
-  if (course.end?.seconds !== null && course.end?.seconds !== undefined) {
-    return course.end.seconds;
-  }
-  if (clock.began !== null) {
-    return (performance.now() - clock.began) / 1000;
-  }
-  return isOpen ? null : search.seconds;
+  const running = began === null ? null : (performance.now() - began) / 1000;
+  return end?.seconds ?? (isOpen ? running : search.seconds);
 }
 
-function hear(event) {
-  course.add(event);
-  if (event.event === "state" && event.state === "running" && clock.began === null && isOpen) {
-    clock.began = performance.now() - Math.max(0, 1000 * (event.seconds ?? 0));
+function receive(event) {
+  if (event.event === "state" || event.event === "end") {
+    ({ state } = event);
   }
-  show();
+  if (event.event === "state") {
+    attempts = event.attempts;
+    isStopping = event.cancel_requested;
+    if (isOpen && state === "running" && began === null) {
+      began = performance.now() - Math.max(0, 1000 * (event.seconds ?? 0));
+    }
+  }
+  const last = points.at(-1);
+  const isKnown = event.event === "end" && event.objective === last?.best && event.lower_bound === last?.bound;
+  if ((event.objective ?? null) !== null && !isKnown) {
+    const { objective: best, lower_bound: bound, gap, method } = event;
+    // The first plan may be older than this search, if an earlier one found it.
+    points.push({ seconds: Math.max(event.seconds ?? 0, last?.seconds ?? 0), best, bound, gap, method });
+  }
+  if (event.event === "end") {
+    end = event;
+  }
+  // Several events may arrive at once: they are drawn together.
+  frame ??= requestAnimationFrame(show);
+  if (end !== null && isOpen) {
+    finish();
+  }
 }
 
-// Several events may arrive at once: they are drawn together.
 function show() {
-  if (wasShown === null) {
-    wasShown = requestAnimationFrame(() => {
-      wasShown = null;
-      showState();
-      showNumbers();
-      showSteps();
-      chart?.show(course.points, elapsed() ?? 0);
-      say();
-    });
-  }
-}
-
-function showState() {
-  const state = course.state ?? search.state;
-  const badge = at("state");
-  badge.textContent = course.isStopping && course.end === null ? "stopping" : state;
-  badge.className = `state ${state}`;
-  if (course.attempts > 1) {
-    value("attempts").textContent = `started ${course.attempts} times`;
+  frame = null;
+  at("state").textContent = isStopping && end === null ? "stopping" : state;
+  at("state").className = `state ${state}`;
+  if (attempts > 1) {
+    set("attempts", `started ${attempts} times`);
   }
   const empty = find("course-empty");
-  if (empty !== null && course.end !== null) {
-    empty.textContent = "No plan was found.";
-  } else if (empty !== null && state === "running") {
-    empty.textContent = "Looking for a first plan …";
+  if (empty !== null && (end !== null || state === "running")) {
+    empty.textContent = end !== null ? "No plan was found." : "Looking for a first plan …";
   }
-  if (find("stop") !== null && course.isStopping) {
-    const stop = input("stop");
-    stop.disabled = true;
-    stop.textContent = "Stopping …";
+  if (isStopping && find("stop") !== null) {
+    stopping();
   }
+  if (points.length > 0) {
+    showNumbers(points.at(-1));
+  }
+  showSteps();
+  chart?.show(points, elapsed() ?? 0);
 }
 
-function showNumbers() {
-  const newest = course.newest;
-  if (newest === null) {
-    return;
+function showNumbers({ best, bound, gap, method }) {
+  set("best", amount(best, search.unit));
+  set("bound", amount(bound, search.unit));
+  set("gap", gapOf(gap));
+  set("gap-note", gap === 0 ? "proved optimal" : "between best and bound");
+  part(document, '[data-card="gap"]', HTMLElement).classList.toggle("good", gap === 0);
+  const [name, ...details] = (method ?? "–").split("(");
+  set("method", name);
+  set("details", details.join("(").replace(/\)$/, "") || "method of the best plan");
+  if (end === null && gap !== null) {
+    document.title = `${percent(gap)} gap · ${search.title} · zbv`;
   }
-  value("best").textContent = amount(newest.best, search.unit);
-  value("bound").textContent = amount(newest.bound, search.unit);
-  value("gap").textContent = newest.gap === null ? "–" : percent(newest.gap);
-  value("gap-note").textContent = newest.gap === 0 ? "proved optimal" : "between best and bound";
-  part(document, '[data-card="gap"]', HTMLElement).classList.toggle("good", newest.gap === 0);
-  const [method, ...details] = (newest.method ?? "–").split("(");
-  value("method").textContent = method;
-  value("details").textContent = details.join("(").replace(/\)$/, "") || "method of the best plan";
-  if (course.end === null && newest.gap !== null) {
-    document.title = `${percent(newest.gap)} gap · ${search.title} · zbv`;
+  if (isActive() && performance.now() - spoken >= SAY_EVERY) {
+    spoken = performance.now();
+    at("said").textContent = `Best ${amount(best, search.unit)}, gap ${gapOf(gap)}`;
   }
 }
 
 function showSteps() {
-  if (!steps?.open) {
-    return;
+  const steps = /** @type {HTMLDetailsElement | null} */ (find("steps"));
+  if (steps?.open) {
+    const rows = points.map(({ seconds, best, bound, gap, method }) => {
+      const cells = [amount(best, search.unit), amount(bound, search.unit), gapOf(gap)].map((text) => make("td", {}, text));
+      return make("tr", {}, make("th", { scope: "row" }, duration(seconds)), ...cells, make("td", { className: "left" }, method ?? "–"));
+    });
+    at("steps-body").replaceChildren(...rows);
   }
-  const rows = course.points.map((point) => {
-    const cells = [
-      amount(point.best, search.unit),
-      amount(point.bound, search.unit),
-      point.gap === null ? "–" : percent(point.gap),
-    ];
-    return make(
-      "tr",
-      {},
-      make("th", { scope: "row" }, duration(point.seconds)),
-      ...cells.map((text) => make("td", {}, text)),
-      make("td", { className: "left" }, point.method ?? "–"),
-    );
-  });
-  at("steps-body").replaceChildren(...rows);
-}
-
-function say() {
-  const newest = course.newest;
-  if (newest === null || course.end !== null || !isOpen || performance.now() - spoken < SAY_EVERY) {
-    return;
-  }
-  spoken = performance.now();
-  at("said").textContent = `Best ${amount(newest.best, search.unit)}, gap ${percent(newest.gap ?? Infinity)}`;
 }
 
 function line(name) {
-  const [style, text] = LINES[name];
-  at("line").className = `line-state ${style}`;
-  at("line").textContent = text;
+  if (isActive()) {
+    const [style, text] = LINES[name];
+    at("line").className = `line-state ${style}`;
+    at("line").textContent = text;
+  }
 }
 
 function complain(text) {
-  const place = at("complaint");
-  place.hidden = false;
-  place.textContent = text;
+  at("complaint").hidden = false;
+  at("complaint").textContent = text;
 }
 
 // Replaces the parts of the page that change at the end by those of the server's page.
 async function finish() {
   at("line").textContent = "";
   find("controls")?.remove();
-  if (course.end.state === "discarded") {
+  if (state === "discarded") {
     find("delete")?.parentElement?.remove();
     at("outcome").textContent = "This search was deleted. Its plan, if any, is kept.";
     return;
@@ -167,79 +156,57 @@ async function finish() {
   } catch {
     complain("The search has ended; reload the page to see its result.");
   }
-  document.title = `${course.end.state} · ${search.title} · zbv`;
+  document.title = `${state} · ${search.title} · zbv`;
 }
 
-async function change(method, address, button, then) {
-  button.disabled = true;
-  let answer = null;
-  try {
-    answer = await fetch(address, { method });
-  } catch {
-    complain("The service does not answer; try again in a moment.");
-  }
-  if (answer?.ok) {
-    then(button);
-    return;
-  }
-  button.disabled = false;
-  if (answer !== null) {
-    const said = await answer.json().catch(() => ({}));
-    complain(said.detail ?? `The service answered with status ${answer.status}.`);
-  }
+function stopping() {
+  input("stop").disabled = true;
+  at("stop").textContent = "Stopping …";
+}
+
+// A button that changes the search.
+function connect(id, method, address, then) {
+  find(id)?.addEventListener("click", async () => {
+    input(id).disabled = true;
+    const answer = await fetch(address, { method }).catch(() => null);
+    if (answer?.ok) {
+      then();
+      return;
+    }
+    input(id).disabled = false;
+    const refusal = await answer?.json().catch(() => ({}));
+    complain(answer === null ? "The service does not answer; try again in a moment." : (refusal.detail ?? `The service answered with status ${answer.status}.`));
+  });
 }
 
 async function askQueue() {
-  if ((course.state ?? search.state) !== "queued" || course.end !== null) {
+  if (state !== "queued" || end !== null) {
     return;
   }
+  // The state of the connection already says if there is no answer.
+  const answer = await fetch(search.address, { headers: { Accept: "application/json" } }).catch(() => null);
+  const before = answer?.ok ? (await answer.json()).queued_before : null;
   const empty = find("course-empty");
-  try {
-    const answer = await fetch(search.address, { headers: { Accept: "application/json" } });
-    const before = answer.ok ? (await answer.json()).queued_before : null;
-    if (empty !== null && before !== null && course.state !== "running") {
-      const others = before === 1 ? "1 search" : `${before} searches`;
-      empty.textContent = before === 0 ? "Next in the queue." : `Waiting in the queue after ${others}.`;
-    }
-  } catch {
-    // The state of the connection already says so.
+  if (empty !== null && before !== null && state === "queued") {
+    const others = before === 1 ? "1 search" : `${before} searches`;
+    empty.textContent = before === 0 ? "Next in the queue." : `Waiting in the queue after ${others}.`;
   }
   setTimeout(askQueue, QUEUE_EVERY);
 }
 
-find("stop")?.addEventListener("click", (event) =>
-  change("POST", `${search.address}/cancel`, event.currentTarget, (button) => {
-    button.disabled = true;
-    button.textContent = "Stopping …";
-  }),
-);
-find("delete")?.addEventListener("click", (event) =>
-  change("DELETE", search.address, event.currentTarget, () => location.assign(search.list)),
-);
-steps?.addEventListener("toggle", showSteps);
-
+connect("stop", "POST", `${search.address}/cancel`, stopping);
+connect("delete", "DELETE", search.address, () => location.assign(search.list));
+find("steps")?.addEventListener("toggle", showSteps);
 if (isOpen) {
   setInterval(() => {
     const seconds = elapsed();
-    if (course.end === null && seconds !== null) {
-      value("elapsed").textContent = duration(seconds);
-      chart?.show(course.points, seconds);
+    if (end === null && seconds !== null) {
+      set("elapsed", duration(seconds));
+      chart?.show(points, seconds);
     }
   }, TICK);
   askQueue();
 }
 if (chart !== null) {
-  follow(`${search.address}/events`, {
-    event(event) {
-      hear(event);
-      if (event.event === "end" && isOpen) {
-        finish();
-      }
-    },
-    line(name) {
-      if (isOpen) {
-        line(name);
-      }
-    },
-  });
+  follow(`${search.address}/events`, receive, line);
 }

@@ -7,29 +7,24 @@ const ASK_EVERY = 2000; // ms
 const ASK_EVERY_HIDDEN = 10_000;
 const SLOWEST = 15_000; // ms between requests without an answer
 
-// told.event(event); told.line("open" | "broken" | "asking" | "hidden" | "signed-out")
-export function follow(address, told) {
+// Calls onEvent(event) and onLine("open" | "broken" | "asking" | "hidden" | "signed-out").
+export function follow(address, onEvent, onLine) {
   let last = 0;
   let source = null;
   let timer = 0;
   let wait = ASK_EVERY;
   let isOver = false;
 
-  function hear(event) {
+  function deliver(event) {
     if (event.id <= last || isOver) {
       return;
     }
     last = event.id;
     if (event.event === "end") {
-      stop();
+      isOver = true;
+      close();
     }
-    told.event(event);
-  }
-
-  function stop() {
-    isOver = true;
-    close();
-    document.removeEventListener("visibilitychange", choose);
+    onEvent(event);
   }
 
   function close() {
@@ -38,74 +33,65 @@ export function follow(address, told) {
     clearTimeout(timer);
   }
 
-  function open() {
-    close();
-    source = new EventSource(`${address}?after=${last}`);
-    for (const kind of KINDS) {
-      source.addEventListener(kind, (message) => hear(JSON.parse(message.data)));
-    }
-    source.addEventListener("open", () => {
-      wait = ASK_EVERY;
-      told.line("open");
-    });
-    source.addEventListener("error", () => {
-      if (isOver || source === null) {
-        return;
-      }
-      // A browser reconnects by itself unless the answer was not a stream.
-      if (source.readyState === EventSource.CLOSED) {
-        close();
-        askLater(0);
-      } else {
-        told.line("broken");
-      }
-    });
+  function askLater(delay) {
+    clearTimeout(timer);
+    timer = setTimeout(ask, delay);
   }
 
-  function askLater(after) {
-    clearTimeout(timer);
-    timer = setTimeout(ask, after);
+  // A browser reconnects by itself unless the answer was not a stream.
+  function open() {
+    const stream = new EventSource(`${address}?after=${last}`);
+    source = stream;
+    for (const kind of KINDS) {
+      stream.addEventListener(kind, (message) => deliver(JSON.parse(message.data)));
+    }
+    stream.addEventListener("open", () => {
+      wait = ASK_EVERY;
+      onLine("open");
+    });
+    stream.addEventListener("error", () => {
+      if (source === stream && stream.readyState === EventSource.CLOSED) {
+        close();
+        askLater(0);
+      } else if (source === stream) {
+        onLine("broken");
+      }
+    });
   }
 
   async function ask() {
-    let answer;
-    try {
-      answer = await fetch(`${address}?after=${last}`, { headers: { Accept: "application/json" } });
-    } catch {
-      answer = null;
-    }
+    const answer = await fetch(`${address}?after=${last}`, { headers: { Accept: "application/json" } }).catch(() => null);
     if (isOver || source !== null) {
       return;
     }
     if (answer?.status === 404) {
-      hear({ id: last + 1, event: "end", state: "discarded" });
+      deliver({ id: last + 1, event: "end", state: "discarded" });
       return;
     }
-    if (answer === null || !answer.ok) {
-      told.line(answer?.status === 401 ? "signed-out" : "broken");
+    if (!answer?.ok) {
+      onLine(answer?.status === 401 ? "signed-out" : "broken");
       wait = Math.min(SLOWEST, 2 * wait);
       askLater(wait);
       return;
     }
-    (await answer.json()).events.forEach(hear);
+    (await answer.json()).events.forEach(deliver);
     if (isOver) {
       return;
     }
-    if (document.hidden) {
-      told.line("hidden");
-      askLater(ASK_EVERY_HIDDEN);
-    } else if (wait > ASK_EVERY) {
+    if (!document.hidden && wait > ASK_EVERY) {
       open(); // the service is back
-    } else {
-      told.line("asking");
-      wait = ASK_EVERY;
-      askLater(ASK_EVERY);
+      return;
     }
+    onLine(document.hidden ? "hidden" : "asking");
+    askLater(document.hidden ? ASK_EVERY_HIDDEN : ASK_EVERY);
   }
 
   function choose() {
+    if (isOver) {
+      return;
+    }
+    close();
     if (document.hidden) {
-      close();
       askLater(ASK_EVERY_HIDDEN);
     } else {
       open();
@@ -114,5 +100,4 @@ export function follow(address, told) {
 
   document.addEventListener("visibilitychange", choose);
   choose();
-  return { stop };
 }

@@ -1,5 +1,6 @@
 // Tables of cells: a row per quantity, and as many columns as the most detailed quantity needs.
 
+import * as dom from "../dom.js";
 import { listed, pasted } from "./values.js";
 
 const MOST_COLUMNS = 256; // beyond it a row is one field with all its numbers
@@ -9,11 +10,7 @@ const MODES = {
   rank: { same: "same for all", each: "per rank" },
 };
 
-function make(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
+const make = /** @type {(tag: string, properties?: object, ...children: any[]) => any} */ (dom.make);
 
 export const cellId = (key, index) => `${key}-${index}`;
 export const issueId = (key) => `issue-${key}`;

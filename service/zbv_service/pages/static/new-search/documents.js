@@ -1,89 +1,69 @@
 // Problem documents: files that are chosen or dropped anywhere on the page, pasted text, and the form as JSON and as
 // a command. The service validates their content.
 
+import { at, input } from "../dom.js";
 import { isObject } from "./values.js";
 
 const MOST_BYTES = 8 * 1024 * 1024;
 
-// The problem and options in a document: a problem, the body of a request, or a plan.
-function problemIn(document) {
-  if (!isObject(document)) {
-    throw new TypeError("It is JSON but not an object. A problem is an object with pp_degree, microbatches and costs.");
-  }
-  if (isObject(document.problem)) {
-    return { problem: document.problem, options: isObject(document.options) ? document.options : {} };
-  }
-  if (!["pp_degree", "costs", "microbatches", "layers"].some((key) => key in document)) {
-    throw new TypeError("It is JSON but not a problem: pp_degree, microbatches, costs and layers are missing.");
-  }
-  return { problem: document, options: {} };
-}
-
-export async function readFile(file) {
-  if (file.size > MOST_BYTES) {
-    throw new TypeError(`It has ${file.size} bytes; the maximum is ${MOST_BYTES}.`);
-  }
-  return readText(await file.text());
-}
-
-export function readText(text) {
-  let document;
-  try {
-    document = JSON.parse(text);
-  } catch (error) {
-    throw new TypeError(`It is not JSON: ${/** @type {Error} */ (error).message}`);
-  }
-  return problemIn(document);
-}
-
-// Calls take(file) for every file that is chosen or dropped.
-export function acceptFiles(input, veil, take) {
-  input.addEventListener("change", () => {
-    if (input.files.length > 0) {
-      take(input.files[0]);
-      input.value = ""; // so that choosing the same file again is a change
+// Calls open(name, read) for every document; read() gives the body of a search, or throws a TypeError that says why not.
+export function acceptDocuments(open) {
+  const openFile = (file) => open(file.name, async () => {
+    if (file.size > MOST_BYTES) {
+      throw new TypeError(`It has ${file.size} bytes; the maximum is ${MOST_BYTES}.`);
+    }
+    return bodyIn(await file.text());
+  });
+  at("file").addEventListener("change", () => {
+    const [file] = input("file").files ?? [];
+    if (file !== undefined) {
+      openFile(file);
+      input("file").value = ""; // so that choosing the same file again is a change
     }
   });
-  const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
-  let depth = 0;
-  document.addEventListener("dragenter", (event) => {
-    if (hasFiles(event)) {
-      depth += 1;
-      veil.hidden = false;
-    }
-  });
-  document.addEventListener("dragleave", (event) => {
-    if (hasFiles(event)) {
-      depth = Math.max(0, depth - 1);
-      veil.hidden = depth === 0;
-    }
-  });
-  document.addEventListener("dragover", (event) => {
-    if (hasFiles(event)) {
-      event.preventDefault();
-    }
-  });
-  document.addEventListener("drop", (event) => {
-    depth = 0;
-    veil.hidden = true;
-    const [file] = event.dataTransfer?.files ?? [];
-    if (hasFiles(event) && file !== undefined) {
-      event.preventDefault();
-      take(file);
-    }
-  });
-}
-
-// Calls take(text) for a JSON document that is pasted outside the fields.
-export function acceptPaste(take) {
+  for (const kind of ["dragover", "dragleave", "drop"]) {
+    document.addEventListener(kind, (event) => {
+      const { dataTransfer, relatedTarget } = /** @type {DragEvent} */ (event);
+      if (!dataTransfer?.types.includes("Files")) {
+        return;
+      }
+      at("drop").hidden = kind === "drop" || (kind === "dragleave" && relatedTarget === null);
+      if (kind !== "dragleave") {
+        event.preventDefault();
+      }
+      if (kind === "drop") {
+        openFile(dataTransfer.files[0]);
+      }
+    });
+  }
   document.addEventListener("paste", (event) => {
     const text = event.clipboardData?.getData("text/plain").trim() ?? "";
     const isField = event.target instanceof Element && event.target.closest("input, textarea, select") !== null;
     if (!isField && text.startsWith("{")) {
       event.preventDefault();
-      take(text);
+      open("the pasted text", async () => bodyIn(text));
     }
   });
+}
+
+// The body of a search in a text: it may be a problem, a body, or a plan.
+function bodyIn(text) {
+  let found;
+  try {
+    found = JSON.parse(text);
+  } catch (error) {
+    throw new TypeError(`It is not JSON: ${/** @type {Error} */ (error).message}`);
+  }
+  if (!isObject(found)) {
+    throw new TypeError("It is JSON but not an object. A problem is an object with pp_degree, microbatches and costs.");
+  }
+  if (isObject(found.problem)) {
+    return { problem: found.problem, options: isObject(found.options) ? found.options : {} };
+  }
+  if (!["pp_degree", "costs", "microbatches", "layers"].some((key) => key in found)) {
+    throw new TypeError("It is JSON but not a problem: pp_degree, microbatches, costs and layers are missing.");
+  }
+  return { problem: found };
 }
 
 // Indented by two spaces, with lists of numbers on one line.
@@ -92,19 +72,19 @@ export function pretty(document) {
   return text.replace(/\[\s+([^[\]{}"]+?)\s+\]/g, (_, numbers) => `[${numbers.replace(/\s+/g, " ")}]`);
 }
 
-export function curl(body, base, hasTokens) {
+export function curl(body, { base, has_tokens: hasTokens }) {
   const json = pretty(body).replaceAll("'", "'\\''");
   const token = hasTokens ? ' \\\n  -H "Authorization: Bearer $(zbv-service token show-local)"' : "";
   return `curl --json '${json}'${token} \\\n  ${base}/v1/searches`;
 }
 
-// Copies a text. Without a secure context there is no clipboard; then the text is selected instead.
-export async function copy(text, element) {
+// Copies the text of an element. Without a secure context there is no clipboard; then the text is selected instead.
+export async function copy(element) {
   try {
-    await navigator.clipboard.writeText(text);
-    return true;
+    await navigator.clipboard.writeText(element.textContent);
+    return "Copied.";
   } catch {
     getSelection()?.selectAllChildren(element);
-    return false;
+    return "Selected; press Ctrl+C.";
   }
 }

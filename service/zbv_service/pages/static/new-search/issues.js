@@ -1,46 +1,31 @@
-// Shows the service's messages about invalid values at the fields they concern.
+// The service's check of a problem: messages at the fields they concern, and the rest in words.
 
-import { make } from "../dom.js";
+import { at, make } from "../dom.js";
+import { amount, number, storage } from "../numbers.js";
 import { cellId, issueId } from "./cells.js";
-import { DELTAS, QUANTITIES } from "./problem-form.js";
+import { DELTAS, FIELDS, QUANTITIES } from "./problem-form.js";
 
-const FIELDS = {
-  "/problem/pp_degree": "pp_degree",
-  "/problem/microbatches": "microbatches",
-  "/problem/placement": "placement",
-  "/problem/chunks": "chunks",
-  "/problem/objective": "objective",
-  "/problem/units/time": "time_unit",
-  "/problem/units/memory": "memory_unit",
-  "/options/effort": "effort",
-  "/options/time_limit": "time_limit",
-  "/options/seed": "seed",
-  "/limit_fraction": "limit_fraction",
-};
+const MOST_LISTED = 8; // issues that are listed; further ones are counted
+const NAMED = Object.fromEntries(Object.entries(FIELDS).map(([id, { path = id }]) => [`/${path.replaceAll(".", "/")}`, id]));
+const find = (id) => document.getElementById(id);
 
-// The control that an issue concerns and the element that shows its message; null if it concerns no field.
+// The ids of the control that an issue concerns and of the element that shows its message; null if there is none.
 function placeOf(pointer, form) {
-  if (FIELDS[pointer] !== undefined) {
-    return { control: FIELDS[pointer], holder: `issue-${FIELDS[pointer]}` };
+  const [, , part, name, index] = pointer.split("/");
+  const quantity = QUANTITIES.find(({ key }) => key === `${part}.${name}`)?.key;
+  const isFraction = quantity === "memory.limit" && at("limit_kind")["value"] !== "amount";
+  const id = isFraction ? "limit_fraction" : NAMED[pointer];
+  if (id !== undefined) {
+    return { control: id, holder: issueId(id) };
   }
   if (pointer === "/problem/memory") {
-    return { control: cellId(DELTAS[2].key, 0), holder: "issue-memory" };
+    return { control: cellId(DELTAS[2].key, 0), holder: issueId("memory") };
   }
-  const [, , part, name, index] = pointer.split("/");
-  const quantity = QUANTITIES.find(({ key }) => key === `${part}.${name}`);
-  if (quantity === undefined) {
-    return null;
-  }
-  if (quantity.key === "memory.limit" && form.limitKind !== "amount") {
-    return { control: "limit_fraction", holder: "issue-limit_fraction" };
-  }
-  return { control: cellId(quantity.key, cellOf(quantity.key, index, form)), holder: issueId(quantity.key) };
+  return quantity === undefined ? null : { control: cellId(quantity, cellOf(form.values[quantity], index, form.shape)), holder: issueId(quantity) };
 }
 
 // The field of the value at an index of the document's list, or of the stage that it was expanded to.
-function cellOf(key, index, form) {
-  const values = form.values[key];
-  const { shape } = form;
+function cellOf(values, index, shape) {
   if (index === undefined || values.mode === "same" || values.asIs !== undefined) {
     return 0;
   }
@@ -52,29 +37,12 @@ export class Issues {
   constructor(form) {
     this.form = form;
     this.shown = [];
-    for (const id of Object.values(FIELDS)) {
-      const holder = make("p", { className: "issue", id: `issue-${id}`, hidden: true });
-      document.getElementById(id)?.closest(".field")?.append(holder);
+    for (const id of Object.values(NAMED)) {
+      find(id)?.closest(".field")?.append(make("p", { className: "issue", id: issueId(id), hidden: true }));
     }
   }
 
   show(issues) {
-    this.clear();
-    this.shown = issues.map((issue) => ({ ...issue, place: placeOf(issue.pointer, this.form) }));
-    for (const { detail, place } of this.shown) {
-      const holder = place === null ? null : document.getElementById(place.holder);
-      if (holder !== null) {
-        holder.textContent = holder.textContent ? `${holder.textContent} ${detail}` : detail;
-        holder.hidden = false;
-        holder.closest(".issue-row")?.removeAttribute("hidden");
-        const control = document.getElementById(place.control);
-        control?.setAttribute("aria-invalid", "true");
-        control?.setAttribute("aria-describedby", place.holder);
-      }
-    }
-  }
-
-  clear() {
     for (const holder of document.querySelectorAll(/** @type {"p"} */ (".issue"))) {
       holder.textContent = "";
       holder.hidden = true;
@@ -84,18 +52,24 @@ export class Issues {
       control.removeAttribute("aria-invalid");
       control.removeAttribute("aria-describedby");
     }
-    this.shown = [];
-  }
-
-  // Issues that concern no field.
-  get homeless() {
-    return this.shown.filter(({ place }) => place === null || document.getElementById(place.holder) === null);
+    this.shown = issues.map((issue) => ({ ...issue, place: placeOf(issue.pointer, this.form) }));
+    for (const { detail, place } of this.shown) {
+      const holder = find(place?.holder);
+      if (holder !== null) {
+        holder.textContent = [holder.textContent, detail].filter(Boolean).join(" ");
+        holder.hidden = false;
+        holder.closest(".issue-row")?.removeAttribute("hidden");
+        const control = find(place.control);
+        control?.setAttribute("aria-invalid", "true");
+        control?.setAttribute("aria-describedby", place.holder);
+      }
+    }
   }
 
   // Shows all issues as a list of links and focuses it.
-  summarise(summary, title) {
+  summarise(title) {
     const items = this.shown.map(({ pointer, detail, place }) => {
-      const control = place === null ? null : document.getElementById(place.control);
+      const control = find(place?.control);
       if (control === null) {
         return make("li", {}, `${pointer || "the document"}: ${detail}`);
       }
@@ -103,12 +77,60 @@ export class Issues {
       const link = make("a", { href: `#${control.id}` }, `${name}: ${detail}`);
       link.addEventListener("click", (event) => {
         event.preventDefault();
-        document.getElementById(control.id)?.focus();
+        find(control.id)?.focus();
       });
       return make("li", {}, link);
     });
-    summary.replaceChildren(make("h2", {}, title), make("ul", {}, ...items));
-    summary.hidden = false;
-    summary.focus();
+    at("summary").replaceChildren(make("h2", {}, title), make("ul", {}, ...items));
+    at("summary").hidden = false;
+    at("summary").focus();
   }
+
+  // Whether the problem is valid: [tone, words]. Issues that no field shows are listed.
+  verdict(facts) {
+    if (this.shown.length > 0) {
+      const homeless = this.shown.filter(({ place }) => find(place?.holder) === null);
+      const others = homeless.slice(0, MOST_LISTED).map(({ pointer, detail }) => `${pointer || "the document"}: ${detail}`);
+      const more = homeless.length > MOST_LISTED ? [`And ${homeless.length - MOST_LISTED} more.`] : [];
+      const count = this.shown.length === 1 ? "1 error" : `${this.shown.length} errors`;
+      return ["bad", [`${count} to correct.`, ...others, ...more].join(" ")];
+    }
+    if (facts === null || facts.fits) {
+      return ["good", "Ready to search."];
+    }
+    const least = facts.smallest_fraction;
+    const more = least === null ? "" : ` The smallest feasible one is ${roundedUp(least)} × 1F1B.`;
+    return ["bad", `No plan fits this memory limit.${more}`];
+  }
+}
+
+// A smallest fraction, rounded up to four digits, so that it fits when it is used.
+function roundedUp(fraction) {
+  const unit = 10 ** (Math.floor(Math.log10(fraction)) - 3);
+  return number(Math.ceil(fraction / unit - 1e-6) * unit);
+}
+
+// The meaning of the memory limit.
+export function meaningOf(facts, isFraction, unit) {
+  if (facts.limit === null) {
+    return "Plans may use any amount of memory.";
+  }
+  const ends = [Math.min(...facts.limit), Math.max(...facts.limit)].map((each) => storage(each, unit));
+  const fraction = isFraction ? " per rank" : facts.limit_fraction === null ? "" : `, ${number(facts.limit_fraction, 3)} of 1F1B's memory`;
+  const least = facts.smallest_fraction === null ? "" : `; no plan fits below ${roundedUp(facts.smallest_fraction)}`;
+  return `That is ${[...new Set(ends)].join(" to ")}${fraction}${least}.`;
+}
+
+// Facts as terms and texts.
+export function factsOf(facts, units) {
+  const busiest = Math.max(...facts.busy);
+  const found = [
+    ["Actions", `${number(facts.actions, 7)} on ${facts.stages} stages`],
+    ["Work of the busiest rank", `${amount(busiest, units.time)} (rank ${facts.busy.indexOf(busiest)})`],
+  ];
+  if (facts.one_f_one_b_memory > 0) {
+    found.push(["Memory of 1F1B", storage(facts.one_f_one_b_memory, units.memory)]);
+    found.push(["Smallest limit", `${roundedUp(facts.smallest_fraction)} × 1F1B`]);
+  }
+  return found;
 }

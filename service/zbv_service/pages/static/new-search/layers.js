@@ -4,7 +4,6 @@
 import { at, input, make, part } from "../dom.js";
 import { amount, number, storage } from "../numbers.js";
 import { isObject, mean } from "./values.js";
-import { termRows } from "./verdict.js";
 
 const MOST_SHOWN = 512; // the maximum number of layers
 
@@ -12,10 +11,11 @@ export class Layers {
   constructor(problem) {
     this.layers = problem.layers;
     this.costs = problem.costs;
-    this.rules = problem.cut;
+    this.cut = problem.cut;
     this.devices = problem.devices;
     this.partition = problem.partition ?? undefined;
     this.recompute = problem.recompute;
+    this.hasCut = this.partition !== undefined;
     this.keepsCut = this.hasCut;
   }
 
@@ -24,18 +24,23 @@ export class Layers {
     return Array.isArray(problem.layers) ? new Layers(problem) : null;
   }
 
-  get hasCut() {
-    return this.partition !== undefined;
+  // The problem with the memory that ranks hold in addition to their layers. That of layers follows from them.
+  beside(problem) {
+    if (!isObject(problem.memory ?? {})) {
+      return problem;
+    }
+    const { static_beside_layers: beside, ...memory } = problem.memory ?? {};
+    for (const name of this.hasCut ? ["forward", "backward_input", "backward_weight"] : []) {
+      delete memory[name];
+    }
+    return { ...problem, memory: beside === undefined ? memory : { ...memory, static: beside } };
   }
 
-  // The layers' part of a problem document.
+  // The layers' part of a problem document. Recomputation without stages is invalid; the service reports it.
   document() {
-    const found = { layers: this.layers, devices: this.devices, costs: this.#costs(), cut: this.rules };
-    if (this.keepsCut) {
-      Object.assign(found, { partition: this.partition, recompute: this.recompute });
-    } else if (!this.hasCut) {
-      found.recompute = this.recompute; // invalid without stages; the service reports it
-    }
+    const { layers, devices, cut, partition, recompute, keepsCut } = this;
+    const ofCut = keepsCut || !this.hasCut ? { recompute, ...(keepsCut ? { partition } : {}) } : {};
+    const found = { layers, devices, costs: this.#costs(), cut, ...ofCut };
     return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
   }
 
@@ -54,76 +59,51 @@ export class Layers {
 
   // ---- as a table
 
-  get #isFused() {
-    return this.layers.some((layer) => (layer?.backward ?? null) !== null);
-  }
-
-  get #isRecomputed() {
-    return this.layers.some((layer) => isObject(layer?.recompute));
-  }
-
   draw(table, units) {
-    const held = (value) => (typeof value === "number" ? storage(value, units.memory) : told(value));
+    const objects = this.layers.map((layer) => (isObject(layer) ? layer : {}));
+    const held = (value) => (typeof value === "number" ? storage(value, units.memory) : textOf(value));
+    /** @type {[string, (layer: any) => string][]} */
     const columns = [
-      ["F", ({ forward }) => told(forward)],
-      ["I", ({ backward_input: value }) => told(value)],
-      ["W", ({ backward_weight: value }) => told(value)],
-      ...(this.#isFused ? [["B", ({ backward }) => (backward ?? null) === null ? "I + W" : told(backward)]] : []),
+      ["F", ({ forward }) => textOf(forward)],
+      ["I", ({ backward_input: value }) => textOf(value)],
+      ["W", ({ backward_weight: value }) => textOf(value)],
+      ["B", ({ backward }) => textOf(backward ?? "I + W")],
       ["Forward holds", ({ memory }) => held(memory?.forward ?? 0)],
       ["Static", ({ memory, parameters_bytes: bytes }) => held(memory?.static ?? bytes ?? 0)],
       ["Output", ({ output_bytes: bytes }) => amountOf(bytes ?? 0)],
-      ...(this.#isRecomputed ? [["Recomputed", ({ recompute }) => recomputed(recompute, held)]] : []),
+      ["Recomputed", ({ recompute: it }) => (isObject(it) ? `holds ${held(it.memory?.forward ?? "as much")}` : "–")],
     ];
-    const head = row("th", ["Layer", ...columns.map(([name]) => name)]);
-    for (const cell of head.children) {
-      cell.setAttribute("scope", "col");
-    }
-    const lines = this.layers.slice(0, MOST_SHOWN).map((layer) => {
-      const found = isObject(layer) ? layer : {};
-      const line = row("td", columns.map(([, of]) => /** @type {(layer: any) => string} */ (of)(found)));
-      const name = make("th", { scope: "row" }, told(found.name));
-      if ((found.repeat ?? null) !== null) {
-        name.append(make("span", { className: "muted" }, ` × ${told(found.repeat)}`));
-      }
-      line.prepend(name);
-      return line;
+    const optional = { B: "backward", Recomputed: "recompute" };
+    const shown = columns.filter(([name]) => !(name in optional) || objects.some((each) => (each[optional[name]] ?? null) !== null));
+    const head = ["Layer", ...shown.map(([name]) => name)].map((name) => make("th", { scope: "col" }, name));
+    const lines = objects.slice(0, MOST_SHOWN).map((layer) => {
+      const copies = (layer.repeat ?? null) === null ? [] : [make("span", { className: "muted" }, ` × ${textOf(layer.repeat)}`)];
+      const name = make("th", { scope: "row" }, textOf(layer.name), ...copies);
+      return make("tr", {}, name, ...shown.map(([, of]) => make("td", {}, of(layer))));
     });
-    const more = this.layers.length - lines.length;
-    if (more > 0) {
-      lines.push(row("td", [`and ${number(more)} more`]));
-    }
-    table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...lines));
+    const more = objects.length - lines.length;
+    const rest = more > 0 ? [make("tr", {}, make("td", {}, `and ${number(more)} more`))] : [];
+    table.replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...lines, ...rest));
   }
 
   // The constraints on the stages and the costs of transfers, in words.
-  said(units) {
-    const rules = isObject(this.rules) ? this.rules : {};
-    const time = units.time || "unit of time";
+  inWords(units) {
+    const rules = isObject(this.cut) ? this.cut : {};
     const { link, p2p } = isObject(this.costs) ? this.costs : {};
-    const found = [];
-    if (Array.isArray(link)) {
-      found.push("Every rank has its own link to the next one.");
-    } else if (isObject(link)) {
-      found.push(`Transfers have a latency of ${told(link.latency ?? 0)} ${units.time} and a bandwidth of ${amountOf(link.bandwidth)} per ${time}.`.replace("  ", " "));
-    } else if (typeof p2p === "number") {
-      found.push(`Transfers take ${told(p2p)} ${units.time}`.trim() + ".");
-    }
-    for (const group of Array.isArray(rules.together) ? rules.together : []) {
-      found.push(`${[group].flat().map(told).join(", ")} stay together.`);
-    }
-    for (const [key, name] of [["first", "first"], ["last", "last"]]) {
-      if ((rules[key] ?? null) !== null) {
-        found.push(`The ${name} stage has ${told(rules[key])} transformer layers.`);
-      }
-    }
-    if (rules.allow_empty === true) {
-      found.push("Stages may be empty.");
-    }
-    return found.join(" ");
+    const time = units.time ? ` ${units.time}` : "";
+    const found = [
+      Array.isArray(link) && "Every rank has its own link to the next one.",
+      isObject(link) && `Transfers have a latency of ${textOf(link.latency ?? 0)}${time} and a bandwidth of ${amountOf(link.bandwidth)} per ${units.time || "unit of time"}.`,
+      link === undefined && typeof p2p === "number" && `Transfers take ${textOf(p2p)}${time}.`,
+      ...[rules.together ?? []].flat().map((group) => `${[group].flat().map(textOf).join(", ")} stay together.`),
+      ...["first", "last"].map((key) => (rules[key] ?? null) !== null && `The ${key} stage has ${textOf(rules[key])} transformer layers.`),
+      rules.allow_empty === true && "Stages may be empty.",
+    ];
+    return found.filter(Boolean).join(" ");
   }
 }
 
-function told(value) {
+function textOf(value) {
   if (typeof value === "number") {
     return number(value);
   }
@@ -131,60 +111,38 @@ function told(value) {
   return text.length > 40 ? `${text.slice(0, 37)}…` : text;
 }
 
-const amountOf = (bytes) => (typeof bytes === "number" ? storage(bytes, "bytes") : told(bytes));
-
-function recomputed(alternative, held) {
-  return isObject(alternative) ? `holds ${held(alternative.memory?.forward ?? "as much")}` : "–";
-}
-
-const row = (kind, texts) => make("tr", {}, ...texts.map((text) => make(kind, {}, text)));
+const amountOf = (bytes) => (typeof bytes === "number" ? storage(bytes, "bytes") : textOf(bytes));
 
 // Shows the parts that a problem needs; `layers` is null if it gives stages.
 export function showLayers(layers, units) {
   const hasLayers = layers !== null;
-  /** @type {[string, boolean][]} */
-  const parts = [
-    ["layers-panel", !hasLayers],
-    ["costs-panel", hasLayers],
-    ["memory-deltas", hasLayers],
-    ["has_memory-field", hasLayers],
-    ["keep_cut-field", !hasLayers || !layers.hasCut],
-    ["what-if", hasLayers],
-  ];
-  for (const [id, isHidden] of parts) {
-    at(id).hidden = isHidden;
+  at("layers-panel").hidden = !hasLayers;
+  at("keep_cut-field").hidden = !layers?.hasCut;
+  for (const id of ["costs-panel", "memory-deltas", "has_memory-field", "what-if"]) {
+    at(id).hidden = hasLayers;
   }
   // The memory of 1F1B is unknown before the layers are divided, and only then can the planner choose a placement.
-  for (const [choice, isOffered] of /** @type {[string, boolean][]} */ ([
-    ['#limit_kind [value="fraction"]', !hasLayers],
-    ['#placement [value="auto"]', hasLayers],
-  ])) {
-    const option = part(document, choice, HTMLOptionElement);
-    option.hidden = !isOffered;
-    option.disabled = !isOffered;
+  for (const [choice, isHidden] of /** @type {[string, boolean][]} */ ([["#limit_kind [value=fraction]", hasLayers], ["#placement [value=auto]", !hasLayers]])) {
+    Object.assign(part(document, choice, HTMLOptionElement), { hidden: isHidden, disabled: isHidden });
   }
   if (hasLayers) {
     layers.draw(at("table-layers"), units);
-    at("layers-said").textContent = layers.said(units);
+    at("layers-said").textContent = layers.inWords(units);
     input("keep_cut").checked = layers.keepsCut;
   }
 }
 
 const NAMES = { v: "V", single: "one stage per rank" };
 
-// Facts about layers before they are divided into stages, as rows of a list of terms.
-export function layerRows(facts, units) {
+// Facts about layers before they are divided into stages, as terms and texts.
+export function layerFactsOf(facts, units) {
   const placements = facts.placements.map(({ placement, chunks }) => NAMES[placement] ?? `interleaved × ${chunks}`);
-  const found = [
-    ["Layers", facts.parts === facts.layers ? number(facts.layers) : `${number(facts.layers)}, ${number(facts.parts - 1)} possible cut points`],
+  const cuts = facts.parts === facts.layers ? "" : `, ${number(facts.parts - 1)} possible cut points`;
+  const held = [["Static memory of all layers", facts.static], ["Memory of a microbatch's forwards", facts.held]];
+  return [
+    ["Layers", number(facts.layers) + cuts],
     ["Placements tried", placements.join(", ")],
     ["Minimum work of the busiest rank", amount(facts.least_busy, units.time)],
+    ...held.filter(([, size]) => size > 0).map(([name, size]) => [name, storage(size, units.memory)]),
   ];
-  if (facts.static > 0) {
-    found.push(["Static memory of all layers", storage(facts.static, units.memory)]);
-  }
-  if (facts.held > 0) {
-    found.push(["Memory of a microbatch's forwards", storage(facts.held, units.memory)]);
-  }
-  return termRows(found);
 }

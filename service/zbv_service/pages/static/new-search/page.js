@@ -1,26 +1,21 @@
 // The form for a new search. Its fields represent a problem document: after every change the page rebuilds the
 // document, has the service check it, and shows an estimate.
 
-import { at, input, part } from "../dom.js";
+import { at, input, make, part } from "../dom.js";
 import { Cells } from "./cells.js";
+import { acceptDocuments, copy, curl, pretty } from "./documents.js";
 import { Expectation } from "./expectation.js";
-import { acceptFiles, acceptPaste, copy, curl, pretty, readFile, readText } from "./documents.js";
-import { Issues } from "./issues.js";
-import { layerRows, showLayers } from "./layers.js";
+import { Issues, factsOf, meaningOf } from "./issues.js";
+import { layerFactsOf, showLayers } from "./layers.js";
 import { COSTS, DELTAS, LIMIT, ProblemForm, STATIC } from "./problem-form.js";
-import { Service, latest, said } from "./service.js";
-import { factRows, meaningOf, verdictOf } from "./verdict.js";
+import { latest, messageOf, page, post } from "./service.js";
 
 const CHECK_PAUSE = 200; // ms after the last key
 const DRAFT = "zbv-new-search";
-const TEXTS = ["pp_degree", "microbatches", "chunks", "limit_fraction", "time_unit", "memory_unit", "time_limit", "seed"];
-
-const data = document.getElementById("new-search"); // absent for readers without the scope search
-const page = data === null ? null : JSON.parse(data.textContent);
+const SHAPING = ["pp_degree", "chunks", "placement", "limit_kind", "has_memory", "time_unit", "memory_unit"];
 
 class NewSearch {
   constructor() {
-    this.service = new Service(page.root);
     this.form = new ProblemForm();
     this.facts = null; // of the problem that was checked last; null if it was invalid
     this.layerFacts = null; // instead of these, for a problem with layers
@@ -33,46 +28,18 @@ class NewSearch {
     };
     this.issues = new Issues(this.form);
     this.checkSoon = latest(() => this.check(), CHECK_PAUSE);
-    const take = (found, note) => {
-      this.begin({ ...found, options: this.form.options() }, note);
+    this.expectation = new Expectation(() => this.#units.time, (found, note) => {
+      this.begin({ ...found, options: this.form.body().options }, note);
       at("pp_degree").focus(); // the button that had the focus is disabled now
-    };
-    this.expectation = new Expectation(this.service, () => this.#units.time, take);
+    });
     this.#listen();
   }
 
-  // ---- the fields
-
   #listen() {
-    for (const name of TEXTS) {
-      at(name).addEventListener("input", () => {
-        this.form.texts[name] = input(name).value;
-        this.form.forget(name);
-        if (name === "pp_degree" || name === "chunks") {
-          this.#drawTables();
-        }
-        if (name === "time_unit" || name === "memory_unit") {
-          showLayers(this.form.layers, this.#units);
-        }
-        this.changed();
-      });
-    }
-    at("effort").addEventListener("change", () => {
-      this.form.texts.effort = input("effort").value;
-      this.form.forget("effort");
-      this.changed();
-    });
-    for (const [id, name] of [["placement", "placement"], ["objective", "objective"], ["limit_kind", "limitKind"]]) {
-      at(id).addEventListener("change", () => this.#choose(name, input(id).value));
-    }
-    at("has_memory").addEventListener("change", () => {
-      this.form.hasMemory = input("has_memory").checked;
-      this.#draw();
-      this.changed();
-    });
-    at("keep_cut").addEventListener("change", () => {
-      this.form.layers.keepsCut = input("keep_cut").checked;
-      this.changed();
+    at("form").addEventListener("input", (event) => this.#edited(/** @type {HTMLInputElement} */ (event.target).id));
+    at("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
     });
     at("preset").addEventListener("change", () => {
       const preset = page.presets[input("preset").value];
@@ -80,42 +47,42 @@ class NewSearch {
         this.begin(preset, "");
       }
     });
-    at("form").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.submit();
-    });
     for (const button of document.querySelectorAll(/** @type {"button"} */ ("[data-copy]"))) {
-      button.addEventListener("click", () => this.#copy(button.dataset.copy));
+      button.addEventListener("click", async () => {
+        at("copied").textContent = await copy(at(button.dataset.copy ?? ""));
+      });
     }
-    acceptFiles(at("file"), at("drop"), (file) => this.#open(file.name, () => readFile(file)));
-    acceptPaste((text) => this.#open("the pasted text", () => readText(text)));
+    acceptDocuments((name, read) => this.#open(name, read));
   }
 
-  #choose(name, value) {
-    if (name === "limitKind" && value === "amount" && this.facts?.limit) {
-      this.form.values[LIMIT.key].fill(this.facts.limit.map(String), this.form.shape);
+  #edited(id) {
+    if (!this.form.edited(id)) {
+      return; // a cell of a table, which tells its own changes
     }
-    if (name === "limitKind" && value === "fraction" && this.facts?.limit_fraction) {
-      this.form.texts.limit_fraction = String(Number(this.facts.limit_fraction.toPrecision(4)));
+    const { facts } = this;
+    if (id === "limit_kind" && input(id).value === "amount" && facts?.limit) {
+      this.form.values[LIMIT.key].fill(facts.limit.map(String), this.form.shape);
     }
-    this.form[name] = value;
-    this.form.forget(name);
-    this.#draw();
+    if (id === "limit_kind" && input(id).value === "fraction" && facts?.limit_fraction) {
+      input("limit_fraction").value = String(Number(facts.limit_fraction.toPrecision(4)));
+    }
+    if (SHAPING.includes(id)) {
+      this.#draw();
+    }
     this.changed();
   }
 
   #cellChanged(key) {
-    if (key === "memory.forward" || key === "memory.backward_input") {
-      if (this.wasBalanced && this.form.balance()) {
-        this.tables.memory.draw();
-      }
+    const isCause = key === "memory.forward" || key === "memory.backward_input";
+    if (isCause && this.wasBalanced && this.form.balance()) {
+      this.tables.memory.draw();
     }
     this.changed();
   }
 
-  // Fills the form from a document.
-  begin({ problem, options = {}, limit_fraction: fraction = null }, note) {
-    const unshown = this.form.read(problem, options, fraction);
+  // Fills the form with the body of a search.
+  begin(body, note) {
+    const unshown = this.form.read(body);
     const kept = unshown.length === 0 ? "" : `The form has no fields for ${unshown.join(", ")}; they are sent unchanged.`;
     this.say([note, kept].filter(Boolean).join(" "));
     this.facts = null;
@@ -124,26 +91,29 @@ class NewSearch {
     this.changed();
   }
 
-  #draw() {
-    const { form } = this;
-    for (const name of [...TEXTS, "effort"]) {
-      input(name).value = form.texts[name];
+  async #open(name, read) {
+    input("preset").value = "";
+    try {
+      this.begin(await read(), `Loaded ${name}.`);
+    } catch (error) {
+      if (!(error instanceof TypeError)) {
+        throw error;
+      }
+      this.say(`${name[0].toUpperCase()}${name.slice(1)} cannot be used. ${error.message}`, true);
     }
-    input("placement").value = form.placement;
-    input("objective").value = form.objective;
-    input("limit_kind").value = form.limitKind;
-    input("has_memory").checked = form.hasMemory;
-    at("memory-fields").hidden = !form.hasMemory;
-    at("chunks-field").hidden = form.placement !== "loop";
-    showLayers(form.layers, this.#units);
-    at("limit_fraction-field").hidden = form.limitKind !== "fraction";
-    this.tables.ranks.quantities = form.limitKind === "amount" ? [STATIC, LIMIT] : [STATIC];
-    this.#drawTables();
   }
 
-  #drawTables() {
+  // Shows the parts of the form that its content needs.
+  #draw() {
+    const { layers } = this.form;
+    const limit = input("limit_kind").value;
+    at("memory-fields").hidden = !input("has_memory").checked;
+    at("chunks-field").hidden = input("placement").value !== "loop";
+    at("limit_fraction-field").hidden = limit !== "fraction";
+    showLayers(layers, this.#units);
+    this.tables.ranks.quantities = limit === "amount" ? [STATIC, LIMIT] : [STATIC];
     for (const [name, table] of Object.entries(this.tables)) {
-      if (this.form.layers !== null && name !== "ranks") {
+      if (layers !== null && name !== "ranks") {
         table.table.replaceChildren(); // otherwise their issues would show in a hidden table
       } else {
         table.draw();
@@ -168,73 +138,56 @@ class NewSearch {
     this.checkSoon(true);
   }
 
-  body() {
-    return { problem: this.form.problem(this.facts?.limit), options: this.form.options() };
+  get #body() {
+    return this.form.body(this.facts?.limit ?? null);
   }
 
   #drawText() {
-    const body = this.body();
+    const body = this.#body;
     const text = pretty(body.problem);
     const isStale = !this.#isValid;
-    for (const id of ["json", "curl"]) {
+    for (const [id, content] of [["json", text], ["curl", curl(body, page)]]) {
       at(id).classList.toggle("stale", isStale);
+      at(id).textContent = content;
     }
     at("copied").textContent = isStale && this.checked !== null ? "Not valid yet: the memory limit may be missing." : "";
-    at("json").textContent = text;
-    at("curl").textContent = curl(body, page.base, page.has_tokens);
     const link = part(document, "#download", HTMLAnchorElement);
-    if (link.href) {
-      URL.revokeObjectURL(link.href);
-    }
+    URL.revokeObjectURL(link.href);
     link.href = URL.createObjectURL(new Blob([`${text}\n`], { type: "application/json" }));
   }
 
   async check() {
     const question = JSON.stringify(this.form.question());
-    const answer = await this.service.post("/v1/problems/check", question);
+    const answer = await post("/v1/problems/check", question);
     if (question !== JSON.stringify(this.form.question())) {
       return; // the form has changed since; another check follows
     }
     this.checked = question;
     at("verdict").setAttribute("aria-busy", "false");
+    const { facts = null, layers = null, issues = [] } = answer.ok ? answer.body : {};
+    this.facts = facts;
+    this.layerFacts = layers;
+    this.#drawText();
     if (!answer.ok) {
-      this.facts = null;
-      this.layerFacts = null;
-      this.#drawText();
-      this.#verdict("bad", said(answer));
+      this.#verdict("bad", messageOf(answer));
       this.expectation.refuse("");
       if (answer.status === 401) {
         sessionStorage.setItem(DRAFT, question);
       }
       return;
     }
-    const { is_valid: isValid, issues, facts, layers } = answer.body;
-    this.facts = facts;
-    this.layerFacts = layers;
     this.issues.show(issues);
-    this.#drawText();
-    if (layers !== null) {
-      this.#expectLayers(layers);
-      return;
-    }
-    this.#verdict(...verdictOf(facts, issues, this.issues.homeless));
-    at("facts").replaceChildren(...(isValid ? factRows(facts, this.#units) : []));
+    this.#verdict(...this.issues.verdict(facts));
     const { hasFraction } = this.form;
-    at("limit-meaning").textContent = isValid ? meaningOf(facts, hasFraction, this.#units.memory) : "";
-    if (!isValid || !facts.fits) {
-      this.expectation.refuse(isValid ? "" : "Correct the fields to see an estimate.");
+    const terms = layers !== null ? layerFactsOf(layers, this.#units) : facts !== null ? factsOf(facts, this.#units) : [];
+    at("facts").replaceChildren(...terms.map(([term, text]) => make("div", {}, make("dt", {}, term), make("dd", {}, text))));
+    at("limit-meaning").textContent = facts === null ? "" : meaningOf(facts, hasFraction, this.#units.memory);
+    if (layers === null && !facts?.fits) {
+      this.expectation.refuse(facts === null ? "Correct the fields to see an estimate." : "");
       return;
     }
     at("summary").hidden = true;
-    this.expectation.start(this.body().problem, facts, hasFraction);
-  }
-
-  #expectLayers(layers) {
-    this.#verdict("good", "Ready to search.");
-    at("facts").replaceChildren(...layerRows(layers, this.#units));
-    at("limit-meaning").textContent = "";
-    at("summary").hidden = true;
-    this.expectation.startLayers(this.body().problem);
+    this.expectation.start(this.#body.problem, facts, hasFraction);
   }
 
   get #isValid() {
@@ -246,25 +199,7 @@ class NewSearch {
     at("verdict").textContent = text;
   }
 
-  // ---- files, copies, and the search itself
-
-  async #open(name, read) {
-    input("preset").value = "";
-    try {
-      this.begin(await read(), `Loaded ${name}.`);
-    } catch (error) {
-      if (!(error instanceof TypeError)) {
-        throw error;
-      }
-      this.say(`${name[0].toUpperCase()}${name.slice(1)} cannot be used. ${error.message}`, true);
-    }
-  }
-
-  async #copy(what) {
-    const element = at(what);
-    const isCopied = await copy(element.textContent, element);
-    at("copied").textContent = isCopied ? "Copied." : "Selected; press Ctrl+C.";
-  }
+  // ---- the search itself
 
   async submit() {
     const button = input("submit");
@@ -273,23 +208,20 @@ class NewSearch {
       do {
         await this.check(); // send exactly what was checked, even if the form changes meanwhile
       } while (this.checked !== JSON.stringify(this.form.question()));
-      if (!this.#isValid) {
-        if (this.issues.shown.length > 0) {
-          this.issues.summarise(at("summary"), "Correct these fields first");
-        } else {
-          this.#complain(at("verdict").textContent);
-        }
-        return;
+      if (this.#isValid) {
+        await this.#post();
+      } else if (this.issues.shown.length > 0) {
+        this.issues.summarise("Correct these fields first");
+      } else {
+        this.#complain(at("verdict").textContent);
       }
-      await this.#post();
     } finally {
       button.disabled = false;
     }
   }
 
   async #post() {
-    const text = JSON.stringify(this.body());
-    const answer = await this.service.post("/v1/searches", text);
+    const answer = await post("/v1/searches", JSON.stringify(this.#body));
     if (answer.ok) {
       location.assign(`${page.root}/searches/${answer.body.id}`);
       return;
@@ -297,9 +229,9 @@ class NewSearch {
     const errors = (answer.body.errors ?? []).filter(({ pointer }) => typeof pointer === "string");
     if (errors.length > 0) {
       this.issues.show(errors);
-      this.issues.summarise(at("summary"), answer.body.title ?? "Correct these fields first");
+      this.issues.summarise(answer.body.title ?? "Correct these fields first");
     }
-    this.#complain(said(answer));
+    this.#complain(messageOf(answer));
   }
 
   #complain(text) {
@@ -308,24 +240,18 @@ class NewSearch {
   }
 
   get #units() {
-    const { time_unit: time, memory_unit: memory } = this.form.texts;
-    return { time: time.trim() === "us" ? "µs" : time.trim(), memory: memory.trim() };
+    const [time, memory] = ["time_unit", "memory_unit"].map((id) => input(id).value.trim());
+    return { time: time === "us" ? "µs" : time, memory };
   }
-}
-
-// The form's content when the session ended.
-function draft() {
-  const text = sessionStorage.getItem(DRAFT);
-  sessionStorage.removeItem(DRAFT);
-  return text === null ? null : JSON.parse(text);
 }
 
 if (page !== null) {
   const search = new NewSearch();
-  const kept = draft();
+  const draft = sessionStorage.getItem(DRAFT); // the form's content when the session ended
+  sessionStorage.removeItem(DRAFT);
   at("app").hidden = false;
-  if (kept !== null) {
-    search.begin(kept, "Restored from before you were signed out.");
+  if (draft !== null) {
+    search.begin(JSON.parse(draft), "Restored from before you were signed out.");
   } else {
     input("preset").value = page.start.preset;
     search.begin(page.start, page.start.note);

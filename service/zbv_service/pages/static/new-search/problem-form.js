@@ -1,44 +1,77 @@
-// The content of the form, to and from documents. Unknown keys are kept and sent unchanged.
+// The content of the form, to and from documents. Keys that no field shows are kept and sent unchanged.
 
+import { at, input } from "../dom.js";
 import { Layers } from "./layers.js";
 import { Shape, Values, isObject, isValue, typed } from "./values.js";
 
+const stage = { per: "stage", absent: "" };
 export const COSTS = [
-  { key: "costs.forward", label: "Forward", letter: "F", per: "stage", start: "1000" },
-  { key: "costs.backward_input", label: "Backward, input", letter: "I", per: "stage", start: "1100" },
-  { key: "costs.backward_weight", label: "Backward, weight", letter: "W", per: "stage", start: "700" },
-  { key: "costs.backward", label: "Full backward", letter: "B", per: "stage", start: "", hint: "I + W" },
-  { key: "costs.p2p", label: "Transfer between stages", letter: "", per: "boundary", start: "0" },
+  { ...stage, key: "costs.forward", label: "Forward", letter: "F", start: "1000" },
+  { ...stage, key: "costs.backward_input", label: "Backward, input", letter: "I", start: "1100" },
+  { ...stage, key: "costs.backward_weight", label: "Backward, weight", letter: "W", start: "700" },
+  { ...stage, key: "costs.backward", label: "Full backward", letter: "B", start: "", hint: "I + W" },
+  { per: "boundary", absent: "0", key: "costs.p2p", label: "Transfer between stages", letter: "", start: "0" },
 ];
 export const DELTAS = [
-  { key: "memory.forward", label: "Forward", letter: "F", per: "stage", start: "2" },
-  { key: "memory.backward_input", label: "Backward, input", letter: "I", per: "stage", start: "-1" },
-  { key: "memory.backward_weight", label: "Backward, weight", letter: "W", per: "stage", start: "-1" },
+  { ...stage, key: "memory.forward", label: "Forward", letter: "F", start: "2" },
+  { ...stage, key: "memory.backward_input", label: "Backward, input", letter: "I", start: "-1" },
+  { ...stage, key: "memory.backward_weight", label: "Backward, weight", letter: "W", start: "-1" },
 ];
-export const STATIC = { key: "memory.static", label: "Static", letter: "", per: "rank", start: "0" };
-export const LIMIT = { key: "memory.limit", label: "Limit", letter: "", per: "rank", start: "16" };
+export const STATIC = { per: "rank", absent: "0", key: "memory.static", label: "Static", letter: "", start: "0" };
+export const LIMIT = { per: "rank", absent: "", key: "memory.limit", label: "Limit", letter: "", start: "16" };
 export const QUANTITIES = [...COSTS, ...DELTAS, STATIC, LIMIT];
 
-const LAYERED = ["layers", "devices", "cut", "partition", "recompute"];
+// The other fields, by their ids. `path` is their place in the body of a search; what a field shows by `default` is
+// left out of it.
+/** @type {Record<string, any>} */
+export const FIELDS = {
+  pp_degree: { path: "problem.pp_degree" },
+  microbatches: { path: "problem.microbatches" },
+  placement: { path: "problem.placement", isChoice: true },
+  chunks: { path: "problem.chunks" },
+  objective: { path: "problem.objective", isChoice: true },
+  time_unit: { path: "problem.units.time", default: "", isText: true },
+  memory_unit: { path: "problem.units.memory", default: "", isText: true },
+  effort: { path: "options.effort", isChoice: true },
+  time_limit: { path: "options.time_limit", default: "" },
+  seed: { path: "options.seed", default: "0" },
+  limit_kind: {},
+  limit_fraction: {},
+  has_memory: {},
+  keep_cut: {},
+};
 const LARGEST_TABLE = 1024;
-const SIMPLE = ["pp_degree", "microbatches", "chunks"];
-const CHOICES = { placement: ["v", "loop", "single"], objective: ["span", "makespan"] };
-const isZero = (value) => value === 0 || (Array.isArray(value) && value.every((each) => each === 0));
+const PARTS = ["costs", "memory", "units"];
+const LAYERED = ["layers", "devices", "cut", "costs", "partition", "recompute"];
 
-// Keys of a file that no field shows, by part. The objects have no prototype, so that every name is an ordinary key.
-const nothing = () =>
-  Object.fromEntries(["problem", "costs", "memory", "units", "options"].map((part) => [part, Object.create(null)]));
+const keyOf = (quantity) => quantity.key.split(".")[1];
+const isNothing = (value) => value === 0 || (Array.isArray(value) && value.every((each) => each === 0));
+const collapsed = (values) => (values.every((each) => each === values[0]) ? values[0] : values);
+
+// The value at a path of a document, and the object that holds it.
+function look(document, path) {
+  const keys = path.split(".");
+  const holder = keys.slice(0, -1).reduce((found, key) => (isObject(found) ? found[key] : undefined), document);
+  const key = keys.at(-1);
+  return { holder: isObject(holder) ? holder : {}, key, value: isObject(holder) ? holder[key] : undefined };
+}
+
+function removed(document, path) {
+  const { holder, key, value } = look(document, path);
+  delete holder[key];
+  return value ?? null;
+}
+
+// Both documents as one; the second takes precedence.
+const merged = (one, other) =>
+  isObject(one) && isObject(other)
+    ? Object.fromEntries([...Object.entries(one), ...Object.entries(other).map(([key, value]) => [key, merged(one[key], value)])])
+    : other;
 
 export class ProblemForm {
   constructor() {
-    this.texts = { pp_degree: "4", microbatches: "16", chunks: "2", limit_fraction: "1" };
-    this.texts = { ...this.texts, time_unit: "", memory_unit: "", effort: "standard", time_limit: "", seed: "0" };
-    this.placement = "v";
-    this.objective = "span";
-    this.hasMemory = true;
-    this.limitKind = "fraction";
     this.values = Object.fromEntries(QUANTITIES.map(({ key, per, start }) => [key, new Values(per, start)]));
-    this.kept = nothing();
+    this.kept = { problem: {}, options: {} };
     /** @type {any} */
     this.layers = null; // a Layers, in place of the costs and memory of stages
     this.ranks = 4;
@@ -46,250 +79,156 @@ export class ProblemForm {
 
   // The shape of the tables; the previous one while a field holds no valid count.
   get shape() {
-    const ranks = typed(this.texts.pp_degree);
-    const chunks = typed(this.texts.chunks);
+    const [ranks, chunks] = ["pp_degree", "chunks"].map((id) => typed(input(id).value));
     if (Number.isInteger(ranks) && ranks >= 1 && ranks <= LARGEST_TABLE) {
       this.ranks = ranks;
     }
-    return new Shape(this.ranks, this.placement, Number.isInteger(chunks) && chunks >= 1 && chunks <= 64 ? chunks : 2);
+    const hasChunks = Number.isInteger(chunks) && chunks >= 1 && chunks <= 64;
+    return new Shape(this.ranks, input("placement").value, hasChunks ? chunks : 2);
+  }
+
+  get hasFraction() {
+    return this.layers === null && input("has_memory").checked && input("limit_kind").value === "fraction";
   }
 
   // ---- to documents
 
-  // The problem, without its limit if that is a fraction: the service turns it into an amount.
-  problem(limit = undefined) {
-    const { shape, texts, kept } = this;
-    const problem = { pp_degree: typed(texts.pp_degree), microbatches: typed(texts.microbatches) };
-    problem.placement = this.placement;
-    if (this.placement === "loop") {
-      problem.chunks = typed(texts.chunks);
+  // The body of a search, without its limit if that is a fraction: the service turns it into an amount.
+  body(limit = null) {
+    const found = { problem: {}, options: {} };
+    for (const [id, { path, isChoice, isText, default: usual }] of Object.entries(FIELDS)) {
+      const text = input(id).value.trim();
+      if (path !== undefined && text !== usual && (id !== "chunks" || input("placement").value === "loop")) {
+        const [part, ...keys] = path.split(".");
+        const value = isChoice || isText ? text : typed(text);
+        found[part] = merged(found[part], keys.reduceRight((inner, key) => ({ [key]: inner }), /** @type {any} */ (value)));
+      }
     }
-    problem.objective = this.objective;
+    const amounts = (quantities) => Object.fromEntries(quantities.map((each) => [keyOf(each), this.values[each.key].toJson(this.shape)]));
+    const { problem } = found;
     if (this.layers !== null) {
-      return this.#withLayers(problem);
-    }
-    problem.costs = {};
-    for (const { key } of COSTS) {
-      const value = this.values[key].toJson(shape);
-      if (key !== "costs.backward" || value !== "") {
-        problem.costs[key.split(".")[1]] = value;
+      Object.assign(problem, this.layers.document(), { memory: { ...amounts([STATIC]), limit: this.#limit(limit) } });
+    } else {
+      const { backward, ...costs } = amounts(COSTS);
+      problem.costs = backward === "" ? costs : { ...costs, backward };
+      if (input("has_memory").checked) {
+        problem.memory = { ...amounts([...DELTAS, STATIC]), limit: this.#limit(limit) };
       }
     }
-    if (this.hasMemory) {
-      problem.memory = Object.fromEntries(
-        [...DELTAS, STATIC].map(({ key }) => [key.split(".")[1], this.values[key].toJson(shape)]),
-      );
-      problem.memory.limit = this.#limit(limit);
-    }
-    for (const part of ["costs", "memory"]) {
-      if (problem[part] !== undefined || Object.keys(kept[part]).length > 0) {
-        problem[part] = { ...problem[part], ...kept[part] };
-      }
-    }
-    return { ...problem, ...this.#units(), ...kept.problem };
+    return merged(found, this.kept);
   }
 
-  #withLayers(problem) {
-    const { shape, kept } = this;
-    const memory = { static: this.values[STATIC.key].toJson(shape), limit: this.#limit(), ...kept.memory };
-    return { ...problem, ...this.layers.document(), memory, ...this.#units(), ...kept.problem };
-  }
-
-  #units() {
-    const { texts, kept } = this;
-    const units = {};
-    for (const [key, text] of [["time", texts.time_unit], ["memory", texts.memory_unit]]) {
-      if (text.trim() !== "") {
-        units[key] = text.trim();
-      }
-    }
-    Object.assign(units, kept.units);
-    return Object.keys(units).length === 0 ? {} : { units };
-  }
-
-  #limit(limit) {
-    if (this.limitKind === "amount") {
+  #limit(amounts) {
+    if (input("limit_kind").value === "amount") {
       return this.values[LIMIT.key].toJson(this.shape);
     }
-    if (this.limitKind === "none" || limit === undefined || limit === null) {
-      return null;
-    }
-    return limit.every((each) => each === limit[0]) ? limit[0] : limit;
-  }
-
-  options() {
-    const { texts, kept } = this;
-    const options = { effort: texts.effort };
-    if (texts.time_limit.trim() !== "") {
-      options.time_limit = typed(texts.time_limit);
-    }
-    if (texts.seed.trim() !== "0") {
-      options.seed = typed(texts.seed);
-    }
-    return { ...options, ...kept.options };
-  }
-
-  get hasFraction() {
-    return this.layers === null && this.hasMemory && this.limitKind === "fraction";
+    return this.hasFraction && amounts !== null ? collapsed(amounts) : null;
   }
 
   // The body of a check.
   question() {
-    const body = { problem: this.problem(), options: this.options() };
-    return this.hasFraction ? { ...body, limit_fraction: typed(this.texts.limit_fraction) } : body;
+    return this.hasFraction ? { ...this.body(), limit_fraction: typed(input("limit_fraction").value) } : this.body();
   }
 
   // ---- from documents
 
-  // Reads a problem document; returns the keys that no field shows.
-  read(problem, options = {}, limitFraction = null) {
-    if (!isObject(problem)) {
-      throw new TypeError("a problem is a JSON object");
-    }
-    this.kept = nothing();
+  // Reads the body of a search; returns the names of the values that are sent but not shown.
+  read({ problem, options = {}, limit_fraction: fraction = null }) {
     this.layers = Layers.of(problem);
-    for (const key of SIMPLE) {
-      if (isValue(problem[key])) {
-        this.texts[key] = String(problem[key]);
-      } else if (problem[key] !== undefined && problem[key] !== null) {
-        this.kept.problem[key] = problem[key];
-      } else if (key !== "chunks") {
-        this.texts[key] = ""; // the file does not set it
+    this.kept = structuredClone({ problem: this.layers?.beside(problem) ?? problem, options });
+    for (const key of this.layers === null ? [] : LAYERED) {
+      delete this.kept.problem[key];
+    }
+    for (const [id, field] of Object.entries(FIELDS)) {
+      if (field.path !== undefined) {
+        this.#readField(id, field);
       }
     }
-    for (const [key, choices] of Object.entries(CHOICES)) {
-      const known = key === "placement" && this.layers !== null ? [...choices, "auto"] : choices;
-      this[key] = known.includes(problem[key]) ? problem[key] : known[0];
-      if (problem[key] !== undefined && !known.includes(problem[key])) {
-        this.kept.problem[key] = problem[key];
+    const limit = look(this.kept, "problem.memory.limit").value ?? null;
+    input("has_memory").checked = this.#hasMemory(limit);
+    input("limit_kind").value = fraction !== null ? "fraction" : limit === null ? "none" : "amount";
+    if (fraction !== null) {
+      input("limit_fraction").value = String(fraction);
+    }
+    const shown = this.layers === null ? QUANTITIES : [STATIC, LIMIT];
+    for (const { key, per, start, absent } of shown) {
+      const part = this.kept.problem[key.split(".")[0]] ?? (key.startsWith("costs.") ? {} : null);
+      this.values[key] = new Values(per, isObject(part) ? absent : start);
+      const value = removed(this.kept, `problem.${key}`);
+      if (value !== null) {
+        this.values[key].fromJson(value, this.shape);
       }
     }
-    if (this.layers === null) {
-      this.#readPart("costs", problem.costs ?? {}, COSTS);
-      this.#readMemory(problem.memory, limitFraction);
-    } else {
-      this.#readMemoryBeside(problem.memory);
-    }
-    this.#readUnits(problem.units);
-    this.#readOptions(options);
-    const known = [...SIMPLE, ...Object.keys(CHOICES), "costs", "memory", "units"];
-    for (const [key, value] of Object.entries(problem)) {
-      if (!known.includes(key) && !(this.layers !== null && LAYERED.includes(key))) {
-        this.kept.problem[key] = value;
+    for (const part of PARTS) {
+      const value = this.kept.problem[part] ?? {};
+      if (isObject(value) && Object.keys(value).length === 0) {
+        delete this.kept.problem[part];
       }
     }
-    return this.#unshown();
+    return this.#unshown(shown);
   }
 
-  #readPart(part, found, quantities) {
-    const values = isObject(found) ? found : {};
-    if (found !== undefined && found !== null && !isObject(found)) {
-      this.kept.problem[part] = found;
+  #readField(id, { path, isChoice, isText, default: usual = "" }) {
+    const { value } = look(this.kept, path);
+    const offered = isChoice ? [.../** @type {any} */ (at(id)).options].filter((each) => each.value !== "auto" || this.layers !== null) : [];
+    const isShown = isChoice ? offered.some((each) => each.value === value) : isText ? typeof value === "string" : isValue(value);
+    if (isShown || (value ?? null) === null) {
+      removed(this.kept, path);
     }
-    const { shape } = this;
-    for (const { key, per, start } of quantities) {
-      const value = values[key.split(".")[1]];
-      const absent = key === "costs.backward" ? "" : key === "costs.p2p" || key === STATIC.key ? "0" : "";
-      this.values[key] = new Values(per, isObject(found) ? absent : start);
-      if (value !== undefined && value !== null) {
-        this.values[key].fromJson(value, shape);
-      }
-    }
-    const known = quantities.map(({ key }) => key.split(".")[1]);
-    for (const [key, value] of Object.entries(values)) {
-      if (!known.includes(key)) {
-        this.kept[part][key] = value;
-      }
+    if (isShown) {
+      input(id).value = String(value);
+    } else if (isChoice) {
+      input(id).value = (offered.find((each) => each.defaultSelected) ?? offered[0]).value;
+    } else if (id !== "chunks") {
+      input(id).value = usual; // the document does not set it
     }
   }
 
-  #readMemory(found, limitFraction) {
-    const none = found === undefined || found === null;
-    const parts = [...DELTAS, STATIC].map(({ key }) => found?.[key.split(".")[1]]);
-    const isSilent = isObject(found) && (found.limit ?? null) === null && parts.every((each) => isZero(each));
-    this.#readPart("memory", none || isSilent ? undefined : found, [...DELTAS, STATIC, LIMIT]);
-    this.hasMemory = !none && !isSilent;
-    const limit = isObject(found) ? (found.limit ?? null) : null;
-    this.limitKind = limitFraction !== null ? "fraction" : limit === null ? "none" : "amount";
-    if (limitFraction !== null) {
-      this.texts.limit_fraction = String(limitFraction);
-      this.values[LIMIT.key] = new Values("rank", "");
+  // Whether memory matters. A document whose actions hold none and that has no limit is as one without memory.
+  #hasMemory(limit) {
+    const { memory } = this.kept.problem;
+    const held = [...DELTAS, STATIC].map(({ key }) => look(this.kept, `problem.${key}`).value);
+    if (this.layers === null && isObject(memory) && limit === null && held.every(isNothing)) {
+      delete this.kept.problem.memory;
+      return false;
     }
+    return this.layers !== null || (memory ?? null) !== null;
   }
 
-  // The memory that ranks hold apart from their layers. The memory of layers is ignored, because it follows from them.
-  #readMemoryBeside(found) {
-    const { static_beside_layers: beside, ...others } = isObject(found) ? found : {};
-    for (const name of this.layers.hasCut ? DELTAS.map(({ key }) => key.split(".")[1]) : []) {
-      delete others[name];
-    }
-    const own = beside === undefined ? others : { ...others, static: beside };
-    this.#readPart("memory", isObject(found) || (found ?? null) === null ? own : found, [STATIC, LIMIT]);
-    this.hasMemory = true;
-    this.limitKind = (others.limit ?? null) === null ? "none" : "amount";
+  #unshown(quantities) {
+    const names = Object.entries(this.kept.problem).flatMap(([key, value]) =>
+      PARTS.includes(key) && isObject(value) ? Object.keys(value).map((inner) => `${key}.${inner}`) : [key],
+    );
+    const asIs = quantities.filter(({ key }) => this.values[key].asIs !== undefined).map(({ key }) => key);
+    return [...names, ...Object.keys(this.kept.options).map((key) => `options.${key}`), ...asIs];
   }
 
-  #readUnits(found) {
-    const units = isObject(found) ? found : {};
-    for (const [key, name] of [["time", "time_unit"], ["memory", "memory_unit"]]) {
-      this.texts[name] = typeof units[key] === "string" ? units[key] : "";
+  // A field that is edited replaces the value of the file. Returns false if it is none of these fields.
+  edited(id) {
+    if (FIELDS[id]?.path !== undefined) {
+      removed(this.kept, FIELDS[id].path);
     }
-    for (const [key, value] of Object.entries(units)) {
-      if (!["time", "memory"].includes(key) || (typeof value !== "string" && value !== null)) {
-        this.kept.units[key] = value;
-      }
+    if (id === "keep_cut") {
+      this.layers.keepsCut = input(id).checked;
     }
-    if (found !== undefined && found !== null && !isObject(found)) {
-      this.kept.problem.units = found;
-    }
-  }
-
-  #readOptions(options) {
-    const { effort, time_limit: timeLimit, seed, ...others } = isObject(options) ? options : {};
-    const isKnown = ["quick", "standard", "thorough"].includes(effort);
-    this.texts.effort = isKnown ? effort : "standard";
-    Object.assign(this.kept.options, others, isKnown || effort === undefined ? {} : { effort });
-    for (const [key, value, absent] of [["time_limit", timeLimit, ""], ["seed", seed, "0"]]) {
-      this.texts[key] = isValue(value) ? String(value) : absent;
-      if (!isValue(value) && value !== undefined && value !== null) {
-        this.kept.options[key] = value;
-      }
-    }
-  }
-
-  // A field that is edited replaces the value of the file.
-  forget(name) {
-    const [part, key] = { time_unit: ["units", "time"], memory_unit: ["units", "memory"] }[name] ?? [null, name];
-    for (const kept of part === null ? [this.kept.problem, this.kept.options] : [this.kept[part]]) {
-      delete kept[key];
-    }
-  }
-
-  // Names of values that are sent but not shown.
-  #unshown() {
-    const names = Object.keys(this.kept.problem);
-    for (const part of ["costs", "memory", "units", "options"]) {
-      names.push(...Object.keys(this.kept[part]).map((key) => `${part}.${key}`));
-    }
-    names.push(...QUANTITIES.filter(({ key }) => this.values[key].asIs !== undefined).map(({ key }) => key));
-    return names;
+    return FIELDS[id] !== undefined;
   }
 
   // ---- W follows F and I
 
-  get isBalanced() {
-    return this.#sums().every((sum) => Math.abs(sum) <= 1e-9);
+  get #deltas() {
+    return DELTAS.map(({ key }) => this.values[key].spread(this.shape).map(typed));
   }
 
-  #sums() {
-    const [forward, inputs, weights] = DELTAS.map(({ key }) => this.values[key].spread(this.shape).map(typed));
-    return forward.map((value, at) => value + inputs[at] + weights[at]);
+  get isBalanced() {
+    const [forward, inputs, weights] = this.#deltas;
+    return forward.every((value, index) => Math.abs(value + inputs[index] + weights[index]) <= 1e-9);
   }
 
   // Sets W to -(F + I); returns false if they are not numbers.
   balance() {
-    const [forward, inputs] = DELTAS.map(({ key }) => this.values[key].spread(this.shape).map(typed));
-    const left = forward.map((value, at) => Number((0 - value - inputs[at]).toPrecision(12)));
+    const [forward, inputs] = this.#deltas;
+    const left = forward.map((value, index) => Number((0 - value - inputs[index]).toPrecision(12)));
     if (!left.every(Number.isFinite)) {
       return false;
     }

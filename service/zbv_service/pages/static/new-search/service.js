@@ -1,32 +1,25 @@
-// Requests of the form to the API. Every answer is {ok, status, body}; status 0 means that there was no answer.
+// The data of the page, and requests to the API. Every answer is {ok, status, body}; status 0 means that there was none.
 
-export class Service {
-  constructor(root) {
-    this.root = root;
-  }
+const data = document.getElementById("new-search"); // absent for readers without the scope search
+export const page = data === null ? null : JSON.parse(data.textContent);
 
-  async post(path, body, fields = {}) {
-    const headers = { "Content-Type": "application/json", Accept: "application/json", ...fields };
-    try {
-      const text = typeof body === "string" ? body : JSON.stringify(body);
-      const answer = await fetch(`${this.root}${path}`, { method: "POST", headers, body: text });
-      const found = await answer.json().catch(() => ({}));
-      return { ok: answer.ok, status: answer.status, body: found };
-    } catch {
-      return { ok: false, status: 0, body: {} };
-    }
+export async function post(path, body) {
+  const headers = { "Content-Type": "application/json", Accept: "application/json" };
+  try {
+    const answer = await fetch(`${page.root}${path}`, { method: "POST", headers, body });
+    return { ok: answer.ok, status: answer.status, body: await answer.json().catch(() => ({})) };
+  } catch {
+    return { ok: false, status: 0, body: {} };
   }
 }
 
 // The message for an answer that is an error.
-export function said(answer) {
-  if (answer.status === 0) {
-    return "The service does not answer. Your input is kept; try again in a moment.";
-  }
-  if (answer.status === 401) {
-    return "You are signed out. Reload the page to sign in; your input is kept.";
-  }
-  return answer.body.detail ?? `The service answered with status ${answer.status}.`;
+export function messageOf({ status, body }) {
+  const messages = {
+    0: "The service does not answer. Your input is kept; try again in a moment.",
+    401: "You are signed out. Reload the page to sign in; your input is kept.",
+  };
+  return messages[status] ?? body.detail ?? `The service answered with status ${status}.`;
 }
 
 // Debounces a function: runs it for the latest request only, one at a time, after a pause.

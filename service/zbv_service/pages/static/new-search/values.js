@@ -6,6 +6,7 @@ export const isValue = (value) => ["number", "string"].includes(typeof value);
 export const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
 
 const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
+const WITH_COMMA = /^[+-]?\d*,(\d+)(e[+-]?\d+)?$/i;
 
 // The value sent for a field: a number, or the text if it is not a number, so that the service reports it. JSON would
 // turn numbers that are too large into null, which has another meaning.
@@ -33,8 +34,6 @@ export function pasted(text) {
   const points = withPoints(rows.flat());
   return rows.map((row) => points.splice(0, row.length));
 }
-
-const WITH_COMMA = /^[+-]?\d*,(\d+)(e[+-]?\d+)?$/i;
 
 // Turns decimal commas into points if they cannot be thousands separators: no number has a point, and some comma is
 // not followed by three digits.
@@ -67,6 +66,9 @@ export class Shape {
   }
 }
 
+const list = (length, of) => Array.from({ length }, (_, index) => of(index));
+const areEqual = (texts) => texts.every((text) => text === texts[0]);
+
 function mostCommon(texts, otherwise = "") {
   const counts = new Map();
   for (const text of texts) {
@@ -78,41 +80,31 @@ function mostCommon(texts, otherwise = "") {
 export class Values {
   constructor(per, text = "") {
     this.per = per;
+    this.modes = per === "stage" ? ["same", "chunk", "each"] : ["same", "each"];
     this.mode = "same";
     this.same = text;
     this.byChunk = [];
     this.each = new Map(); // by "chunk position", so that it stays in place when the number of ranks changes
     this.list = null; // texts pasted at once, more or fewer than there are fields
     this.asIs = undefined; // a value of a file that no field can show
-    /** @type {any} */
-    this.collapsed = null; // the change of mode that hides values of a more detailed one
   }
 
-  get modes() {
-    return this.per === "stage" ? ["same", "chunk", "each"] : ["same", "each"];
+  #slot(index, { ranks }) {
+    return `${Math.floor(index / ranks)} ${index % ranks}`;
   }
 
-  #slot(index, shape) {
-    return `${Math.floor(index / shape.ranks)} ${index % shape.ranks}`;
-  }
-
-  // The texts of all fields of the mode.
-  texts(shape) {
-    if (this.mode === "same") {
+  // The texts of all fields of a mode.
+  texts(shape, mode = this.mode) {
+    if (mode === "same") {
       return [this.same];
     }
-    if (this.mode === "chunk") {
+    if (mode === "chunk") {
       const usual = mostCommon(this.byChunk, this.same);
-      return Array.from({ length: shape.chunks }, (_, chunk) => this.byChunk[chunk] ?? usual);
-    }
-    if (this.list !== null) {
-      return Array.from({ length: shape.count(this.per) }, (_, index) => this.list[index] ?? "");
+      return list(shape.chunks, (chunk) => this.byChunk[chunk] ?? usual);
     }
     const usual = mostCommon(this.each.values(), this.same);
-    return Array.from(
-      { length: shape.count(this.per) },
-      (_, index) => this.each.get(this.#slot(index, shape)) ?? usual,
-    );
+    const text = (index) => (this.list === null ? (this.each.get(this.#slot(index, shape)) ?? usual) : (this.list[index] ?? ""));
+    return list(shape.count(this.per), text);
   }
 
   set(index, text, shape) {
@@ -130,69 +122,59 @@ export class Values {
   // Sets all texts at once. If there are too many or too few, all are sent, and the service reports it.
   setAll(texts, shape) {
     this.mode = "each";
-    this.list = null;
-    if (texts.length === shape.count(this.per)) {
-      texts.forEach((text, index) => this.set(index, text, shape));
-    } else {
-      this.list = texts;
+    this.list = texts.length === shape.count(this.per) ? null : texts;
+    if (this.list === null) {
+      this.each = new Map(texts.map((text, index) => [this.#slot(index, shape), text]));
     }
   }
 
   // One text each, in every mode.
-  spread(shape) {
-    const texts = this.texts(shape);
-    const count = shape.count(this.per);
-    if (this.mode === "each") {
-      return texts;
-    }
-    const of = this.mode === "same" ? () => texts[0] : (index) => texts[Math.floor(index / shape.ranks)];
-    return Array.from({ length: count }, (_, index) => of(index));
+  spread(shape, mode = this.mode) {
+    const texts = this.texts(shape, mode);
+    const place = { same: () => 0, chunk: (index) => Math.floor(index / shape.ranks), each: (index) => index }[mode];
+    return list(shape.count(this.per), (index) => texts[place(index)]);
   }
 
+  // What a mode shows of texts for every stage, boundary or rank.
+  #collapsed(spread, mode, { chunks, ranks }) {
+    const parts = { same: [spread], chunk: list(chunks, (chunk) => spread.slice(chunk * ranks, (chunk + 1) * ranks)) };
+    return mode === "each" ? spread : parts[mode].map((texts) => mostCommon(texts));
+  }
+
+  // Shows another level of detail. Values of a finer one come back if the coarser ones are as they made them.
   setMode(mode, shape) {
-    if (mode === this.mode) {
-      return;
-    }
     const spread = this.spread(shape);
-    const wasFiner = this.modes.indexOf(this.mode) > this.modes.indexOf(mode);
-    const before = this.mode;
-    if (mode === "each" && !(this.collapsed?.mode === "each" && this.#isAsCollapsed())) {
-      this.each = new Map(spread.map((text, index) => [this.#slot(index, shape), text]));
-    } else if (mode === "chunk" && !(this.collapsed?.mode === "chunk" && this.#isAsCollapsed())) {
-      this.byChunk = Array.from({ length: shape.chunks }, (_, chunk) =>
-        mostCommon(spread.slice(chunk * shape.ranks, (chunk + 1) * shape.ranks)),
-      );
-    } else if (mode === "same") {
-      this.same = mostCommon(spread);
+    const isFiner = this.modes.indexOf(mode) > this.modes.indexOf(this.mode);
+    const hidden = { same: [], chunk: this.byChunk, each: [...this.each] }[mode];
+    const shown = this.texts(shape).join(" ");
+    const wouldShow = this.#collapsed(this.spread(shape, mode), this.mode, shape).join(" ");
+    if (!isFiner || hidden.length === 0 || shown !== wouldShow) {
+      const texts = this.#collapsed(spread, mode, shape);
+      if (mode === "same") {
+        [this.same] = texts;
+      } else if (mode === "chunk") {
+        this.byChunk = texts;
+      } else {
+        this.each = new Map(texts.map((text, index) => [this.#slot(index, shape), text]));
+      }
     }
     this.list = null;
     this.mode = mode;
-    this.collapsed = wasFiner ? { mode: before, to: mode, texts: this.texts(shape).join(" ") } : null;
   }
 
-  #isAsCollapsed() {
-    const now = this.mode === "same" ? this.same : this.byChunk.join(" ");
-    return this.collapsed.to === this.mode && this.collapsed.texts === now;
-  }
-
+  // Shows texts for every stage, boundary or rank in the least detailed mode that can.
   fill(spread, shape) {
     this.asIs = undefined;
-    this.list = null;
-    this.collapsed = null;
-    const allEqual = (texts) => texts.every((text) => text === texts[0]);
-    const chunks = Array.from({ length: shape.chunks }, (_, chunk) =>
-      spread.slice(chunk * shape.ranks, (chunk + 1) * shape.ranks),
-    );
-    this.each = new Map(spread.map((text, index) => [this.#slot(index, shape), text]));
-    if (allEqual(spread)) {
+    this.byChunk = [];
+    this.setAll(spread, shape);
+    const chunks = this.#collapsed(spread, "chunk", shape);
+    if (areEqual(spread)) {
       this.mode = "same";
       this.same = spread[0] ?? this.same;
       this.each.clear();
-    } else if (this.per === "stage" && shape.chunks > 1 && chunks.every(allEqual) && shape.ranks > 1) {
+    } else if (this.per === "stage" && shape.chunks > 1 && shape.ranks > 1 && spread.every((text, at) => text === chunks[Math.floor(at / shape.ranks)])) {
       this.mode = "chunk";
-      this.byChunk = chunks.map((texts) => texts[0]);
-    } else {
-      this.mode = "each";
+      this.byChunk = chunks;
     }
   }
 
@@ -200,25 +182,22 @@ export class Values {
     if (this.asIs !== undefined) {
       return this.asIs;
     }
-    const values = (this.list ?? this.texts(shape)).map(typed);
+    const values = ((this.mode === "each" && this.list) || this.texts(shape)).map(typed);
     return this.mode === "same" ? values[0] : values;
   }
 
   // Reads a value of a document in the least detailed mode that can show it; keeps it as it is if none can.
   fromJson(value, shape) {
-    this.asIs = undefined;
-    this.list = null;
-    this.collapsed = null;
     const count = shape.count(this.per);
+    const isList = Array.isArray(value) && value.every(isValue);
     if (isValue(value)) {
-      this.mode = "same";
       this.same = String(value);
-    } else if (Array.isArray(value) && value.every(isValue) && value.length === count && count > 0) {
+    } else if (isList && value.length === count) {
       this.fill(value.map(String), shape);
-    } else if (Array.isArray(value) && value.every(isValue) && this.per === "stage" && value.length === shape.chunks) {
+    } else if (isList && this.per === "stage" && value.length === shape.chunks) {
       this.mode = "chunk";
       this.byChunk = value.map(String);
-    } else if (!(Array.isArray(value) && value.length === 0 && count === 0)) {
+    } else {
       this.asIs = value;
     }
   }

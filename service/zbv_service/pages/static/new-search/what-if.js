@@ -1,14 +1,10 @@
 // Sliders that change a problem without changing the form: costs, memory limit and microbatches.
 
+import { make } from "../dom.js";
 import { number } from "../numbers.js";
 import { isObject, mean } from "./values.js";
 
-const SCALES = [
-  { name: "forward", label: "F" },
-  { name: "backward_input", label: "I" },
-  { name: "backward_weight", label: "W" },
-  { name: "p2p", label: "Transfers" },
-];
+const SCALES = { forward: "F", backward_input: "I", backward_weight: "W", p2p: "Transfers" };
 const LARGEST_FRACTION = 2;
 
 // An object has the fixed part of a cost and the coefficients of features, by name.
@@ -25,76 +21,70 @@ export class WhatIf {
   // Calls changed() when a slider moves.
   constructor(holder, changed) {
     this.holder = holder;
-    this.changed = changed;
     /** @type {any} */
     this.base = null;
-    this.inputs = new Map();
+    this.sliders = new Map();
     holder.addEventListener("input", () => {
       this.#say();
-      this.changed();
+      changed();
     });
   }
 
   // Starts over with a valid problem; `isFraction`: its limit is a fraction of 1F1B's memory.
   start(problem, facts, isFraction) {
     this.base = { problem, facts, isFraction };
-    this.inputs.clear();
-    const sliders = SCALES.map(({ name, label }) => this.#slider(name, label, 0.5, 2, 0.05, 1));
+    this.sliders.clear();
+    for (const [name, label] of Object.entries(SCALES)) {
+      this.#add(name, label, 0.5, 2, 0.05, 1);
+    }
     if (facts.limit !== null && facts.smallest_fraction !== null) {
       const least = Math.ceil(facts.smallest_fraction * 100) / 100;
-      const own = facts.limit_fraction;
-      sliders.push(this.#slider("limit", "Memory limit", Math.min(least, own), Math.max(LARGEST_FRACTION, own), 0.01, own));
+      const initial = facts.limit_fraction;
+      this.#add("limit", "Memory limit", Math.min(least, initial), Math.max(LARGEST_FRACTION, initial), 0.01, initial);
     }
-    const { microbatches } = problem;
     // Features are given for every microbatch of the problem, and not for others.
     if ((problem.features ?? problem.sequences ?? null) === null) {
-      sliders.push(this.#slider("microbatches", "Microbatches", 1, Math.max(4 * microbatches, 8), 1, microbatches));
+      this.#add("microbatches", "Microbatches", 1, Math.max(4 * problem.microbatches, 8), 1, problem.microbatches);
     }
-    this.holder.replaceChildren(...sliders);
+    const rows = [...this.sliders.values()].map(({ input, output, label }) =>
+      make("div", { className: "slider" }, make("label", { htmlFor: input.id }, label), input, output),
+    );
+    this.holder.replaceChildren(...rows);
     this.#say();
   }
 
-  #slider(name, label, min, max, step, value) {
-    const input = Object.assign(document.createElement("input"), { type: "range", id: `what-if-${name}` });
+  #add(name, label, min, max, step, initial) {
     // "any" allows the form's value between two steps; keys still move by whole steps.
-    Object.assign(input, { min, max, step: "any" });
-    input.value = String(value);
-    input.dataset.step = step;
-    input.addEventListener("keydown", (event) => this.#step(event, input, step));
-    const output = Object.assign(document.createElement("output"), { htmlFor: input.id });
-    const title = Object.assign(document.createElement("label"), { htmlFor: input.id, textContent: label });
-    this.inputs.set(name, { input, output, own: Number(input.value), step });
-    const row = Object.assign(document.createElement("div"), { className: "slider" });
-    row.append(title, input, output);
-    return row;
-  }
-
-  #step(event, input, step) {
-    const by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[event.key];
-    if (by !== undefined) {
-      event.preventDefault();
-      input.value = String(Math.round(Number(input.value) / step + by) * step);
-      input.dispatchEvent(new Event("input", { bubbles: true }));
-    }
+    const input = document.createElement("input");
+    Object.assign(input, { type: "range", id: `what-if-${name}`, min, max, step: "any", value: initial });
+    input.addEventListener("keydown", (event) => {
+      const by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[event.key];
+      if (by !== undefined) {
+        event.preventDefault();
+        input.value = String(Math.round(Number(input.value) / step + by) * step);
+        input.dispatchEvent(new Event("input", { bubbles: true }));
+      }
+    });
+    this.sliders.set(name, { input, output: make("output"), label, initial, step });
   }
 
   // The value of a slider: the form's value, or a whole number of steps.
   #value(name) {
-    const { input, own, step } = this.inputs.get(name);
+    const { input, initial, step } = this.sliders.get(name);
     const value = Number(input.value);
-    return Math.abs(value - own) < step / 2 ? own : Number((Math.round(value / step) * step).toPrecision(12));
+    return Math.abs(value - initial) < step / 2 ? initial : Number((Math.round(value / step) * step).toPrecision(12));
   }
 
   #moved(name) {
-    return this.inputs.has(name) && this.#value(name) !== this.inputs.get(name).own;
+    return this.sliders.has(name) && this.#value(name) !== this.sliders.get(name).initial;
   }
 
   get isNeutral() {
-    return [...this.inputs.keys()].every((name) => !this.#moved(name));
+    return [...this.sliders.keys()].every((name) => !this.#moved(name));
   }
 
   #say() {
-    for (const [name, { input, output }] of this.inputs) {
+    for (const [name, { input, output }] of this.sliders) {
       const value = this.#value(name);
       const text = name === "microbatches" ? String(value) : `${number(value, 3)} ×${name === "limit" ? " 1F1B" : ""}`;
       output.textContent = text;
@@ -104,8 +94,8 @@ export class WhatIf {
   }
 
   reset() {
-    for (const { input, own } of this.inputs.values()) {
-      input.value = String(own);
+    for (const { input, initial } of this.sliders.values()) {
+      input.value = String(initial);
     }
     this.#say();
   }
@@ -120,24 +110,24 @@ export class WhatIf {
     return inputs + weights > 0 ? (newInputs + newWeights) / (inputs + weights) : 1;
   }
 
-  // The problem with the values of the sliders, and its limit if that is a fraction of 1F1B's memory.
+  // The body of a check: the problem with the values of the sliders, and its limit if that is a fraction.
   question() {
     const { problem, facts, isFraction } = this.base;
     const costs = { ...problem.costs };
-    for (const { name } of SCALES) {
+    for (const name of Object.keys(SCALES)) {
       if (costs[name] !== undefined && this.#moved(name)) {
         costs[name] = scaled(costs[name], this.#value(name));
       }
     }
     // The fused backward grows like the sum of I and W.
-    if (costs.backward !== undefined && costs.backward !== null) {
+    if ((costs.backward ?? null) !== null) {
       costs.backward = scaled(costs.backward, this.#growth(problem.costs, costs));
     }
     const asked = { ...problem, costs };
-    if (this.inputs.has("microbatches")) {
+    if (this.sliders.has("microbatches")) {
       asked.microbatches = this.#value("microbatches");
     }
-    if (!this.inputs.has("limit") || (!isFraction && !this.#moved("limit"))) {
+    if (!this.sliders.has("limit") || (!isFraction && !this.#moved("limit"))) {
       return { problem: asked };
     }
     const fraction = this.#moved("limit") ? this.#value("limit") : facts.limit_fraction;

@@ -11,7 +11,7 @@ from distributed.scheduler import KilledWorker
 from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
-from zbv_service.searches.executors.task import SearchFunction
+from zbv_service.searches.executors.task import Compute
 
 
 class DaskComputation:
@@ -35,7 +35,7 @@ class DaskComputation:
     def __init__(
         self,
         claim: Claim,
-        search: SearchFunction,
+        function: Compute,
         on_update: Callable[[Update], None],
         look_now: Callable[[], None],
         compute: Callable[[DaskComputation], Awaitable[Outcome]],
@@ -46,7 +46,7 @@ class DaskComputation:
         self._is_stopped = False
         self._seen = 0
         self.claim = claim
-        self.search = search
+        self.function = function
         self.token = secrets.token_hex(16)
         self.place: str | None = None
         self.allowed: frozenset[str] = frozenset()

@@ -126,7 +126,7 @@ class Cluster:
         executor: Executor = self._client.get_executor(  # type: ignore[no-untyped-call]
             pure=False, retries=0, workers=workers, allow_other_workers=False
         )
-        run = partial(run_on_worker, computation.claim, computation.search, computation.token)
+        run = partial(run_on_worker, computation.claim, computation.function, computation.token)
         future = await asyncio.to_thread(lambda: executor.submit(run, self._name, patience))
         try:
             return await asyncio.wrap_future(future)

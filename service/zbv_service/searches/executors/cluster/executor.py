@@ -19,7 +19,7 @@ from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.connection import Cluster
 from zbv_service.searches.executors.executor import SearchLost
-from zbv_service.searches.executors.task import SearchFunction
+from zbv_service.searches.executors.task import Compute
 
 LEAST_PAUSE, MOST_PAUSE = 0.25, 10.0
 """First and longest pause in seconds between attempts to reach a scheduler; each pause doubles."""
@@ -90,11 +90,9 @@ class DaskExecutor:
         """Why no search can be computed now; None if one can."""
         return self._trouble
 
-    def expect(
-        self, claim: Claim, search: SearchFunction, on_update: Callable[[Update], None]
-    ) -> DaskComputation:
+    def expect(self, claim: Claim, compute: Compute, on_update: Callable[[Update], None]) -> DaskComputation:
         """Prepare a search for computation by some worker."""
-        return DaskComputation(claim, search, on_update, self._due.set, self._compute)
+        return DaskComputation(claim, compute, on_update, self._due.set, self._compute)
 
     async def _compute(self, computation: DaskComputation) -> Outcome:
         """Submit a computation and wait for its outcome."""

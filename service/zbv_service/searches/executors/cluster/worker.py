@@ -16,25 +16,19 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import zbv_solver
 from distributed import Worker, get_worker
 from distributed.core import Status
 
-from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import Claim, Outcome, Update
-from zbv_service.searches.executors.task import SearchFunction, outcome_of, update_of
-
-if TYPE_CHECKING:
-    from zbv_models.layouts.progress import LayoutProgress
-    from zbv_solver.search.incumbent import Progress
+from zbv_service.searches.executors.task import Compute
 
 _PACKAGES = ("numpy", "numba", "ortools", "distributed")
 """Packages that a worker must have in the service's versions, for equal plans and a working connection."""
@@ -113,17 +107,16 @@ class Mailbox:
         self._patience = patience
         self._worker = get_worker()
         self._lock = threading.Lock()
-        self.refusal: Refusal | None = None
-        self._latest: Progress | LayoutProgress | None = None
+        self._latest: Callable[[], Update] | None = None
         self._number = 0
         self._stopped = threading.Event()
         self._has_given_up = threading.Event()
         self._heard = time.monotonic()
 
-    def report(self, progress: Progress | LayoutProgress) -> None:
+    def report(self, make: Callable[[], Update]) -> None:
         """Leave a report, replacing the previous one."""
         with self._lock:
-            self._latest, self._number = progress, self._number + 1
+            self._latest, self._number = make, self._number + 1
 
     def is_stopped(self) -> bool:
         """Whether the search should return its best plan."""
@@ -157,14 +150,13 @@ class Mailbox:
         """The newest report, if the service has not seen it yet."""
         with self._lock:
             latest, number = self._latest, self._number
-        is_new = latest is not None and number != seen
-        return Found(number, update_of(latest, self.refusal) if is_new and latest is not None else None)
+        return Found(number, None if latest is None or number == seen else latest())
 
 
 _mailboxes: dict[str, Mailbox] = {}
 
 
-def run_on_worker(claim: Claim, search: SearchFunction, token: str, service: str, patience: float) -> Outcome:
+def run_on_worker(claim: Claim, compute: Compute, token: str, service: str, patience: float) -> Outcome:
     """Run a search in this worker's thread.
 
     Raises
@@ -179,7 +171,7 @@ def run_on_worker(claim: Claim, search: SearchFunction, token: str, service: str
         raise Abandoned("its worker was about to end.")
     mailbox = _mailboxes[token] = Mailbox(service, patience)
     try:
-        found = outcome_of(claim, search, mailbox)
+        found = compute(claim, mailbox)
         if _is_full.is_set():
             raise OutOfMemory
         if mailbox.is_worker_ending:

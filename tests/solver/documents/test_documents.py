@@ -1,19 +1,82 @@
-"""The cost of refusing a document, and the length of the message, do not grow with its mistakes."""
+"""Files are replaced completely or not at all; refusing a document costs the same whatever its mistakes."""
 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import stat
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from zbv_solver.documents.fields import BATCH
+from zbv_solver.documents.files import output, write
 from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_any_problem
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with a content and a mode that its owner chose."""
+    made = tmp_path / "plan.json"
+    made.write_text("old")
+    made.chmod(0o640)
+    return made
+
+
+def test_an_error_leaves_the_file_unchanged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = path.parent / "missing" / "plan.json"
+    for wrong, error in ((missing, FileNotFoundError), (path.parent, IsADirectoryError)):
+        with pytest.raises(error) as refused, output(wrong):
+            pytest.fail("the work began")
+        assert refused.value.filename == str(wrong)
+    full_disk = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(KeyboardInterrupt), output(path):
+        raise KeyboardInterrupt
+    with pytest.raises(OSError, match="No space left") as caught:
+        write(path, "new")
+    assert caught.value.filename == str(path)
+    assert path.read_text() == "old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("private", "partial_mode", "mode"), [(False, None, 0o640), (True, 0o600, 0o600)])
+def test_the_content_is_replaced_at_once(
+    path: Path, private: bool, partial_mode: int | None, mode: int
+) -> None:
+    with output(path, private=private) as write_text:
+        (partial,) = (each for each in path.parent.iterdir() if each != path)
+        assert partial_mode in (None, stat.S_IMODE(partial.stat().st_mode))
+        assert path.read_text() == "old"
+        write_text("first")
+        write_text("second")
+    assert path.read_text() == "second"
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_links_devices_and_pipes_stay_what_they_are(path: Path) -> None:
+    link = path.with_name("link.json")
+    link.symlink_to(path)
+    write(link, "new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    write("/dev/null", "text")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    reader, writer = os.pipe()
+    write(f"/dev/fd/{writer}", "text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
+    os.close(writer)
+
+
+# --- refused documents
 
 COSTS = {"forward": 1, "backward_input": 1, "backward_weight": 1}
 PROBLEM: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "costs": COSTS}
@@ -29,9 +92,8 @@ def unknown(n: int) -> dict[str, int]:
 
 
 def refusal_of(document: dict[str, Any]) -> InvalidInput:
-    read = (
-        parse_rank_trace if "steps" in document else parse_plan if "ranks" in document else parse_any_problem
-    )
+    keyed: dict[str, Callable[..., object]] = {"steps": parse_rank_trace, "ranks": parse_plan}
+    read = next((keyed[key] for key in keyed if key in document), parse_any_problem)
     with pytest.raises(InvalidInput) as caught:
         read(document)
     return caught.value
@@ -40,11 +102,10 @@ def refusal_of(document: dict[str, Any]) -> InvalidInput:
 def peak_of(document: dict[str, Any]) -> int:
     refusal_of(document)  # whatever is loaded or kept at the first use
     tracemalloc.start()
-    try:
-        refusal_of(document)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    refusal_of(document)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 REPEATED: dict[str, Callable[[int], dict[str, Any]]] = {

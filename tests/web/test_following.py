@@ -1,0 +1,273 @@
+"""Pages that follow what goes on: searches, lists, runs, and the points of a frontier."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Page, Route
+from zbv_solver.plans.plan import Plan
+
+from web.browsing import PHONE, PROBLEM, Look, Service
+from web.played_runs import play, slower, traces
+
+LONG: dict[str, Any] = {
+    **PROBLEM,
+    "pp_degree": 6,
+    "microbatches": 24,
+    "costs": {"forward": [1000] * 11 + [1900], "backward_input": 1100, "backward_weight": 700, "p2p": 50},
+}
+"""Uneven and tight: a thorough search of it takes most of a minute."""
+
+
+class Line:
+    """Forwards connections from ``port`` to a service until it is cut."""
+
+    def __init__(self, address: str):
+        target = urlsplit(address)
+        self._target = (target.hostname or "", target.port or 80)
+        self._ends: list[socket.socket] = []
+        self.port = 0
+        self.mend()
+
+    @property
+    def url(self) -> str:
+        """Where a browser finds the service."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def mend(self) -> None:
+        """Answer, at the same port as before."""
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self._ends, self.port = [listener], listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """End every connection, and answer no more."""
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # the line is cut
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(self._target)
+                self._ends += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=_pass_on, args=(source, sink), daemon=True).start()
+
+
+def _pass_on(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
+
+def ask(service: Service, problem: Any, **options: Any) -> str:
+    return str(service.call("/v1/searches", {"problem": problem, "options": options})["id"])
+
+
+def course_of(service: Service, search_id: str) -> list[dict[str, Any]]:
+    """The events that a chart shows."""
+    events = service.call(f"/v1/searches/{search_id}/events?after=0")["events"]
+    return [event for event in events if event["event"] in ("improvement", "bound")]
+
+
+def values(page: Page) -> dict[str, str]:
+    """The numbers of the page by their names."""
+    found = page.locator(".cards.live [data-value]")
+    return dict(found.evaluate_all("all => all.map((each) => [each.dataset.value, each.textContent])"))
+
+
+def drawn(page: Page, least: int = 1) -> int:
+    """How many improvements the chart shows, once it shows any."""
+    enough = "(least) => Number(document.getElementById('course').dataset.points) >= least"
+    page.wait_for_function(enough, arg=least)
+    return int(page.get_attribute("#course", "data-points") or 0)
+
+
+@contextmanager
+def going_on(service: Service, **changes: Any) -> Iterator[str]:
+    """A search that runs until it is stopped."""
+    search_id = ask(service, {**LONG, **changes}, effort="thorough")
+    yield search_id
+    with suppress(OSError):
+        service.call(f"/v1/searches/{search_id}/cancel", {})
+
+
+def test_a_search_is_followed_and_stopped_and_keeps_its_best(
+    look: Callable[..., Look], service: Service
+) -> None:
+    found, waits = look(service.url), look(service.url)
+    page = found.page
+    with going_on(service) as search_id:
+        page.goto(f"{service.url}/searches/{search_id}")
+        page.get_by_text("Live", exact=True).wait_for()
+        drawn(page, 3)
+        assert page.title().endswith("gap · 6 ranks × 24 microbatches · zbv")
+        assert page.locator("#course path.best").count() == 1
+        assert page.locator("#state").inner_text() == "running"
+        passes = "(t) => parseFloat(document.querySelector('[data-value=elapsed]').textContent) > t"
+        page.wait_for_function(passes, arg=0)
+        page.wait_for_function(passes, arg=float(values(page)["elapsed"].removesuffix(" s")))
+        box = page.locator("#course").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 100)
+        assert "lower bound" in page.locator(".course-tip").inner_text()
+
+        tight = {**LONG, "microbatches": 4, "memory": {**PROBLEM["memory"], "limit": [3, 3, 12, 12, 12, 2]}}
+        waits.page.goto(f"{service.url}/searches/{ask(service, tight, effort='quick')}")
+        waits.page.get_by_text("Next in the queue.").wait_for()
+        page.get_by_role("button", name="Stop and keep best plan").click()
+        page.get_by_text("Stopped; best plan kept").wait_for()
+    assert page.locator("#stop").count() == 0
+    assert page.locator("#state").inner_text() == "cancelled"
+    ended = service.call(f"/v1/searches/{search_id}")
+    assert page.locator("#to-plan").get_attribute("href") == f"/plans/{ended['plan_id']}"
+    assert f"{ended['objective']:,.0f}".replace(",", "\u202f") in values(page)["best"]
+    page.get_by_text("All improvements").click()
+    page.locator("#steps-body tr").first.wait_for()
+    assert page.locator("#steps-body tr").count() == drawn(page)
+    # The turn of the other search has come, and no plan fits its limit.
+    waits.page.get_by_text("No plan fits the memory limit").wait_for()
+    waits.page.locator("#course-panel").wait_for(state="detached")
+    assert [*found.complaints, *waits.complaints] == []
+    assert [*found.strangers(), *waits.strangers()] == []
+
+
+def test_scripts_write_the_numbers_of_an_ended_search_as_the_service_does(
+    look: Callable[..., Look], service: Service, plan: Plan
+) -> None:
+    search_id = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
+    found = look(service.url)
+    address = f"{service.url}/searches/{search_id}"
+    text = found.page.request.get(address, headers={"Accept": "text/html"}).text()
+    from_service = dict(re.findall(r'data-value="([\w-]+)">([^<]*)<', text))
+    found.page.goto(address)
+    course = course_of(service, search_id)
+    assert len(course) <= drawn(found.page) <= len(course) + 1
+    found.page.wait_for_timeout(300)
+    assert values(found.page) == from_service
+    assert found.complaints == []
+
+
+def test_a_broken_stream_is_resumed_and_a_deleted_search_is_announced(
+    look: Callable[..., Look], service: Service
+) -> None:
+    found, other = look(service.url), look(service.url)
+    page = found.page
+    line = Line(service.url)
+    with going_on(service, microbatches=25) as search_id:
+        (session,) = page.context.cookies(service.url)  # its name says for which port it is
+        name = f"{session['name'].rpartition('-')[0]}-{line.port}"
+        page.context.add_cookies([{"name": name, "value": session["value"], "url": line.url}])
+        page.goto(f"{line.url}/searches/{search_id}")
+        before = drawn(page)
+        line.cut()
+        page.get_by_text("Connection lost; reconnecting").wait_for()
+        line.mend()
+        page.get_by_text("Live", exact=True).wait_for()
+        page.get_by_role("button", name="Stop and keep best plan").click()
+        page.locator("#to-plan").wait_for()
+        course = course_of(service, search_id)
+        assert before <= drawn(page) in (len(course), len(course) + 1), "no event is lost or repeated"
+        assert all("net::ERR_" in text for text in found.complaints), found.complaints
+    line.cut()
+    with going_on(service, microbatches=26) as search_id:
+        for each in (page, other.page):
+            each.goto(f"{service.url}/searches/{search_id}")
+            drawn(each)
+        page.get_by_role("button", name="Delete this search").click()
+        page.wait_for_url(f"{service.url}/searches")
+        other.page.get_by_text("This search was deleted. Its plan, if any, is kept.").wait_for()
+        assert other.page.get_by_role("button", name="Delete this search").count() == 0
+    assert other.complaints == []
+
+
+def test_without_streams_pages_and_lists_poll(look: Callable[..., Look], service: Service) -> None:
+    def no_streams(route: Route) -> None:
+        if "text/event-stream" in route.request.headers["accept"]:
+            route.fulfill(status=502, body="a proxy that knows no streams")
+        else:
+            route.continue_()
+
+    found, reader = look(service.url, has_clock=True, **PHONE), look(service.url, has_clock=True)
+    page = reader.page
+    found.page.route("**/events*", no_streams)
+    with going_on(service, microbatches=27) as search_id:
+        found.page.goto(f"{service.url}/searches/{search_id}")
+        found.soon(found.page.get_by_text("Polling every two seconds"))
+        assert drawn(found.page) > 0
+        reader.open(service.url)
+        assert page.locator(f'[data-live="now"] [data-live="search-{search_id}"]').count() == 1
+        reader.open(f"{service.url}/searches?state=running&state=cancelled")
+        row = page.locator(f'[data-live="search-{search_id}"]')
+        assert row.locator(".state").inner_text() == "running"
+        row.locator("a").first.focus()
+    found.soon(found.page.locator("#to-plan"))
+    reader.soon(row.locator(".state.cancelled"))
+    assert row.locator("a").first.evaluate("link => link === document.activeElement"), "the focus stays"
+    assert reader.complaints == []
+
+
+def test_the_page_follows_a_run_and_can_stop_it(
+    look: Callable[..., Look], service: Service, plan: Plan
+) -> None:
+    run, found = play(service, plan), look(service.url, has_clock=True)
+    page = found.page
+    found.open(run.url)
+    state = page.locator("[data-live=state]")
+    assert "starting" in state.inner_text()
+    run.measured(traces(plan, slower(plan.problem, 2, 1.4)))
+    run.log(1, "what rank 1 printed")
+    page.get_by_text("Cancel run").click()
+    run.beat(4)
+    found.soon(state.get_by_text("All ranks have reported step 4 of 40."))
+    found.soon(page.locator("[data-live=steps] rect.step").nth(5))
+    page.get_by_role("link", name="Planned against measured").wait_for()
+    assert page.locator("[data-live=steps] circle.dot").count() == 6
+    found.soon(page.locator("[data-live=ranks] a", has_text="log").first)
+    assert page.get_by_role("button", name="Stop all ranks").is_visible(), "open details stay open"
+    page.get_by_role("button", name="Stop all ranks").click()
+    page.get_by_text("Cancelling: its ranks are stopping").wait_for()
+    run.end("stopped")
+    found.soon(page.locator("[data-live=state] .state.cancelled"))
+    assert page.locator("[data-open]").count() == 0
+    assert found.complaints == []
+    assert found.strangers() == []
+
+
+def test_missing_points_are_searched_and_the_frontier_fills_in(
+    look: Callable[..., Look], service: Service
+) -> None:
+    tight = service.search({**PROBLEM, "pp_degree": 2, "microbatches": 5})
+    found = look(service.url, has_clock=True)
+    page = found.page
+    found.open(f"{service.url}/plans/{tight.plan_id}/frontier")
+    before = page.locator(".plot a").count()
+    page.get_by_label("Effort").select_option("quick")
+    page.get_by_role("button", name="missing point").click()
+    page.wait_for_url(f"**/{tight.plan_id}/frontier")
+    effort = page.get_by_label("Effort")
+    is_open = effort.count() > 0
+    if is_open:  # input is kept while the page updates
+        effort.select_option("thorough")
+        effort.focus()
+    found.soon(page.locator("[data-live=frontier]:not([data-open])").filter(has_not_text="not searched yet"))
+    assert page.locator(".plot a").count() > before, "without being loaded again"
+    if is_open:
+        assert effort.input_value() == "thorough"
+    link = page.locator(".plot a").first
+    target = str(link.get_attribute("href"))
+    link.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"{service.url}{target}")
+    assert found.complaints == []

@@ -78,7 +78,7 @@ explore: install ## Run property tests with random seeds until one fails or the 
 	    --hypothesis-seed=$$seed $(or $(ARGS),tests/solver) || exit 1; \
 	done
 
-# The tests run with the torch of $(PYTHON), which fits the machine's driver, in a separate virtual environment. One made
+# The tests run with the torch of $(PYTHON), which fits the machine's driver, in another virtual environment. One made
 # from another sees only the packages of the system, so a .pth file adds the folder with torch.
 GPU := build/gpu
 gpu: $(GPU)/.installed ## Run tests/gpu with the CUDA build of torch of PYTHON=python3; writes build/gpu/report.xml

@@ -1,4 +1,4 @@
-"""Plans from layers: cut, placement, order and what is recomputed are chosen together, for baselines, too."""
+"""Plans from layers choose cut, placement, order and recomputation together; so do baselines."""
 
 from __future__ import annotations
 

@@ -13,22 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited, limited_problems, problems, uniform, with_sizes
-from zbv_solver.construct.baselines import (
-    BASELINES,
-    baseline,
-    baseline_names,
-    clustered,
-    cyclic,
-    merge_stages,
-    missing,
-    without_limit,
-)
-from zbv_solver.construct.classical import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from zbv_solver.construct import baselines, classical
+from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, cyclic
+from zbv_solver.construct.board import Board, place, stays_safe
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
-from zbv_solver.construct.rules import EntryRule, entry_rule, first_rule, practice_order
-from zbv_solver.construct.tables import sizes
+from zbv_solver.construct.rules import EntryRule, changed, entry_rule, first_rule, mountain, practice_order
+from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.overtaking_search import only
 from zbv_solver.problem.problem import B, F, I, Problem, W
@@ -67,9 +59,20 @@ def test_practice_has_the_small_ones_at_both_ends(problem: Problem) -> None:
         assert practice == given_order.renamed(order)
 
 
+@given(st.lists(st.floats(0.5, 50), min_size=1, max_size=12), st.floats(0, 1), st.integers(0, 99))
+def test_a_mountain_is_a_permutation_that_rises_and_falls(size: list[float], peak: float, seed: int) -> None:
+    order, begin = mountain(np.array(size), peak), seed % len(size)
+    other = changed(order, np.random.default_rng(seed), begin)
+    assert sorted(order) == sorted(other) == list(range(len(size)))
+    assert (order[:begin] == other[:begin]).all()
+    steps, top = np.diff(np.array(size)[order]), round(peak * (len(size) - 1))
+    if len(set(size)) == len(size):
+        assert (np.sign(steps) == [1] * top + [-1] * (len(steps) - top)).all()
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 4))
 def test_clusters_have_similar_sizes(size: list[int], count: int) -> None:
-    clusters = clustered(np.array(size, np.float64), count)
+    clusters = baselines.clustered(np.array(size, np.float64), count)
     assert sorted(np.concatenate(clusters).tolist()) == list(range(len(size)))
     assert len(clusters) <= count
     for smaller, larger in pairwise(clusters):
@@ -82,7 +85,7 @@ def test_every_baseline_is_a_valid_order_of_the_same_model(problem: Problem) -> 
     assert set(BASELINES) - set(names) <= {"dualpipe-v"}
     for name in names:
         of, orders = baseline(name, problem)
-        verify_orders(without_limit(of), orders)
+        verify_orders(baselines.without_limit(of), orders)
         assert sum(of.costs.forward) == pytest.approx(sum(problem.costs.forward))
         assert sum(of.memory.forward) == pytest.approx(sum(problem.memory.forward))
 
@@ -92,11 +95,11 @@ def test_lists_are_those_of_the_plain_descriptions(p: int, m: int, chunks: int) 
     for rank in range(p):
         forward, backward = ([(rank, letter, j) for j in range(m)] for letter in (F, B))
         for rows, plain in (
-            (gpipe(rank, p, m), forward + backward),
-            (one_f_one_b(rank, p, m), alternate(forward, backward, p - 1 - rank)),
-            (eager_1f1b(rank, p, m), alternate(forward, backward, 2 * (p - 1 - rank))),
-            (zb_h1(rank, p, m), plain_zb_h1(rank, p, m)),
-            (interleaved_1f1b(rank, p, m, chunks), plain_interleaved(rank, p, m, chunks)),
+            (classical.gpipe(rank, p, m), forward + backward),
+            (classical.one_f_one_b(rank, p, m), alternate(forward, backward, p - 1 - rank)),
+            (classical.eager_1f1b(rank, p, m), alternate(forward, backward, 2 * (p - 1 - rank))),
+            (classical.zb_h1(rank, p, m), plain_zb_h1(rank, p, m)),
+            (classical.interleaved_1f1b(rank, p, m, chunks), plain_interleaved(rank, p, m, chunks)),
         ):
             assert list(map(tuple, rows.tolist())) == plain
 
@@ -129,7 +132,7 @@ def plain_interleaved(rank: int, p: int, m: int, chunks: int) -> list[Row]:
 
 @given(token_problems(), st.randoms(use_true_random=False))
 def test_the_cyclic_schedule_is_that_of_the_plain_description(problem: Problem, random: Any) -> None:
-    merged, entry = merge_stages(problem), list(range(problem.microbatches))
+    merged, entry = baselines.merge_stages(problem), list(range(problem.microbatches))
     random.shuffle(entry)
     orders = cyclic(merged, np.array(entry))
     for rank, plain in enumerate(plain_cyclic(merged, entry)):
@@ -221,7 +224,7 @@ def test_a_baseline_states_whether_it_fits_and_is_absent_with_a_reason() -> None
     fits = {row.name for row in compare(uniform(4, 16, limit=8)) if row.fits}
     assert fits == {"1f1b", "zb-h1", "zb-v", "v-half", "v-min"}
     few, loop = uniform(4, 7), uniform(2, 4, placement="loop", chunks=3)
-    assert "needs two stages per rank; the problem has 3" in missing("v-half", loop)
+    assert "needs two stages per rank; the problem has 3" in baselines.missing("v-half", loop)
     assert not {"zb-v", "v-half", "v-min", "dualpipe-v"} & set(baseline_names(loop))
     assert baseline_names(uniform(3, 6)) == BASELINES
     for name, problem, says in (
@@ -331,3 +334,14 @@ def test_small_microbatches_overtake_while_the_large_one_is_on_its_way() -> None
     assert microbatch[code == I][-1] == 0
     assert scheduler.value(rule(problem, slack=1.0)) < np.inf
     assert board.microbatch[0, 0] != 0
+
+
+def test_a_small_microbatch_must_not_take_what_a_large_one_still_needs() -> None:
+    """The older microbatch needs 5 more for its second forward, so the younger one has to wait."""
+    memory = {"forward": 1, "backward_input": 0, "backward_weight": -1}
+    for limit, is_safe in ((12, False), (13, True)):
+        problem = with_sizes(uniform(2, 1, memory=memory | {"limit": limit}), [4.0, 2.0])
+        board = Board.of(tables := make_tables(problem))
+        board.level[:, 1] = tables.static
+        place(tables, board, 0, F, 0.0)
+        assert stays_safe(tables, board, 0, 0) == is_safe

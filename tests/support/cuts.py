@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from zbv_solver.errors import InvalidInput
+from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layer import LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -176,6 +177,11 @@ def every_cut(problem: LayeredProblem, placement: Placement) -> Iterator[Problem
                 need <= most + 1e-6 for need, most in zip(found.smallest_limit, limit, strict=True)
             ):
                 yield found
+
+
+def space_of(problem: LayeredProblem) -> CutSpace:
+    """The cuts into stages of the first placement."""
+    return CutSpace(problem, problem.placements[0], CutTables.of(problem))
 
 
 def worst_load(problem: Problem) -> float:

@@ -40,6 +40,17 @@ RECOMPUTE = {
 }
 
 
+SLOW = {"slow": {"forward": 6, "backward_input": 5, "memory": {"forward": 3, "backward_weight": -3}}}
+LINKS = [{"latency": 1, "bandwidth": 100}, {"latency": 2, "bandwidth": 50}, {"latency": 5, "bandwidth": 25}]
+MIXED: dict[str, Any] = {
+    "pp_degree": 3,
+    "layers": [EMBEDDING, {**BLOCK, "on": SLOW}, HEAD],
+    "devices": ["fast", "fast", "slow"],
+    "costs": {"link": LINKS},
+}
+"""Changes of a :func:`document`: ten layers on three ranks, the last of which is slow."""
+
+
 def document(**changes: Any) -> dict[str, Any]:
     """A GPT-like model of ten layers on two ranks."""
     return {

@@ -18,14 +18,8 @@ from support.layered import LAYERED, RECOMPUTED
 from support.problems import problems, uniform, uniform_document
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import baseline, without_limit
-from zbv_solver.frontiers import memory_fraction
-from zbv_solver.frontiers.frontier import (
-    baseline_points,
-    floor,
-    frontier_points,
-    layer_limits,
-    smallest_limit,
-)
+from zbv_solver.frontiers import frontier, memory_fraction
+from zbv_solver.frontiers.frontier import floor, frontier_points, layer_limits, smallest_limit
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import AnyProblem
@@ -171,7 +165,7 @@ def test_more_memory_never_costs_time_and_bounds_hold(
         assert [point["fraction"] for point in points] == list(grid(problem))
         assert limits == [max(memory_fraction.limits(problem, fraction)) for fraction in grid(problem)]
         assert all(point["needs"] <= point["fraction"] * (1 + 1e-9) for point in points)
-        schedules = {each.name: each for each in baseline_points(plans[0])}
+        schedules = {each.name: each for each in frontier.baseline_points(plans[0])}
         assert schedules["1f1b"].needs == pytest.approx(1.0)
         assert " 1f1b " in table
 

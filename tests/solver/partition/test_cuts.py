@@ -12,17 +12,8 @@ import pytest
 import zbv_solver as zbv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.cuts import (
-    BLOCK,
-    EMBEDDING,
-    HEAD,
-    RECOMPUTE,
-    every_cut,
-    layered,
-    layered_problems,
-    space_of,
-    worst_load,
-)
+from support import cuts
+from support.cuts import BLOCK, HEAD, every_cut, layered, layered_problems, space_of
 from support.executor_layers import layer
 from support.orders import random_orders
 from support.problems import problems
@@ -80,7 +71,7 @@ def test_the_balanced_cut_is_the_best_of_all_and_none_is_below_the_floor(
 ) -> None:
     """Whatever bound is known. For loops there is no exact method."""
     space = space_of(problem)
-    best = min(map(worst_load, every_cut(problem, space.placement)), default=None)
+    best = min(map(cuts.worst_load, every_cut(problem, space.placement)), default=None)
     level = level_cut(space)
     assert best is None or least_worst_load(problem, space.tables) <= best * (1 + 1e-9)
     for least in (0.0, share * (best or 1.0)) if space.placement.kind != "loop" else ():
@@ -90,14 +81,14 @@ def test_the_balanced_cut_is_the_best_of_all_and_none_is_below_the_floor(
             assert balanced.value == pytest.approx(best)
             made = problem.cut_into(space.placement, balanced.cut)
             made.require_feasible()
-            assert worst_load(made) == pytest.approx(best)
+            assert cuts.worst_load(made) == pytest.approx(best)
             assert space.allows(space.bounds_of(balanced.cut))
     settled = settled_cut(space, level)
     assert all(map(space.allows, (even_cut(space), histogram_cut(space), level, settled)))
     fitting = space.fitting(settled)
     if fitting is not None:
         assert space.worst_load(fitting) == pytest.approx(
-            worst_load(problem.cut_into(space.placement, fitting))
+            cuts.worst_load(problem.cut_into(space.placement, fitting))
         )
 
 
@@ -151,7 +142,7 @@ def test_the_floor_counts_whole_layers_crowded_ranks_memory_and_devices(
 def test_settling_evens_out_the_loads_of_a_loop_also_on_different_devices(changes: dict[str, Any]) -> None:
     problem = layered(placement="loop", chunks=2, **changes)
     space = space_of(problem)
-    best = min(map(worst_load, every_cut(problem, space.placement)))
+    best = min(map(cuts.worst_load, every_cut(problem, space.placement)))
     even = even_cut(space)
     assert space.worst_load(space.cut(even, (False,) * 4)) > best
     settled = space.fitting(settled_cut(space, even))
@@ -276,7 +267,7 @@ def test_a_cut_that_fits_is_settled_or_else_searched_in_earnest(monkeypatch: pyt
 
 def test_that_nothing_fits_on_any_placement_is_proved() -> None:
     def plan(limit: float) -> None:
-        layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
+        layers = [cuts.EMBEDDING, {**BLOCK, "recompute": cuts.RECOMPUTE}, HEAD]
         zbv.plan(layered(placement="auto", layers=layers, memory={"limit": limit}), effort="quick")
 
     with pytest.raises(zbv.InfeasibleMemory, match=r"no plan fits.*the closest cut would need") as caught:

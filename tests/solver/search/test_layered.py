@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems, space_of
+from support import cuts
+from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered, space_of
 from support.executor_layers import layer
 from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, merge_stages
-from zbv_solver.errors import InfeasibleMemory, InvalidPlan
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutSpace, ScoredCut
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut, rooms, roomy_cuts, with_room
@@ -29,7 +30,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.search.assemble import classical, compare
 from zbv_solver.search.claims import Claim, check_plan
 from zbv_solver.search.incumbent import Progress
-from zbv_solver.search.layered import first_plan
+from zbv_solver.search.layered import bound_over_all_cuts, first_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
@@ -83,7 +84,7 @@ def test_the_smallest_cases_agree_with_brute_force_over_all_cuts(placement: str,
     plan = search(problem, options)
     assert plan.cut is not None
     assert plan.cut.lower_bound <= plan.objective
-    for cut in every_cut(problem, problem.placements[0]):
+    for cut in cuts.every_cut(problem, problem.placements[0]):
         if lower_bound(cut).value < plan.objective * (1 - 1e-9):
             best = search(cut, options)
             assert best.metrics.status == "optimal"
@@ -221,7 +222,7 @@ def test_memory_decides_what_is_recomputed(limit: float) -> None:
 
 
 @settings(max_examples=40)
-@given(layered_problems(placements=("v", "single", "loop"), memory={"limit": 12}))
+@given(cuts.layered_problems(placements=("v", "single", "loop"), memory={"limit": 12}))
 def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem) -> None:
     """What is known of less room saves work and changes no load."""
     space = space_of(problem)
@@ -294,6 +295,18 @@ def test_with_a_limit_a_cut_that_fits_is_preferred_and_stages_may_be_recomputed(
     assert tight.span > free.span
     # GPipe holds all microbatches; no cut fits, so it has the best cut without the limit.
     assert (gpipe.fits, any(gpipe.recompute or ())) == (False, False)
+
+
+def test_a_plan_knows_the_devices_and_links_of_its_ranks() -> None:
+    problem = layered(**cuts.MIXED, placement="single", memory={"limit": [60, 60, 30]})
+    plan = search(problem, QUICK)
+    assert check_plan(plan_json(plan), problem).problem == plan.problem
+    assert plan.cut is not None
+    assert plan.problem.model is not None
+    assert plan.cut.lower_bound <= bound_over_all_cuts(problem) * (1 + 1e-9)
+    assert sum(len(plan.problem.model.partition[stage]) for stage in plan.problem.placement.stages_of[2]) <= 3
+    with pytest.raises(InvalidInput, match="/devices"):
+        best_cut(problem, [])  # an executor's order needs equal ranks
 
 
 def test_baselines_hold_the_static_memory_of_their_layers() -> None:

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layers import flags_of
-from support.executor_layouts import EXPERTS, MODEL, SEEING, TIED, Document, best_of, cluster_of, request_of
+from support.executor_layouts import (
+    EXPERTS,
+    LONE,
+    MODEL,
+    SEEING,
+    TIED,
+    Document,
+    best_of,
+    cluster_of,
+    request_of,
+)
 from support.titan_configuration import VERSIONS, configured
 from zbv_models.fixed_orders.best_cut import BestCut
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
@@ -83,14 +93,8 @@ def test_the_best_layout_is_that_of_cutting_every_one(
 ) -> None:
     # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
     cluster = cluster_of(*size, gigabytes, speed=1e5)
-    fixed: Document = {
-        "microbatch_size": 1,
-        "tensor_parallel": 1,
-        "context_parallel": 1,
-        "expert_parallel": 1,
-    }
     model = {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5}
-    request = request_of(model, cluster, 2 * cluster.devices, executor, **fixed, placement="tp-cp-dp-pp")
+    request = request_of(model, cluster, 2 * cluster.devices, executor, **LONE, placement="tp-cp-dp-pp")
     steps = every_step(request, executor)
     if not steps:
         with pytest.raises(NoLayoutFits, match="no layout fits"):
@@ -230,7 +234,7 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
     fixed: Document = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2}
     fixed |= {"pipeline_parallel": 2, "zero_stage": 1, "placement": "tp-cp-pp-dp", "recompute": "full"}
     cluster, states = cluster_of(2, 4, data_parallel_overlap=0.5), {"precision": "bf16-states"}
-    best = best_of(request_of(EXPERTS, cluster, 16, parallel=states, **fixed), "megatron")
+    best = best_of(request_of(EXPERTS, cluster, 16, "megatron", parallel=states, **fixed))
     lone = ["sequence-parallel", "use-distributed-optimizer", "use-tp-pp-dp-mapping", "overlap-grad-reduce"]
     lone += ["use-precision-aware-optimizer"]
     degrees = {"tensor": 2, "expert": 2, "pipeline": 2}
@@ -252,10 +256,9 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
 @pytest.mark.parametrize(("ranks", "batch", "model"), [(2, 8, MODEL), (1, 1, MODEL), (2, 8, SEEING)])
 def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int, model: Document) -> None:
     """With a pipeline, a rank's batch has all microbatches; without one, it accumulates gradients."""
-    fixed: Document = {"data_parallel": 2, "tensor_parallel": 2, "context_parallel": 1}
-    fixed["microbatch_size"] = 1
-    request = request_of(model, cluster_of(1, 4 * ranks), 16, **fixed, pipeline_parallel=ranks)
-    best = best_of(request, "torchtitan")
+    fixed: Document = {**LONE, "data_parallel": 2, "tensor_parallel": 2}
+    cluster = cluster_of(1, 4 * ranks)
+    best = best_of(request_of(model, cluster, 16, "torchtitan", **fixed, pipeline_parallel=ranks))
     older, newer = (configured(best.settings or "", version) for version in VERSIONS)
     for own in (older.parallelism, newer.parallelism):
         degrees = own.data_parallel_shard_degree, own.tensor_parallel_degree, own.pipeline_parallel_degree
@@ -275,14 +278,8 @@ def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int, mo
 
 @pytest.mark.parametrize("executor", ["torch", "torchtitan", "megatron"])
 def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> None:
-    parts: Document = {
-        "tensor_parallel": 1,
-        "context_parallel": 1,
-        "pipeline_parallel": 2,
-        "microbatch_size": 1,
-    }
     cluster = cluster_of(1, 2)
-    best = best_of(request_of(MODEL, cluster, 8, executor, **parts, recompute="none"), executor)
+    best = best_of(request_of(MODEL, cluster, 8, executor, **LONE, pipeline_parallel=2, recompute="none"))
     problem, largest = best.plan.problem, max(each.output_bytes for each in best.estimated.estimate.layers)
     assert problem.model is not None
     buffers = STATES[executor].buffers(8, largest) * problem.placement.chunks
@@ -363,16 +360,11 @@ def test_megatron_recomputes_what_is_asked_for(
 def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step(
     executor: str, model: Document, gigabytes: float, size: int
 ) -> None:
-    fixed: Document = {
-        "pipeline_parallel": 2,
-        "data_parallel": 1,
-        "tensor_parallel": 1,
-        "microbatch_size": size,
-    }
+    fixed: Document = {**LONE, "pipeline_parallel": 2, "data_parallel": 1, "microbatch_size": size}
     steps = {}
     for recompute in ("none", "selective", "full", None):
         request = request_of(model, cluster_of(1, 2, gigabytes), 32, executor, **fixed, recompute=recompute)
-        steps[recompute] = (best := best_of(request, executor)).step_time
+        steps[recompute] = (best := best_of(request)).step_time
     assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
     if executor == "torchtitan":
         assert best.layout.recompute_modules == ("op",)

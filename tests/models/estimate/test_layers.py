@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import but, estimate_config, estimate_configs, gpt, llama, modern_configs
+from support.estimates import but, estimate_config, estimate_configs, llama, modern_configs
 from support.titan_operations import BLOCKS, block
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
@@ -18,6 +20,7 @@ from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
+Document = dict[str, Any]
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 64,
            "state_space": {"parameters": 1, "flops": 1}}  # fmt: skip
 VISION = {"hidden": 64, "layers": 3, "heads": 4, "patches": 16, "merged": 4, "images": 2, "bias": False}
@@ -27,7 +30,7 @@ def changed(config: EstimateConfig, **parallel: Any) -> EstimateConfig:
     return but(config, parallel=but(config.parallel, **parallel))
 
 
-def layers(model: dict[str, Any], **parallel: Any) -> dict[str, LayerEstimate]:
+def layers(model: Document, **parallel: Any) -> dict[str, LayerEstimate]:
     made = llama(**{"hidden": 256, "heads": 4, "layers": 4, **model})
     return {layer.name: layer for layer in estimate_layers(estimate_config(made, **parallel))}
 
@@ -53,10 +56,10 @@ def test_a_block_is_the_sum_of_its_halves(config: EstimateConfig) -> None:
     block = estimate_layers(changed(config, granularity="block"))[1]
     first, second = estimate_layers(config)[1:3]
     assert (first.name, second.name) == ("block.0.attention", "block.0.mlp")
-    for summed in ("flops", "static", "parameters"):
-        assert getattr(block, summed) == getattr(first, summed) + getattr(second, summed)
-    for summed in ("times", "after_forward", "after_input"):
-        assert getattr(block.plain, summed) == getattr(first.plain, summed) + getattr(second.plain, summed)
+    for summed in map(attrgetter, ("flops", "static", "parameters")):
+        assert summed(block) == summed(first) + summed(second)
+    for summed in map(attrgetter, ("times", "after_forward", "after_input")):
+        assert summed(block.plain) == summed(first.plain) + summed(second.plain)
     largest = max(first.plain.workspace, second.plain.workspace)
     if config.parallel.zero_stage < 2 or config.parallel.data_parallel == 1:
         assert block.plain.workspace == largest
@@ -109,7 +112,6 @@ def test_full_recomputation_keeps_only_the_input_and_adds_a_forward(config: Esti
 
 @given(modern_configs())
 def test_sequences_of_a_microbatch_are_an_argument(config: EstimateConfig) -> None:
-    """The layout search calls it with plain records."""
     links = config.device.links
     first = estimate_model(config.model, config.degrees, config.device, links, config.training, 2)
     doubled = but(config, model=but(config.model, microbatch_size=2))
@@ -138,24 +140,19 @@ BLOCK = {**EXPERTS, "state_space": None}
         ({"prediction_layers": 2}, "embedding block*4 prediction*2 head"),
     ],
 )  # fmt: skip
-def test_equal_neighbours_are_one_layer_with_copies(model: dict[str, Any], names: str) -> None:
+def test_equal_neighbours_are_one_layer_with_copies(model: Document, names: str) -> None:
     shown = [name + (f"*{layer.repeat}" if layer.repeat else "") for name, layer in layers(model).items()]
     assert " ".join(shown) == names
-
-
-def test_halves_are_layers_of_every_copy_and_equal_ones_are_computed_once() -> None:
-    halves = layers({**BLOCK, "layers": 4, "expert_every": 2}, granularity="half")
-    blocks = [f"{kind}.{n}.{half}" for n, kind in ((0, "dense"), (1, "moe"), (2, "dense"), (3, "moe"))
-              for half in ("attention", "mlp" if kind == "dense" else "experts")]  # fmt: skip
-    assert list(halves) == ["embedding", *blocks, "head"]
-    assert halves["dense.0.mlp"].plain is halves["dense.2.mlp"].plain
+    if "expert_every" in model:  # halves are layers of every copy, and equal ones are computed once
+        halves = layers(model, granularity="half")
+        assert list(halves)[3:7] == ["moe.1.attention", "moe.1.experts", "dense.2.attention", "dense.2.mlp"]
+        assert halves["dense.0.mlp"].plain is halves["dense.2.mlp"].plain
 
 
 def test_a_layer_of_the_pattern_is_as_the_same_layer_of_a_block() -> None:
-    block, apart = layers({})["block"], layers({**EXPERTS, "pattern": "M*-E"})
-    assert apart["attention"].flops + apart["mlp"].flops == block.flops
+    block, apart = layers({})["block"].flops, layers({**EXPERTS, "pattern": "M*-E"})
     pair = layers({**EXPERTS, "pattern": "(*-)(WE)(WE)(ME)", "window": 16})
-    assert pair["dense-global"].flops == block.flops
+    assert apart["attention"].flops + apart["mlp"].flops == block == pair["dense-global"].flops
     assert pair["moe-local"].flops == layers({**BLOCK, "window": 16})["moe"].flops
 
 
@@ -173,11 +170,10 @@ def test_a_prediction_module_is_a_projection_and_layers() -> None:
     assert hybrid["prediction"].parameters == two + joining + table
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("placement", ["v", "loop"])
-def test_a_tied_head_needs_a_copy_unless_the_ends_are_on_one_rank(tied: bool, placement: str) -> None:
-    head = layers({"tied_embeddings": tied}, placement=placement)["head"].parameters
-    assert head == (0 if tied and placement == "v" else 32000 * 256) + 256
+def test_a_tied_head_needs_a_copy_unless_the_ends_are_on_one_rank() -> None:
+    for tied, placement in product((False, True), ("v", "loop")):
+        head = layers({"tied_embeddings": tied}, placement=placement)["head"].parameters
+        assert head == (0 if tied and placement == "v" else 32000 * 256) + 256
 
 
 H, PATCHES = 64, 2 * 16
@@ -206,7 +202,7 @@ H, PATCHES = 64, 2 * 16
     ],
 )  # fmt: skip
 def test_a_vision_encoder_has_the_sizes_of_its_layers(
-    vision: dict[str, Any], name: str, sizes: dict[str, float]
+    vision: Document, name: str, sizes: dict[str, float]
 ) -> None:
     layer = layers({"vision": {**VISION, **vision}})[name]
     found = {"parameters": layer.parameters, "flops": layer.flops.forward, "output_bytes": layer.output_bytes,
@@ -258,7 +254,7 @@ def test_the_shortest_backward_is_the_split_or_the_fused_one(
     assert Running(PerAction(1, 4, 3), 0, 0, 0, fused).shortest == PerAction(1, *backward)
 
 
-def repeated(modules: list[str], model: dict[str, Any]) -> tuple[float, float]:
+def repeated(modules: list[str], model: Document) -> tuple[float, float]:
     """Bytes per token that F saves, and microseconds that I takes in addition."""
     chosen = {"recompute": "selective", "recompute_modules": modules}
     layer = list(layers({"layers": 2, "ffn": 512, **model}, **chosen).values())[1]
@@ -270,7 +266,7 @@ def repeated(modules: list[str], model: dict[str, Any]) -> tuple[float, float]:
     return (plain.after_forward - again.after_forward) / 4096, added
 
 
-def time_of(products: int, values: int) -> float:
+def time_of(products: float, values: float) -> float:
     """Microseconds of products with so many weights, and of the traffic of so many values of a token."""
     return 4096 * 1e6 * (2 * products / 100e12 + 2 * values / 1e12)
 
@@ -283,12 +279,19 @@ def time_of(products: int, values: int) -> float:
         ({**LATENT, **SPARSE}, ["layernorm"], 2 * 2 * 256, time_of(0, 2 * 2 * 256)),
         (LATENT, ["mla_up_proj"], 2 * 4 * (2 * 48 + 24), time_of(256 * 4 * 48 + 64 * 4 * 56, 4 * 4 * 48)),
         ({}, ["mlp"], 2 * (3 * 512 + 256), time_of(3 * 256 * 512, 3 * 512 + 2 * 256)),
+        # Korthikanti et al. 2022, §5: scores, their softmax and a mask.
+        (
+            {"attention": "plain", "dropout": True},
+            ["core_attn"],
+            5 * 4 * 4096,
+            time_of(2 * 4096 * 256, 4.5 * 4 * 4096),
+        ),
         (SPARSE, ["moe_act"], 2 * 2 * 128, time_of(0, 3 * 2 * 128)),
         (SPARSE, ["shared_experts"], 2 * 3 * 192, time_of(3 * 256 * 192, 3 * 192)),
     ],
 )
 def test_modules_can_be_computed_again(
-    model: dict[str, Any], modules: list[str], dropped: int, time: float
+    model: Document, modules: list[str], dropped: int, time: float
 ) -> None:
     assert repeated(modules, model) == pytest.approx((dropped, time))
 
@@ -298,24 +301,6 @@ def test_experts_as_a_whole_have_their_parts() -> None:
     assert whole == (4 + 1) * 8 + 2 * 2 * (256 + 3 * 128) + 2 * 3 * 192
     assert time > repeated(["shared_experts"], SPARSE)[1]
     assert repeated(["moe", "moe_act", "shared_experts"], SPARSE) == (whole, time)
-
-
-def test_selective_recomputation_drops_scores_and_computes_them_again() -> None:
-    """Korthikanti et al. 2022, §5: 34 s b h remain."""
-    model = gpt()
-    attention, mlp = estimate_layers(estimate_config(model, recompute="selective", granularity="half"))[1:3]
-    whole = estimate_layers(estimate_config(model, recompute="selective"))[1]
-    assert mlp.selective is None
-    scores = 5 * model.heads * model.sequence * model.tokens
-    assert attention.selective is not None
-    assert attention.plain.after_forward - attention.selective.after_forward == scores
-    assert attention.selective.workspace - attention.plain.workspace == scores
-    assert whole.selective is not None
-    statistics = 2 * 8 * model.tokens
-    assert whole.selective.after_forward == 34 * model.tokens * model.hidden + statistics
-    added = whole.selective.times.backward_input - whole.plain.times.backward_input
-    products, values = 2 * model.sequence * model.hidden, 4.5 * model.heads * model.sequence
-    assert added == pytest.approx(model.tokens * 1e6 * (2 * products / 100e12 + 2 * values / 1e12))
 
 
 NORMALISERS = 4 * 64 * 16
@@ -339,7 +324,7 @@ LLAMA, QWEN = BLOCKS["llama3"][-1], BLOCKS["qwen3 with experts"][-1]
     ],
 )  # fmt: skip
 def test_a_block_keeps_its_input_and_the_outputs_that_torchtitan_saves(
-    model: dict[str, Any], products: int, others: int
+    model: Document, products: int, others: int
 ) -> None:
     """Blocks of torchtitan 0.3.0 under ``SelectiveAC``: two sequences of 32 tokens, with torch 2.13 on a CPU.
 
@@ -354,17 +339,14 @@ def test_a_block_keeps_its_input_and_the_outputs_that_torchtitan_saves(
 
 
 def test_everything_but_attention_and_saved_products_is_computed_again() -> None:
-    layer = block(LLAMA)
-    assert layer.selective is not None
-    added = layer.selective.times.backward_input - layer.plain.times.backward_input
-    saved = 2 * 64 * 256 * (768 + 768 + 768) / 100e12 * 1e6
-    core = 2.0 * 2 * 32**2 / 2 * 256 * 2 / 100e12 * 1e6
-    assert added == pytest.approx(layer.plain.times.forward - saved - core)
-    # With experts also their exchanges.
-    shared = block(QWEN, expert_parallel=8, data_parallel=8, expert_parallel_in_node=1)
-    assert shared.selective is not None
-    added = shared.selective.times.backward_input - shared.plain.times.backward_input
-    assert added > shared.exchanged.forward > 0
+    dense, shared = block(LLAMA), block(QWEN, expert_parallel=8, data_parallel=8, expert_parallel_in_node=1)
+    added = [
+        layer.selective.times.backward_input - layer.plain.times.backward_input
+        for layer in (dense, shared) if layer.selective is not None
+    ]  # fmt: skip
+    products = 2 * 64 * 256 * (768 + 768 + 768) + 2.0 * 2 * 32**2 / 2 * 256 * 2  # those of attention last
+    assert added[0] == pytest.approx(dense.plain.times.forward - products / 100e12 * 1e6)
+    assert added[1] > shared.exchanged.forward > 0, "with experts also their exchanges"
 
 
 SMALL = {"hidden": 8, "layers": 1, "heads": 4, "vocabulary": 1000, "sequence": 100, "dtype": "float32"}
@@ -392,9 +374,7 @@ FEW = {**SMALL, "hidden": 1024, "vocabulary": 8, "sequence": 1, "ffn": 4096}
           for fused, released in ((False, 8), (True, 4))),
     ],
 )  # fmt: skip
-def test_workspace_is_the_largest_extra_memory_of_any_action(
-    model: dict[str, Any], sizes: list[float]
-) -> None:
+def test_workspace_is_the_largest_extra_memory_of_any_action(model: Document, sizes: list[float]) -> None:
     """Of embedding, attention, MLP and head."""
     config = estimate_config(Transformer.model_validate(model), granularity="half")
     assert [layer.plain.workspace for layer in estimate_layers(config)] == sizes

@@ -132,21 +132,16 @@ def test_misaligned_heads_are_slow_in_plain_attention_only() -> None:
         assert low < odd / even < high
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "groups", "processors", "share"),
-    [
+def test_the_last_wave_of_tiles_counts_as_a_full_one() -> None:
+    for rows, columns, groups, processors, share in (
         (256 * 10, 128 * 10, 1, 100, 1.0),
         (256 * 101, 128, 1, 100, 0.75 * 101 / 125),  # 404 tiles of 64 x 128 in five waves of 400 / 4
         (256 * 10, 128, 10, 100, 1.0),  # products of experts run at once
         (256 * 101, 128, 1, None, 1.0),
         (65, 65, 1, 1, 0.9 * 65**2 / 128**2),  # no part of a tile
-    ],
-)
-def test_the_last_wave_of_tiles_counts_as_a_full_one(
-    rows: int, columns: int, groups: int, processors: int | None, share: float
-) -> None:
-    device = Device(achieved_tflops=100.0, processors=processors)
-    assert filled_share(rows, columns, groups, device) == pytest.approx(share)
+    ):
+        device = Device(achieved_tflops=100.0, processors=processors)
+        assert filled_share(rows, columns, groups, device) == pytest.approx(share)
 
 
 def test_embedding_and_head_move_tables_and_logits() -> None:
@@ -336,17 +331,17 @@ def test_the_optimizer_reads_and_writes_its_states(stage: int, precision: str, p
         assert offloaded == pytest.approx(COUNT * (moved / 1000e9 + (4 * 6 + 2 * 8) / shared / 38e9) * 1e6)
 
 
+TIED = {"tied_embeddings": True}
+
+
 @pytest.mark.parametrize(
-    ("model", "parallel", "copies"),
-    [
-        ({"tied_embeddings": True}, {"placement": "loop", "chunks": 2}, True),
-        ({"prediction_layers": 1}, {"placement": "loop", "chunks": 2}, True),
-        ({"tied_embeddings": True}, {}, False),  # the ends of a V are on one rank
-        ({}, {}, False),
-    ],
+    ("model", "placement", "copies"),
+    [(TIED, "loop", True), ({"prediction_layers": 1}, "loop", True), (TIED, "v", False), ({}, "v", False)],
 )
 def test_two_copies_of_a_table_are_summed_over_the_pipeline(
-    model: dict[str, Any], parallel: dict[str, Any], copies: bool
+    model: dict[str, Any], placement: str, copies: bool
 ) -> None:
+    """The ends of a V are on one rank."""
     expected = 4 * 32000 * 4096 / 50e9 * 1e6 + 7 if copies else 0
-    assert estimate(estimate_config(llama(**model), **parallel)).table_reduction == pytest.approx(expected)
+    made = estimate(estimate_config(llama(**model), placement=placement))
+    assert made.table_reduction == pytest.approx(expected)

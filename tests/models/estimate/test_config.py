@@ -59,67 +59,62 @@ def test_the_defaults_are_a_gpt_in_the_precision_of_its_type() -> None:
     assert (chosen.placement, chosen.precision) == ("loop", Precision(**sizes))
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "pointer", "says"),
-    [
-        ({"hidden": 512.0}, {}, "/model/hidden", "found 512.0; input should be a valid integer"),
-        ({"hiden": 1}, {}, "/model/hiden", "unknown key"),
-        ({"layers": 511}, {}, "/model/layers", "found 511; must be at most 510."),
-        ({"layers": 256}, {"granularity": "half"}, "/model/layers", "most 255. Use granularity block."),
-        ({"prediction_layers": 10**8}, {}, "/model/layers", "100000000 as prediction_layers; together"),
-        ({"heads": 7}, {}, "/model/heads", "must divide hidden (512). Or give head_dim"),
-        ({"kv_heads": 3}, {}, "/model/kv_heads", "found 3; must divide heads (8)"),
-        ({}, {"precision": "fp8"}, "/parallel/precision", "'mixed-fp32-gradients'"),
-        ({}, {"precision": {}}, "/parallel/precision/master", "required and absent"),
-        ({}, {"recompute": "selective"}, "/parallel/recompute", "flash keeps none. Use full"),
-        *(({}, {"recompute": "selective", **wrong}, "/parallel/recompute_modules", "Name op alone")
-          for wrong in ({"recompute_modules": ["op", "mlp"]},
-                        {"recompute_modules": ["op"], "granularity": "half"})),
-        # Keys that need others.
-        ({"kv_lora_rank": 64}, {}, "/model/v_head_dim", "latent attention (kv_lora_rank) needs it"),
-        ({"q_lora_rank": 64}, {}, "/model/q_lora_rank", "belongs to latent attention. Give kv_lora_rank"),
-        ({"full_attention_every": 2}, {}, "/model/full_attention_every", "Give window"),
-        ({"experts": 8}, {}, "/model/experts_per_token", "how many a token is sent to"),
-        ({"experts": 8, "experts_per_token": 9}, {}, "/model/experts_per_token", "at most experts (8)"),
-        ({"expert_ffn": 64}, {}, "/model/expert_ffn", "Give experts, their number"),
-        ({**SPARSE, "dense_layers": 4}, {}, "/model/dense_layers", "less than layers (4)"),
-        ({"pattern": "BB"}, {}, "/model/pattern", "found 2 layers; must have one for each"),
-        ({"pattern": "BBXB"}, {}, "/model/pattern", "found 'BBXB'"),
-        ({"pattern": "MB*-"}, {}, "/model/state_space", "layers M of the pattern need it"),
-        ({"pattern": "EB*-"}, {}, "/model/experts", "layers E of the pattern need it"),
-        ({"state_space": {"parameters": 1, "flops": 1.0}}, {}, "/model/state_space", "Give pattern"),
-        ({"vision": {**SEEING, "hidden": 9}}, {}, "/model/vision/heads", "(9)"),
-        ({"vision": {**SEEING, "full_attention": [0]}}, {}, "/model/vision/full_attention", "Give window"),
-        ({"vision": {**SEEING, "window": 2, "full_attention": [2]}}, {}, "/model/vision/full_attention",
-         "found 2; must be below the encoder's layers (2)"),
-        ({"vision": {**SEEING, "projector": [], "projector_gated": True}}, {},
-         "/model/vision/projector_gated", "a projector of one matrix has no gate"),
-        ({"product_dtype": "fp8"}, {}, "/device/fp8_tflops", "product_dtype fp8 needs it"),
-        # Devices that share.
-        ({"heads": 9, "hidden": 576, "kv_heads": 3}, SP, "/parallel/tensor_parallel", "must divide heads"),
-        ({"kv_heads": 1}, SP, "/parallel/tensor_parallel", "must divide kv_heads"),
-        ({"ffn": 1001}, SP, "/parallel/tensor_parallel", "must divide ffn"),
-        ({"vocabulary": 1001}, SP, "/parallel/tensor_parallel", "vocabulary (1001). Pad it to 1004."),
-        ({"sequence": 127}, SP, "/parallel/tensor_parallel", "must divide sequence"),
-        ({"vision": {**SEEING, "hidden": 66, "heads": 6}}, SP, "/parallel/tensor_parallel", "the heads"),
-        ({"vision": {**SEEING, "ffn": 66}}, SP, "/parallel/tensor_parallel", "the ffn of vision"),
-        ({}, {"context_parallel": 3}, "/parallel/context_parallel", "so 6 must divide sequence (128)"),
-        ({}, {**SP, "context_parallel": 32}, "/parallel/context_parallel", "so 256 must divide"),
-        ({"attention": "plain"}, {"context_parallel": 2}, "/parallel/context_parallel", "Use flash"),
-        ({}, {"context_parallel": 2}, "/device/context_parallel_bandwidth", "needs it, or link_bandwidth"),
-        ({}, {"expert_parallel": 2}, "/parallel/expert_parallel", "the model has no experts"),
-        (SPARSE, {"expert_parallel": 3, "data_parallel": 3}, "/parallel/expert_parallel", "experts (8)"),
-        (SPARSE, {"expert_parallel": 4}, "/parallel/expert_parallel", "devices of a rank"),
-        (SPARSE, {"expert_parallel": 4, "data_parallel": 4, "expert_parallel_in_node": 3},
-         "/parallel/expert_parallel_in_node", "must divide expert_parallel (4)"),
-        (SPARSE, {"expert_parallel": 4, "data_parallel": 4, "expert_parallel_in_node": 2},
-         "/device/tensor_parallel_bandwidth", "expert_parallel_in_node needs it"),
-        (SPARSE, {"tensor_parallel": 2}, "/parallel/sequence_parallel", "needs sequence parallelism"),
-    ],
-)  # fmt: skip
-def test_a_broken_rule_is_reported_at_its_key(
-    model: Document, parallel: Document, pointer: str, says: str
-) -> None:
+@pytest.mark.parametrize(("model", "parallel", "pointer", "says"), [
+    ({"hidden": 512.0}, {}, "/model/hidden", "found 512.0; input should be a valid integer"),
+    ({"hiden": 1}, {}, "/model/hiden", "unknown key"),
+    ({"layers": 511}, {}, "/model/layers", "found 511; must be at most 510."),
+    ({"layers": 256}, {"granularity": "half"}, "/model/layers", "most 255. Use granularity block."),
+    ({"prediction_layers": 10**8}, {}, "/model/layers", "100000000 as prediction_layers; together"),
+    ({"heads": 7}, {}, "/model/heads", "must divide hidden (512). Or give head_dim"),
+    ({"kv_heads": 3}, {}, "/model/kv_heads", "found 3; must divide heads (8)"),
+    ({}, {"precision": "fp8"}, "/parallel/precision", "'mixed-fp32-gradients'"),
+    ({}, {"precision": {}}, "/parallel/precision/master", "required and absent"),
+    ({}, {"recompute": "selective"}, "/parallel/recompute", "flash keeps none. Use full"),
+    *(({}, {"recompute": "selective", **wrong}, "/parallel/recompute_modules", "Name op alone")
+      for wrong in ({"recompute_modules": ["op", "mlp"]},
+                    {"recompute_modules": ["op"], "granularity": "half"})),
+    # Keys that need others.
+    ({"kv_lora_rank": 64}, {}, "/model/v_head_dim", "latent attention (kv_lora_rank) needs it"),
+    ({"q_lora_rank": 64}, {}, "/model/q_lora_rank", "belongs to latent attention. Give kv_lora_rank"),
+    ({"full_attention_every": 2}, {}, "/model/full_attention_every", "Give window"),
+    ({"experts": 8}, {}, "/model/experts_per_token", "how many a token is sent to"),
+    ({"experts": 8, "experts_per_token": 9}, {}, "/model/experts_per_token", "at most experts (8)"),
+    ({"expert_ffn": 64}, {}, "/model/expert_ffn", "Give experts, their number"),
+    ({**SPARSE, "dense_layers": 4}, {}, "/model/dense_layers", "less than layers (4)"),
+    ({"pattern": "BB"}, {}, "/model/pattern", "found 2 layers; must have one for each"),
+    ({"pattern": "BBXB"}, {}, "/model/pattern", "found 'BBXB'"),
+    ({"pattern": "MB*-"}, {}, "/model/state_space", "layers M of the pattern need it"),
+    ({"pattern": "EB*-"}, {}, "/model/experts", "layers E of the pattern need it"),
+    ({"state_space": {"parameters": 1, "flops": 1.0}}, {}, "/model/state_space", "Give pattern"),
+    ({"vision": {**SEEING, "hidden": 9}}, {}, "/model/vision/heads", "(9)"),
+    ({"vision": {**SEEING, "full_attention": [0]}}, {}, "/model/vision/full_attention", "Give window"),
+    ({"vision": {**SEEING, "window": 2, "full_attention": [2]}}, {}, "/model/vision/full_attention",
+     "found 2; must be below the encoder's layers (2)"),
+    ({"vision": {**SEEING, "projector": [], "projector_gated": True}}, {},
+     "/model/vision/projector_gated", "a projector of one matrix has no gate"),
+    ({"product_dtype": "fp8"}, {}, "/device/fp8_tflops", "product_dtype fp8 needs it"),
+    # Devices that share.
+    ({"heads": 9, "hidden": 576, "kv_heads": 3}, SP, "/parallel/tensor_parallel", "must divide heads"),
+    ({"kv_heads": 1}, SP, "/parallel/tensor_parallel", "must divide kv_heads"),
+    ({"ffn": 1001}, SP, "/parallel/tensor_parallel", "must divide ffn"),
+    ({"vocabulary": 1001}, SP, "/parallel/tensor_parallel", "vocabulary (1001). Pad it to 1004."),
+    ({"sequence": 127}, SP, "/parallel/tensor_parallel", "must divide sequence"),
+    ({"vision": {**SEEING, "hidden": 66, "heads": 6}}, SP, "/parallel/tensor_parallel", "the heads"),
+    ({"vision": {**SEEING, "ffn": 66}}, SP, "/parallel/tensor_parallel", "the ffn of vision"),
+    ({}, {"context_parallel": 3}, "/parallel/context_parallel", "so 6 must divide sequence (128)"),
+    ({}, {**SP, "context_parallel": 32}, "/parallel/context_parallel", "so 256 must divide"),
+    ({"attention": "plain"}, {"context_parallel": 2}, "/parallel/context_parallel", "Use flash"),
+    ({}, {"context_parallel": 2}, "/device/context_parallel_bandwidth", "needs it, or link_bandwidth"),
+    ({}, {"expert_parallel": 2}, "/parallel/expert_parallel", "the model has no experts"),
+    (SPARSE, {"expert_parallel": 3, "data_parallel": 3}, "/parallel/expert_parallel", "experts (8)"),
+    (SPARSE, {"expert_parallel": 4}, "/parallel/expert_parallel", "devices of a rank"),
+    (SPARSE, {"expert_parallel": 4, "data_parallel": 4, "expert_parallel_in_node": 3},
+     "/parallel/expert_parallel_in_node", "must divide expert_parallel (4)"),
+    (SPARSE, {"expert_parallel": 4, "data_parallel": 4, "expert_parallel_in_node": 2},
+     "/device/tensor_parallel_bandwidth", "expert_parallel_in_node needs it"),
+    (SPARSE, {"tensor_parallel": 2}, "/parallel/sequence_parallel", "needs sequence parallelism"),
+])  # fmt: skip
+def test_broken_rules_are_reported(model: Document, parallel: Document, pointer: str, says: str) -> None:
     assert says in issues(document(model=model, parallel=parallel))[pointer]
 
 
@@ -162,17 +157,14 @@ def test_the_user_s_keys_replace_the_preset_s_and_flags_replace_both() -> None:
     assert config.device.achieved_tflops == preset("a100-80gb").device["achieved_tflops"]
 
 
-@pytest.mark.parametrize(
-    ("own", "names", "pointer", "says"),
-    [
-        ({"presets": ["gpt-5"]}, [], "/presets/0", "llama-3.1-8b"),
-        ({}, ["gpt-5"], "--preset", "llama-3.1-8b"),
-        ({"presets": "x"}, [], "/presets", "list of names"),
-        ({"presets": ["h100"] * 9}, [], "/presets", "found 9 names; must be at most 8"),
-        (3, [], "", "must be a JSON object"),
-        (None, [], "", "must be a JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("own", "names", "pointer", "says"), [
+    ({"presets": ["gpt-5"]}, [], "/presets/0", "llama-3.1-8b"),
+    ({}, ["gpt-5"], "--preset", "llama-3.1-8b"),
+    ({"presets": "x"}, [], "/presets", "list of names"),
+    ({"presets": ["h100"] * 9}, [], "/presets", "found 9 names; must be at most 8"),
+    (3, [], "", "must be a JSON object"),
+    (None, [], "", "must be a JSON object"),
+])  # fmt: skip
 def test_presets_that_cannot_be_read_are_named(own: Any, names: list[str], pointer: str, says: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         with_presets(own, names, {})
@@ -237,29 +229,26 @@ EXAONE = {"model_type": "exaone4", "layer_types": (["sliding_attention"] * 3 + [
           **TWELVE, "sliding_window": 64}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("document", "kinds"),
-    [
-        ({"model_type": "gemma3_text", **TWELVE}, "W-W-W-W-W-*-" * 2),
-        ({"model_type": "qwen3_5_text", **TWELVE}, "M-M-M-*-" * 3),
-        ({"model_type": "qwen3_next", **TWELVE}, "MEMEME*E" * 3),
-        ({"model_type": "llama4_text", **TWELVE}, "WEWEWE*E" * 3),
-        ({"model_type": "deepseek_v32", **TWELVE}, "I-I-I-" + "IE" * 9),
-        ({"model_type": "mixtral", **TWELVE}, "*E" * 12),
-        ({"model_type": "deepseek_v3", **TWELVE, "first_k_dense_replace": 12}, "*-" * 12),
-        ({"model_type": "deepseek_v3", **TWELVE, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 9},
-         "*-" * 3 + "*E" * 9),
-        (DSA, "I-I-I-WEWEWEIEWEWEWEIEWE"),
-        ({"model_type": "qwen2", **TWELVE, "use_sliding_window": True, "sliding_window": 64,
-          "max_window_layers": 2}, "*-*-" + "W-" * 10),
-        ({"model_type": "cohere2", **TWELVE, "sliding_window": 4096, "layer_switch": 2}, "W-*-" * 6),
-        *(({**EXAONE, "sliding_window_pattern": every}, "W-W-W-*-" * 3) for every in ("LLLG", 4, None)),
-        ({**HYBRID, "layers_block_type": ["mamba", "moe", "attention"]}, "ME*"),
-        ({**HYBRID, "layer_types": ["linear_attention", "moe", "mamba", "full_attention"]}, "MEM*"),
-        ({**HYBRID, "hybrid_override_pattern": "M-M*" * 2}, "M-M*" * 2),
-        ({**HYBRID, "layer_types": ["mamba", "attention"], "sliding_window": 64}, "MW"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("document", "kinds"), [
+    ({"model_type": "gemma3_text", **TWELVE}, "W-W-W-W-W-*-" * 2),
+    ({"model_type": "qwen3_5_text", **TWELVE}, "M-M-M-*-" * 3),
+    ({"model_type": "qwen3_next", **TWELVE}, "MEMEME*E" * 3),
+    ({"model_type": "llama4_text", **TWELVE}, "WEWEWE*E" * 3),
+    ({"model_type": "deepseek_v32", **TWELVE}, "I-I-I-" + "IE" * 9),
+    ({"model_type": "mixtral", **TWELVE}, "*E" * 12),
+    ({"model_type": "deepseek_v3", **TWELVE, "first_k_dense_replace": 12}, "*-" * 12),
+    ({"model_type": "deepseek_v3", **TWELVE, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 9},
+     "*-" * 3 + "*E" * 9),
+    (DSA, "I-I-I-WEWEWEIEWEWEWEIEWE"),
+    ({"model_type": "qwen2", **TWELVE, "use_sliding_window": True, "sliding_window": 64,
+      "max_window_layers": 2}, "*-*-" + "W-" * 10),
+    ({"model_type": "cohere2", **TWELVE, "sliding_window": 4096, "layer_switch": 2}, "W-*-" * 6),
+    *(({**EXAONE, "sliding_window_pattern": every}, "W-W-W-*-" * 3) for every in ("LLLG", 4, None)),
+    ({**HYBRID, "layers_block_type": ["mamba", "moe", "attention"]}, "ME*"),
+    ({**HYBRID, "layer_types": ["linear_attention", "moe", "mamba", "full_attention"]}, "MEM*"),
+    ({**HYBRID, "hybrid_override_pattern": "M-M*" * 2}, "M-M*" * 2),
+    ({**HYBRID, "layer_types": ["mamba", "attention"], "sliding_window": 64}, "MW"),
+])  # fmt: skip
 def test_the_layers_of_a_file_become_kinds_of_blocks(document: Document, kinds: str) -> None:
     model = read(document)
     assert "".join(model.kinds) == kinds
@@ -272,34 +261,31 @@ MTP = {**HYBRID, "layer_types": ["mamba", "moe"], "mtp_layers_block_type": ["att
 SEEN = QWEN2_5_VL["vision_config"]
 
 
-@pytest.mark.parametrize(
-    ("document", "section"),
-    [
-        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
-         {"prediction_layers": 1, "expert_nodes": 4, "dense_layers": 3, "shared_expert_ffn": 2048}),
-        *(({"model_type": "deepseek_v3", "n_group": groups}, {"expert_nodes": nodes})
-          for groups, nodes in ((1, None), (2, 4))),
-        ({**LLAMA, "model_type": "mistral", "sliding_window": 4096}, {"window": 4096}),
-        ({**LLAMA, "sliding_window": None, "dtype": "float16"}, {"window": None, "dtype": "float16"}),
-        ({"model_type": "gpt_oss"}, {"window": 128, "full_attention_every": 2}),
-        # Names that published files have: gemma-2-9b repeats its window, Nemotron-H its groups of queries.
-        (GEMMA, {"window": 1024}),
-        ({**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 6}, {"window": 1024}),
-        ({"model_type": "nemotron_h", "layer_types": ["mamba", "attention"], "num_query_groups": 4},
-         {"kv_heads": 4}),
-        # Dropout counts outside attention.
-        ({"model_type": "gpt2"}, {"dropout": True}),
-        ({"model_type": "gpt2", "resid_pdrop": 0, "embd_pdrop": 0}, {"dropout": False}),
-        ({**LLAMA, "attention_dropout": 0.1}, {"dropout": False}),
-        (MTP, {"prediction_layers": 1, "prediction_pattern": "(*E)", "pattern": "ME"}),
-        (QWEN2_5_VL, {"vision": {
-            "hidden": 1280, "layers": 32, "heads": 16, "ffn": 3420, "patches": 32**2, "merged": 4,
-            "patch_values": 3 * 14**2 * 2, "pooled": False, "projector": [4 * 1280], "projectors": 1,
-            "window": 64, "full_attention": [7, 15, 23, 31], "norm": "rmsnorm", "gated": True,
-            "positions": "rotary"}}),
-        ({**QWEN2_5_VL, "vision_config": None}, {"vision": None}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("document", "section"), [
+    ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+     {"prediction_layers": 1, "expert_nodes": 4, "dense_layers": 3, "shared_expert_ffn": 2048}),
+    *(({"model_type": "deepseek_v3", "n_group": groups}, {"expert_nodes": nodes})
+      for groups, nodes in ((1, None), (2, 4))),
+    ({**LLAMA, "model_type": "mistral", "sliding_window": 4096}, {"window": 4096}),
+    ({**LLAMA, "sliding_window": None, "dtype": "float16"}, {"window": None, "dtype": "float16"}),
+    ({"model_type": "gpt_oss"}, {"window": 128, "full_attention_every": 2}),
+    # Names that published files have: gemma-2-9b repeats its window, Nemotron-H its groups of queries.
+    (GEMMA, {"window": 1024}),
+    ({**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 6}, {"window": 1024}),
+    ({"model_type": "nemotron_h", "layer_types": ["mamba", "attention"], "num_query_groups": 4},
+     {"kv_heads": 4}),
+    # Dropout counts outside attention.
+    ({"model_type": "gpt2"}, {"dropout": True}),
+    ({"model_type": "gpt2", "resid_pdrop": 0, "embd_pdrop": 0}, {"dropout": False}),
+    ({**LLAMA, "attention_dropout": 0.1}, {"dropout": False}),
+    (MTP, {"prediction_layers": 1, "prediction_pattern": "(*E)", "pattern": "ME"}),
+    (QWEN2_5_VL, {"vision": {
+        "hidden": 1280, "layers": 32, "heads": 16, "ffn": 3420, "patches": 32**2, "merged": 4,
+        "patch_values": 3 * 14**2 * 2, "pooled": False, "projector": [4 * 1280], "projectors": 1,
+        "window": 64, "full_attention": [7, 15, 23, 31], "norm": "rmsnorm", "gated": True,
+        "positions": "rotary"}}),
+    ({**QWEN2_5_VL, "vision_config": None}, {"vision": None}),
+])  # fmt: skip
 def test_a_file_gives_the_values_of_the_section_model(document: Document, section: Document) -> None:
     found = from_transformers(document)
     assert {key: found.get(key) for key in section} == section

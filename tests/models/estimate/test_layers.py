@@ -121,25 +121,22 @@ def test_sequences_of_a_microbatch_are_an_argument(config: EstimateConfig) -> No
 BLOCK = {**EXPERTS, "state_space": None}
 
 
-@pytest.mark.parametrize(
-    ("model", "names"),
-    [
-        ({}, "embedding block*4 head"),
-        ({**EXPERTS, "layers": 5, "pattern": "MM*-E"},
-         "embedding state-space*2 attention*1 mlp*1 experts*1 head"),
-        ({**EXPERTS, "pattern": "M*M-"}, "embedding state-space.0 attention*1 state-space.2 mlp*1 head"),
-        ({**EXPERTS, "pattern": "(*-)(WE)(WE)(ME)", "window": 16},
-         "embedding dense-global*1 moe-local*2 moe-state-space*1 head"),
-        ({**BLOCK, "pattern": "(WE)BBB", "window": 16}, "embedding moe*4 head"),
-        ({**BLOCK, "dense_layers": 1}, "embedding dense*1 moe*3 head"),
-        ({**BLOCK, "expert_every": 2}, "embedding dense.0 moe.1 dense.2 moe.3 head"),
-        ({**BLOCK, "window": 16, "full_attention_every": 4}, "embedding moe-local*3 moe-global*1 head"),
-        ({"vision": VISION}, "patches vision*3 projector embedding block*4 head"),
-        ({"vision": {**VISION, "window": 4, "full_attention": [1]}},
-         "patches vision.0 vision.1 vision.2 projector embedding block*4 head"),
-        ({"prediction_layers": 2}, "embedding block*4 prediction*2 head"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "names"), [
+    ({}, "embedding block*4 head"),
+    ({**EXPERTS, "layers": 5, "pattern": "MM*-E"},
+     "embedding state-space*2 attention*1 mlp*1 experts*1 head"),
+    ({**EXPERTS, "pattern": "M*M-"}, "embedding state-space.0 attention*1 state-space.2 mlp*1 head"),
+    ({**EXPERTS, "pattern": "(*-)(WE)(WE)(ME)", "window": 16},
+     "embedding dense-global*1 moe-local*2 moe-state-space*1 head"),
+    ({**BLOCK, "pattern": "(WE)BBB", "window": 16}, "embedding moe*4 head"),
+    ({**BLOCK, "dense_layers": 1}, "embedding dense*1 moe*3 head"),
+    ({**BLOCK, "expert_every": 2}, "embedding dense.0 moe.1 dense.2 moe.3 head"),
+    ({**BLOCK, "window": 16, "full_attention_every": 4}, "embedding moe-local*3 moe-global*1 head"),
+    ({"vision": VISION}, "patches vision*3 projector embedding block*4 head"),
+    ({"vision": {**VISION, "window": 4, "full_attention": [1]}},
+     "patches vision.0 vision.1 vision.2 projector embedding block*4 head"),
+    ({"prediction_layers": 2}, "embedding block*4 prediction*2 head"),
+])  # fmt: skip
 def test_equal_neighbours_are_one_layer_with_copies(model: Document, names: str) -> None:
     shown = [name + (f"*{layer.repeat}" if layer.repeat else "") for name, layer in layers(model).items()]
     assert " ".join(shown) == names
@@ -179,31 +176,26 @@ def test_a_tied_head_needs_a_copy_unless_the_ends_are_on_one_rank() -> None:
 H, PATCHES = 64, 2 * 16
 
 
-@pytest.mark.parametrize(
-    ("vision", "name", "sizes"),
-    [
-        ({}, "patches", {"parameters": 588 * H + 16 * H, "output_bytes": PATCHES * H * 2}),
-        ({"positions": "rotary"}, "patches", {"parameters": 588 * H}),
-        # Each image by itself, without a mask; some blocks within pieces of 4 patches (Qwen2.5-VL).
-        ({}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16**2 * H}),
-        ({"window": 4}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * 4 * H}),
-        *(({"window": 4, "full_attention": [1]}, f"vision.{n}",
-           {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * reach * H}) for n, reach in ((0, 4), (1, 16))),
-        ({}, "projector", {"parameters": 4 * H * 256 + 256**2 + 2 * H, "output_bytes": PATCHES // 4 * 256 * 2,
-                           "flops": 2 * (PATCHES / 4) * (4 * H * 256 + 256**2)}),
-        # Parameters of others are compared with those that transformers counts.
-        ({"projectors": 4}, "projector", {"parameters": 4 * (4 * H * 256 + 256**2 + 2 * H),
-                                          "output_bytes": 4 * PATCHES // 4 * 256 * 2}),
-        # GLM-4.1V: the last matrix but one has a second one, and its activation reads both.
-        ({"projector": [256, 512], "projector_gated": True}, "projector", {
-            "parameters": 4 * H * 256 + 2 * 256 * 512 + 512 * 256 + 2 * H,
-            "after_forward": 4 * PATCHES * H + 8 * PATCHES + 8 * 2 * (256 + 1024 + 256 + 512),
-        }),
-    ],
-)  # fmt: skip
-def test_a_vision_encoder_has_the_sizes_of_its_layers(
-    vision: Document, name: str, sizes: dict[str, float]
-) -> None:
+@pytest.mark.parametrize(("vision", "name", "sizes"), [
+    ({}, "patches", {"parameters": 588 * H + 16 * H, "output_bytes": PATCHES * H * 2}),
+    ({"positions": "rotary"}, "patches", {"parameters": 588 * H}),
+    # Each image by itself, without a mask; some blocks within pieces of 4 patches (Qwen2.5-VL).
+    ({}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16**2 * H}),
+    ({"window": 4}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * 4 * H}),
+    *(({"window": 4, "full_attention": [1]}, f"vision.{n}",
+       {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * reach * H}) for n, reach in ((0, 4), (1, 16))),
+    ({}, "projector", {"parameters": 4 * H * 256 + 256**2 + 2 * H, "output_bytes": PATCHES // 4 * 256 * 2,
+                       "flops": 2 * (PATCHES / 4) * (4 * H * 256 + 256**2)}),
+    # Parameters of others are compared with those that transformers counts.
+    ({"projectors": 4}, "projector", {"parameters": 4 * (4 * H * 256 + 256**2 + 2 * H),
+                                      "output_bytes": 4 * PATCHES // 4 * 256 * 2}),
+    # GLM-4.1V: the last matrix but one has a second one, and its activation reads both.
+    ({"projector": [256, 512], "projector_gated": True}, "projector", {
+        "parameters": 4 * H * 256 + 2 * 256 * 512 + 512 * 256 + 2 * H,
+        "after_forward": 4 * PATCHES * H + 8 * PATCHES + 8 * 2 * (256 + 1024 + 256 + 512),
+    }),
+])  # fmt: skip
+def test_sizes_of_a_vision_encoder(vision: Document, name: str, sizes: dict[str, float]) -> None:
     layer = layers({"vision": {**VISION, **vision}})[name]
     found = {"parameters": layer.parameters, "flops": layer.flops.forward, "output_bytes": layer.output_bytes,
              "after_forward": layer.plain.after_forward}  # fmt: skip
@@ -237,9 +229,7 @@ DELTA = CONVOLVED + VALUES + 8
     ],
     ids=["Gated DeltaNet", "Mamba-2"],
 )  # fmt: skip
-def test_a_recurrent_layer_has_the_costs_of_its_state(
-    layer: DeltaNet | Mamba, costs: dict[str, float]
-) -> None:
+def test_costs_of_recurrent_layers(layer: DeltaNet | Mamba, costs: dict[str, float]) -> None:
     assert layer.costs() == costs
 
 
@@ -248,9 +238,7 @@ SPARSE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 128, "shared_exper
 
 
 @pytest.mark.parametrize(("fused", "backward"), [(None, (4, 3)), (8.0, (4, 3)), (5.0, (4, 1)), (3.0, (3, 0))])
-def test_the_shortest_backward_is_the_split_or_the_fused_one(
-    fused: float | None, backward: tuple[float, float]
-) -> None:
+def test_the_shortest_backward(fused: float | None, backward: tuple[float, float]) -> None:
     assert Running(PerAction(1, 4, 3), 0, 0, 0, fused).shortest == PerAction(1, *backward)
 
 
@@ -271,28 +259,20 @@ def time_of(products: float, values: float) -> float:
     return 4096 * 1e6 * (2 * products / 100e12 + 2 * values / 1e12)
 
 
-@pytest.mark.parametrize(
-    ("model", "modules", "dropped", "time"),
-    [
-        # Outputs of 256 values; a norm reads and writes a tensor. Others are parts of the next product.
-        (LATENT, ["layernorm"], 2 * 256, time_of(0, 2 * 256)),
-        ({**LATENT, **SPARSE}, ["layernorm"], 2 * 2 * 256, time_of(0, 2 * 2 * 256)),
-        (LATENT, ["mla_up_proj"], 2 * 4 * (2 * 48 + 24), time_of(256 * 4 * 48 + 64 * 4 * 56, 4 * 4 * 48)),
-        ({}, ["mlp"], 2 * (3 * 512 + 256), time_of(3 * 256 * 512, 3 * 512 + 2 * 256)),
-        # Korthikanti et al. 2022, §5: scores, their softmax and a mask.
-        (
-            {"attention": "plain", "dropout": True},
-            ["core_attn"],
-            5 * 4 * 4096,
-            time_of(2 * 4096 * 256, 4.5 * 4 * 4096),
-        ),
-        (SPARSE, ["moe_act"], 2 * 2 * 128, time_of(0, 3 * 2 * 128)),
-        (SPARSE, ["shared_experts"], 2 * 3 * 192, time_of(3 * 256 * 192, 3 * 192)),
-    ],
-)
-def test_modules_can_be_computed_again(
-    model: Document, modules: list[str], dropped: int, time: float
-) -> None:
+@pytest.mark.parametrize(("model", "modules", "dropped", "time"), [
+    # Outputs of 256 values; a norm reads and writes a tensor. Others are parts of the next product.
+    (LATENT, ["layernorm"], 2 * 256, time_of(0, 2 * 256)),
+    ({**LATENT, **SPARSE}, ["layernorm"], 2 * 2 * 256, time_of(0, 2 * 2 * 256)),
+    (LATENT, ["mla_up_proj"], 2 * 4 * (2 * 48 + 24), time_of(256 * 4 * 48 + 64 * 4 * 56, 4 * 4 * 48)),
+    ({}, ["mlp"], 2 * (3 * 512 + 256), time_of(3 * 256 * 512, 3 * 512 + 2 * 256)),
+    # Korthikanti et al. 2022, §5: scores, their softmax and a mask.
+    ({"attention": "plain", "dropout": True}, ["core_attn"], 5 * 4 * 4096,
+        time_of(2 * 4096 * 256, 4.5 * 4 * 4096),
+    ),
+    (SPARSE, ["moe_act"], 2 * 2 * 128, time_of(0, 3 * 2 * 128)),
+    (SPARSE, ["shared_experts"], 2 * 3 * 192, time_of(3 * 256 * 192, 3 * 192)),
+])  # fmt: skip
+def test_recomputed_modules(model: Document, modules: list[str], dropped: int, time: float) -> None:
     assert repeated(modules, model) == pytest.approx((dropped, time))
 
 
@@ -307,25 +287,20 @@ NORMALISERS = 4 * 64 * 16
 LLAMA, QWEN = BLOCKS["llama3"][-1], BLOCKS["qwen3 with experts"][-1]
 
 
-@pytest.mark.parametrize(
-    ("model", "products", "others"),
-    [
-        # wqkv, w1, w2
-        (LLAMA, 98_304 + 98_304 + 32_768, 32_768 + NORMALISERS),
-        # A product with a bias is saved and not counted: after wqkv, wo and w3 are the first and the third.
-        ({**LLAMA, "qkv_bias": True}, 98_304 + 32_768 + 98_304, 32_768 + NORMALISERS),
-        # wq, wkv_b, w1, w2
-        (BLOCKS["deepseek_v3"][-1], 393_216 + 524_288 + 131_072 + 32_768, 2 * 64 * 16 * 128 + NORMALISERS),
-        # wq, wkv_b, w1 and w2 of shared experts; scores (on a GPU in 4 bytes) and numbers of the chosen ones
-        (BLOCKS["deepseek_v3 with experts"][-1], 393_216 + 524_288 + 65_536 + 32_768,
-         2 * 64 * 16 * 128 + NORMALISERS + 2 * 384 + 1_536),
-        # wqkv; no product of routed experts
-        (QWEN, 524_288, 262_144 + NORMALISERS + 2 * 1_024 + 4_096),
-    ],
-)  # fmt: skip
-def test_a_block_keeps_its_input_and_the_outputs_that_torchtitan_saves(
-    model: Document, products: int, others: int
-) -> None:
+@pytest.mark.parametrize(("model", "products", "others"), [
+    # wqkv, w1, w2
+    (LLAMA, 98_304 + 98_304 + 32_768, 32_768 + NORMALISERS),
+    # A product with a bias is saved and not counted: after wqkv, wo and w3 are the first and the third.
+    ({**LLAMA, "qkv_bias": True}, 98_304 + 32_768 + 98_304, 32_768 + NORMALISERS),
+    # wq, wkv_b, w1, w2
+    (BLOCKS["deepseek_v3"][-1], 393_216 + 524_288 + 131_072 + 32_768, 2 * 64 * 16 * 128 + NORMALISERS),
+    # wq, wkv_b, w1 and w2 of shared experts; scores (on a GPU in 4 bytes) and numbers of the chosen ones
+    (BLOCKS["deepseek_v3 with experts"][-1], 393_216 + 524_288 + 65_536 + 32_768,
+     2 * 64 * 16 * 128 + NORMALISERS + 2 * 384 + 1_536),
+    # wqkv; no product of routed experts
+    (QWEN, 524_288, 262_144 + NORMALISERS + 2 * 1_024 + 4_096),
+])  # fmt: skip
+def test_a_block_keeps_what_torchtitan_saves(model: Document, products: int, others: int) -> None:
     """Blocks of torchtitan 0.3.0 under ``SelectiveAC``: two sequences of 32 tokens, with torch 2.13 on a CPU.
 
     The bytes of flash attention were not counted. ``make torchtitan`` counts the others again.
@@ -355,25 +330,22 @@ FEW = {**SMALL, "hidden": 1024, "vocabulary": 8, "sequence": 1, "ffn": 4096}
 """One token of 4096 bytes."""
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes"),
-    [
-        (SMALL, [3200 + 32000, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 400_000]),
-        # Rows of tokens, rows of positions, and their sum; the two gradients around the final norm.
-        ({**SMALL, "vocabulary": 2}, [3 * 3200, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 3200]),
-        # Scores and their gradient, 4 heads of 100 · 100; the gate has its own gradient.
-        ({**SMALL, "attention": "plain", "gated": True, "fused_activation": False},
-         [3200 + 32000, (1 + 1 + 2 * 3) * 3200 + 2 * 4 * 4 * 100 * 100, (1 + 3 * 4) * 3200, 2 * 400_000]),
-        # The gradient of a weight dominates, which B computes before it is accumulated. For the last matrix,
-        # the gradients of its input and of the stream exist, too; for the first one and the head only that of
-        # the input.
-        ({**FEW, "kv_heads": 1}, [4096 * n for n in (1 + 8, 1 + 1024 * 1.5, 1 + 4 + 4 * 1024, 8 + 1)]),
-        # A gated MLP's first matrix is twice as large, and three tensors of the MLP's width are released.
-        *(({**FEW, "gated": True, "fused_activation": fused},
-           [4096 * n for n in (1 + 8, 1 + 3 * 1024, 2 - released + 8 * 1024, 8 + 1)])
-          for fused, released in ((False, 8), (True, 4))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "sizes"), [
+    (SMALL, [3200 + 32000, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 400_000]),
+    # Rows of tokens, rows of positions, and their sum; the two gradients around the final norm.
+    ({**SMALL, "vocabulary": 2}, [3 * 3200, (1 + 1 + 3) * 3200, (1 + 2 * 4) * 3200, 2 * 3200]),
+    # Scores and their gradient, 4 heads of 100 · 100; the gate has its own gradient.
+    ({**SMALL, "attention": "plain", "gated": True, "fused_activation": False},
+     [3200 + 32000, (1 + 1 + 2 * 3) * 3200 + 2 * 4 * 4 * 100 * 100, (1 + 3 * 4) * 3200, 2 * 400_000]),
+    # The gradient of a weight dominates, which B computes before it is accumulated. For the last matrix,
+    # the gradients of its input and of the stream exist, too; for the first one and the head only that of
+    # the input.
+    ({**FEW, "kv_heads": 1}, [4096 * n for n in (1 + 8, 1 + 1024 * 1.5, 1 + 4 + 4 * 1024, 8 + 1)]),
+    # A gated MLP's first matrix is twice as large, and three tensors of the MLP's width are released.
+    *(({**FEW, "gated": True, "fused_activation": fused},
+       [4096 * n for n in (1 + 8, 1 + 3 * 1024, 2 - released + 8 * 1024, 8 + 1)])
+      for fused, released in ((False, 8), (True, 4))),
+])  # fmt: skip
 def test_workspace_is_the_largest_extra_memory_of_any_action(model: Document, sizes: list[float]) -> None:
     """Of embedding, attention, MLP and head."""
     config = estimate_config(Transformer.model_validate(model), granularity="half")

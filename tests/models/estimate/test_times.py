@@ -19,6 +19,8 @@ from zbv_models.estimate.times import SUSTAINED_SHARE, filled_share, product_tim
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
+Document = dict[str, Any]
+
 ACTIONS = ("forward", "backward_input", "backward_weight")
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 SPARSE = {"hidden": 1024, "heads": 8, "experts": 16, "experts_per_token": 4, "expert_ffn": 512}
@@ -156,20 +158,17 @@ def test_embedding_and_head_move_tables_and_logits() -> None:
     assert head.backward_input - product == pytest.approx((3 * row + (3 * 4 + 2) * logits) * per_byte)
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel", "passes", "calls"),
-    [
-        # An all-reduce of the stream in each half has two passes of the ring, a gather or a scatter one.
-        ("block", False, (4, 4, 0), (2, 2, 0)),
-        ("block", True, (4, 4, 2), (4, 4, 2)),
-        # The embedding sums parts of the vocabulary in F, and the head its input's gradient in I.
-        ("embedding", False, (2, 0, 0), (1, 0, 0)),
-        ("embedding", True, (1, 1, 0), (1, 1, 0)),
-        ("head", False, (0, 2, 0), (0, 1, 0)),
-        ("head", True, (1, 1, 1), (1, 1, 1)),
-    ],
-)
-def test_collectives_take_the_time_of_a_ring_and_can_be_hidden(
+@pytest.mark.parametrize(("name", "sequence_parallel", "passes", "calls"), [
+    # An all-reduce of the stream in each half has two passes of the ring, a gather or a scatter one.
+    ("block", False, (4, 4, 0), (2, 2, 0)),
+    ("block", True, (4, 4, 2), (4, 4, 2)),
+    # The embedding sums parts of the vocabulary in F, and the head its input's gradient in I.
+    ("embedding", False, (2, 0, 0), (1, 0, 0)),
+    ("embedding", True, (1, 1, 0), (1, 1, 0)),
+    ("head", False, (0, 2, 0), (0, 1, 0)),
+    ("head", True, (1, 1, 1), (1, 1, 1)),
+])  # fmt: skip
+def test_collectives_are_rings(
     name: str, sequence_parallel: bool, passes: tuple[int, ...], calls: tuple[int, ...]
 ) -> None:
     """A pass of four devices sends 3/4 of the stream at 100 GB/s in three steps; a call costs 5 us."""
@@ -189,23 +188,20 @@ def test_collectives_take_the_time_of_a_ring_and_can_be_hidden(
     assert as_tuple(slow + fast.scaled(-1)) == pytest.approx([each * 3 * 2.0 for each in passes])
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "device", "sent", "rate"),
-    [
-        # Dispatch and combination of four copies, 3 of 4 of which go elsewhere.
-        (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {}, 2 * 4 * 1024 * 3 / 4, (50, 2 * 7)),
-        (SPARSE, {"data_parallel": 4, "expert_parallel": 4},
-         {"expert_parallel_bandwidth": 10.0, "expert_parallel_latency": 1.0}, 2 * 4 * 1024 * 3 / 4, (10, 2)),
-        # Exchanges inside a node, half as long here, take place at the same time.
-        (SPARSE, {"data_parallel": 8, "expert_parallel": 8, "expert_parallel_in_node": 2}, {},
-         2 * 1024 * 4 * (1 - 0.75**4) * 3 / 4, (50, 2 * 7)),
-        ({"kv_heads": 8}, {"context_parallel": 4}, {}, 3 / 4 * 2 * 8 * 128, (50, 3 * 7)),
-        ({"kv_heads": 8}, {"context_parallel": 4}, {"context_parallel_overlap": 1.0}, 0, (50, 0)),
-        (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {"expert_parallel_overlap": 1.0}, 0, (50, 0)),
-    ],
-)  # fmt: skip
-def test_exchanges_take_the_time_of_their_links(
-    model: dict[str, Any], parallel: dict[str, int], device: dict[str, float], sent: float,
+@pytest.mark.parametrize(("model", "parallel", "device", "sent", "rate"), [
+    # Dispatch and combination of four copies, 3 of 4 of which go elsewhere.
+    (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {}, 2 * 4 * 1024 * 3 / 4, (50, 2 * 7)),
+    (SPARSE, {"data_parallel": 4, "expert_parallel": 4},
+     {"expert_parallel_bandwidth": 10.0, "expert_parallel_latency": 1.0}, 2 * 4 * 1024 * 3 / 4, (10, 2)),
+    # Exchanges inside a node, half as long here, take place at the same time.
+    (SPARSE, {"data_parallel": 8, "expert_parallel": 8, "expert_parallel_in_node": 2}, {},
+     2 * 1024 * 4 * (1 - 0.75**4) * 3 / 4, (50, 2 * 7)),
+    ({"kv_heads": 8}, {"context_parallel": 4}, {}, 3 / 4 * 2 * 8 * 128, (50, 3 * 7)),
+    ({"kv_heads": 8}, {"context_parallel": 4}, {"context_parallel_overlap": 1.0}, 0, (50, 0)),
+    (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {"expert_parallel_overlap": 1.0}, 0, (50, 0)),
+])  # fmt: skip
+def test_exchanges_take_time(
+    model: Document, parallel: dict[str, int], device: dict[str, float], sent: float,
     rate: tuple[float, float],
 ) -> None:  # fmt: skip
     """``sent`` is values per token, ``rate`` GB/s and microseconds of calls."""
@@ -271,16 +267,13 @@ SHARE = 2 * COUNT * 3 / 4
 """Bytes of gradients or parameters that a device sends once."""
 
 
-@pytest.mark.parametrize(
-    ("stage", "reduction", "gathering", "forward", "weight"),
-    [
-        (0, 2 * SHARE, 0, 0, 0),  # an all-reduce sends gradients twice
-        (1, SHARE, SHARE, 0, 0),
-        (2, 0, SHARE, 0, SHARE),  # shared gradients are reduced in every W
-        (3, 0, 0, SHARE, SHARE),  # shared parameters are gathered in every F and I: 3 Ψ
-    ],
-)
-def test_replicas_exchange_the_volumes_of_zero(
+@pytest.mark.parametrize(("stage", "reduction", "gathering", "forward", "weight"), [
+    (0, 2 * SHARE, 0, 0, 0),  # an all-reduce sends gradients twice
+    (1, SHARE, SHARE, 0, 0),
+    (2, 0, SHARE, 0, SHARE),  # shared gradients are reduced in every W
+    (3, 0, 0, SHARE, SHARE),  # shared parameters are gathered in every F and I: 3 Ψ
+])  # fmt: skip
+def test_volumes_of_zero(
     stage: int, reduction: float, gathering: float, forward: float, weight: float
 ) -> None:
     """Rajbhandari et al. 2020, §7; compute hides none here, because the overlap is 0."""
@@ -306,17 +299,14 @@ def test_an_action_holds_what_it_gathers_and_hides_at_most_its_own_time() -> Non
     assert (shared.static, shared.step) == (block(1).static, block(1).step)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "per_parameter"),
-    [
-        # Gradients twice, master copy and two states both ways, parameters; gradients set to zero.
-        (0, "mixed", 2 * 2 + 2 * 12 + 2 + 2),
-        (0, "single", 2 * 4 + 2 * 8 + 2 * 4 + 4),
-        # ZeRO divides the update, but not the gradients that every replica holds.
-        (1, "mixed", (4 + 24 + 2) / 4 + 2),
-        (2, "mixed", (4 + 24 + 2 + 2) / 4),
-    ],
-)
+@pytest.mark.parametrize(("stage", "precision", "per_parameter"), [
+    # Gradients twice, master copy and two states both ways, parameters; gradients set to zero.
+    (0, "mixed", 2 * 2 + 2 * 12 + 2 + 2),
+    (0, "single", 2 * 4 + 2 * 8 + 2 * 4 + 4),
+    # ZeRO divides the update, but not the gradients that every replica holds.
+    (1, "mixed", (4 + 24 + 2) / 4 + 2),
+    (2, "mixed", (4 + 24 + 2 + 2) / 4),
+])  # fmt: skip
 def test_the_optimizer_reads_and_writes_its_states(stage: int, precision: str, per_parameter: float) -> None:
     expected = COUNT * per_parameter / 1000e9 * 1e6
     assert block(stage, precision=precision).step.optimizer == pytest.approx(expected)
@@ -338,9 +328,7 @@ TIED = {"tied_embeddings": True}
     ("model", "placement", "copies"),
     [(TIED, "loop", True), ({"prediction_layers": 1}, "loop", True), (TIED, "v", False), ({}, "v", False)],
 )
-def test_two_copies_of_a_table_are_summed_over_the_pipeline(
-    model: dict[str, Any], placement: str, copies: bool
-) -> None:
+def test_copies_of_a_table_are_summed(model: Document, placement: str, copies: bool) -> None:
     """The ends of a V are on one rank."""
     expected = 4 * 32000 * 4096 / 50e9 * 1e6 + 7 if copies else 0
     made = estimate(estimate_config(llama(**model), placement=placement))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
 
@@ -50,7 +50,7 @@ PLAIN, PREDICTING = {**MODEL, "attention": "plain"}, {**MODEL, "prediction_layer
 
 def every_step(request: Request, executor: str) -> list[float]:
     """The step of every layout with its best cut, and every recomputation."""
-    setting, known, found = replace(request.setting.of_executor(executor), has_loops=True), {}, []
+    setting, steps = replace(request.setting.of_executor(executor), has_loops=True), []
     for layout in filter(partial(runs_layout, executor, setting.model), request.layouts):
         variants = [layout]
         if layout.recompute == "selective":
@@ -59,18 +59,16 @@ def every_step(request: Request, executor: str) -> list[float]:
             # Megatron-LM's cut chooses how many layers of every stage are recomputed.
             variants = [replace(layout, recompute="none"), replace(layout, recompute="full")]
         for estimated in (EstimatedLayout.of(variant, setting) for variant in variants):
-            if estimated.problem not in known:
-                known[estimated.problem] = best_cuts_step(estimated.problem, executor)
-            cut = known[estimated.problem]
-            if cut is None:
-                continue
-            found.append(cut.objective * SECONDS + estimated.once(layers_on_ranks(cut.problem)))
-            assert estimated.has_room_for_states
-            bounds = [setting.least_work(estimated.layout), estimated.mean_bound]
-            assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= found[-1] * (1 + 1e-9)
-    return found
+            cut = best_cuts_step(estimated.problem, executor)
+            if cut is not None:
+                steps.append(cut.objective * SECONDS + estimated.once(layers_on_ranks(cut.problem)))
+                assert estimated.has_room_for_states
+                bounds = [setting.least_work(estimated.layout), estimated.mean_bound]
+                assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= steps[-1] * (1 + 1e-9)
+    return steps
 
 
+@cache
 def best_cuts_step(problem: LayeredProblem, executor: str) -> BestCut | None:
     """None if there is no cut, or the executor refuses the numbers of ranks and microbatches."""
     chunks = (1,) if problem.pp_degree == 1 else None
@@ -88,7 +86,7 @@ def best_cuts_step(problem: LayeredProblem, executor: str) -> BestCut | None:
     st.booleans(),
     st.sampled_from(list(NAMES)),
 )
-def test_the_best_layout_is_that_of_cutting_every_one(
+def test_the_best_of_all_cuts_is_found(
     size: tuple[int, int], model: Document, gigabytes: float, is_tied: bool, executor: str
 ) -> None:
     # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
@@ -128,8 +126,8 @@ def test_all_executors_together_are_as_good_as_each() -> None:
             assert each.free is not None
             assert each.free.lower_bound <= each.step_time
             assert row["free_order"]["step_time"] == each.free.step_time <= each.step_time * (1 + 1e-9)
-            assert row["virtual_stages"] == each.best.schedule.placement.chunks
-            assert row["settings"] == each.settings
+            shown = row["virtual_stages"], row["settings"]
+            assert shown == (each.best.schedule.placement.chunks, each.settings)
 
 
 def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end() -> None:
@@ -202,9 +200,7 @@ RUN: list[tuple[str, Document, Document, bool]] = [
 
 
 @pytest.mark.parametrize(("executor", "model", "change", "is_run"), RUN)
-def test_executors_are_offered_what_they_run(
-    executor: str, model: Document, change: Document, is_run: bool
-) -> None:
+def test_executors_run(executor: str, model: Document, change: Document, is_run: bool) -> None:
     of_executor = (*rules.MODEL_RULES[executor], *rules.LAYOUT_RULES[executor])
     assert all(".py" in rule.source for rule in of_executor), "every rule has a source"
     transformer = request_of(model, cluster_of(1, 8), 8).setting.model
@@ -295,40 +291,32 @@ def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> 
 # --- what executors recompute
 
 
-@pytest.mark.parametrize(
-    ("model", "sets"),
-    [
-        (MODEL, [("mlp",)]),
-        (EXPERTS, [("moe_act", "layernorm"), ("layernorm", "moe")]),
-        ({**EXPERTS, "shared_expert_ffn": 512, "dense_layers": 1},
-         [("moe_act", "layernorm"), ("moe_act", "layernorm", "mlp", "shared_experts"),
-          ("layernorm", "mlp", "moe")]),
-        (PLAIN, [("core_attn",), ("core_attn", "mlp")]),
-    ],
-)  # fmt: skip
-def test_modules_are_those_that_drop_something_of_the_model(
-    model: Document, sets: list[tuple[str, ...]]
-) -> None:
+@pytest.mark.parametrize(("model", "sets"), [
+    (MODEL, [("mlp",)]),
+    (EXPERTS, [("moe_act", "layernorm"), ("layernorm", "moe")]),
+    ({**EXPERTS, "shared_expert_ffn": 512, "dense_layers": 1},
+     [("moe_act", "layernorm"), ("moe_act", "layernorm", "mlp", "shared_experts"),
+      ("layernorm", "mlp", "moe")]),
+    (PLAIN, [("core_attn",), ("core_attn", "mlp")]),
+])  # fmt: skip
+def test_modules_of_a_model(model: Document, sets: list[tuple[str, ...]]) -> None:
     assert list(module_sets(request_of(model, cluster_of(1, 2), 4).setting.model)) == sets
 
 
 KEPT, SELECTIVE = {"recompute_modules": ["mla_up_proj", "moe_act"]}, {"recompute": "selective"}
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "fixed", "flags"),
-    [
-        # transformer_config.py, __post_init__: selective recomputation has no method and no number of layers.
-        (MODEL, {}, SELECTIVE, ("selective", "mlp", None, None)),
-        (PLAIN, {}, SELECTIVE, ("selective", "core_attn", None, None)),
-        # Megatron-LM refuses mla_up_proj without latent attention (transformer_config.py, __post_init__).
-        (EXPERTS, KEPT, SELECTIVE, ("selective", "moe_act", None, None)),
-        (MODEL, {}, {"recompute_layers": 2}, ("full", None, "block", "2")),
-        (MODEL, {}, {"recompute": "full"}, ("full", None, "uniform", "1")),
-        (MODEL, {}, {"recompute": "none"}, (None, None, None, None)),
-    ],
-)  # fmt: skip
-def test_megatron_recomputes_what_is_asked_for(
+@pytest.mark.parametrize(("model", "parallel", "fixed", "flags"), [
+    # transformer_config.py, __post_init__: selective recomputation has no method and no number of layers.
+    (MODEL, {}, SELECTIVE, ("selective", "mlp", None, None)),
+    (PLAIN, {}, SELECTIVE, ("selective", "core_attn", None, None)),
+    # Megatron-LM refuses mla_up_proj without latent attention (transformer_config.py, __post_init__).
+    (EXPERTS, KEPT, SELECTIVE, ("selective", "moe_act", None, None)),
+    (MODEL, {}, {"recompute_layers": 2}, ("full", None, "block", "2")),
+    (MODEL, {}, {"recompute": "full"}, ("full", None, "uniform", "1")),
+    (MODEL, {}, {"recompute": "none"}, (None, None, None, None)),
+])  # fmt: skip
+def test_megatron_recomputes(
     model: Document, parallel: Document, fixed: Document, flags: tuple[str | None, ...]
 ) -> None:
     fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, **fixed}
@@ -357,9 +345,7 @@ def test_megatron_recomputes_what_is_asked_for(
 @pytest.mark.parametrize(
     ("executor", "model", "gigabytes", "size"), [("megatron", EXPERTS, 9.0, 2), ("torchtitan", MODEL, 6.0, 4)]
 )
-def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step(
-    executor: str, model: Document, gigabytes: float, size: int
-) -> None:
+def test_the_best_recomputation_is_found(executor: str, model: Document, gigabytes: float, size: int) -> None:
     fixed: Document = {**LONE, "pipeline_parallel": 2, "data_parallel": 1, "microbatch_size": size}
     steps = {}
     for recompute in ("none", "selective", "full", None):

@@ -95,9 +95,7 @@ LOADS = st.lists(st.tuples(st.floats(0.01, 1e3), st.floats(0.01, 1e3)), max_size
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4), LOADS)
-def test_the_balance_of_load_and_memory_is_least(
-    load: float, wanted: float, items: list[tuple[float, float]]
-) -> None:
+def test_the_balance_of_load_and_memory(load: float, wanted: float, items: list[tuple[float, float]]) -> None:
     extra, saved = np.array(items).reshape(-1, 2).T
     found = balanced(load, wanted, extra, saved)
     shares = np.array(list(product(np.linspace(0, 1, 5), repeat=len(items))))
@@ -138,9 +136,7 @@ def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> N
 
 
 @pytest.mark.parametrize("executor", ["zbv", "megatron"])
-def test_a_search_that_ends_during_the_enumeration_claims_no_bound(
-    executor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_ends_during_the_enumeration(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "POLL_SECONDS", 0.0)
     request = request_of(EXPERTS, cluster_of(2, 4), 16)
     read: list[object] = []
@@ -242,9 +238,7 @@ NARROW = {**MODEL, **SIZES}
     st.floats(0.2, 2.0),
     st.data(),
 )
-def test_the_parts_of_a_step_add_up_to_it(
-    model: Document, recompute: str, gigabytes: float, data: st.DataObject
-) -> None:
+def test_parts_of_a_step(model: Document, recompute: str, gigabytes: float, data: st.DataObject) -> None:
     request = request_of(model, cluster_of(2, 2, gigabytes), recompute=recompute)
     estimated = EstimatedLayout.of(data.draw(st.sampled_from(request.layouts)), request.setting)
     try:

@@ -148,9 +148,7 @@ STATES: list[tuple[Callable[[], Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("call", "pointers", "words"), [*REQUESTS, *CLUSTERS, *PROFILES, *RULES, *STATES])
-def test_wrong_input_is_refused_with_where_it_is_and_the_rule(
-    call: Callable[[], Any], pointers: str, words: str
-) -> None:
+def test_refusals(call: Callable[[], Any], pointers: str, words: str) -> None:
     with pytest.raises(InvalidInput) as error:
         call()
     assert [issue.pointer for issue in error.value.issues] == (pointers.split() or [""])
@@ -158,17 +156,14 @@ def test_wrong_input_is_refused_with_where_it_is_and_the_rule(
     assert [word for word in words.split("…") if word.strip() not in detail] == []
 
 
-@pytest.mark.parametrize(
-    ("parallel", "stages", "fixed", "message"),
-    [
-        # get_megatron_optimizer: the precision-aware optimizer is only supported with the distributed one.
-        ({"precision": "bf16-states"}, {1}, Fixed(zero_stage=0, data_parallel=2), "stage 1 for these"),
-        # DistributedOptimizer.__init__: only Adam, and optimizers with an init_state_fn.
-        ({"optimizer": "sgd"}, {0}, Fixed(zero_stage=1, data_parallel=2), r"stage 0 .*\(found 1\)"),
-        ({"optimizer": "sgd-momentum"}, {0}, Fixed(zero_stage=1, data_parallel=1), "stage 0"),
-    ],
-)  # fmt: skip
-def test_states_may_need_or_forbid_the_distributed_optimizer(
+@pytest.mark.parametrize(("parallel", "stages", "fixed", "message"), [
+    # get_megatron_optimizer: the precision-aware optimizer is only supported with the distributed one.
+    ({"precision": "bf16-states"}, {1}, Fixed(zero_stage=0, data_parallel=2), "stage 1 for these"),
+    # DistributedOptimizer.__init__: only Adam, and optimizers with an init_state_fn.
+    ({"optimizer": "sgd"}, {0}, Fixed(zero_stage=1, data_parallel=2), r"stage 0 .*\(found 1\)"),
+    ({"optimizer": "sgd-momentum"}, {0}, Fixed(zero_stage=1, data_parallel=1), "stage 0"),
+])  # fmt: skip
+def test_states_and_the_distributed_optimizer(
     parallel: Document, stages: set[int], fixed: Fixed, message: str
 ) -> None:
     request, wrong = (with_states("zbv", parts, **parallel) for parts in (None, fixed))

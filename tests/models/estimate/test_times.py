@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,25 +100,23 @@ def test_narrow_operands_are_faster_but_must_be_cast() -> None:
 
 def test_fused_gradients_make_w_of_few_tokens_longer_but_not_by_a_kernel() -> None:
     """4, 8 and 2 + 10 bytes: read and written; the gradient of the product, and its addition."""
-    choices = (("mixed", True), ("mixed-fp32-gradients", True), ("mixed-fp32-gradients", False))
     times = []
-    for precision, fused in choices:
+    wide = "mixed-fp32-gradients"
+    for precision, fused in (("mixed", True), (wide, True), (wide, False)):
         config = estimate_config(llama(sequence=128), precision=precision, fused_gradients=fused)
         block = layers(config, kernel_latency=6.0, achieved_tflops=10000.0)["block"]
         times.append(block.plain.times.backward_weight)
-    weights = 4 * 4096**2 + 3 * 4096 * 4 * 4096
-    assert times[1] - times[0] == pytest.approx(4 * weights / 1000e9 * 1e6)
-    assert times[2] - times[1] == pytest.approx(4 * weights / 1000e9 * 1e6)
+    added = 4 * (4 * 4096**2 + 3 * 4096 * 4 * 4096) / 1000e9 * 1e6
+    assert [later - earlier for earlier, later in pairwise(times)] == pytest.approx([added, added])
 
 
 def test_flash_attention_has_a_share_of_the_rate_and_launches_that_wait_lengthen_actions() -> None:
     config = preset_config("llama-3.1-8b")
     core = parts(config.model)["attention"].core
+    choices = ((0.5, 0.0), (1.0, 0.0), (1.0, 2.0))
     slower, block, waiting = (
-        layers(config, **change)["block"]
-        for change in ({"attention_share": 0.5}, {"attention_share": 1.0, "launch_time": 0.0},
-                       {"attention_share": 1.0, "launch_time": 2.0})
-    )  # fmt: skip
+        layers(config, attention_share=share, launch_time=time)["block"] for share, time in choices
+    )
     added = slower.plain.times.forward - block.plain.times.forward
     assert added == pytest.approx(core.forward / 600e12 * 1e6)
     longer = as_tuple(waiting.plain.times + block.plain.times.scaled(-1))
@@ -221,9 +220,8 @@ def test_bytes_per_parameter_and_those_of_zero_on_7_5_billion_and_64_replicas() 
     """Of parameters, gradients and states. Rajbhandari et al. 2020, figure 1, for the stages of ZeRO."""
     of_adam = {"mixed": (2, 2, 12), "mixed-fp32-gradients": (2, 4, 12), "bf16-states": (2, 4, 8),
                "fp8-states": (2, 4, 6), "single": (4, 4, 8), "half": (2, 2, 4)}  # fmt: skip
-    assert {name: held(name, "adam") for name in of_adam} == {
-        name: StaticBytes(*sizes) for name, sizes in of_adam.items()
-    }
+    for name, sizes in of_adam.items():
+        assert held(name, "adam") == StaticBytes(*sizes)
     states = [held("mixed", optimizer).optimizer for optimizer in ("muon", "lion", "sgd")]
     assert [*states, held("single", "sgd").optimizer] == [8, 8, 4, 0]
     gigabytes = [held("mixed", "adam", 7_500_000_000, stage, 64).total / 1e9 for stage in range(4)]
@@ -257,9 +255,8 @@ def test_replicas_of_experts_share_their_optimizer() -> None:
 def block(stage: int, device: dict[str, float] | None = None, **changes: Any) -> LayerEstimate:
     """Of four replicas. Gradients have 2 bytes, as in the papers."""
     parallel = {"data_parallel": 4, "zero_stage": stage, "precision": "mixed", **changes}
-    return list(layers(estimate_config(llama(layers=2), **parallel), **{**DATA, **(device or {})}).values())[
-        -2
-    ]
+    made = layers(estimate_config(llama(layers=2), **parallel), **{**DATA, **(device or {})})
+    return list(made.values())[-2]
 
 
 COUNT = block(0).parameters
@@ -278,9 +275,8 @@ def test_volumes_of_zero(
 ) -> None:
     """Rajbhandari et al. 2020, §7; compute hides none here, because the overlap is 0."""
     layer = block(stage)
-    found = [layer.step.gradient_reduction, layer.step.parameter_gathering]
     longer = layer.plain.times + block(0).plain.times.scaled(-1)
-    found += [longer.forward, longer.backward_input, longer.backward_weight]
+    found = [layer.step.gradient_reduction, layer.step.parameter_gathering, *as_tuple(longer)]
     sizes = (reduction, gathering, forward, forward, weight)
     expected = [size / 20e9 * 1e6 + 2 * 3 if size else 0 for size in sizes]  # calls of both halves
     assert found == pytest.approx(expected, abs=1e-9)

@@ -32,8 +32,6 @@ def searched(
     return orders.order_search(unit, schedule, recompute, allow_empty=True, late=None, effort="quick")
 
 
-# --- all cuts
-
 SCHEDULES = (megatron_schedule(2, 4, 2), torch_schedule("1F1B", 3, 4), torch_schedule("ZBVZeroBubble", 2, 4))
 
 
@@ -109,8 +107,6 @@ def test_a_search_without_actions_claims_no_optimum(monkeypatch: pytest.MonkeyPa
     assert consider.call_count <= 1
     assert search.bound < search.value
 
-
-# --- the most regular
 
 INTERLEAVED = torch_schedule("Interleaved1F1B", 2, 8, 2)
 

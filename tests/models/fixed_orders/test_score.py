@@ -115,9 +115,6 @@ def test_broken_rules_are_named(executor: str, text: str, cut: Document, pointer
     assert message in raised.value.issues[0].detail
 
 
-# --- recomputation
-
-
 def test_stages_are_recomputed_only_if_the_cut_does_not_fit_otherwise() -> None:
     for limit, recompute, fits in ((60, "none", True), (22, "all", True), (9, "none", False)):
         score = score_layout(recomputable(limit), "megatron", "4,4", recompute="uniform", effort="quick")

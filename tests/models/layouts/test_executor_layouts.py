@@ -30,6 +30,7 @@ from zbv_models.fixed_orders.megatron_layout import parse_layout
 from zbv_models.layouts import executor_rules as rules
 from zbv_models.layouts import executor_search as executor_module
 from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, layers_on_ranks
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout
@@ -78,19 +79,16 @@ def best_cuts_step(problem: LayeredProblem, executor: str) -> BestCut | None:
         return None
 
 
+# Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
+QUICK = partial(cluster_of, speed=1e5)
+CLUSTERS = st.builds(QUICK, st.sampled_from([1, 3]), st.sampled_from([1, 2]), st.floats(3.0, 30.0))
+
+
 @settings(max_examples=2)
-@given(
-    st.sampled_from([(1, 2), (3, 1)]),
-    st.sampled_from([MODEL, EXPERTS]),
-    st.floats(3.0, 30.0),
-    st.booleans(),
-    st.sampled_from(list(NAMES)),
-)
+@given(CLUSTERS, st.sampled_from([MODEL, EXPERTS]), st.booleans(), st.sampled_from(list(NAMES)))
 def test_the_best_of_all_cuts_is_found(
-    size: tuple[int, int], model: Document, gigabytes: float, is_tied: bool, executor: str
+    cluster: Cluster, model: Document, is_tied: bool, executor: str
 ) -> None:
-    # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
-    cluster = cluster_of(*size, gigabytes, speed=1e5)
     model = {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5}
     request = request_of(model, cluster, 2 * cluster.devices, executor, **LONE, placement="tp-cp-dp-pp")
     steps = every_step(request, executor)
@@ -139,9 +137,8 @@ def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end() -> None:
         askers.update(Path(frame.f_code.co_filename).stem for frame, _ in traceback.walk_stack(None))
         return False
 
-    search = partial(
-        executor_layouts, request.layouts, request.setting, "megatron", 2, SearchOptions("quick")
-    )
+    quick = "megatron", 2, SearchOptions("quick")
+    search = partial(executor_layouts, request.layouts, request.setting, *quick)
     whole = search(ask)
     assert {"relaxation", "descent", "order_search", "executor_search"} <= askers
     for count in (10, 40, 160):
@@ -231,12 +228,11 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
     fixed |= {"pipeline_parallel": 2, "zero_stage": 1, "placement": "tp-cp-pp-dp", "recompute": "full"}
     cluster, states = cluster_of(2, 4, data_parallel_overlap=0.5), {"precision": "bf16-states"}
     best = best_of(request_of(EXPERTS, cluster, 16, "megatron", parallel=states, **fixed))
-    lone = ["sequence-parallel", "use-distributed-optimizer", "use-tp-pp-dp-mapping", "overlap-grad-reduce"]
-    lone += ["use-precision-aware-optimizer"]
-    degrees = {"tensor": 2, "expert": 2, "pipeline": 2}
+    lone = ["sequence-parallel", "use-distributed-optimizer", "use-tp-pp-dp-mapping", "overlap-grad-reduce",
+            "use-precision-aware-optimizer", "overlap-param-gather", "bf16"]  # fmt: skip
     expected = {
-        **dict.fromkeys([*lone, "overlap-param-gather", "bf16"], ""),
-        **{f"{name}-model-parallel-size": str(degree) for name, degree in degrees.items()},
+        **dict.fromkeys(lone, ""),
+        **{f"{name}-model-parallel-size": "2" for name in ("tensor", "expert", "pipeline")},
         **{"context-parallel-size": "1", "expert-tensor-parallel-size": "1", "global-batch-size": "16"},
         **{"micro-batch-size": str(best.layout.microbatch_size), "recompute-granularity": "full"},
     }
@@ -280,10 +276,9 @@ def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> 
     assert problem.model is not None
     buffers = STATES[executor].buffers(8, largest) * problem.placement.chunks
     assert (buffers > 0) == (executor != "megatron")
-    model = problem.model.model
-    memory = {name: each.costs.memory for name, each in zip(model.names, model.each, strict=True)}
+    model, cut = problem.model.model, problem.model.cut.bounds
     for static, stages in zip(problem.memory.static, problem.placement.stages_of, strict=True):
-        hosted = [memory[name] for stage in stages for name in problem.model.partition[stage]]
+        hosted = [each.costs.memory for stage in stages for each in model.each[cut[stage] : cut[stage + 1]]]
         of_layers = sum(each.static for each in hosted) + max(each.workspace for each in hosted)
         assert static - of_layers == pytest.approx(cluster.reserve + buffers)
 

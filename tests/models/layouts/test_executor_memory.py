@@ -116,10 +116,8 @@ EVERY_STATE = [StateBytes(*values) for values in product(*SIZES, *KINDS)]
 
 
 def test_settings_ask_for_the_states_that_the_account_holds() -> None:
-    of_megatron, of_torchtitan = (
-        [state for state in EVERY_STATE if not STATES[name].refusal(state)]
-        for name in ("megatron", "torchtitan")
-    )
+    held_by = {name: [s for s in EVERY_STATE if not STATES[name].refusal(s)] for name in STATES}
+    of_megatron, of_torchtitan = held_by["megatron"], held_by["torchtitan"]
     assert {state.optimizer for state in of_megatron} == set(OPTIMIZER_STATES)
     for state in of_megatron:
         assert flags_to_state(STATES["megatron"].settings(state)) == state
@@ -246,19 +244,14 @@ def test_experts_and_tables_are_not_gathered_in_float8() -> None:
     assert 4 * 512**2 <= block <= 4 * 512**2 + 20 * 512
 
 
-@pytest.mark.parametrize(
-    ("tensor", "precision", "is_narrow"),
-    [(2, None, False), (2, "float8-gather", True), (1, "float8-gather", False)],
-)
-def test_operands_that_torchao_keeps(tensor: int, precision: str | None, is_narrow: bool) -> None:
+def test_operands_that_torchao_keeps() -> None:
     """``matmul_with_hp_or_float8_args`` saves its input, which only tensor parallelism casts before."""
-    fixed, kept = Fixed(tensor, 1, 1, 4 // tensor, 2, 1, 1, "none"), []
-    for dtype in ("fp8", "bfloat16"):
-        document: Document = {"model": {"product_dtype": dtype}, "global_batch": 8}
-        if precision and dtype == "fp8":
-            document["parallel"] = {"precision": precision}
-        request = asked(1, fixed, "torchtitan", **document)
-        estimated = EstimatedLayout.of(request.layouts[0], request.setting.of_executor("torchtitan"))
-        kept.append(estimated.estimate.layers[1].plain.after_forward)
-    assert (kept[0] < kept[1]) == is_narrow
-    assert is_narrow or kept[0] == kept[1]
+    gathered = {"precision": "float8-gather"}
+    for tensor, states, is_narrow in ((2, {}, False), (2, gathered, True), (1, gathered, False)):
+        kept = []
+        for dtype, parallel in (("fp8", states), ("bfloat16", {})):
+            fixed, model = Fixed(tensor, 1, 1, 4 // tensor, 2, 1, 1, "none"), {"product_dtype": dtype}
+            request = asked(1, fixed, "torchtitan", model=model, global_batch=8, parallel=parallel)
+            estimated = EstimatedLayout.of(request.layouts[0], request.setting.of_executor("torchtitan"))
+            kept.append(estimated.estimate.layers[1].plain.after_forward)
+        assert (kept[0] < kept[1], kept[0] == kept[1]) == (is_narrow, not is_narrow)

@@ -117,7 +117,7 @@ def test_reports_lead_to_the_ranking_and_a_stopped_search_keeps_its_plans() -> N
     assert [each.step_time for each in reports if each.step_time is not None][-1] == ranking.best[0].step_time
     for earlier, later in pairwise(reports):
         assert earlier.no_layout_below <= later.no_layout_below * (1 + 1e-12)
-        assert (earlier.planned, earlier.ruled_out) <= (later.planned, later.ruled_out)
+        assert earlier.planned <= later.planned
         assert earlier.ruled_out <= later.ruled_out
     assert reports[-1].no_layout_below <= ranking.no_layout_below * (1 + 1e-12)
     assert {each.considered for each in reports} == {ranking.considered}
@@ -200,14 +200,12 @@ def test_selective_recomputation_is_another_layout() -> None:
     steps, held = [], []
     for kind in ("none", "selective", "full"):
         request = request_of(EXPERTS, cluster_of(1, 2, 60.0), 16, **PIPED, recompute=kind)
-        ranking = best_layouts(request.layouts, request.setting)
-        (best,), (row,) = ranking.best, ranking_json(ranking, request)["layouts"]
+        (best,) = best_layouts(request.layouts, request.setting).best
         block = best.estimated.problem.model.layers[1]
-        assert (row["recompute"], block.recompute) == (kind, None)
+        assert (best.layout.recompute, block.recompute) == (kind, None)
         steps.append(best.step_time)
-        held.append(block.costs.memory.forward)
-    assert steps[0] < steps[1] < steps[2]
-    assert held[0] > held[1] > held[2]
+        held.append(-block.costs.memory.forward)
+    assert (steps, held) == (sorted(set(steps)), sorted(set(held)))
 
 
 def test_a_dense_model_has_selective_layouts_where_they_are_asked_for() -> None:
@@ -220,9 +218,8 @@ def test_a_dense_model_has_selective_layouts_where_they_are_asked_for() -> None:
 
 def test_prediction_modules_are_dropped_or_added() -> None:
     document = {"model": {**MODEL, "prediction_layers": 1}, "global_batch": 8}
-    for count in (None, 0, 2):
-        found = parse_request(document, cluster_of(1, 2), prediction_layers=count).setting.model
-        assert found.prediction_layers == (1 if count is None else count)
+    requests = (parse_request(document, cluster_of(1, 2), prediction_layers=n) for n in (None, 0, 2))
+    assert [request.setting.model.prediction_layers for request in requests] == [1, 0, 2]
 
 
 # --- what the answer says besides the order
@@ -232,14 +229,10 @@ NARROW = {**MODEL, **SIZES}
 
 
 @settings(max_examples=5)
-@given(
-    st.sampled_from([NARROW, {**EXPERTS, **SIZES}, {**TIED, **SIZES}]),
-    st.sampled_from(["none", "full", "per-stage"]),
-    st.floats(0.2, 2.0),
-    st.data(),
-)
-def test_parts_of_a_step(model: Document, recompute: str, gigabytes: float, data: st.DataObject) -> None:
-    request = request_of(model, cluster_of(2, 2, gigabytes), recompute=recompute)
+@given(st.sampled_from([MODEL, EXPERTS, TIED]), st.sampled_from(["none", "full", "per-stage"]), st.data())
+def test_parts_of_a_step(model: Document, recompute: str, data: st.DataObject) -> None:
+    cluster = cluster_of(2, 2, data.draw(st.floats(0.2, 2.0)))
+    request = request_of({**model, **SIZES}, cluster, recompute=recompute)
     estimated = EstimatedLayout.of(data.draw(st.sampled_from(request.layouts)), request.setting)
     try:
         planned = plan_layout(estimated)
@@ -258,13 +251,12 @@ def test_exchanges_are_not_idle_time() -> None:
         return composition(best_layouts(request.layouts, request.setting).best[0])
 
     alone, pair = parts(cluster_of(1, 1)), cluster_of(1, 2)
-    assert alone["idle"] == pytest.approx(0, abs=1e-12)
-    assert alone["transfers"] == alone["tensor_parallel"] == alone["gradient_reduction"] == 0
+    exchanges = [alone[name] for name in ("idle", "transfers", "tensor_parallel", "gradient_reduction")]
+    assert exchanges == pytest.approx([0, 0, 0, 0], abs=1e-12)
     assert parts(pair, tensor_parallel=2)["tensor_parallel"] > 0
     narrow = replace(pair, in_node=replace(pair.in_node, bandwidth=5.0))
     piped, slow = (parts(each, pipeline_parallel=2, microbatch_size=4) for each in (pair, narrow))
-    assert piped["idle"] > 0
-    assert slow["transfers"] > piped["transfers"] > 0
+    assert slow["transfers"] > piped["transfers"] > 0 < piped["idle"]
 
 
 def test_every_layout_is_a_point_and_those_that_may_fit_are_compared() -> None:

@@ -17,7 +17,7 @@ from zbv_models.fixed_orders.schedules import Schedule, torch_schedule
 from zbv_models.layouts.cluster import equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import STATES, fsdp, in_order, megatron, torch, worker
-from zbv_models.layouts.given_cut import score_given_cut
+from zbv_models.layouts.executor_search import score_given_cut
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.problem.cut import Cut

@@ -134,10 +134,9 @@ def asked(nodes: int, fixed: Fixed, executor: str, **document: Any) -> Request:
     return parse_request(document, equal_cluster(cluster), fixed, executor=executor)
 
 
-@pytest.mark.parametrize(
-    ("cut", "schedule", "published"),
-    [("15,16x6,15", "1F1B", 82.5), ("7,8x14,7", "Interleaved1F1B", 72.7)],
-)
+@pytest.mark.parametrize(("cut", "schedule", "published"), [
+    ("15,16x6,15", "1F1B", 82.5), ("7,8x14,7", "Interleaved1F1B", 72.7),
+])  # fmt: skip
 def test_torchtitans_table_of_llama_405b_is_met(cut: str, schedule: str, published: float) -> None:
     """Table 5 of benchmarks/llama3_h100_202412_torchtitan.md, with the cuts of commit 9dec370.
 

@@ -215,8 +215,7 @@ def test_the_plan_of_one_round_of_an_interleaved_schedule_holds_the_gradients_of
 
 def test_experts_and_tables_are_not_gathered_in_float8() -> None:
     model = {**EXPERTS, "hidden": 512, "product_dtype": "fp8", "kv_heads": 8, "gated": False}
-    parts = Fixed(1, 1, 1, 2, 2, 1, 1, "none")
-    states = {"precision": "float8-gather"}
+    parts, states = Fixed(1, 1, 1, 2, 2, 1, 1, "none"), {"precision": "float8-gather"}
     cluster = cluster_of(1, 4, 80, fp8_tflops=600)
     request = request_of(model, cluster, 8, "torch", parallel=states, **vars(parts))
     narrow = request.setting.of_executor("torch")

@@ -196,9 +196,7 @@ def test_selective_recomputation_is_another_layout() -> None:
         steps.append(best.step_time)
         held.append(-block.costs.memory.forward)
     assert (steps, held) == (sorted(set(steps)), sorted(set(held)))
-
-
-def test_a_dense_model_has_selective_layouts_where_they_are_asked_for() -> None:
+    # A dense model has selective layouts where they are asked for.
     assert {each.recompute for each in request_of(MODEL, cluster_of(1, 2), 16).layouts} == {"per-stage"}
     asked = request_of(MODEL, cluster_of(1, 2), 16, recompute="selective").layouts
     assert {(each.recompute, "mlp" in each.recompute_modules) for each in asked} == {("selective", True)}

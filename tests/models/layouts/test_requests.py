@@ -70,8 +70,7 @@ def test_neighbours_share_nodes() -> None:
 def test_rings_on_a_node_have_the_latency_of_a_step_unless_the_link_is_given() -> None:
     layout = Layout(4, 1, 1, 2, 2, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
     document = {"nodes": 2, "gpus_per_node": 8, "device": "h100"}
-    slow = {"latency": 1.0, "bandwidth": 100.0}
-    given = {**document, "links": {"in_node": slow, "between_nodes": slow}}
+    given = {**document, "links": {"in_node": BETWEEN_NODES, "between_nodes": BETWEEN_NODES}}
     assert layout.links(equal_cluster(document)).tensor.step_latency == 3.4
     assert layout.links(equal_cluster(given)).tensor.step_latency == 0
     across = replace(layout, tensor_parallel=16, data_parallel=1, pipeline_parallel=1)

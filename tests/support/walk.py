@@ -31,6 +31,7 @@ PIECES = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 """Comprehensions belong to the function that they are in."""
 FETCH = "fetch of a rank"
 """The part that fetches a rank from memory."""
+REPEATED = [f"fetch {number}" for number in range(5)]
 
 
 class Function(NamedTuple):
@@ -118,10 +119,12 @@ async def walk(place: Path) -> Walk:
                 search_id = (await service.submit()).json()["id"]
             with walk.part("search"):
                 plan_id = (await service.ended(search_id))["plan_id"]
-            for fetch in ("first fetch of a rank", FETCH):
+            for fetch in ("first fetch of a rank", *REPEATED):
                 with walk.part(fetch):
                     answer = await http.get(f"/v1/plans/{plan_id}/ranks/0")
                     assert answer.status_code == 200, answer.text
+            # Loops of the runner may work during a fetch, too.
+            walk.parts[FETCH] = min((walk.parts.pop(name) for name in REPEATED), key=len)
     return walk
 
 

@@ -15,7 +15,7 @@ from starlette.types import Send
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY
 from zbv_service.api.state import state_of
 from zbv_service.searches.events import EventFeed, Followed
-from zbv_service.security.scheme import READ_SCOPES
+from zbv_service.security.access import READ_SCOPES
 
 RETRY = format_sse_event(retry=1000)
 """The first bytes of a stream: clients reconnect after this many milliseconds."""

@@ -12,7 +12,7 @@ from support.databases import PostgresDatabases
 from support.postgres import Server, a_server
 from support.serving import DEADLINE, Serving
 from support.tokens import add, bearer
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import TokenText
 
 from benchmarks.service.malformed import PLAN
 

@@ -12,7 +12,7 @@ from support.runs_over_http import MODEL, ONCE, import_plan
 from support.serving import Service, Serving
 from support.tokens import add, kind_of
 from zbv_service.client import AgentClient, AgentGone
-from zbv_service.security.scheme import scopes_of
+from zbv_service.security.access import scopes_of
 
 pytestmark = pytest.mark.anyio
 

@@ -13,9 +13,8 @@ from support.runs_over_http import MODEL, register
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
-from zbv_service.security.scheme import needs, require_declared, scopes_of
-from zbv_service.security.scopes import SCOPES
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.access import needs, require_declared, scopes_of
+from zbv_service.security.tokens import SCOPES, TokenText
 from zbv_service.settings import Settings
 
 pytestmark = pytest.mark.anyio

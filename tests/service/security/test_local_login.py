@@ -23,10 +23,9 @@ from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
 from zbv_service.client import tokens
 from zbv_service.client.tokens import CredentialsUnusable
-from zbv_service.database import TokenTable
 from zbv_service.database.models import TokenRow
 from zbv_service.security.local_token import kept_token, left_behind
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import TokenTable, TokenText
 from zbv_service.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -178,7 +177,7 @@ async def test_a_session_expires_with_its_token(service: Service) -> None:
     async with service.app.state.application.database.writing() as session:
         expired = update(TokenRow).where(TokenRow.kind == "token")
         await session.execute(expired.values(expires_at=datetime.now(UTC)))
-    service.app.state.application.access.tokens._known.clear()
+    service.app.state.application.access._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
 
 
@@ -276,7 +275,7 @@ async def test_a_session_ends_when_its_token_is_revoked(service: Service) -> Non
     assert (await service.http.get("/v1/searches")).is_success
     application = service.app.state.application
     await TokenTable(application.database).revoke("carol")
-    application.access.tokens._known.clear()
+    application.access._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
     assert "was revoked" in (await follow(service, url)).text
 

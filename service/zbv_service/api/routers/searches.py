@@ -15,7 +15,7 @@ from zbv_service.api.event_streams import EventNumber, LastEventId
 from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, accepts
 from zbv_service.api.openapi import body_of, operation_id
-from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.api.state import state_of
 from zbv_service.database.events import KEPT_EVENTS
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
@@ -37,8 +37,9 @@ from zbv_service.records.searches import (
     SearchRecord,
 )
 from zbv_service.searches.kinds import SearchRequest
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 RETRY_SECONDS = 1
 SEARCH = needs("search")
@@ -184,8 +185,7 @@ def _encoded(event: SearchEventDocument) -> bytes:
 async def _submit(request: Request, kind: SearchKind, most_bytes: int) -> Response:
     found = state_of(request)
     async with read_text(request, most_bytes) as body:
-        caller, most = caller_of(request), most_searches(request)
-        record = await found.searches.submit(body, kind, caller=caller, most=most)
+        record = await found.searches.submit(body, grant_of(request), kind)
     return await _response(request, record)
 
 

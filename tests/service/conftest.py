@@ -113,3 +113,24 @@ def serving(settings: Settings, directory: Path) -> Serving:
             yield Service(app, http)
 
     return start
+
+
+@pytest.fixture
+async def service(serving: Serving) -> AsyncIterator[Service]:
+    """A service whose searches end at once."""
+    async with serving("immediate") as started:
+        yield started
+
+
+@pytest.fixture
+async def honest(serving: Serving) -> AsyncIterator[Service]:
+    """A service whose searches end at once with a plan that has its true metrics."""
+    async with serving("honest") as started:
+        yield started
+
+
+@pytest.fixture
+async def held(serving: Serving) -> AsyncIterator[Service]:
+    """A service whose searches report a plan, and wait until they are released or cancelled."""
+    async with serving("held") as started:
+        yield started

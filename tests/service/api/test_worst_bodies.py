@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from support.runs_over_http import import_plan
 from support.serving import Serving
 
 from benchmarks.service.malformed import ID
 from benchmarks.service.worst_bodies import Sizes, worst
-
-pytestmark = pytest.mark.anyio
 
 SMALL = Sizes(body=90_000, plan=180_000, trace=180_000)
 TRACE = f"/v1/agents/{ID}/runs/{ID}/generations/0/ranks/0/trace"

@@ -34,12 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
     search = fake_searches.InDirectory(fake_searches.held, folder)
-    settings = Settings(
-        auth="none",
-        database=f"sqlite:///{folder}/zbv.db",
-        searches=2,
-        heartbeat_seconds=0.2,
-    )
+    settings = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", searches=2, heartbeat_seconds=0.2)
     with listening(create_app(settings, kinds=kinds(search))) as found:
         yield found
 

@@ -13,7 +13,6 @@ from zbv_service.database import Database
 from zbv_service.database.url import async_url
 
 
-@pytest.mark.anyio
 async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/zbv.db")
     await database.migrate()
@@ -31,7 +30,6 @@ def modes(folder: Path) -> dict[str, int]:
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("before", ["nothing", "open to all"])
 async def test_sqlite_files_are_private_with_any_umask(
     tmp_path: Path, before: str, caplog: pytest.LogCaptureFixture

@@ -16,8 +16,6 @@ from zbv_service.security.token_text import TokenText
 
 from benchmarks.service.malformed import PLAN
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def server() -> Iterator[Server]:

@@ -19,7 +19,6 @@ from zbv_service.app import create_app
 from zbv_service.observability.metrics import Metrics, family
 from zbv_service.settings import Settings
 
-pytestmark = pytest.mark.anyio
 DOCUMENTED = {
     row[1]: row[2]
     for row in re.finditer(r"^\| `(zbv_\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)

@@ -150,7 +150,6 @@ def test_an_earlier_limit_becomes_a_fraction_if_it_is_round() -> None:
         assert (start.limit_fraction, start.problem["memory"].get("limit")) == expected
 
 
-@pytest.mark.anyio
 async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(serving: Serving) -> None:
     async with serving("honest") as service:
 

@@ -14,8 +14,6 @@ from support.tokens import add, kind_of
 from zbv_service.client import AgentClient, AgentGone
 from zbv_service.security.scheme import scopes_of
 
-pytestmark = pytest.mark.anyio
-
 Fields = dict[str, str]
 
 

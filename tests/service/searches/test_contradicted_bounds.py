@@ -24,8 +24,6 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
-pytestmark = pytest.mark.anyio
-
 
 async def counted(service: Service, name: str) -> float:
     text = (await service.http.get("/metrics")).text

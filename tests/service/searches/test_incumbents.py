@@ -22,8 +22,6 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_any_problem
 
-pytestmark = pytest.mark.anyio
-
 OTHER_COSTS = {**PROBLEM, "costs": {"forward": 2, "backward_input": 1, "backward_weight": 1}}
 OTHER_LAYERS = {
     **LAYERED,

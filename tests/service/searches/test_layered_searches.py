@@ -22,8 +22,6 @@ from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.incumbent import Progress
 
-pytestmark = pytest.mark.anyio
-
 
 async def plan_of_search(service: Service, found: dict[str, Any]) -> dict[str, Any]:
     answer = await service.http.get(f"/v1/plans/{found['plan_id']}")
@@ -160,21 +158,20 @@ async def test_a_wrong_layer_is_named_and_nothing_is_stored(serving: Serving) ->
         assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1
 
 
-async def test_a_check_summarises_layers_before_they_are_cut(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        body = {"problem": {**LAYERED, "placement": "auto"}}
-        found = (await service.http.post("/v1/problems/check", json=body)).json()
-        assert (found["is_valid"], found["facts"]) == (True, None)
-        layers = found["layers"]
-        assert (layers["layers"], layers["parts"]) == (8, 7)
-        assert [each["stages"] for each in layers["placements"]] == [4, 4, 6, 2]
-        assert layers["work"] == 1 + 1 + 6 * 29 + 66
-        # The mean rank has 121 per microbatch; the closest set of whole layers is the head and two blocks.
-        assert layers["least_busy"] == 4 * 124
-        assert (layers["static"], layers["held"]) == (30, 14)
-        fraction = {"problem": LAYERED, "limit_fraction": 0.5}
-        refused = (await service.http.post("/v1/problems/check", json=fraction)).json()
-        assert [issue["pointer"] for issue in refused["issues"]] == ["/limit_fraction"]
+async def test_a_check_summarises_layers_before_they_are_cut(service: Service) -> None:
+    body = {"problem": {**LAYERED, "placement": "auto"}}
+    found = (await service.http.post("/v1/problems/check", json=body)).json()
+    assert (found["is_valid"], found["facts"]) == (True, None)
+    layers = found["layers"]
+    assert (layers["layers"], layers["parts"]) == (8, 7)
+    assert [each["stages"] for each in layers["placements"]] == [4, 4, 6, 2]
+    assert layers["work"] == 1 + 1 + 6 * 29 + 66
+    # The mean rank has 121 per microbatch; the closest set of whole layers is the head and two blocks.
+    assert layers["least_busy"] == 4 * 124
+    assert (layers["static"], layers["held"]) == (30, 14)
+    fraction = {"problem": LAYERED, "limit_fraction": 0.5}
+    refused = (await service.http.post("/v1/problems/check", json=fraction)).json()
+    assert [issue["pointer"] for issue in refused["issues"]] == ["/limit_fraction"]
 
 
 async def test_a_search_resumes_from_its_best_cut(serving: Serving, directory: Path) -> None:

@@ -22,8 +22,6 @@ from zbv_service.searches.kinds import new_layout_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 
-pytestmark = pytest.mark.anyio
-
 SMALL: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},
     "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
@@ -345,15 +343,14 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(serving: Serving) -> None:
-    async with serving("honest") as service:
-        for body, pointer in WRONG:
-            answer = await service.http.post("/v1/layouts", json=body)
-            assert answer.status_code == 422, (body, answer.text)
-            pointers = [each["pointer"] for each in answer.json()["errors"]]
-            assert pointer in pointers, (body, answer.text)
-        malformed = await service.http.post(
-            "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
-        )
-        assert malformed.status_code == 400
-        assert (await get(service, "searches"))["searches"] == []
+async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(honest: Service) -> None:
+    for body, pointer in WRONG:
+        answer = await honest.http.post("/v1/layouts", json=body)
+        assert answer.status_code == 422, (body, answer.text)
+        pointers = [each["pointer"] for each in answer.json()["errors"]]
+        assert pointer in pointers, (body, answer.text)
+    malformed = await honest.http.post(
+        "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
+    )
+    assert malformed.status_code == 400
+    assert (await get(honest, "searches"))["searches"] == []

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from support.fake_service import fake_service
 from support.processes import is_alive
-from support.serving import DEADLINE, PROBLEM, Serving
+from support.serving import DEADLINE, PROBLEM, Service, Serving
 from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.packing import pack
@@ -23,8 +23,6 @@ from zbv_service.searches.runner import new_owner
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
-
-pytestmark = pytest.mark.anyio
 
 FIRST_ACTIONS = "0F0\n3F0\n3B0\n0B0"
 
@@ -74,18 +72,17 @@ async def test_a_search_that_always_crashes_fails(serving: Serving, directory: P
         assert "died 2 times" in ended["error"]["detail"]
 
 
-async def test_a_crashed_search_runs_again_and_the_others_continue(serving: Serving, directory: Path) -> None:
-    async with serving("held") as service:
-        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(2)]
-        for search_id in ids:
-            await service.until(search_id, lambda found: found["objective"] is not None)
-        victim = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
-        os.kill(victim, signal.SIGKILL)
-        await appeared(directory, "started-*", 3)  # the search of the killed process starts again
-        (directory / "release").touch()
-        ended = [await service.ended(search_id) for search_id in ids]
-        assert [found["state"] for found in ended] == ["done", "done"]
-        assert sorted(found["attempts"] for found in ended) == [1, 2]
+async def test_a_crashed_search_runs_again_and_the_others_continue(held: Service, directory: Path) -> None:
+    ids = [(await held.submit(seed=seed)).json()["id"] for seed in range(2)]
+    for search_id in ids:
+        await held.until(search_id, lambda found: found["objective"] is not None)
+    victim = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
+    os.kill(victim, signal.SIGKILL)
+    await appeared(directory, "started-*", 3)  # the search of the killed process starts again
+    (directory / "release").touch()
+    ended = [await held.ended(search_id) for search_id in ids]
+    assert [found["state"] for found in ended] == ["done", "done"]
+    assert sorted(found["attempts"] for found in ended) == [1, 2]
 
 
 async def test_a_stopping_service_requeues_its_searches_with_their_incumbents(
@@ -359,10 +356,9 @@ async def test_the_leases_of_a_living_process_are_respected(serving: Serving, se
         await process.wait()
 
 
-async def test_readiness_follows_the_runner(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        assert (await service.http.get("/healthz")).json() == {"status": "ok"}
-        assert (await service.http.get("/readyz")).json() == {"status": "ok"}
-        await service.app.state.application.runner.stop()
-        answer = await service.http.get("/readyz")
-        assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
+async def test_readiness_follows_the_runner(service: Service) -> None:
+    assert (await service.http.get("/healthz")).json() == {"status": "ok"}
+    assert (await service.http.get("/readyz")).json() == {"status": "ok"}
+    await service.app.state.application.runner.stop()
+    answer = await service.http.get("/readyz")
+    assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")

@@ -15,8 +15,6 @@ from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.database.quotas import Owner, QuotaTable
 from zbv_service.security import quotas
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(autouse=True)
 def count_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from support.stored import a_plan, a_search
-from zbv_service.database import (
-    Database,
-    PlanTable,
-    SearchEventTable,
-    SearchTable,
-)
-
-pytestmark = pytest.mark.anyio
+from zbv_service.database import Database, PlanTable, SearchEventTable, SearchTable
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from support.stored import a_plan, a_search
 from zbv_service.database import Database, SearchTable
 from zbv_service.records.searches import Claim
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def table(any_database_url: str) -> AsyncIterator[SearchTable]:

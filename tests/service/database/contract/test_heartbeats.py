@@ -18,8 +18,6 @@ from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.runs.agents import Assignments, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
 
-pytestmark = pytest.mark.anyio
-
 GO_ON = RunOrders(cancel_requested=False, stop_requested=False, target_plan_id=None)
 SILENCE = timedelta(seconds=60)
 

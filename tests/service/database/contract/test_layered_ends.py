@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from support.stored import a_plan, a_search
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.records.searches import SearchDocument
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan(

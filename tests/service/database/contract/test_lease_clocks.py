@@ -13,8 +13,6 @@ from zbv_service.database import Database, SearchTable
 from zbv_service.database.tally import tally
 from zbv_service.records.lists import SearchListQuery
 
-pytestmark = pytest.mark.anyio
-
 MINUTE = timedelta(minutes=1)
 
 

@@ -21,8 +21,6 @@ from zbv_service.records.lists import (
 from zbv_service.records.searches import NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
-pytestmark = pytest.mark.anyio
-
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
 
@@ -133,10 +131,7 @@ async def test_plans_are_filtered_and_paged_like_searches(database: Database) ->
     assert [plan.plan_id for plan in (*first.items, *rest.items)] == ["p4", "p3", "p2", "p1", "p0"]
     assert rest.next is None
     assert [plan.plan_id for plan in (await table.page(PlanListQuery(status="optimal"))).items] == ["p3"]
-    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == [
-        "p3",
-        "p1",
-    ]
+    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == ["p3", "p1"]
 
 
 async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:

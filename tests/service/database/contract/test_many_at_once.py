@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from support.stored import a_plan, a_run, a_search
 from zbv_service.database import Database, PartTable, PlanTable, RunTable, SearchTable
 from zbv_service.records.runs import NewPart
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_the_best_plan_of_each_problem_is_found(any_database_url: str) -> None:

@@ -33,7 +33,6 @@ def test_migrations_build_the_tables_that_the_code_uses(engine: Engine) -> None:
     assert differences == []
 
 
-@pytest.mark.anyio
 async def test_migrating_twice_or_at_once_changes_nothing(empty_database_url: str) -> None:
     opened = [Database(empty_database_url) for _ in range(4)]
     await asyncio.gather(*(each.migrate() for each in opened))
@@ -43,7 +42,6 @@ async def test_migrating_twice_or_at_once_changes_nothing(empty_database_url: st
         await each.close()
 
 
-@pytest.mark.anyio
 async def test_a_database_of_a_newer_version_is_refused(empty_database_url: str) -> None:
     database = Database(empty_database_url)
     await database.migrate()

@@ -39,8 +39,6 @@ from zbv_service.database.retention import Sweeper
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, NewRanking, SearchState
 
-pytestmark = pytest.mark.anyio
-
 KEEP = Keep(others=10, plans=20)
 FOREVER = Keep(others=36_500, plans=36_500)
 NAMES = {

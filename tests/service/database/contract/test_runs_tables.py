@@ -30,8 +30,6 @@ from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, RequestKey, WaitingRun
 from zbv_service.runs.scheduler import decide
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_url: str) -> None:
     """Three services, 4 agents, runs of 1 to 3 nodes; runs end and release agents during the test."""
@@ -77,9 +75,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
         await database.close()
 
 
-async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
-    any_database_url: str,
-) -> None:
+async def test_concurrent_changes_wait_for_each_other_without_deadlocks(any_database_url: str) -> None:
     """Two services; agents fail, report, get lost and return while runs are assigned and cancelled."""
     databases = [Database(any_database_url) for _ in range(2)]
     await PlanTable(databases[0]).add(a_plan(PLAN))

@@ -12,8 +12,6 @@ from zbv_service.database import events as stored
 from zbv_service.records.searches import SearchEventDocument as Event
 from zbv_service.records.searches import Update
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def database(any_database_url: str) -> AsyncIterator[Database]:

@@ -18,8 +18,6 @@ from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import NewRanking, Update
 from zbv_solver.errors import ContradictedBound
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 async def database(any_database_url: str) -> AsyncIterator[Database]:

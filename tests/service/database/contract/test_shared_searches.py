@@ -9,8 +9,6 @@ import pytest
 from support.stored import a_run, a_search
 from zbv_service.database import Database, RunTable, SearchGone, SearchTable
 
-pytestmark = pytest.mark.anyio
-
 KEY = "key"
 
 

@@ -15,6 +15,7 @@ from support.fake_kinds import kinds_of
 from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
+from zbv_service.database import Database
 from zbv_service.settings import Settings
 
 
@@ -71,6 +72,22 @@ def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
     url: str = request.getfixturevalue("postgres_database")
     PostgresDatabases.clear(url)
     yield url
+
+
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    """An empty database of each kind."""
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def second(any_database_url: str) -> AsyncIterator[Database]:
+    """The connections of another service to the same database."""
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture(params=KINDS)

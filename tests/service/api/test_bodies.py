@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
-from support.runs_over_http import register
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import kind_of
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
@@ -72,7 +71,7 @@ async def test_a_log_counts_as_a_body_in_memory_until_it_is_stored(
     parts = service.app.state.application.parts
     monkeypatch.setattr(parts, "require_owner", own)
     monkeypatch.setattr(parts, f"put_{kind}", put)
-    address = f"/v1/agents/{await register(service, 'a')}/runs/r/generations/0/ranks/0/{kind}"
+    address = f"/v1/agents/{await service.register('a')}/runs/r/generations/0/ranks/0/{kind}"
     headers = {"Content-Type": "text/plain" if kind == "log" else "application/json"}
     answer = await service.http.put(address, content=b" " * 2 * FREE, headers=headers)
     assert answer.status_code == 204, answer.text

@@ -10,8 +10,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs_over_http import MODEL, until_run
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import INVALID_BODY, ApiError, error_document, error_response
 from zbv_service.searches.kinds import parse_request
@@ -160,7 +159,7 @@ async def test_every_error_is_a_problem_document_and_stores_nothing(service: Ser
             assert set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}), name
         if wrong.pointer is not None:
             assert wrong.pointer in [entry["pointer"] for entry in body["errors"]], (name, body)
-    assert (await service.http.get("/v1/searches")).json()["searches"] == []
+    assert await service.listed("searches") == []
 
 
 async def test_every_broken_rule_of_a_body_is_reported(serving: Serving) -> None:
@@ -179,10 +178,10 @@ async def test_every_broken_rule_of_a_body_is_reported(serving: Serving) -> None
 
 async def test_types_are_addresses_below_the_root_path(serving: Serving) -> None:
     async with serving("broken") as service:
-        failed = await service.ended((await service.submit()).json()["id"])
+        failed = await service.done()
         run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5}
         run_id = (await service.http.post("/v1/runs", json=run)).json()["id"]
-        await until_run(service, run_id, lambda found: found["state"] == "failed")
+        await service.until_run(run_id, lambda found: found["state"] == "failed")
         transport = httpx.ASGITransport(service.app, root_path="/planner")
         async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
             search = f"/planner/v1/searches/{failed['id']}"

@@ -7,8 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.runs_over_http import MODEL, import_plan
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from support.tokens import add
 
 KEY = "8e03978e-40d5-43dd-bc93-6894a57f9324"
@@ -19,13 +18,13 @@ def kind(answer: httpx.Response) -> tuple[int, str]:
 
 
 async def submit_run(service: Service, key: str | None = KEY, **more: Any) -> httpx.Response:
-    body = {"plan_id": await import_plan(service), "model": MODEL, "nodes": 2, "steps": 5, **more}
+    body = {"plan_id": await service.import_plan(), "model": MODEL, "nodes": 2, "steps": 5, **more}
     headers = [] if key is None else [(b"Idempotency-Key", key.encode())]
     return await service.http.post("/v1/runs", json=body, headers=headers)
 
 
 async def runs(service: Service) -> list[str]:
-    return [run["id"] for run in (await service.http.get("/v1/runs")).json()["runs"]]
+    return [run["id"] for run in await service.listed("runs")]
 
 
 async def test_a_repeated_request_does_not_start_a_second_run(serving: Serving) -> None:

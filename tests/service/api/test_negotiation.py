@@ -39,12 +39,11 @@ async def test_resources_are_json_for_browsers_too_and_have_pages(service: Servi
 
 
 async def test_the_page_of_a_search_shows_its_state(held: Service) -> None:
-    search_id = (await held.submit()).json()["id"]
-    await held.until(search_id, lambda found: found["objective"] is not None)
+    search_id = await held.begun()
     going_on = await held.http.get(f"/searches/{search_id}")
     assert 'http-equiv="refresh"' in going_on.text
     assert "running" in going_on.text
-    await held.http.post(f"/v1/searches/{search_id}/cancel")
+    await held.cancel(search_id)
     await held.ended(search_id)
     over = await held.http.get(f"/searches/{search_id}")
     assert 'http-equiv="refresh"' not in over.text

@@ -80,15 +80,15 @@ async def test_plans_are_listed_and_filtered(honest: Service) -> None:
     entries = [entry for page in found for entry in page.json()["plans"]]
     assert [entry["microbatches"] for entry in entries] == [4, 3, 2]
     assert found[0].headers["link"] == f'<{found[0].json()["next"]}>; rel="next"'
-    plan = (await honest.http.get(f"/v1/plans/{entries[0]['plan_id']}")).json()
+    plan = await honest.get(f"/v1/plans/{entries[0]['plan_id']}")
     assert entries[0]["value"] == plan["metrics"]["span"]
-    one = (await honest.http.get("/v1/plans?microbatches=3&status=feasible")).json()["plans"]
+    one = (await honest.get("/v1/plans?microbatches=3&status=feasible"))["plans"]
     assert [entry["microbatches"] for entry in one] == [3]
-    assert (await honest.http.get("/v1/plans?status=optimal")).json()["plans"] == []
+    assert (await honest.get("/v1/plans?status=optimal"))["plans"] == []
 
 
 async def test_runs_and_agents_are_listed_and_filtered(honest: Service) -> None:
-    ended = await honest.ended((await honest.submit()).json()["id"])
+    ended = await honest.done()
     for name in "abc":
         run = {"plan_id": ended["plan_id"], "model": {"factory": f"models:{name}"}, "nodes": 1, "steps": 1}
         assert (await honest.http.post("/v1/runs", json=run)).status_code == 202

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
-from support.runs_over_http import MODEL, import_plan
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.database.models import Base
@@ -64,7 +63,7 @@ async def test_a_lost_answer_to_a_commit_is_not_reported_as_a_failure(
     async with serving("immediate", preload="at-first-search") as service:
         await service.app.state.application.runner.stop()
         await service.app.state.application.dispatcher.stop()
-        plan_id = await import_plan(service)
+        plan_id = await service.import_plan()
         for send, listed in (
             (lambda: submit_run(service, plan_id), "runs"),
             (lambda: service.http.post("/v1/searches", json={"problem": PROBLEM}), "searches"),
@@ -74,7 +73,7 @@ async def test_a_lost_answer_to_a_commit_is_not_reported_as_a_failure(
                 answer = await send()
             assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
             assert "may still have been carried out" in answer.json()["detail"]
-            (stored,) = (await service.http.get(f"/v1/{listed}")).json()[listed]
+            (stored,) = (await service.get(f"/v1/{listed}"))[listed]
             again = await send()
             assert (again.status_code, again.json()["id"]) == (202, stored["id"])
 
@@ -82,7 +81,7 @@ async def test_a_lost_answer_to_a_commit_is_not_reported_as_a_failure(
 async def test_a_crash_after_a_commit_says_that_the_request_may_have_succeeded(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_id = await import_plan(service)
+    plan_id = await service.import_plan()
 
     def failing() -> None:
         raise RuntimeError("after the run was stored")
@@ -92,7 +91,7 @@ async def test_a_crash_after_a_commit_says_that_the_request_may_have_succeeded(
         answer = await submit_run(service, plan_id)
     assert (answer.status_code, answer.json()["type"]) == (500, "/errors/internal-error")
     assert "may still have been carried out" in answer.json()["detail"]
-    (stored,) = (await service.http.get("/v1/runs")).json()["runs"]
+    (stored,) = await service.listed("runs")
     assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
 
 

@@ -26,7 +26,7 @@ CUT = {**UNLIMITED, "partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]}
 
 
 async def searches(service: Service) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await service.http.get("/v1/searches")).json()["searches"]
+    found: list[dict[str, Any]] = await service.listed("searches")
     return found
 
 

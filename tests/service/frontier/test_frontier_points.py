@@ -84,7 +84,7 @@ async def test_missing_points_are_searched_once(honest: Service) -> None:
     assert missing
     answer = await ask(honest, plan_id, effort="quick")
     assert (answer.status_code, answer.headers["location"]) == (303, f"/plans/{plan_id}/frontier")
-    searches = (await honest.http.get("/v1/searches")).json()["searches"]
+    searches = await honest.listed("searches")
     assert len(searches) == 1 + len(missing)
     for search in searches:
         await honest.ended(search["id"])
@@ -92,7 +92,7 @@ async def test_missing_points_are_searched_once(honest: Service) -> None:
     assert not found.missing
     assert not found.open
     await ask(honest, plan_id, effort="quick")
-    assert len((await honest.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing)
+    assert len(await honest.listed("searches")) == 1 + len(missing)
 
     unproved = sum(not point.is_proved for point in found.points)
     answer = await ask(honest, plan_id, effort="quick", again="1")
@@ -101,7 +101,7 @@ async def test_missing_points_are_searched_once(honest: Service) -> None:
     assert "already searched with that effort" in page.text
     answer = await ask(honest, plan_id, effort="standard", again="1")
     assert answer.headers["location"] == f"/plans/{plan_id}/frontier"
-    assert len((await honest.http.get("/v1/searches")).json()["searches"]) == 1 + len(missing) + unproved
+    assert len(await honest.listed("searches")) == 1 + len(missing) + unproved
 
 
 async def test_a_caller_with_too_many_searches_sees_the_number_of_refused_points(serving: Serving) -> None:

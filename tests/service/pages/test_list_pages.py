@@ -8,7 +8,6 @@ from typing import Any
 
 import httpx
 import pytest
-from support.runs_over_http import submit
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import add, kind_of
 from zbv_service.database import DatabaseAway
@@ -78,7 +77,7 @@ async def test_a_list_has_pages_and_filters_and_links_under_a_prefix(service: Se
     assert rows(top) == ids[:2]
 
     document = {**PROBLEM, "microbatches": 6, "objective": "makespan"}
-    wide = (await service.ended((await service.submit(document)).json()["id"]))["id"]
+    wide = (await service.done(document))["id"]
     newest, both = [wide[:12]], [wide[:12], ids[0]]
     for query, expected in (
         ("state=done&limit=2", both),
@@ -130,7 +129,7 @@ async def test_the_front_page_shows_open_searches(held: Service) -> None:
 
 
 async def test_a_plan_has_an_immutable_thumbnail(honest: Service) -> None:
-    ended = await honest.ended((await honest.submit()).json()["id"])
+    ended = await honest.done()
     address = f"/plans/{ended['plan_id']}/thumbnail.png"
     picture = await honest.http.get(address)
     assert picture.headers["content-type"] == "image/png"
@@ -166,7 +165,7 @@ async def test_a_browser_gets_errors_as_pages_and_others_as_documents(service: S
             assert answer.headers.get(name) == document.headers.get(name)
 
     assert 'href="/runs/x/measured">Without' in await shown(service.http, "/runs/x/measured?step=x", 422)
-    run = f"/runs/{(await submit(service)).json()['id']}/plan?a=b"
+    run = f"/runs/{(await service.submit_run()).json()['id']}/plan?a=b"
     answer = await service.http.post(run, data={"plan_id": "0" * 64}, headers=BROWSER | SAME_ORIGIN)
     assert answer.status_code == 422
     assert "Without the parameters" not in answer.text, "a form is sent again, not opened"

@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 from support.contrast import contrast
-from support.runs_over_http import import_plan
 from support.serving import PROBLEM, Service
 from zbv_service.api.caching import IMMUTABLE
 from zbv_service.pages import shell
@@ -27,8 +26,8 @@ from zbv_solver.search.assemble import baseline_plan
 
 
 async def test_a_page_loads_the_actions_of_its_plan_and_leads_on(service: Service) -> None:
-    plan_id = await import_plan(service)
-    plan = parse_plan((await service.http.get(f"/v1/plans/{plan_id}")).json())
+    plan_id = await service.import_plan()
+    plan = parse_plan(await service.get(f"/v1/plans/{plan_id}"))
     page = (await service.http.get(f"/plans/{plan_id}")).text
     [facts] = re.findall(r'id="chart-timeline">([^<]+)<', page)
     assert json.loads(facts) == timeline_facts(timeline(plan), plan.problem)
@@ -61,7 +60,7 @@ async def test_a_page_loads_the_actions_of_its_plan_and_leads_on(service: Servic
 
 
 async def test_scripts_and_styles_are_compressed_and_immutable_below_their_version(service: Service) -> None:
-    page = await service.http.get(f"/plans/{await import_plan(service)}")
+    page = await service.http.get(f"/plans/{await service.import_plan()}")
     addresses = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
     names = [address.removeprefix(f"/static/{assets()}/") for address in addresses]
     assert [name for name in names if name in report.MODULES] == [*report.MODULES, "plan.js"]

@@ -161,7 +161,7 @@ async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(ser
             found: dict[str, Any] = json.loads(data[1])["start"]
             return found
 
-        found = await service.ended((await service.submit()).json()["id"])
+        found = await service.done()
         free = parse_problem({**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}})
         for source, words in ((found["id"], "search"), (found["plan_id"], "plan")):
             begun = await start(**{"from": source})

@@ -142,7 +142,7 @@ async def test_derived_content_is_not_reused_after_an_upgrade(
 async def test_a_rank_gets_its_actions_and_channels(serving: Serving, ranks: list[list[str]]) -> None:
     async with serving("immediate") as service:
         plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        answer = (await service.http.get(f"/v1/plans/{plan_id}/ranks/1")).json()
+        answer = await service.get(f"/v1/plans/{plan_id}/ranks/1")
         missing = await service.http.get(f"/v1/plans/{plan_id}/ranks/2")
         negative = await service.http.get(f"/v1/plans/{plan_id}/ranks/-1")
     assert answer["actions"] == ranks[1]
@@ -171,7 +171,7 @@ async def test_with_other_placements_the_ranks_agree_on_their_channels(serving: 
         sent: set[Channel] = set()
         received: set[Channel] = set()
         for rank in range(3):
-            document = (await service.http.get(f"/v1/plans/{plan_id}/ranks/{rank}")).json()
+            document = await service.get(f"/v1/plans/{plan_id}/ranks/{rank}")
             assert document["actions"] == plan.orders.text(rank)
             for entry in document["channels"]:
                 is_sender = entry["direction"] == "send"
@@ -215,7 +215,7 @@ async def test_an_import_lists_which_claims_it_verified(serving: Serving) -> Non
     false = stated | {"metrics": stated["metrics"] | best}
     async with serving("immediate") as service:
         answer = (await service.http.post("/v1/plans", json=false)).json()
-        stored = (await service.http.get(f"/v1/plans/{answer['plan_id']}")).json()
+        stored = await service.get(f"/v1/plans/{answer['plan_id']}")
         refused = await service.http.post("/v1/plans", json=false | {"baselines": [false_baseline(stated)]})
     assert {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]} == {
         "/metrics/lower_bound",
@@ -277,5 +277,5 @@ async def test_an_imported_simulation_is_repeated_and_kept(serving: Serving, ran
     document = plan_json(replace(plan, simulation=simulation))
     async with serving("immediate") as service:
         plan_id = await imported(service, document)
-        stored = (await service.http.get(f"/v1/plans/{plan_id}")).json()
+        stored = await service.get(f"/v1/plans/{plan_id}")
     assert stored["simulation"] == document["simulation"]

@@ -22,10 +22,10 @@ async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(honest: S
     assert before["problem_summary"]["pp_degree"] == 2
     assert 0 < before["lower_bound"] <= min(row["span"] for row in before["baselines"])
     assert before["best"] is None
-    assert (await honest.http.get("/v1/searches")).json()["searches"] == []
-    assert (await honest.http.get("/v1/plans")).json()["plans"] == []
+    assert await honest.listed("searches") == []
+    assert await honest.listed("plans") == []
 
-    ended = await honest.ended((await honest.submit()).json()["id"])
+    ended = await honest.done()
     after = (await compared(honest, {**PROBLEM, "placement": "v", "objective": "span"})).json()
     assert (after["best"]["plan_id"], after["best"]["value"]) == (ended["plan_id"], ended["objective"])
     assert after["baselines"] == before["baselines"]

@@ -34,7 +34,7 @@ async def test_a_packing_has_the_problem_of_every_replica(honest: Service) -> No
         body = {"problem": replica["problem"]}
         assert (await honest.http.post("/v1/problems/check", json=body)).json()["is_valid"]
     for collection in ("searches", "plans"):
-        assert (await honest.http.get(f"/v1/{collection}")).json()[collection] == []
+        assert (await honest.get(f"/v1/{collection}"))[collection] == []
 
 
 async def test_a_batch_that_cannot_be_packed_is_refused(honest: Service) -> None:

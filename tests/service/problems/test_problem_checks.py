@@ -44,7 +44,7 @@ async def test_a_check_lists_the_rules_for_which_a_search_would_be_refused(hones
         assert refused.status_code == 422
         said = [{"pointer": "", **entry} for entry in refused.json()["errors"]]
         assert (await checked(honest, body))["issues"] == said
-    assert (await honest.http.get("/v1/searches")).json()["searches"] == []
+    assert await honest.listed("searches") == []
 
 
 async def test_a_check_of_a_valid_problem_derives_facts(honest: Service) -> None:
@@ -105,7 +105,7 @@ async def test_an_estimate_is_a_verified_plan_that_is_not_stored(
         assert plan["gap"] == pytest.approx(plan["span"] / found["lower_bound"] - 1)
         assert all(peak <= 8 for peak in plan["peak_memory"])
         for collection in ("searches", "plans"):
-            assert (await service.http.get(f"/v1/{collection}")).json()[collection] == []
+            assert (await service.get(f"/v1/{collection}"))[collection] == []
 
         # A patched limit would not reach the worker process, so the problem must really be too large.
         large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}

@@ -10,7 +10,6 @@ import httpx
 import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
-from support.runs_over_http import end, started, work
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.database import PartTable
 from zbv_service.runs.parts import MAX_LOG_BYTES, parse_traces
@@ -34,7 +33,7 @@ async def put(
 
 
 async def test_the_newest_common_step_is_one_trace_on_the_clock_of_rank_0(service: Service) -> None:
-    run_id, first, second = await started(service)
+    run_id, first, second = await service.started_run()
     shown = f"/v1/runs/{run_id}/trace"
     assert "agents send it" in (await service.http.get(shown)).json()["detail"]
     ahead = [0, 987_654_321]
@@ -61,11 +60,11 @@ def not_finite(*steps: int, **more: Any) -> dict[str, Any]:
 
 
 async def test_each_non_finite_value_becomes_one_event(service: Service) -> None:
-    run_id, first, second = await started(service)
+    run_id, first, second = await service.started_run()
     for steps in ((7,), (7, 8), (8, 9)):
         answer = await put(service, second, run_id, 1, not_finite(*steps), "events")
         assert answer.status_code == 204, answer.text
-    found = (await service.http.get(f"/v1/runs/{run_id}/events")).json()["events"]
+    found = (await service.get(f"/v1/runs/{run_id}/events"))["events"]
     noted = [event["detail"] for event in found if event["kind"] == "non_finite"]
     assert noted == [f"generation 0, rank 1, step {step}: the loss is nan" for step in (7, 8, 9)]
     wrong = {
@@ -85,11 +84,11 @@ async def test_a_skipped_checkpoint_becomes_an_event(serving: Serving) -> None:
         "reason": "checkpoints in /c: No space left on device.",
     }
     async with serving("immediate") as service:
-        run_id, _, second = await started(service)
+        run_id, _, second = await service.started_run()
         body = {"rank": 1, "events": [skipped, *not_finite(31)["events"]]}
         for _ in range(2):
             assert (await put(service, second, run_id, 1, body, "events")).status_code == 204
-        found = (await service.http.get(f"/v1/runs/{run_id}/events")).json()["events"]
+        found = (await service.get(f"/v1/runs/{run_id}/events"))["events"]
         noted = [(event["kind"], event["detail"]) for event in found if event["kind"] in SENT]
         place = "generation 0, rank 1"
         assert noted == [
@@ -102,16 +101,16 @@ SENT = ("checkpoint_skipped", "non_finite")
 
 
 async def test_each_generation_keeps_the_latest_trace_of_a_rank(service: Service) -> None:
-    run_id, first, second = await started(service, retries=1)
+    run_id, first, second = await service.started_run(retries=1)
     for rank, agent in enumerate((first, second)):
         await put(service, agent, run_id, rank, traces(1)[rank])
         await put(service, agent, run_id, rank, traces(5)[rank])
     shown = await service.http.get(f"/v1/runs/{run_id}/trace")
     assert shown.json()["otherData"]["steps"] == [4]
-    await end(service, first, run_id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
-    await end(service, second, run_id, "stopped")
+    await service.end_node(first, run_id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
+    await service.end_node(second, run_id, "stopped")
     for rank, agent in enumerate((first, second)):
-        await work(service, agent)
+        await service.work(agent)
         await put(service, agent, run_id, rank, traces(1, first_step=2)[rank], generation=1)
     for query, step in (({}, 2), ({"generation": 1}, 2), ({"generation": 0}, 4)):
         shown = await service.http.get(f"/v1/runs/{run_id}/trace", params=query)
@@ -126,7 +125,7 @@ async def stored_trace(service: Service, run_id: str) -> RankTrace:
 
 
 async def test_earlier_steps_are_kept_because_ranks_write_at_different_times(service: Service) -> None:
-    run_id, first, second = await started(service)
+    run_id, first, second = await service.started_run()
     for step in (0, 5, 10, 15):
         await put(service, first, run_id, 0, traces(5, first_step=step)[0])
     shown = f"/v1/runs/{run_id}/trace"
@@ -141,7 +140,7 @@ async def test_earlier_steps_are_kept_because_ranks_write_at_different_times(ser
 
 
 async def test_ranks_without_a_common_step_of_one_plan_have_no_trace(service: Service) -> None:
-    run_id, first, second = await started(service)
+    run_id, first, second = await service.started_run()
     await put(service, first, run_id, 0, traces(2)[0])
     for other in (traces(2, first_step=5), traces(2, plan_id="b" * 64)):
         await put(service, second, run_id, 1, other[1])
@@ -150,14 +149,14 @@ async def test_ranks_without_a_common_step_of_one_plan_have_no_trace(service: Se
 
 
 async def test_a_trace_with_a_nan_loss_is_accepted(service: Service) -> None:
-    run_id, first, _ = await started(service)
+    run_id, first, _ = await service.started_run()
     text = json.dumps(traces()[0]).replace('"loss": null', '"loss": NaN')
     assert "NaN" in text
     assert (await put(service, first, run_id, 0, text.encode())).status_code == 204
 
 
 async def test_only_the_agent_of_a_rank_may_send_its_trace(service: Service) -> None:
-    run_id, first, second = await started(service)
+    run_id, first, second = await service.started_run()
     for agent, run, rank, generation in (
         (second, run_id, 0, 0),
         (first, run_id, 1, 0),
@@ -173,7 +172,7 @@ async def test_only_the_agent_of_a_rank_may_send_its_trace(service: Service) -> 
 
 async def test_large_or_invalid_traces_are_refused(serving: Serving) -> None:
     async with serving("immediate", max_trace_bytes=5000) as service:
-        run_id, first, _ = await started(service)
+        run_id, first, _ = await service.started_run()
         bomb = b" " * 50_000
         infinite = json.dumps({**traces()[0], "more": 7}).replace("7}", "1e999}").encode()
         for body, status in (
@@ -199,7 +198,7 @@ async def test_large_or_invalid_traces_are_refused(serving: Serving) -> None:
 
 
 async def test_the_end_of_a_log_is_stored_per_rank_and_generation(service: Service) -> None:
-    run_id, first, second = await started(service)
+    run_id, first, second = await service.started_run()
     shown = f"/v1/runs/{run_id}/ranks/1/log"
     assert (await service.http.get(shown)).status_code == 404
     assert (await put(service, second, run_id, 1, b"old", "log")).status_code == 204

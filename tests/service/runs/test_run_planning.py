@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support.runs_over_http import MODEL, events, import_plan, register, run_of, submit, until_run, work
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 
 
 async def submit_problem(service: Service, problem: Any = PROBLEM, **more: Any) -> httpx.Response:
@@ -23,11 +22,11 @@ async def test_a_run_waits_for_its_plan_and_then_for_its_agents(held: Service, d
     search = await held.search(run["search_id"])
     assert (search["options"]["effort"], search["options"]["seed"]) == ("quick", 7)
     (directory / "release").touch()
-    found = await until_run(held, run["id"], lambda seen: seen["state"] == "waiting")
+    found = await held.until_run(run["id"], lambda seen: seen["state"] == "waiting")
     assert found["plan_id"] == (await held.search(run["search_id"]))["plan_id"]
-    agents = [await register(held, digit) for digit in "ab"]
-    assert {(await work(held, agent))["plan_id"] for agent in agents} == {found["plan_id"]}
-    kinds = [event["kind"] for event in await events(held, run["id"])]
+    agents = [await held.register(digit) for digit in "ab"]
+    assert {(await held.work(agent))["plan_id"] for agent in agents} == {found["plan_id"]}
+    kinds = [event["kind"] for event in await held.events_of_run(run["id"])]
     assert kinds == ["planning", "planned", "waiting", "starting"]
 
 
@@ -36,21 +35,21 @@ async def test_planning_continues_after_a_restart(serving: Serving, directory: P
         run_id = (await submit_problem(service)).json()["id"]
     (directory / "release").touch()
     async with serving("held") as service:
-        assert (await until_run(service, run_id, lambda seen: seen["state"] == "waiting"))["plan_id"]
+        assert (await service.until_run(run_id, lambda seen: seen["state"] == "waiting"))["plan_id"]
 
 
 async def test_a_finished_search_is_reused(service: Service) -> None:
-    search = await service.ended((await service.submit()).json()["id"])
+    search = await service.done()
     run = (await submit_problem(service)).json()
     assert run["search_id"] == search["id"]
-    found = await until_run(service, run["id"], lambda seen: seen["state"] == "waiting")
+    found = await service.until_run(run["id"], lambda seen: seen["state"] == "waiting")
     assert found["plan_id"] == search["plan_id"]
 
 
 async def test_a_failed_search_fails_the_run_with_its_error(serving: Serving) -> None:
     async with serving("broken") as service:
         run = (await submit_problem(service)).json()
-        found = await until_run(service, run["id"], lambda seen: seen["state"] == "failed")
+        found = await service.until_run(run["id"], lambda seen: seen["state"] == "failed")
         assert found["error"]["detail"] == (await service.search(run["search_id"]))["error"]["detail"]
 
 
@@ -60,7 +59,7 @@ async def test_a_search_cancelled_without_a_plan_fails_the_run(serving: Serving)
         first = await service.until((await service.submit()).json()["id"], lambda seen: seen["objective"])
         run = (await submit_problem(service, other)).json()  # queued behind the first
         await service.http.post(f"/v1/searches/{run['search_id']}/cancel")
-        found = await until_run(service, run["id"], lambda seen: seen["state"] == "failed")
+        found = await service.until_run(run["id"], lambda seen: seen["state"] == "failed")
         assert "was cancelled before it found one" in found["error"]["detail"]
         await service.http.post(f"/v1/searches/{first['id']}/cancel")
 
@@ -75,7 +74,7 @@ async def test_cancelling_a_run_cancels_its_search_unless_others_use_it(held: Se
     shared = (await submit_problem(held, {**PROBLEM, "microbatches": 3})).json()
     assert shared["search_id"] == others.json()["id"]
     await held.http.post(f"/v1/runs/{shared['id']}/cancel")
-    assert (await run_of(held, shared["id"]))["state"] == "cancelled"
+    assert (await held.run(shared["id"]))["state"] == "cancelled"
     assert not (await held.search(shared["search_id"]))["cancel_requested"]
     await held.http.post(f"/v1/searches/{shared['search_id']}/cancel")
 
@@ -96,18 +95,18 @@ async def test_a_wrong_problem_or_option_is_refused_with_a_pointer(service: Serv
         answer = await submit_problem(service, **changes)
         assert answer.status_code == 422, answer.text
         assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
-    assert (await service.http.get("/v1/runs")).json()["runs"] == []
-    assert (await service.http.get("/v1/searches")).json()["searches"] == []
+    assert await service.listed("runs") == []
+    assert await service.listed("searches") == []
 
 
 async def test_a_waiting_run_can_change_its_plan(held: Service, directory: Path) -> None:
-    plan_id = await import_plan(held)
+    plan_id = await held.import_plan()
     run = (await submit_problem(held)).json()
     early = await held.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": plan_id})
     assert (early.status_code, early.json()["type"]) == (409, "/errors/run-state")
-    waiting = (await submit(held)).json()["id"]
+    waiting = (await held.submit_run()).json()["id"]
     other = {**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}}
-    another = await import_plan(held, other)
+    another = await held.import_plan(other)
     changed = await held.http.post(f"/v1/runs/{waiting}/plan", json={"plan_id": another})
     assert (changed.status_code, changed.json()["plan_id"]) == (202, another)
     assert changed.json()["target_plan_id"] is None

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Engine, event
 from support.serving import until
-from support.stored import PLAN, a_plan, a_run, a_search
+from support.stored import PLAN, a_plan, a_run, a_search, next_of
 from zbv_service.database import Database, PlanTable, RunEventTable, RunTable, SearchEventTable, SearchTable
 from zbv_service.records.runs import EventDocument
 from zbv_service.records.searches import Claim, Update
@@ -42,9 +42,7 @@ async def events(database: Database) -> AsyncIterator[EventFeed[Event]]:
 
 async def claimed(table: SearchTable, search_id: str) -> Claim:
     await table.add(a_search(search_id))
-    claim = await table.claim("me", 60)
-    assert claim is not None
-    return claim
+    return await next_of(table)
 
 
 def better(objective: float) -> Update:

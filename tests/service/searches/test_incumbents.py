@@ -134,8 +134,7 @@ async def test_after_a_restart_a_foreign_incumbent_certifies_nothing(
 ) -> None:
     """Its objective and bound are better than possible for this problem; neither survives."""
     async with serving("held") as service:
-        search_id = (await service.submit(problem)).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun(problem)
     database = Database(settings.database)
     async with database.writing() as session:
         claims = {"objective": 1.0, "lower_bound": 1.0, "gap": 0.0, "incumbent": incumbent_for(foreign)}

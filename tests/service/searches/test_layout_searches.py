@@ -127,7 +127,7 @@ async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_da
         before = await once(service, search_id, "running", has_layout=True)
         assert (before["objective"], before["progress"]["planned"]) == (9.0, 1)
         for each, status in ((behind, 200), (search_id, 202)):
-            assert (await service.http.post(f"/v1/searches/{each}/cancel")).status_code == status
+            assert (await service.cancel(each)).status_code == status
         found = await once(service, search_id, "cancelled")
         assert (await once(service, behind, "cancelled"))["answer"] is None
         listed = (await get(service, "searches?state=cancelled"))["searches"]
@@ -153,7 +153,7 @@ async def test_a_killed_process_and_a_restart_begin_the_search_again(
         await once(service, search_id, "running", has_layout=True)
     async with serving("held", database=any_database_url) as service:
         await once(service, search_id, "running", has_layout=True)
-        assert (await service.http.post(f"/v1/searches/{search_id}/cancel")).status_code == 202
+        assert (await service.cancel(search_id)).status_code == 202
         found = await once(service, search_id, "cancelled")
     assert found["attempts"] == 3
     assert found["answer"]["layouts"]

@@ -66,7 +66,7 @@ async def test_a_search_that_always_crashes_fails(serving: Serving, directory: P
     for attempt in range(9):
         (directory / f"die-4-{attempt}").touch()
     async with serving("dying", max_crashes=2) as service:
-        ended = await service.ended((await service.submit()).json()["id"])
+        ended = await service.done()
         assert (ended["state"], ended["attempts"]) == ("failed", 2)
         assert ended["error"]["type"] == "/errors/search-crashed"
         assert "died 2 times" in ended["error"]["detail"]
@@ -89,8 +89,7 @@ async def test_a_stopping_service_requeues_its_searches_with_their_incumbents(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held") as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
     async with serving("held") as service:
         resumed = await appeared(directory, "resumed")
         (directory / "release").touch()
@@ -103,8 +102,7 @@ async def test_a_search_that_ignores_the_request_to_stop_is_killed_with_its_serv
     serving: Serving, directory: Path
 ) -> None:
     async with serving("deaf", shutdown_seconds=0.5) as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
         process_id = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
     await until(lambda: not is_alive(process_id), "the end of the search process")
     async with serving("immediate") as service:
@@ -116,8 +114,7 @@ async def test_a_cancelled_queued_search_with_an_incumbent_becomes_a_plan(
     serving: Serving, settings: Settings, directory: Path
 ) -> None:
     async with serving("held") as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
     database = Database(settings.database)
     assert (await SearchTable(database).request_cancel(search_id)) is not None
     await database.close()
@@ -151,8 +148,7 @@ async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
     """Its first attempt may still be stopping when the same service claims it again."""
     table = SearchTable(Database(settings.database))
     async with serving("deaf", searches=2) as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
         assert await table.requeue_of(await table.owners()) == 1
         await appeared(directory, "started-*", 2)
         other = (await service.submit(seed=1)).json()["id"]  # there is no slot for it
@@ -168,9 +164,9 @@ async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed_and_its
     serving: Serving, directory: Path
 ) -> None:
     async with serving("deaf", stop_seconds=0.2) as service:
-        ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
+        ended = await service.done(time_limit=0.1)
         assert (ended["state"], ended["attempts"], ended["error"]) == ("done", 1, None)
-        plan = (await service.http.get(f"/v1/plans/{ended['plan_id']}")).json()
+        plan = await service.get(f"/v1/plans/{ended['plan_id']}")
         assert "\n".join(plan["ranks"][0]).startswith(FIRST_ACTIONS)
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
 
@@ -179,7 +175,7 @@ async def test_a_search_that_is_killed_at_its_time_limit_without_a_plan_fails_fo
     serving: Serving, directory: Path
 ) -> None:
     async with serving("mute", stop_seconds=0.2) as service:
-        ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
+        ended = await service.done(time_limit=0.1)
         assert (ended["state"], ended["attempts"], ended["plan_id"]) == ("failed", 1, None)
         assert ended["error"]["type"] == "/errors/time-limit"
         assert "time limit of 0.1 s" in ended["error"]["detail"]
@@ -195,7 +191,7 @@ async def test_a_cancelled_search_that_does_not_stop_is_cancelled_and_not_starte
         await appeared(directory, "started-*")
         if search == "deaf":
             await service.until(search_id, lambda found: found["objective"] is not None)
-        await service.http.post(f"/v1/searches/{search_id}/cancel")
+        await service.cancel(search_id)
         ended = await service.ended(search_id)
         assert (ended["state"], ended["attempts"], ended["error"]) == ("cancelled", 1, None)
         assert (ended["plan_id"] is None) == (search == "mute"), "the best plan is kept"
@@ -206,7 +202,7 @@ async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("greedy", search_memory=64) as service:
-        ended = await service.ended((await service.submit()).json()["id"])
+        ended = await service.done()
         assert (ended["state"], ended["attempts"]) == ("failed", 1), "another attempt would need as much"
         assert ended["error"]["type"] == "/errors/too-much-memory"
         assert "64 MiB" in ended["error"]["detail"]
@@ -246,7 +242,7 @@ async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_limit(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held", max_time_limit=0.3) as service:
-        ended = await service.ended((await service.submit()).json()["id"])
+        ended = await service.done()
         assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
 
 
@@ -279,8 +275,7 @@ async def test_searches_get_the_cores_that_no_other_search_uses(
     counts = []
     async with serving("held", searches=3) as service:
         for seed in range(3):
-            search_id = (await service.submit(seed=seed)).json()["id"]
-            await service.until(search_id, lambda found: found["objective"] is not None)
+            await service.begun(seed=seed)
             counts.append(workers_in(directory))
         (directory / "release").touch()
     assert counts[0] == ["workers 2"]
@@ -293,7 +288,7 @@ async def test_the_plan_does_not_depend_on_the_workers(serving: Serving) -> None
     plans = []
     for workers in (1, 2):
         async with serving("solver", search_workers=workers) as service:
-            ended = await service.ended((await service.submit(problem)).json()["id"])
+            ended = await service.done(problem)
             assert "workers" not in ended["options"]
             plans.append((ended["plan_id"], ended["objective"], ended["lower_bound"]))
             await service.http.delete(f"/v1/searches/{ended['id']}")

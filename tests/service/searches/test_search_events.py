@@ -107,8 +107,7 @@ async def test_another_service_on_the_same_database_streams_the_events_too(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held") as runs:
-        search_id = (await runs.submit()).json()["id"]
-        await runs.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await runs.begun()
         async with serving("held") as tells:
             stream = following(tells, search_id)
             (directory / "release").touch()
@@ -116,8 +115,7 @@ async def test_another_service_on_the_same_database_streams_the_events_too(
 
 
 async def test_a_search_that_is_discarded_ends_its_streams(held: Service, directory: Path) -> None:
-    search_id = (await held.submit()).json()["id"]
-    await held.until(search_id, lambda found: found["objective"] is not None)
+    search_id = await held.begun()
     stream = following(held, search_id)
     await until(lambda: held.app.state.application.events.readers == 1, "it follows")
     assert (await held.http.delete(f"/v1/searches/{search_id}")).status_code == 204

@@ -56,9 +56,9 @@ async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Se
         assert submitted.json()["options"]["jitter"] == jitter
         done = await service.ended(submitted.json()["id"])
         assert done["options"]["jitter"] == jitter
-        (listed,) = (await service.http.get("/v1/searches")).json()["searches"]
+        (listed,) = await service.listed("searches")
         assert listed == {**done, "options": {**done["options"], "jitter": None}}
-        plan = (await service.http.get(f"/v1/plans/{done['plan_id']}")).json()
+        plan = await service.get(f"/v1/plans/{done['plan_id']}")
         assert plan["simulation"]["jitter"] == jitter
         assert plan["provenance"]["quantile"] == 0.9
         page = await service.http.get(f"/searches/{done['id']}", headers={"Accept": "text/html"})
@@ -112,9 +112,8 @@ async def test_progress_shows_while_a_search_runs(held: Service, directory: Path
 
 
 async def test_cancelling_keeps_the_best_plan_and_frees_the_request(held: Service) -> None:
-    search_id = (await held.submit()).json()["id"]
-    await held.until(search_id, lambda found: found["objective"] is not None)
-    answer = await held.http.post(f"/v1/searches/{search_id}/cancel")
+    search_id = await held.begun()
+    answer = await held.cancel(search_id)
     assert answer.status_code == 202
     assert answer.json()["cancel_requested"]
     cancelled = await held.ended(search_id)
@@ -122,7 +121,7 @@ async def test_cancelling_keeps_the_best_plan_and_frees_the_request(held: Servic
     plan = await held.http.get(f"/v1/plans/{cancelled['plan_id']}")
     assert plan.json()["provenance"]["method"] == "cancelled"
 
-    again = await held.http.post(f"/v1/searches/{search_id}/cancel")
+    again = await held.cancel(search_id)
     assert (again.status_code, again.json()) == (200, cancelled)
     anew = (await held.submit()).json()
     assert anew["id"] != search_id
@@ -135,7 +134,7 @@ async def test_a_queued_search_is_cancelled_immediately(serving: Serving, direct
         running = (await service.submit()).json()["id"]
         await service.until(running, lambda found: found["state"] == "running")
         waiting = (await service.submit(seed=1)).json()["id"]
-        answer = await service.http.post(f"/v1/searches/{waiting}/cancel")
+        answer = await service.cancel(waiting)
         assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
         assert answer.json()["plan_id"] is None
         (directory / "release").touch()
@@ -157,7 +156,7 @@ async def test_the_number_of_concurrent_searches_is_limited_and_they_start_in_or
 
 async def test_the_list_shows_the_newest_first(service: Service) -> None:
     ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(3)]
-    listed = (await service.http.get("/v1/searches")).json()["searches"]
+    listed = await service.listed("searches")
     assert [entry["id"] for entry in listed] == ids[::-1]
     limited = (await service.http.get("/v1/searches", params={"limit": 1})).json()["searches"]
     assert [entry["id"] for entry in limited] == ids[-1:]

@@ -9,8 +9,7 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from support.runs_over_http import MODEL, register
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
 from zbv_service.security.scheme import needs, require_declared, scopes_of
@@ -173,7 +172,7 @@ async def test_the_operator_limits_effort(serving: Serving) -> None:
 async def test_a_local_service_can_do_without_tokens(serving: Serving) -> None:
     async with serving("immediate", auth="none") as service:
         assert (await service.http.get("/v1/searches")).is_success
-        await register(service, "a")
+        await service.register("a")
         assert (await service.http.get("/v1/searches", headers=bearer("nonsense"))).is_success
         elsewhere = (
             {"Sec-Fetch-Site": "cross-site"},

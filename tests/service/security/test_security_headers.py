@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.runs_over_http import import_plan
 from support.serving import Service, Serving
 from zbv_service.pages import shell
 from zbv_service.settings import Settings
@@ -61,7 +60,7 @@ async def test_every_response_has_one_cache_control(service: Service) -> None:
 
 
 async def test_every_page_has_the_strict_policy_and_documents_load_nothing(service: Service) -> None:
-    plan = f"/plans/{await import_plan(service)}"
+    plan = f"/plans/{await service.import_plan()}"
     for path in ("/", plan, f"{plan}/compare", f"{plan}/frontier"):
         answer = await service.http.get(path, headers={"Accept": "text/html"})
         assert answer.status_code == 200, path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import stat
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -29,14 +28,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    await opened.migrate()
-    yield opened
-    await opened.close()
 
 
 def test_a_token_is_parsed_and_hides_its_secret() -> None:

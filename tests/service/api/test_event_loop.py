@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,8 +24,6 @@ from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
 from support.serving import DEADLINE, Serving
 
 from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, store
-
-pytestmark = pytest.mark.anyio
 
 LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=16, nodes=64)
 MOST_UNITS = 1.5

@@ -15,8 +15,6 @@ from zbv_service.observability import logs
 from zbv_service.observability.context import request_id_of, working_for
 from zbv_service.security.tokens import TokenText
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:

@@ -11,22 +11,13 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Engine, event
 from support.serving import until
-from support.stored import PLAN, a_plan, a_run, a_search
-from zbv_service.database import (
-    Database,
-    PlanTable,
-    RunEventTable,
-    RunTable,
-    SearchEventTable,
-    SearchTable,
-)
+from support.stored import PLAN, a_plan, a_run, a_search, next_of
+from zbv_service.database import Database, PlanTable, RunEventTable, RunTable, SearchEventTable, SearchTable
 from zbv_service.records.runs import EventDocument
 from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
 from zbv_service.searches import events as hub
 from zbv_service.searches.events import EventFeed
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -51,9 +42,7 @@ async def events(database: Database) -> AsyncIterator[EventFeed[Event]]:
 
 async def claimed(table: SearchTable, search_id: str) -> Claim:
     await table.add(a_search(search_id))
-    claim = await table.claim("me", 60)
-    assert claim is not None
-    return claim
+    return await next_of(table)
 
 
 def better(objective: float) -> Update:

@@ -9,7 +9,7 @@ from typing import Any
 
 from zbv_worker.commands.arguments import positive, positive_number
 
-from benchmarks.measuring import add_output, measure_all
+from benchmarks.findings import add_output, measure_all
 
 ALL = ("ranks", "queue", "stored", "fuzz", "streams")
 TITLES = {
@@ -90,7 +90,7 @@ def add_service(commands: Any) -> None:
 
 
 def _service(parsed: argparse.Namespace) -> int:
-    from benchmarks.errors import WrongInput
+    from benchmarks.findings import WrongInput
 
     names = ALL if parsed.names in ([], ["all"]) else tuple(parsed.names)
     for name in names:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.findings import Finding, at_most, quantile
+from benchmarks.findings import BenchmarkError, Finding, at_most, quantile
 from benchmarks.service.served import Served, serving
 from benchmarks.service.workload import plan_to_see
 

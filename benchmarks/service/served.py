@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zbv_service.client import tokens
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.findings import BenchmarkError
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0

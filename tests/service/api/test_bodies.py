@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
+from support.malformed import ID
 from support.runs_over_http import register
 from support.serving import PROBLEM, Serving
 from support.tokens import kind_of
@@ -18,8 +19,6 @@ from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
 from zbv_solver.errors import MOST_ISSUES, InvalidInput
-
-from benchmarks.service.malformed import ID
 
 pytestmark = pytest.mark.anyio
 

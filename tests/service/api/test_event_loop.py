@@ -21,10 +21,9 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from support.largest_objects import SMALLEST, Amounts, Read, Stored, reads, store
 from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
 from support.serving import DEADLINE, Serving
-
-from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, store
 
 pytestmark = pytest.mark.anyio
 
@@ -116,4 +115,4 @@ async def test_every_route_that_reads_is_measured(serving: Serving) -> None:
         routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
         paths = {route.path for route in routes if "GET" in (route.methods or ())}
     some = Stored("s", "p", "l", "r", "f", "a", "w")
-    assert {each.route for each in reads(some)} == paths, "add new routes to benchmarks/service/largest.py"
+    assert {each.route for each in reads(some)} == paths, "add new routes to tests/support/largest_objects.py"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from support.malformed import ID
 from support.runs_over_http import import_plan
 from support.serving import Serving
-
-from benchmarks.service.malformed import ID
-from benchmarks.service.worst_bodies import Sizes, worst
+from support.worst_bodies import Sizes, worst
 
 pytestmark = pytest.mark.anyio
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
+from support.malformed import ID
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import kind_of
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
@@ -17,8 +18,6 @@ from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
 from zbv_solver.errors import MOST_ISSUES, InvalidInput
-
-from benchmarks.service.malformed import ID
 
 
 def hold(memory: BodyMemory, stack: ExitStack, caller: str, size: int) -> None:

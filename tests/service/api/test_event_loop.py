@@ -20,10 +20,9 @@ import httpx
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from support.largest_objects import SMALLEST, Amounts, Read, Stored, reads, store
 from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
 from support.serving import DEADLINE, Serving
-
-from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, store
 
 LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=16, nodes=64)
 MOST_UNITS = 1.5
@@ -113,7 +112,7 @@ async def test_every_route_that_reads_is_measured(serving: Serving) -> None:
         routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
         paths = {route.path for route in routes if "GET" in (route.methods or ())}
     some = Stored("s", "p", "l", "r", "f", "a", "w")
-    assert {each.route for each in reads(some)} == paths, "add new routes to benchmarks/service/largest.py"
+    assert {each.route for each in reads(some)} == paths, "add new routes to tests/support/largest_objects.py"
 
 
 async def test_long_lists_take_turns_and_short_requests_need_none(serving: Serving) -> None:

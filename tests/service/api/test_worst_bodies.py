@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from support.malformed import ID
 from support.serving import Serving
-
-from benchmarks.service.malformed import ID
-from benchmarks.service.worst_bodies import Sizes, worst
+from support.worst_bodies import Sizes, worst
 
 SMALL = Sizes(body=90_000, plan=180_000, trace=180_000)
 TRACE = f"/v1/agents/{ID}/runs/{ID}/generations/0/ranks/0/trace"

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.databases import PostgresDatabases
+from support.malformed import PLAN
 from support.postgres import Server, a_server
 from support.serving import DEADLINE, Serving
 from support.tokens import add, bearer
 from zbv_service.security.tokens import TokenText
-
-from benchmarks.service.malformed import PLAN
 
 
 @pytest.fixture

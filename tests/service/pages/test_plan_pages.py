@@ -12,7 +12,7 @@ import pytest
 from support.contrast import contrast
 from support.runs_over_http import import_plan
 from support.serving import PROBLEM, Serving
-from zbv_service.api.caching import IMMUTABLE
+from zbv_service.api.routers.plans import IMMUTABLE
 from zbv_service.pages import shell
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets
 from zbv_service.pages.plan import plan_page

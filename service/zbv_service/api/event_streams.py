@@ -73,7 +73,9 @@ async def _stream(
             if not await access.is_still_allowed(request, READ_SCOPES):
                 return  # a reader that reconnects learns why
             if len(batch) > FEW:
-                yield await asyncio.to_thread(lambda events: b"".join(map(encode, events)), batch)
+                async with feed.many:
+                    text = await asyncio.to_thread(lambda events: b"".join(map(encode, events)), batch)
+                yield text
             else:
                 yield b"".join(map(encode, batch)) or SIGN_OF_LIFE
 

@@ -14,7 +14,6 @@ from support.serving import Serving
 from benchmarks.service import fuzz
 from benchmarks.service.malformed import ID, ROUTES, RUN_ID, malformed
 
-pytestmark = pytest.mark.anyio
 OPENAPI = json.loads((ROOT / "service" / "openapi.json").read_text())
 
 

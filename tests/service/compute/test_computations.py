@@ -17,12 +17,7 @@ import pytest
 from support.processes import is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
-from zbv_service.compute.computations import (
-    LIGHT_BYTES,
-    LIGHT_VALUES,
-    Computations,
-    is_light,
-)
+from zbv_service.compute.computations import LIGHT_BYTES, LIGHT_VALUES, Computations, is_light
 from zbv_service.compute.processes import KEPT_BYTES, IsolatedProcesses, memory_of_all
 from zbv_service.compute.waiting import CLIENT, Cache, Client, FairQueue, QueueFull
 from zbv_service.errors import ApiError
@@ -30,8 +25,6 @@ from zbv_service.observability.context import CALLER
 from zbv_solver.errors import InvalidInput
 
 MEBIBYTE = 1024**2
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager

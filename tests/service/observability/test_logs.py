@@ -16,8 +16,6 @@ from zbv_service.observability import logs
 from zbv_service.observability.context import REQUEST_ID, SEARCH_ID
 from zbv_service.security.tokens import TokenText
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def log(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:

@@ -131,8 +131,9 @@ async def list_run_events(
     """
     found, number = state_of(request), max(after or 0, last_event_id or 0)
     if not accepts(request, EVENT_STREAM):
-        events = await found.runs.events(run_id, number, limit)
-        return await event_streams.listed(partial(EventList, events=events))
+        async with found.computations.listing(limit):
+            events = await found.runs.events(run_id, number, limit)
+            return await event_streams.listed(partial(EventList, events=events))
     is_over = (await found.runs.brief(run_id)).state in RUN_ENDED
     if is_over and not await found.runs.events(run_id, number, 1):
         return event_streams.over()

@@ -16,6 +16,7 @@ from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, accepts
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
+from zbv_service.database.events import KEPT_EVENTS
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     INVALID_BODY,
@@ -140,8 +141,9 @@ async def follow_search(
     record = await found.searches.get(search_id)
     is_over, is_list = record.state in FINISHED, accepts(request, JSON) or after is not None
     if is_list and not accepts(request, EVENT_STREAM):
-        events = await found.events.since(search_id, number)
-        return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
+        async with found.computations.listing(KEPT_EVENTS):
+            events = await found.events.since(search_id, number)
+            return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
     if is_over and not await found.events.since(search_id, number):
         return event_streams.over()
     return event_streams.followed(request, found.events, search_id, number, _encoded)

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.database import Database, DatabaseAway
-from zbv_service.database.models import Base
+from zbv_service.database.engine import Base
 
 KEY = {"Idempotency-Key": "one"}
 PROMISES = {"invalid-body": "Nothing was stored.", "other-origin": "so it is refused."}
@@ -31,7 +31,7 @@ def test_advice_promises_only_tested_behaviour() -> None:
 
 async def rows(database: Database) -> dict[str, int]:
     """The number of rows of every table, except the one that running services update by themselves."""
-    async with database.reading() as session:
+    async with database.writing() as session:
         tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
         return {t.name: await session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
 

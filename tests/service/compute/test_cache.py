@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from zbv_service.compute.cache import Cache
+from zbv_service.compute.waiting import Cache
 
 
 async def test_many_readers_of_one_value_compute_it_once() -> None:

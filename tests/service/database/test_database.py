@@ -17,7 +17,7 @@ async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp
     database = Database(f"sqlite:///{tmp_path}/zbv.db")
     await database.migrate()
     for _ in range(2):  # nobody gets the connection of the migration
-        async with database.reading() as session:
+        async with database.writing() as session:
             found = [
                 (await session.execute(text(f"PRAGMA {name}"))).scalar_one()
                 for name in ("journal_mode", "busy_timeout", "foreign_keys")

@@ -10,8 +10,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, text
 from zbv_service.database import Database, DatabaseUnusable, SearchTable
+from zbv_service.database.engine import Base
 from zbv_service.database.migrate import upgrade
-from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
 from zbv_service.records.lists import SearchListQuery
 

@@ -14,15 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
 from support.stored import a_layout_search, a_plan, a_search, claimed, next_of
 from support.stored import a_run as new_run
-from zbv_service.database import (
-    Database,
-    Keep,
-    PlanTable,
-    Retention,
-    RunPlanTable,
-    RunTable,
-    SearchTable,
-)
+from zbv_service.database import Database, Keep, PlanTable, Retention, RunPlanTable, RunTable, SearchTable
 from zbv_service.database.models import (
     AgentRow,
     EventRow,

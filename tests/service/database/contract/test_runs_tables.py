@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 from sqlalchemy import delete
-from support.stored import PLAN, a_plan, a_run, a_search, an_agent, found_in
+from support.stored import PLAN, a_plan, a_run, a_search, an_agent
 from zbv_service.database import (
     AgentsTaken,
     AgentTable,
@@ -214,7 +214,8 @@ async def test_runs_are_matched_again_only_if_a_run_or_an_agent_changed(database
     for _ in range(3):
         assert await table.assign(counted) == []
     assert passes == [(1, 1)]
-    run = await found_in(table, "pair")
+    run = await table.get("pair")
+    assert run is not None
     assert "1 of 1 agent can take it" in (run.waits_for or "")
     await AgentTable(database).add(an_agent("second"))
     assert await table.assign(counted) == ["pair"]

@@ -119,12 +119,8 @@ def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, variable: 
         Settings()
 
 
-@pytest.mark.parametrize(
-    ("gibibytes", "cores", "mebibytes"), [(1, 2, 512), (3.75, 2, 640), (64, 2, 768), (64, 127, 512)]
-)
-def test_searches_share_half_of_the_memory_within_bounds(
-    gibibytes: float, cores: int, mebibytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zbv_service.settings.memory_bytes", lambda: int(gibibytes * 1024**3))
-    monkeypatch.setattr("zbv_service.settings.cores", lambda: cores)
-    assert Settings().search_memory == mebibytes
+def test_searches_share_half_of_the_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gibibytes, cores, mebibytes in ((1, 2, 512), (3.75, 2, 640), (64, 2, 768), (64, 127, 512)):
+        monkeypatch.setattr("zbv_service.settings.memory_bytes", lambda size=gibibytes: int(size * 1024**3))
+        monkeypatch.setattr("zbv_service.settings.cores", lambda count=cores: count)
+        assert Settings().search_memory == mebibytes

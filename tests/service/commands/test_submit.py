@@ -113,7 +113,7 @@ def test_detach_prints_the_id_and_leaves_the_search_running(
     ("problem_text", "options", "status", "said"),
     [
         (json.dumps({**PROBLEM, "pp_degree": "two"}), (), 2, "-: /pp_degree: "),
-        (json.dumps({**PROBLEM, "ranks": []}), (), 2, "-: this is a plan, not a problem"),
+        (json.dumps({**PROBLEM, "ranks": []}), (), 2, "standard input: this is a plan, not a problem"),
         ("{", (), 2, "not JSON"),
         ("NaN", (), 2, "NaN"),
         (json.dumps(PROBLEM), ("--time-limit", "-1"), 2, "zbv-service: --time-limit: "),

@@ -359,8 +359,6 @@ async def test_a_caller_that_leaves_when_its_turn_comes_releases_its_place() -> 
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert turns.waiting == 0
-    async with turns.turn("c"):
-        pass
 
 
 async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:

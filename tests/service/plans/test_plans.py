@@ -37,7 +37,7 @@ DOCUMENT = {"problem": PROBLEM, "ranks": RANKS}
 
 
 async def imported(service: Service, document: Any) -> str:
-    answer = await service.http.post("/v1/plans", json=DOCUMENT)
+    answer = await service.http.post("/v1/plans", json=document)
     assert answer.status_code == 201, answer.text
     plan_id: str = answer.json()["plan_id"]
     return plan_id

@@ -186,15 +186,12 @@ async def test_the_error_of_a_dask_task_is_translated(
     assert says in str(error)
 
 
-async def test_a_search_that_does_not_stop_is_given_up_as_a_crash() -> None:
+async def test_a_search_that_does_not_stop_is_given_up_as_a_crash_if_it_has_begun() -> None:
     computation = a_computation()
     computation.place = "a worker"
     computation.kill()
     with pytest.raises(SearchCrashed, match="did not stop"):
         await computation.outcome
-
-
-async def test_a_search_that_no_worker_has_begun_did_not_crash() -> None:
     computation = a_computation()
     computation.kill()
     with pytest.raises(SearchLost, match="no worker has begun"):
@@ -224,19 +221,16 @@ async def test_a_worker_says_that_it_refused_an_incumbent(monkeypatch: pytest.Mo
     assert "InvalidPlan" in plan.refusal.reason
 
 
-@pytest.mark.parametrize(
-    ("text", "choice"),
-    [
+def test_a_setting_names_an_executor() -> None:
+    for text, choice in (
         ("processes", ExecutorChoice()),
         ("processes:3", ExecutorChoice(processes=3)),
         ("dask://scheduler:8786", ExecutorChoice(scheduler="tcp://scheduler:8786")),
         ("dask://[::1]:8786/", ExecutorChoice(scheduler="tcp://[::1]:8786")),
         ("tls://scheduler.example:8786", ExecutorChoice(scheduler="tls://scheduler.example:8786")),
-    ],
-)
-def test_a_setting_names_an_executor(text: str, choice: ExecutorChoice) -> None:
-    assert parse_choice(text) == choice
-    assert Settings(executor=text).executor == text
+    ):
+        assert parse_choice(text) == choice
+        assert Settings(executor=text).executor == text
 
 
 @pytest.mark.parametrize(
@@ -254,18 +248,15 @@ def test_any_other_text_is_refused_with_a_remedy(text: str) -> None:
         Settings(executor=text)
 
 
-@pytest.mark.parametrize(
-    ("settings", "slots"),
-    [
+def test_the_number_of_slots_is_the_number_of_processes() -> None:
+    for settings, slots in (
         (Settings(searches=3), 3),
         (Settings(executor="processes:2"), 2),
         (Settings(searches=3, executor="processes:2"), 2),
-    ],
-)
-def test_the_number_of_slots_is_the_number_of_processes(settings: Settings, slots: int) -> None:
-    executor = make_executor(settings)
-    assert isinstance(executor, LocalExecutor)
-    assert (executor.slots, executor.trouble) == (slots, None)
+    ):
+        executor = make_executor(settings)
+        assert isinstance(executor, LocalExecutor)
+        assert (executor.slots, executor.trouble) == (slots, None)
 
 
 def test_only_owners_on_this_machine_are_known_to_be_dead() -> None:

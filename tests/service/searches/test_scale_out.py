@@ -105,14 +105,8 @@ class Site:
             "ZBV_LEASE_SECONDS": str(LEASE_SECONDS),
             "ZBV_HEARTBEAT_SECONDS": "0.5",
         }
-        command = [
-            *COMMAND,
-            "serve",
-            "--port",
-            "0",
-            "--executor",
-            self.cluster.address.replace("tcp:", "dask:"),
-        ]
+        executor = self.cluster.address.replace("tcp:", "dask:")
+        command = [*COMMAND, "serve", "--port", "0", "--executor", executor]
         process = subprocess.Popen(
             command,
             cwd=self._folder,

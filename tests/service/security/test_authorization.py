@@ -118,9 +118,9 @@ BASE = 'Bearer realm="zbv"'
     ids=lambda text: text.partition("zbv_")[0],
 )
 async def test_wrong_credentials_are_answered_with_a_challenge(
-    service: Service, credentials: str, challenge: str
+    guarded: Service, credentials: str, challenge: str
 ) -> None:
-    answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
+    answer = await guarded.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, challenge)
 
 

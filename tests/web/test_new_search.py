@@ -10,7 +10,6 @@ import pytest
 from playwright.sync_api import Locator
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from zbv_solver.plans.plan import Plan
-from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.reading import parse_problem
 
 from web.browsing import PROBLEM, Look, Open, Service
@@ -90,12 +89,8 @@ def form(shared: Form) -> Form:
 
 def test_from_the_form_to_the_live_search_to_the_plan(form: Form, service: Service) -> None:
     page = form.page
-    for name, text in (
-        ("preset", "heavy-head"),
-        ("pp_degree", "3"),
-        ("microbatches", "7"),
-        ("effort", "quick"),
-    ):
+    chosen = {"preset": "heavy-head", "pp_degree": "3", "microbatches": "7", "effort": "quick"}
+    for name, text in chosen.items():
         form.set(name, text)
     form.detail("costs.forward", "same")
     asked = form.problem(READY)
@@ -104,7 +99,7 @@ def test_from_the_form_to_the_live_search_to_the_plan(form: Form, service: Servi
     assert page.locator("h1").inner_text() == "3 ranks × 7 microbatches"
     page.get_by_role("link", name="Open plan").click()
     page.wait_for_selector('#chart[data-state="ready"]')
-    plan = parse_plan(service.call(f"/v1/plans/{page.url.rsplit('/', 1)[1]}"))
+    plan = service.client.plan(page.url.rsplit("/", 1)[1])
     assert plan.problem == parse_problem(asked)
     assert form.look.complaints == []
     assert form.look.strangers() == []

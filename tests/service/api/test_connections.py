@@ -21,12 +21,12 @@ from support import fake_searches
 from support.fake_kinds import kinds
 from support.live import Live, listening
 from support.processes import is_alive
-from support.serving import DEADLINE, PROBLEM, Service, Serving, until
+from support.serving import DEADLINE, PROBLEM, Serving, until
 from zbv_service.api import readiness
 from zbv_service.app import create_app
 from zbv_service.client import Client
 from zbv_service.compute.processes import IsolatedProcesses
-from zbv_service.database import Database, DatabaseAway
+from zbv_service.database import Database
 from zbv_service.settings import Settings
 
 from benchmarks.service.malformed import PLAN
@@ -137,21 +137,6 @@ async def test_concurrent_requests_share_one_ping(serving: Serving, monkeypatch:
         assert {answer.status_code for answer in answers} == {200}
         assert (await service.http.get("/readyz")).status_code == 200
         assert pings == 1
-
-
-async def test_the_result_of_a_ping_expires(honest: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (await honest.http.get("/readyz")).status_code == 200
-
-    async def away(_self: Database) -> None:
-        raise DatabaseAway("The database does not answer.")
-
-    monkeypatch.setattr(Database, "ping", away)
-    assert (await honest.http.get("/readyz")).status_code == 200
-    monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
-    application = honest.app.state.application
-    application.readiness._fresh_until = 0.0
-    assert (await honest.http.get("/readyz")).status_code == 503
-    assert (await honest.http.get("/readyz")).status_code == 503
 
 
 async def test_a_database_that_cannot_be_written_is_not_ready_although_it_can_be_read(

@@ -103,18 +103,6 @@ async def test_a_search_that_ignores_the_request_to_stop_is_killed_with_its_serv
         assert (ended["state"], ended["attempts"]) == ("done", 2)
 
 
-async def test_a_cancelled_queued_search_with_an_incumbent_becomes_a_plan(
-    serving: Serving, table: SearchTable
-) -> None:
-    async with serving("held") as service:
-        search_id = await service.begun()
-    assert (await table.request_cancel(search_id)) is not None
-    async with serving("held") as service:
-        ended = await service.ended(search_id)
-        assert ended["state"] == "cancelled"
-        await service.get(f"/v1/plans/{ended['plan_id']}")
-
-
 @pytest.fixture
 async def table(settings: Settings) -> AsyncIterator[SearchTable]:
     """Searches in the database of the services, where another one may claim them."""

@@ -196,26 +196,6 @@ async def test_a_running_search_is_stopped_and_forgotten(serving: Serving, direc
             await service.cancel((await service.submit(seed=seed)).json()["id"])
 
 
-async def test_a_search_of_another_service_stops_when_it_is_discarded(
-    serving: Serving, directory: Path
-) -> None:
-    async with serving("held", searches=1) as runs:
-        search_id = await runs.begun()
-        async with serving("held", searches=1) as asked:
-            assert await discard(asked, search_id) == 204
-        next_one = await runs.begun(seed=1)
-        await runs.cancel(next_one)
-
-
-async def test_the_plan_of_a_discarded_search_stays(service: Service) -> None:
-    ended = await service.done()
-    assert await discard(service, ended["id"]) == 204
-    assert (await service.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
-    again = (await service.submit()).json()
-    assert again["id"] != ended["id"]
-    assert (await service.ended(again["id"]))["plan_id"] == ended["plan_id"]
-
-
 async def test_a_search_that_a_run_waits_for_cannot_be_discarded(held: Service, directory: Path) -> None:
     run = (await held.submit_run(plan_id=None, problem=PROBLEM)).json()
     search_id = run["search_id"]

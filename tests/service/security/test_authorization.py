@@ -100,11 +100,6 @@ def test_an_application_with_an_undeclared_route_is_not_constructed() -> None:
         require_declared(router)
 
 
-async def test_static_files_are_public_and_unknown_addresses_are_not_found(guarded: Service) -> None:
-    assert (await guarded.http.get("/static/zbv.css")).status_code == 200
-    assert (await guarded.http.get("/v1/nothing")).status_code == 404
-
-
 BASE = 'Bearer realm="zbv"'
 
 

@@ -150,15 +150,6 @@ async def test_services_on_one_database_share_the_rotation_of_tokens(tables: lis
 MINUTE = timedelta(minutes=1)
 
 
-async def test_the_database_has_the_clock(database: Database) -> None:
-    for hours in (-1, 0, 1):
-        with clock_off_by(hours):
-            async with database.reading() as session:
-                now = await database.now(session)
-        assert now.tzinfo is UTC
-        assert abs(now - datetime.now(UTC)) < MINUTE
-
-
 @pytest.mark.parametrize("hours", [-1, 1])
 async def test_a_service_with_a_wrong_clock_keeps_its_searches_for_the_usual_time(
     database: Database, hours: float

@@ -122,17 +122,6 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert not await table.finished("a", new.fence, a_plan("p"))
 
 
-async def test_a_renewed_lease_does_not_expire(database: Database) -> None:
-    table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 0.0)
-    assert claim is not None
-    await table.renew("me", {"a": claim.fence}, 60)
-    assert await table.requeue_expired() == 0
-    await table.renew("me", {"a": claim.fence}, -1.0)
-    assert await table.requeue_expired() == 1
-
-
 async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database: Database) -> None:
     table = SearchTable(database)
     claim = await claimed(table)
@@ -143,16 +132,6 @@ async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database
     assert await table.finished("a", claim.fence, a_plan("p"))
     ended = await found_in(table)
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
-
-
-async def test_a_released_search_resumes_from_its_incumbent(database: Database) -> None:
-    table = SearchTable(database)
-    claim = await claimed(table)
-    assert await table.requeue("a", claim.fence, BETTER)
-    record = await found_in(table)
-    assert (record.state, record.objective, record.crashes) == ("queued", 5, 0)
-    again = await next_of(table, "another")
-    assert (again.incumbent, again.fence) == (b"ranks", claim.fence + 1)
 
 
 async def test_a_search_fails_after_too_many_crashes(database: Database) -> None:

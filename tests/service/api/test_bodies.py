@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from random import Random
 from typing import Any, NoReturn
 
 import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
+from support.malformed import ID, ROUTES, RUN_ID, malformed, prepare, send
 from support.paths import ROOT
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import kind_of
+from support.worst_bodies import Sizes, worst
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
 from zbv_service.api.responses import SLICE, Responses
 from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
 from zbv_solver.errors import MOST_ISSUES, InvalidInput
-
-from benchmarks.service import fuzz
-from benchmarks.service.malformed import ID, ROUTES, RUN_ID
-from benchmarks.service.worst_bodies import Sizes, worst
 
 
 def hold(memory: BodyMemory, stack: ExitStack, caller: str, size: int) -> None:
@@ -164,9 +163,9 @@ def test_every_route_with_a_body_is_a_target() -> None:
 async def test_no_malformed_body_causes_a_server_error(serving: Serving) -> None:
     statuses: dict[int, int] = {}
     async with serving("immediate", agent_timeout_seconds=3600.0, max_trace_bytes=2**20) as service:
-        run_id = await fuzz.prepare(service.http)
-        for request in fuzz.requests(250, seed=1):
-            status, text = await fuzz.send(service.http, request, run_id)
+        run_id, random = await prepare(service.http), Random(1)
+        for request in (malformed(random) for _ in range(250)):
+            status, text = await send(service.http, request, run_id)
             assert status < 500, (request, text)
             if status >= 400:
                 body: dict[str, Any] = json.loads(text)

@@ -20,6 +20,7 @@ from sqlalchemy import event
 from support import fake_searches
 from support.fake_kinds import kinds
 from support.live import Live, listening
+from support.malformed import PLAN
 from support.processes import is_alive
 from support.serving import DEADLINE, PROBLEM, Serving, until
 from zbv_service.api import readiness
@@ -28,8 +29,6 @@ from zbv_service.client import Client
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.database import Database
 from zbv_service.settings import Settings
-
-from benchmarks.service.malformed import PLAN
 
 MOST = 3
 """The first number of connections that is refused."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.malformed import PLAN
 from support.serving import Service, Serving
 from support.tokens import add
-
-from benchmarks.service.malformed import PLAN
 
 SCOPES = ("search", "read", "agent", "launch")
 OWN = {"x-request-id", "date"}

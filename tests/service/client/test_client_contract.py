@@ -11,13 +11,12 @@ from support import fake_searches
 from support.fake_kinds import kinds
 from support.layered import LAYERED, NAMES
 from support.live import Live, listening
+from support.malformed import PLAN
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.app import create_app
 from zbv_service.client import Client, InvalidRequest, NotFound, Search
 from zbv_service.settings import Settings
 from zbv_solver.verify.verifier import verify
-
-from benchmarks.service.malformed import PLAN
 
 
 @pytest.fixture(scope="module")

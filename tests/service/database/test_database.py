@@ -15,6 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, text
 from support.databases import PostgresDatabases
+from support.malformed import PLAN
 from support.postgres import Server, a_server
 from support.serving import DEADLINE, Serving
 from support.tokens import add, bearer
@@ -23,9 +24,7 @@ from zbv_service.database.migrate import upgrade
 from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
 from zbv_service.records.lists import SearchListQuery
-from zbv_service.security.token_text import TokenText
-
-from benchmarks.service.malformed import PLAN
+from zbv_service.security.tokens import TokenText
 
 
 async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp_path: Path) -> None:

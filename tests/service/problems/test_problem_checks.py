@@ -8,14 +8,13 @@ from typing import Any
 import httpx
 import pytest
 from support.serving import PROBLEM, Service, Serving
+from support.worst_bodies import COSTS, WEIGHTS
 from zbv_service.problems.estimate import read_estimated
 from zbv_solver.bounds import lower_bound
 from zbv_solver.documents.files import plain
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import baseline_plan, compare
-
-from benchmarks.service.worst_bodies import COSTS, WEIGHTS
 
 UNLIMITED = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
 

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from sqlalchemy import text
 from support.serving import DEADLINE, Service, Serving
 from support.tokens import add, kind_of
-from zbv_service.security.scheme import scopes_of
+from zbv_service.security.access import scopes_of
 
 
 async def test_a_run_waits_for_all_its_agents_and_each_gets_a_node(service: Service) -> None:

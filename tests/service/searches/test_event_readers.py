@@ -171,3 +171,28 @@ async def test_a_short_database_failure_ends_no_stream(
     await table.ended("a", claim.fence, "failed", {})
     assert (await asyncio.wait_for(reader, 30))[-1].kind == "end"
     assert failures
+
+
+async def test_readers_of_old_events_take_turns(
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await claimed(table, "a")
+    for step in range(6):
+        await table.progressed("a", claim.fence, better(100.0 - step))
+    read, reading, most = SearchEventTable.after, 0, 0
+
+    async def counted(self: SearchEventTable, positions: Any) -> list[Event]:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        await asyncio.sleep(0.001)
+        found = await read(self, positions)
+        reading -= 1
+        return found
+
+    readers = [cast("Any", events.follow("a", 0)) for _ in range(16)]
+    monkeypatch.setattr(SearchEventTable, "after", counted)
+    await asyncio.wait_for(asyncio.gather(*map(anext, readers)), 30)
+    assert most <= 2, "one reader of old events at a time, beside the loop that reads new ones"
+    for reader in readers:
+        await reader.aclose()

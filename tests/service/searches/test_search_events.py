@@ -11,10 +11,10 @@ import pytest
 from support.event_streams import Told, events_of
 from support.serving import PROBLEM, Service, Serving, until
 from support.tokens import add
-from zbv_service.database import TokenTable
 from zbv_service.records.searches import SearchEventDocument
 from zbv_service.searches import events as hub
-from zbv_service.security import tokens
+from zbv_service.security import access
+from zbv_service.security.tokens import TokenTable
 
 STREAM = {"accept": "text/event-stream"}
 JSON = {"accept": "application/json"}
@@ -122,7 +122,7 @@ async def test_a_stream_ends_when_its_token_is_revoked(
     serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch, asked_with: str
 ) -> None:
     monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(tokens, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(access, "FRESH_SECONDS", 0.0)
     async with serving("held", auth="tokens") as service:
         owner = await add(service, "search", "read", name="owner")
         submitted = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=owner)

@@ -16,11 +16,10 @@ from support.stored import a_plan, a_search
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
 from zbv_service.database import Database, PlanTable, SearchTable
-from zbv_service.database.quotas import Owner, QuotaTable
 from zbv_service.security import quotas
-from zbv_service.security.scheme import needs, require_declared, scopes_of
-from zbv_service.security.scopes import SCOPES
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.access import needs, require_declared, scopes_of
+from zbv_service.security.quotas import Quotas
+from zbv_service.security.tokens import SCOPES, Grant, TokenText
 from zbv_service.settings import Settings
 
 PUBLIC = {
@@ -275,7 +274,8 @@ async def test_each_token_is_counted_by_itself(database: Database) -> None:
     await plans.add(a_plan("e" * 64))
     found = {}
     for caller in ("a", "b", None):
-        stored = await QuotaTable(database).stored(Owner(caller, "x", "x", None))
+        grant = Grant(caller, frozenset(), "token", token_id="x")
+        stored = await Quotas(database, Settings()).stored(grant)
         found[caller] = (stored.rows["searches"], stored.rows["plans"])
         assert stored.size >= 7 * stored.rows["searches"]  # each has a problem of seven bytes
     assert found == {"a": (2, 0), "b": (1, 1), None: (1, 1)}

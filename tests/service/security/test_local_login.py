@@ -24,10 +24,9 @@ from zbv_service.app import create_app
 from zbv_service.client import tokens
 from zbv_service.client.tokens import CredentialsUnusable
 from zbv_service.commands import serving
-from zbv_service.database import TokenTable
 from zbv_service.database.models import TokenRow
 from zbv_service.security.local_token import kept_token, left_behind
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import TokenTable, TokenText
 from zbv_service.settings import Settings
 
 LOCAL = TokenText.new()
@@ -171,7 +170,7 @@ async def test_a_session_ends_with_its_token(service: Service, end: str) -> None
         async with application.database.writing() as session:
             of_carol = update(TokenRow).where(TokenRow.kind == "token")
             await session.execute(of_carol.values(expires_at=datetime.now(UTC)))
-    application.access.tokens._known.clear()
+    application.access._known.clear()
     assert (await service.http.get("/v1/searches")).status_code == 401
     assert (await follow(service, url)).status_code == 401
 

@@ -16,8 +16,8 @@ from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.measure.ranks import connected
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.training.options import RunOptions, Setting, TrainingOptions
-from zbv_worker.training.training import Training
+from zbv_worker.run.options import RunOptions, Setting, TrainingOptions
+from zbv_worker.run.training import Training
 from zbv_worker.transport.world import World
 
 from benchmarks.worker.ranks import MEETING_SECONDS

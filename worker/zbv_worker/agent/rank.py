@@ -18,7 +18,7 @@ from zbv_worker.host.process import end_with_parent, say
 from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_file, read_json, write_json
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
-    from zbv_worker.training.options import RunOptions
+    from zbv_worker.run.options import RunOptions
 
 _PATIENCE = 0.8
 """Share of the service's patience after which ranks of a silent agent end: before the run is given away."""
@@ -36,7 +36,7 @@ def main(folder: Path) -> int:
 
         return run_script(spec, folder)
     from zbv_worker.failures.failures import OwnProcess
-    from zbv_worker.training.run import run
+    from zbv_worker.run.run import run
     from zbv_worker.transport.world import World
 
     world, progress = World.from_environment(), CurrentProgress()
@@ -59,10 +59,11 @@ def main(folder: Path) -> int:
 
 
 def _options(spec: Any, folder: Path) -> RunOptions:
+    from zbv_worker.checkpoints.checkpoint import CheckpointOptions
+    from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
-    from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT, RunOptions, TrainingOptions
+    from zbv_worker.run.options import RunOptions, TrainingOptions
 
     work = spec["work"]
     model, options = work["model"], work["options"]

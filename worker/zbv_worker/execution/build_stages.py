@@ -32,7 +32,7 @@ def build_modules(
     ``divide`` changes each of them in place, such as by ``fully_shard``.
 
     Tied parameters on different ranks stay copies, as do those with ``fully_shard``:
-    :mod:`zbv_worker.training.ties` keeps them equal.
+    :mod:`zbv_worker.gradients.ties` keeps them equal.
 
     Raises
     ------

@@ -52,6 +52,8 @@ from zbv_worker.transport.endpoints import Inbox, Outbox
 from zbv_worker.values.structure import Structure, bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
+DEFAULT_STARTUP_TIMEOUT = 1800.0
+"""Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
 Walk = Literal["step", "evaluation"]
 

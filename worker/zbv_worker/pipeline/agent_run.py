@@ -21,8 +21,8 @@ from zbv_worker.failures.progress import CurrentProgress, ProgressFile
 from zbv_worker.host.script_environment import FOLDER, PLAN, SERVER
 from zbv_worker.host.state_files import progress_file
 from zbv_worker.pipeline.plans import PlanLike
-from zbv_worker.training.report import RankReport, StepLine
-from zbv_worker.training.trace_file import TraceFile
+from zbv_worker.tracing.report import RankReport, StepLine
+from zbv_worker.tracing.trace_file import TraceFile
 from zbv_worker.transport.channels import Transport
 
 

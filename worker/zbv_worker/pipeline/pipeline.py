@@ -14,6 +14,7 @@ from torch import Tensor
 from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
+from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.stated_shapes import ShapeOf
 from zbv_worker.execution.step import Launched
 from zbv_worker.failures.failures import Failures
@@ -33,7 +34,6 @@ from zbv_worker.pipeline.state import PipelineState
 from zbv_worker.pipeline.step_plans import PER_STEP, ProblemLike, StepPlans, Values
 from zbv_worker.stage.precision import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
-from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
 

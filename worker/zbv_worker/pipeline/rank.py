@@ -19,6 +19,12 @@ from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, Executor
 from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.step import Launched, StepResult
 from zbv_worker.failures.progress import CurrentProgress
+from zbv_worker.gradients.accumulation import Accumulation
+from zbv_worker.gradients.batch_loss import BatchLoss
+from zbv_worker.gradients.gradients import Gradients, gradients_of, multiply, trained_by
+from zbv_worker.gradients.replicas import numbers_of_place
+from zbv_worker.gradients.ties import Ties
+from zbv_worker.host.garbage import paused
 from zbv_worker.model.loss_module import require_known_parameters
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch, StepData
@@ -31,12 +37,6 @@ from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.split_backward import stop_deferring
 from zbv_worker.tracing.clocks import Alignment, find_offsets
 from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
-from zbv_worker.training.accumulation import Accumulation
-from zbv_worker.training.batch_loss import BatchLoss
-from zbv_worker.training.garbage import paused
-from zbv_worker.training.gradients import Gradients, gradients_of, multiply, trained_by
-from zbv_worker.training.replicas import numbers_of_place
-from zbv_worker.training.ties import Ties
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.values.structure import Structure, tensors_of

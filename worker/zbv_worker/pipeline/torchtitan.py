@@ -23,13 +23,13 @@ from torch import nn
 
 from zbv_worker.adapters.split_subclasses import split_subclasses
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.planned_cut import Partition, PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
 from zbv_worker.pipeline.plan_schedule import PlanSchedule
 from zbv_worker.pipeline.plans import PlanLike, rank_plan
 from zbv_worker.pipeline.preparing import open_channels, starting_together
-from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Layout
 

@@ -16,8 +16,8 @@ from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.measure.ranks import connected
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.run.options import RunOptions, Setting, TrainingOptions
-from zbv_worker.run.training import Training
+from zbv_worker.run.loop import Loop
+from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.transport.world import World
 
 from benchmarks.worker.ranks import MEETING_SECONDS
@@ -46,8 +46,8 @@ class ComputedSteps:
         training = TrainingOptions(replicas, is_sharded=layout["sharded"], non_finite="continue")
         run = RunOptions((), spec, steps=_MANY, timeout=MEETING_SECONDS, training=training)
         plan = plan_of_document(layout["plan"], self._transport.pp_rank)
-        self._training = Training(Setting(run, CPU, self._transport), plan, spec.build())
-        stack.callback(self._training.close)
+        self._loop = Loop(run, plan, spec.build(), self._transport, CPU)
+        stack.callback(self._loop.close)
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -55,7 +55,7 @@ class ComputedSteps:
 
     def step(self, step: int) -> None:
         """Train."""
-        self._training.step(step)
+        self._loop.step(step)
 
 
 class SleptSteps:

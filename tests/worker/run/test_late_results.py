@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import zbv_worker.run.training as training_module
 from support.fake_cuda import FakeCuda, HostOfDevice, HostWaits
 from support.plans import unit_problem
 from support.thread_transport import ThreadHub, ThreadTransport
@@ -23,12 +22,12 @@ from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.errors import NotFinite
-from zbv_worker.execution.executor import ExecutorOptions
+from zbv_worker.execution import executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.run.options import RunOptions, Setting, TrainingOptions
-from zbv_worker.run.training import Training
+from zbv_worker.run.loop import Loop
+from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.stage.stage import Stage
 
 ALONE = Orders.from_text(
@@ -68,10 +67,9 @@ class NotFiniteAt(Remembering):
 def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, cuda: Callable[[], FakeCuda]) -> None:
     """Give every executor a timeline of a simulated GPU, on which each action takes 3 ms."""
 
-    def options(**arguments: Any) -> ExecutorOptions:
+    def timeline() -> CudaTimeline:
         device = cuda()
-        timeline = CudaTimeline(CPU, HostOfDevice(device), 4, device, pin=False)
-        return ExecutorOptions(timeline=timeline, **arguments)
+        return CudaTimeline(CPU, HostOfDevice(device), 4, device, pin=False)
 
     for name in ("forward", "backward", "backward_input", "backward_weight"):
         plain = getattr(Stage, name)
@@ -81,16 +79,16 @@ def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, cuda: Callable[[], FakeCuda]) -
             return _plain(self, *args, **kwargs)
 
         monkeypatch.setattr(Stage, name, slow)
-    monkeypatch.setattr(training_module, "ExecutorOptions", options)
+    monkeypatch.setattr(executor, "HostTimeline", timeline)
 
 
-def training_of(model: Remembering, steps: int = STEPS, **options: Any) -> Training:
+def training_of(model: Remembering, steps: int = STEPS, **options: Any) -> Loop:
     plan = RankPlan.of("plan", unit_problem(1, 3), ALONE, 0)
     run = RunOptions((), ModelSpec("tests:model"), steps, training=TrainingOptions(**options))
-    return Training(Setting(run, CPU, OnDevice(ThreadHub(1), 0)), plan, model)
+    return Loop(run, plan, model, OnDevice(ThreadHub(1), 0), CPU)
 
 
-def train(model: Remembering, steps: int = STEPS, **options: Any) -> Training:
+def train(model: Remembering, steps: int = STEPS, **options: Any) -> Loop:
     training = training_of(model, steps, **options)
     for step in range(steps):
         training.step(step)

@@ -66,6 +66,15 @@ class PipelineOptions:
         return Program(self.precision, self.is_compiled)
 
     @property
+    def common(self) -> tuple[tuple[str, str], ...]:
+        """Names and values of what must be equal on all ranks, besides plan, layers and shapes."""
+        return (
+            ("precision", self.precision),
+            ("compiling", str(self.is_compiled)),
+            ("data rank", str(self.data_rank)),
+        )
+
+    @property
     def patience(self) -> float:
         """Seconds to wait for other ranks while they start."""
         return max(self.timeout, self.startup_timeout)

@@ -29,6 +29,7 @@ from zbv_worker.pipeline.recorded_loss import RecordedLoss
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
 
 _REMEDY = "Plan for these layers, or give the layers the plan's names: {'name': layer, …}"
@@ -109,7 +110,15 @@ def prepare(
         plan = cut_evenly(_own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
-    open_channels(options, plan, transport, place, prepared.ties, prepared.stated)
+    open_channels(
+        plan,
+        transport,
+        model=model_digest(plan, prepared.ties),
+        backend=place.backend,
+        patience=options.patience,
+        stated=prepared.stated,
+        options=options.common,
+    )
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
         return replace(prepared, keywords_by_rank=keywords_by_rank(transport, own, options.patience))
@@ -205,36 +214,49 @@ def _absent(layered: Layered, stages: Mapping[int, Stage]) -> dict[str, nn.Param
     }
 
 
+def model_digest(plan: RankPlan, ties: Sequence[tuple[str, str]] = ()) -> str:
+    """A text that stands for a plan's layers and the parameters that they share."""
+    layers = json.dumps([plan.cut.partition, [*map(list, ties)]])
+    return hashlib.sha256(layers.encode()).hexdigest()
+
+
 def open_channels(
-    options: PipelineOptions,
     plan: RankPlan,
     transport: Transport,
-    place: RankDevice,
-    ties: Sequence[tuple[str, str]] = (),
+    *,
+    model: str,
+    backend: Backend,
+    patience: float,
+    steps: int = 0,
+    is_traced: bool = False,
     stated: Sequence[Structure] = (),
+    options: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Check that all ranks have the same plan, shapes and shared parameters, and open the channels."""
-    layers = json.dumps([plan.cut.partition, [*map(list, ties)]])
+    """Check that all ranks were started alike, and open the plan's channels. Collective.
+
+    Parameters
+    ----------
+    model
+        A text that stands for the model's layers and how they share parameters.
+    options
+        Names and values of what must be equal on all ranks, besides what the other parameters say.
+    """
     statement = Statement(
         plan_id=plan.plan_id,
         pp_rank=plan.rank,
         pp_degree=plan.placement.pp_degree,
         world_size=transport.world_size,
-        model=hashlib.sha256(layers.encode()).hexdigest(),
-        backend=place.backend,
-        steps=0,
+        model=model,
+        backend=backend,
+        steps=steps,
         channels=plan.channels,
+        traced=is_traced,
         replicas=transport.layout.replicas,
-        options=(
-            ("precision", options.precision),
-            ("compiling", str(options.is_compiled)),
-            ("data rank", str(options.data_rank)),
-            ("shape_of", digest_of(stated)),
-        ),
+        options=(*options, ("shape_of", digest_of(stated))),
     )
-    keys = agree(transport, statement, options.patience)
+    keys = agree(transport, statement, patience)
     with naming_errors(transport.rank, "opening the channels"):
-        transport.open(keys, options.patience)
+        transport.open(keys, patience)
 
 
 @contextmanager

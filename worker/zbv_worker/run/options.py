@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run.update import NonFinite
 from zbv_worker.stage.precision import Precision
 from zbv_worker.stage.program import Program
-from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.world import Backend
 
@@ -114,16 +110,6 @@ class RunOptions:
         if self.look_ahead is not None:
             return self.look_ahead
         return NCCL_LOOK_AHEAD if self.backend == "nccl" else DEFAULT_LOOK_AHEAD
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A run on one rank: its options, device and transport, and where to report its progress."""
-
-    run: RunOptions
-    device: torch.device
-    transport: Transport
-    progress: CurrentProgress | None = None
 
 
 def require_compilable(options: TrainingOptions) -> None:

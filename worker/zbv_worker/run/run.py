@@ -21,9 +21,9 @@ from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_co
 from zbv_worker.host.garbage import GarbageCollection
 from zbv_worker.host.process import say
 from zbv_worker.model.protocol import PipelineModel, Weighted
-from zbv_worker.run.options import RunOptions, Setting
+from zbv_worker.run.loop import Loop
+from zbv_worker.run.options import RunOptions
 from zbv_worker.run.reporting import warn_of_another_program
-from zbv_worker.run.training import Training
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
 from zbv_worker.tracing.report import RankReport
 from zbv_worker.transport.channels import Transport
@@ -144,34 +144,34 @@ def train(
 ) -> list[RankReport]:
     """Run all steps of this rank; returns one report per plan."""
     watched = _unwatched if failures is None else failures.watched
-    setting = Setting(options, device, transport, None if failures is None else failures.progress)
-    trainings: list[Training] = []
+    progress = None if failures is None else failures.progress
+    loops: list[Loop] = []
     try:
         with watched("starting"):
             for plan in plans:
                 label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
-                trainings.append(Training(setting, plan, model, label))
+                loops.append(Loop(options, plan, model, transport, device, progress, label))
             shared = SharedTrace(transport, options.timeout) if options.trace is not None else None
         with GarbageCollection() as garbage:
-            first = max(training.first_step for training in trainings)
+            first = max(loop.first_step for loop in loops)
             for step in range(first, options.steps):
                 patience = options.startup_patience if step == first else options.timeout
                 with watched(f"step {step}"):
-                    _step(trainings, setting, step, patience)
+                    _step(loops, transport, step, patience)
                 if step == first and failures is not None:
                     failures.started()
                 garbage.step_done()
         with watched("ending the run"):
-            for training in trainings:
-                training.end()
-            reports = [training.report for training in trainings]
+            for loop in loops:
+                loop.end()
+            reports = [loop.report for loop in loops]
             if shared is not None and options.trace is not None:
                 traces = [RankTrace.of(r.lines[-1].plan_id, r.rank, r.newest()) for r in reports if r.lines]
                 if traces:
                     shared.write(options.trace, traces)
     finally:
-        for training in trainings:
-            training.close()
+        for loop in loops:
+            loop.close()
     return reports
 
 
@@ -179,14 +179,14 @@ def _unwatched(what: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _step(trainings: Sequence[Training], setting: Setting, step: int, patience: float) -> None:
+def _step(loops: Sequence[Loop], transport: Transport, step: int, patience: float) -> None:
     """One step of every plan, in turns."""
-    for training in trainings:
-        if len(trainings) > 1:
-            with naming_errors(setting.transport.rank, "taking turns"):
+    for loop in loops:
+        if len(loops) > 1:
+            with naming_errors(transport.rank, "taking turns"):
                 # Otherwise a rank that finishes early would seem to wait in the next plan's step.
-                setting.transport.barrier(patience)
-        training.step(step)
+                transport.barrier(patience)
+        loop.step(step)
 
 
 def _require_one_plan(options: RunOptions) -> None:

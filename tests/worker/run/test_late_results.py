@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda, HostOfDevice, HostWaits
 from support.plans import unit_problem
+from support.thread_pipeline import on_ranks, plan_of
 from support.thread_transport import ThreadHub, ThreadTransport
 from support.trained import CPU, Remembering, Trained, train_in_threads
-from torch import Tensor
+from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.errors import NotFinite
@@ -26,6 +28,9 @@ from zbv_worker.execution import executor
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.timeline import CudaTimeline
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.pipeline import calls
+from zbv_worker.pipeline import rank as pipeline_rank
+from zbv_worker.pipeline.pipeline import Pipeline
 from zbv_worker.run.loop import Loop
 from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.stage.stage import Stage
@@ -261,3 +266,43 @@ def test_an_evaluation_reports_the_step_before_it_first(monkeypatch: pytest.Monk
         training.step(step)
     assert seen == [0, 2]
     assert sorted(training.report.evaluations) == [0, 2]
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return nn.functional.mse_loss(output, target, reduction="sum"), target.abs().sum()
+
+
+@pytest.mark.parametrize("loss", [mean, weighted])
+def test_the_host_never_waits_in_a_step_of_a_pipeline_either(
+    loss: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apart from two reads of host memory: samples of the batch, and a number of the host's generator."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(ThreadTransport, "sum_over_ranks", OnDevice.sum_over_ranks)
+    monkeypatch.setattr(calls, "_contents", lambda value, **_: 0)
+    monkeypatch.setattr(pipeline_rank, "numbers_of_place", lambda *_, **__: nullcontext())
+    on_fake_gpu(monkeypatch, lambda: cuda)
+
+    def program(pipe: Pipeline) -> list[float]:
+        optimizer = torch.optim.AdamW(pipe.parameters(), fused=True)
+        x, y, losses = torch.ones(6, 4), torch.ones(6, 4), [pipe.step(torch.ones(6, 4), torch.ones(6, 4))]
+        with HostWaits(cuda) as waits:
+            for _ in range(3):
+                losses.append(pipe.step(x, y))
+                pipe.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert waits.found == []
+        assert set(waits.polled) == {"make_room"}
+        return [float(each) for each in losses]
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    (late,) = on_ranks(plan_of(1, "v", 3), lambda: layers, loss, program, ranks=1)
+    if isinstance(late, Exception):
+        raise late
+    assert late[0] > late[-1]

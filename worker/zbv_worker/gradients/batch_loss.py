@@ -104,9 +104,9 @@ class BatchLoss:
         """The sum of the weights of all replicas; in the first step, also learn whether there are weights."""
         mine = torch.zeros(3, dtype=torch.float64, device=self._device)
         for stage in self._stages:
-            mine[0] += stage.take_weight()
-            mine[1] += float(stage.is_weighted)
-        mine[2] = float(has_auxiliary)
+            mine[0].add_(stage.take_weight())
+            mine[1].add_(float(stage.is_weighted))
+        mine[2].add_(float(has_auxiliary))
         found = self._transport.sum_over_ranks(mine, self._timeout)
         if self.is_weighted is None:
             _, weighted, auxiliary = found.tolist()

@@ -10,7 +10,7 @@ from zbv_solver.commands.messages import contradiction
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput
 from zbv_worker.errors import InvalidRun, WorkerError
 
-from benchmarks.errors import BenchmarkError, WrongInput
+from benchmarks.findings import BenchmarkError, WrongInput
 from benchmarks.lengths.cli import add_lengths
 from benchmarks.planner.cli import (
     add_jitter,

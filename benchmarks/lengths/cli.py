@@ -36,7 +36,7 @@ def _lengths(parsed: argparse.Namespace) -> int:
     from rich.console import Console
     from zbv_solver.documents.files import write
 
-    from benchmarks.errors import WrongInput
+    from benchmarks.findings import WrongInput
     from benchmarks.lengths.distributions import distributions
     from benchmarks.lengths.instances import PackingInstance, PlanningInstance, instances, packing_instances
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from zbv_solver.commands.cli import useful_workers
 from zbv_solver.documents.files import file_label, output, read_json
 
-from benchmarks.measuring import add_output, measure_all
+from benchmarks.findings import add_output, measure_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -227,7 +227,7 @@ def _partitioning(parsed: argparse.Namespace) -> int:
 def _jitter(parsed: argparse.Namespace) -> int:
     from zbv_solver.timing.step_times import MAX_SCENARIOS
 
-    from benchmarks.errors import WrongInput
+    from benchmarks.findings import WrongInput
     from benchmarks.planner.jitter import instances, jitter_table
 
     if not 1 <= parsed.scenarios <= MAX_SCENARIOS:
@@ -243,7 +243,7 @@ def _jitter(parsed: argparse.Namespace) -> int:
 
 
 def _per_step(parsed: argparse.Namespace) -> int:
-    from benchmarks.errors import WrongInput
+    from benchmarks.findings import WrongInput
     from benchmarks.planner.per_step import LEAST_STEPS, per_step_table, runs
 
     if parsed.steps < LEAST_STEPS:

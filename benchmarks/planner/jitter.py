@@ -20,8 +20,7 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
-from benchmarks.errors import WrongInput
-from benchmarks.findings import Finding, Target, at_least
+from benchmarks.findings import Finding, Target, WrongInput, at_least
 from benchmarks.planner.suite import parse_suite
 
 SUITE = Path(__file__).parents[1] / "public.json"

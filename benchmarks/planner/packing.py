@@ -22,8 +22,7 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
-from benchmarks.errors import WrongInput
-from benchmarks.findings import Finding, at_least
+from benchmarks.findings import Finding, WrongInput, at_least
 from benchmarks.lengths.instances import PackingInstance, packing_instances
 from benchmarks.planner.packers import PACKERS
 

@@ -22,8 +22,7 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.search.step_planner import StepPlanner
 
-from benchmarks.errors import WrongInput
-from benchmarks.findings import Finding, at_most
+from benchmarks.findings import Finding, WrongInput, at_most
 from benchmarks.lengths.distributions import MADE, Distribution
 from benchmarks.lengths.instances import PlanningInstance, limit
 from benchmarks.lengths.model_costs import costs_and_memory

@@ -28,8 +28,7 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import Timing, evaluate
 
-from benchmarks.errors import WrongInput
-from benchmarks.findings import Finding, at_least, at_most
+from benchmarks.findings import Finding, WrongInput, at_least, at_most
 from benchmarks.lengths.distributions import MADE
 from benchmarks.lengths.instances import SHARES, LimitKind, PlanningInstance
 from benchmarks.lengths.instances import instances as every_instance

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.measuring import add_output, measure_all
+from benchmarks.findings import add_output, measure_all
 
 if TYPE_CHECKING:
     from benchmarks.findings import Finding
@@ -47,7 +47,7 @@ def _reserved(parsed: argparse.Namespace) -> int:
 
 
 def _published(parsed: argparse.Namespace) -> int:
-    from benchmarks.errors import WrongInput
+    from benchmarks.findings import WrongInput
     from benchmarks.published.runs import RUNS, load_runs
 
     runs = load_runs(parsed.runs or RUNS)

@@ -11,8 +11,7 @@ import numpy as np
 from rich.table import Table
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.findings import Finding, at_least, at_most
+from benchmarks.findings import BenchmarkError, Finding, at_least, at_most
 from benchmarks.published.predict import Prediction, predict, published_step
 from benchmarks.published.ranking import Throughput, ceilings, of_layouts, of_runs
 from benchmarks.published.runs import MeasuredRun

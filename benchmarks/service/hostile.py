@@ -26,15 +26,14 @@ from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
+from support.largest_objects import LARGEST, Stored, reads, store
+from support.malformed import AGENT, ID, RUN
+from support.worst_bodies import COUNTER, WEIGHTS, Worst, worst
 from zbv_service.client import Client
 
 from benchmarks.findings import Finding, at_most, quantile
-from benchmarks.service.largest import LARGEST, Stored, reads, store
 from benchmarks.service.load import Load, get, offer
-from benchmarks.service.malformed import AGENT, ID, RUN
-from benchmarks.service.served import Served, serving
-from benchmarks.service.workload import MANY_LAYOUTS, SMALL, plan_to_serve
-from benchmarks.service.worst_bodies import COUNTER, WEIGHTS, Worst, worst
+from benchmarks.service.served import MANY_LAYOUTS, SMALL, Served, plan_to_serve, serving
 
 CLIENTS = 16
 TARGET = 50.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from zbv_solver.search.step_planner import StepPlanner
 
-from benchmarks.errors import WrongInput
+from benchmarks.findings import WrongInput
 from benchmarks.planner import per_step
 from benchmarks.planner.per_step import HEADER, per_step_table, runs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from zbv_solver.search.options import SearchOptions
 
-from benchmarks.errors import WrongInput
+from benchmarks.findings import WrongInput
 from benchmarks.lengths.distributions import MADE
 from benchmarks.lengths.instances import PlanningInstance
 from benchmarks.planner.exact_cases import SAME_PERCENT, ExactCase, exact_findings, exact_table

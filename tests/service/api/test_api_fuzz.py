@@ -1,4 +1,4 @@
-"""Malformed bodies get problem documents; `benchmarks service fuzz` sends ten thousand of them."""
+"""Malformed bodies get problem documents."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.malformed import ID, ROUTES, RUN_ID, malformed, prepare, send
 from support.paths import ROOT
 from support.serving import Serving
 
-from benchmarks.service import fuzz
-from benchmarks.service.malformed import ID, ROUTES, RUN_ID, malformed
-
-pytestmark = pytest.mark.anyio
 OPENAPI = json.loads((ROOT / "service" / "openapi.json").read_text())
 
 
@@ -59,9 +56,9 @@ def test_the_bodies_do_not_depend_on_the_recursion_limit(limit: int) -> None:
 async def test_no_malformed_body_causes_a_server_error(serving: Serving) -> None:
     statuses: dict[int, int] = {}
     async with serving("immediate", agent_timeout_seconds=3600.0, max_trace_bytes=2**20) as service:
-        run_id = await fuzz.prepare(service.http)
-        for request in fuzz.requests(250, seed=1):
-            status, text = await fuzz.send(service.http, request, run_id)
+        run_id, random = await prepare(service.http), Random(1)
+        for request in (malformed(random) for _ in range(250)):
+            status, text = await send(service.http, request, run_id)
             assert status < 500, (request, text)
             if status >= 400:
                 body: dict[str, Any] = json.loads(text)

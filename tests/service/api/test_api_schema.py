@@ -23,13 +23,12 @@ from schemathesis.specs.openapi.checks import (
 from support import fake_searches
 from support.fake_kinds import kinds
 from support.live import listening
+from support.malformed import AGENT, PLAN
 from support.paths import ROOT
 from support.serving import DEADLINE
 from zbv_service.app import create_app
 from zbv_service.client import AgentClient
 from zbv_service.settings import Settings
-
-from benchmarks.service.malformed import AGENT, PLAN
 
 DOCUMENT = json.loads((ROOT / "service" / "openapi.json").read_text())
 CHECKS = [

@@ -12,13 +12,12 @@ from support import fake_searches
 from support.fake_kinds import kinds
 from support.layered import LAYERED, NAMES
 from support.live import Live, listening
+from support.malformed import PLAN
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.app import create_app
 from zbv_service.client import Client, InvalidRequest, NotFound, Search
 from zbv_service.settings import Settings
 from zbv_solver.verify.verifier import verify
-
-from benchmarks.service.malformed import PLAN
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +160,7 @@ def test_a_wrong_problem_raises_its_issues(client: Client) -> None:
 
 def test_layouts_are_searched_followed_listed_and_deleted(client: Client) -> None:
     cluster = {"nodes": 1, "gpus_per_node": 2, "device": "h200"}
-    body = {
-        "model": {"presets": ["llama-3.1-8b"]},
-        "cluster": cluster,
-        "global_batch": 4,
-    }
+    body = {"model": {"presets": ["llama-3.1-8b"]}, "cluster": cluster, "global_batch": 4}
     seen: list[Search] = []
     search = client.submit_layouts(body)
     ended = client.wait(search.id, seen.append, timeout=DEADLINE)

@@ -1,4 +1,4 @@
-"""Malformed bodies: valid bodies that are broken in many ways, for every address that takes a body.
+"""Valid bodies for every address that takes one, and malformed ones: valid ones, broken in many ways.
 
 The functions only depend on a random generator, so a seed reproduces a run.
 """
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
+
+import httpx
 
 ID = "0" * 32
 RUN_ID = "d" * 32
@@ -162,6 +164,34 @@ ROUTES: tuple[Route, ...] = (
 
 MOST_BRACKETS = 200
 """In documents whose parts are changed."""
+CLOSED = 0
+"""Stands for the status if the service closed the connection while a refused body was still being sent."""
+_NO_ANSWER = 599
+_WORK_SECONDS = 30.0
+
+
+async def prepare(http: httpx.AsyncClient) -> str:
+    """Create a run with a plan and an agent, so that bodies about them are read; returns its id."""
+    plan_id = (await http.post("/v1/plans", json=PLAN)).raise_for_status().json()["plan_id"]
+    (await http.post("/v1/agents", json=AGENT)).raise_for_status()
+    run = (await http.post("/v1/runs", json={**RUN, "plan_id": plan_id})).raise_for_status().json()
+    work = await http.get(f"/v1/agents/{ID}/work", params={"wait": _WORK_SECONDS})
+    if work.status_code != 200:
+        raise RuntimeError(f"the run got no agent: {work.status_code} {work.text}")
+    return str(run["id"])
+
+
+async def send(http: httpx.AsyncClient, request: Malformed, run_id: str) -> tuple[int, str]:
+    """Send a request; returns status and text of the response."""
+    route = request.route
+    path = route.path.replace(RUN_ID, run_id)
+    content = request.content.replace(RUN_ID.encode(), run_id.encode())
+    try:
+        answer = await http.request(route.method, path, content=content, headers=request.headers)
+    except httpx.TransportError as error:
+        # The service may close a connection instead of reading a refused body to its end.
+        return (CLOSED if len(request.content) > 2**20 else _NO_ANSWER), f"{route}: {error!r}"
+    return answer.status_code, answer.text
 
 
 def malformed(random: Random) -> Malformed:

@@ -15,7 +15,7 @@ from typing import Any
 
 from zbv_solver.export import FORMATS
 
-from benchmarks.service.malformed import AGENT, ID, RUN
+from support.malformed import AGENT, ID, RUN
 
 MIB = 1024**2
 COUNTER = b"10203040"

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import httpx
 
-from benchmarks.service.worst_bodies import COSTS
+from support.worst_bodies import COSTS
 
 LAYOUTS: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},

@@ -22,7 +22,7 @@ from zbv_worker.gradients.gradients import Gradients
 from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.run.update import Update
-from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Precision
 
 from support.agents import DEADLINE
 from support.selfcheck import random_orders

@@ -29,7 +29,7 @@ from zbv_worker.checkpoints.checksums import CHECKSUMS, checksum_of
 from zbv_worker.errors import InvalidRun
 from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.host.local_ranks import LaunchError
-from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Precision
 
 CLIPPING = ("--clip-norm", "0.5")
 """Shorter than every gradient here. The norm is that of all ranks, so it does not depend on their number."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zbv_worker.errors import InvalidRun
-from zbv_worker.gradients.sharding import divide, dividing
+from zbv_worker.gradients.fully_sharded import divide, dividing
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.model import Model
 from zbv_worker.run.options import TrainingOptions
-from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
+from zbv_worker.stage.loss import add_auxiliary_loss
 
 MICROBATCHES = 3
 STEPS = 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.run.options import TrainingOptions, require_compilable
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
-from zbv_worker.stage.precision import AUTOCAST, Precision
+from zbv_worker.stage.program import AUTOCAST, Precision
 from zbv_worker.stage.stage import Stage
 
 WIDTH, TOKENS = 16, 12

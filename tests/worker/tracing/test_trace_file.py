@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 import zbv_worker.tracing.report
-import zbv_worker.tracing.trace_file
 from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Action
-from zbv_worker.execution.step import StepResult
-from zbv_worker.execution.timeline import Record
+from zbv_worker.execution.timeline import Record, StepResult
 from zbv_worker.host.state_files import trace_file
-from zbv_worker.tracing.report import RankReport, StepLine
-from zbv_worker.tracing.trace_file import TraceFile
+from zbv_worker.tracing.report import RankReport, StepLine, TraceFile
 from zbv_worker.transport.world import Layout
 
 
@@ -83,7 +80,7 @@ def test_the_newest_steps_are_written_to_a_file_with_the_ranks_own_times(
         made.add(StepLine(step, "b", math.nan, 0.5, 0.1), result(step))
     writer.update(made)  # too early
     assert json.loads(trace_file(tmp_path, 0).read_text()) == document
-    monkeypatch.setattr(zbv_worker.tracing.trace_file, "_MOST_ACTIONS", 5)
+    monkeypatch.setattr(zbv_worker.tracing.report, "_MOST_ACTIONS", 5)
     writer.update(made, is_last=True)
     steps = json.loads(trace_file(tmp_path, 0).read_text())["steps"]
     assert [step["step"] for step in steps] == [13, 14]  # two of two actions fit into five

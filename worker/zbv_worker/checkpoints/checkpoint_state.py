@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.checkpoints.checkpoint_files import Reader, State
-from zbv_worker.checkpoints.optimizer_state import NamedOptimizers
-from zbv_worker.checkpoints.schedule_state import ScheduleState, are_equal
+from zbv_worker.checkpoints.optimizer_state import NamedOptimizers, ScheduleState, are_equal
 from zbv_worker.errors import InvalidRun, StorageFailed, describe_error
 from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.gradients.tied_names import TiedNames

@@ -16,8 +16,7 @@ from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.stage.dtensors import fully_sharded_modules
 from zbv_worker.stage.layers import add_loss_module
 from zbv_worker.stage.loss import WeightedLoss
-from zbv_worker.stage.precision import AUTOCAST
-from zbv_worker.stage.program import PLAIN, Program
+from zbv_worker.stage.program import AUTOCAST, PLAIN, Program
 from zbv_worker.stage.stage import Stage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Precision
 
 _FIRST_SCALE, _LARGEST = 2.0**16, 2.0**24
 _GROWTH, _BACK_OFF = 2.0, 0.5

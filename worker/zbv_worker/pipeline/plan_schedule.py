@@ -19,8 +19,8 @@ from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.stage.stage import Stage
-from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
 
 _LEAVE_SECONDS = 10.0
 """How long a process that ends waits for its peers to receive what it sent."""

@@ -16,11 +16,11 @@ from zbv_solver.plans.plan import Plan
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, ExecutorOptions
 from zbv_worker.execution.stated_shapes import stated_structures
-from zbv_worker.execution.step import Launched, StepResult
+from zbv_worker.execution.timeline import Launched, StepResult
 from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.gradients.accumulation import Accumulation
+from zbv_worker.gradients.batch_loss import numbers_of_place
 from zbv_worker.gradients.gradients import multiply, trained_by
-from zbv_worker.gradients.replicas import numbers_of_place
 from zbv_worker.host.garbage import paused
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch, StepData
@@ -32,10 +32,9 @@ from zbv_worker.pipeline.step_plans import StepPlans, Values
 from zbv_worker.pipeline.trained_stages import TrainedStages
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.split_backward import stop_deferring
-from zbv_worker.tracing.clocks import Alignment, find_offsets
-from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
-from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
+from zbv_worker.tracing.merged_trace import Alignment, RankTrace, claim, collect, find_offsets, render
 from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
 from zbv_worker.values.structure import Structure, tensors_of
 
 

@@ -17,7 +17,7 @@ from zbv_worker.errors import naming_errors
 from zbv_worker.execution.binding import Batches
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import Launched
+from zbv_worker.execution.timeline import Launched
 from zbv_worker.gradients.batch_loss import BatchLoss
 from zbv_worker.gradients.gradients import Gradients, gradients_of
 from zbv_worker.gradients.ties import Ties

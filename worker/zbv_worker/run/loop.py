@@ -21,11 +21,11 @@ from zbv_worker.execution.executor import ExecutorOptions
 from zbv_worker.execution.fetch_ahead import fetched_ahead
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import stated_structures
-from zbv_worker.execution.step import Launched
+from zbv_worker.execution.timeline import Launched
 from zbv_worker.failures.progress import CurrentProgress
+from zbv_worker.gradients.batch_loss import seed_generators
+from zbv_worker.gradients.fully_sharded import dividing
 from zbv_worker.gradients.loss_scale import LossScale
-from zbv_worker.gradients.replicas import seed_generators
-from zbv_worker.gradients.sharding import dividing
 from zbv_worker.model.protocol import Evaluated, Microbatch, PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.pipeline.preparing import open_channels
 from zbv_worker.pipeline.trained_stages import TrainedStages

@@ -11,9 +11,8 @@ from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, DEFAULT_STARTUP_TI
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run.update import NonFinite
-from zbv_worker.stage.precision import Precision
-from zbv_worker.stage.program import Program
-from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
+from zbv_worker.stage.program import Precision, Program
+from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
 from zbv_worker.transport.world import Backend
 
 

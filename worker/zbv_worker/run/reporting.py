@@ -9,13 +9,12 @@ import torch
 
 from zbv_worker.errors import NotFinite
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import StepResult
+from zbv_worker.execution.timeline import StepResult
 from zbv_worker.host.process import say
 from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.stage.program import Program, differences
 from zbv_worker.stage.split_share import SplitShare
-from zbv_worker.tracing.report import RankReport, StepLine, Updated
-from zbv_worker.tracing.trace_file import TraceFile
+from zbv_worker.tracing.report import RankReport, StepLine, TraceFile, Updated
 from zbv_worker.transport.channels import Transport
 
 _KNOWN = ("non_finite", "checkpoint_skipped")

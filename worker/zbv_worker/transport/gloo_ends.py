@@ -1,9 +1,14 @@
-"""The sending ends of gloo channels: start sends, keep their tensors alive until done, and report failures.
+"""The ends of gloo channels: start sends, keep their tensors alive until done, and post receives.
 
 A gloo send completes only once the peer has posted its receive, and reports completion only to a thread that
 waits for it. So each channel has a thread that waits for its sends in order and releases their tensors.
 Waking that thread costs the sender more than the rest of a small send, so it is woken only when enough memory
 can be released; small tensors wait for its next poll.
+
+gloo moves CPU memory only, so CUDA tensors pass through pinned host memory (:class:`Staging`). The copies use
+their own streams, ordered by events, and overlap with compute. The copy of a sent tensor waits for the kernel
+that computes it. The copy of a received tensor waits only for kernels that were queued when its receive was
+posted, because they may still read the buffer's old content.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, cast
 
@@ -23,9 +30,125 @@ from torch import Tensor
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.channels import ChannelKey, Send
-from zbv_worker.transport.staging import Staging
-from zbv_worker.transport.torch_api import CudaEvent
-from zbv_worker.transport.torch_errors import classified
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, classified, torch_cuda
+
+
+class Staging:
+    """The copies between one rank's GPU and host.
+
+    Parameters
+    ----------
+    device
+        Where the rank computes.
+    pin
+        Use pinned host memory; copies from or to pageable memory block the host. torch reuses a pinned block
+        only after the copies queued on it are complete.
+    """
+
+    def __init__(self, device: torch.device, cuda: CudaApi | None = None, *, pin: bool = True):
+        self._device = device
+        self._cuda = cuda if cuda is not None else torch_cuda()
+        self._pin = pin
+        self._outwards = self._cuda.Stream(device)
+        self._inwards = self._cuda.Stream(device)
+
+    def host_memory(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+        """A host tensor for one copy."""
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pin)
+
+    def here(self) -> CudaEvent:
+        """An event at the current end of the compute stream's queue."""
+        return self._marked(self._cuda.current_stream(self._device))
+
+    def outwards(self, tensor: Tensor) -> tuple[Tensor, CudaEvent]:
+        """Queue a copy to the host; returns the host tensor and the event of its completion.
+
+        The caller must keep the tensor alive until then.
+        """
+        ready = self.here()
+        target = self.host_memory(tensor.shape, tensor.dtype)
+        self._outwards.wait_event(ready)
+        with self._cuda.stream(self._outwards):
+            target.copy_(tensor, non_blocking=True)
+        return target, self._marked(self._outwards)
+
+    def inwards(self, source: Tensor, target: Tensor, free: CudaEvent) -> CudaEvent:
+        """Queue a copy to the device and make the compute stream wait for it; returns its completion event.
+
+        Parameters
+        ----------
+        free
+            The event after which the target may be overwritten.
+        """
+        self._inwards.wait_event(free)
+        with self._cuda.stream(self._inwards):
+            target.copy_(source, non_blocking=True)
+        arrived = self._marked(self._inwards)
+        self._cuda.current_stream(self._device).wait_event(arrived)
+        return arrived
+
+    def _marked(self, stream: object) -> CudaEvent:
+        event = self._cuda.Event(enable_timing=False)
+        event.record(stream)
+        return event
+
+
+@lru_cache(maxsize=16)
+def _patience(seconds: float) -> timedelta:
+    return timedelta(seconds=seconds)
+
+
+class ReceiveWork(Protocol):
+    """The part of gloo's Work that receives use."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait until it arrived."""
+
+
+# Not frozen: one is created per received tensor, and freezing doubles the cost of that.
+@dataclass(eq=False, slots=True)
+class HostReceive:
+    """gloo into CPU memory."""
+
+    work: ReceiveWork
+    buffer: Tensor
+
+    def wait(self, timeout: float) -> Tensor:
+        """Wait until the tensor arrived."""
+        try:
+            self.work.wait(_patience(timeout))
+        except RuntimeError as error:
+            raise classified(error, "receive") from error
+        return self.buffer
+
+    on_stream = wait
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StagedReceive:
+    """gloo into pinned memory, then a copy to the GPU."""
+
+    work: ReceiveWork
+    arrived: Tensor
+    buffer: Tensor
+    free: CudaEvent
+    """The event after which the buffer may be overwritten."""
+    staging: Staging
+
+    def wait(self, timeout: float) -> Tensor:
+        """Wait until the tensor is on the GPU."""
+        self._copied(timeout).synchronize()
+        return self.buffer
+
+    def on_stream(self, timeout: float) -> Tensor:
+        """Wait on the host until it arrived, and make the current stream wait for the copy to the GPU."""
+        self._copied(timeout)
+        return self.buffer
+
+    def _copied(self, timeout: float) -> CudaEvent:
+        HostReceive(self.work, self.arrived).wait(timeout)
+        return self.staging.inwards(self.arrived, self.buffer, self.free)
+
 
 _POLL_SECONDS = 0.0005
 _LOOK_SECONDS = 0.05

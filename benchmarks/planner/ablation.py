@@ -19,9 +19,8 @@ from unittest.mock import patch
 
 from zbv_solver.search.options import PHASES, SearchOptions
 
-from benchmarks.planner.measure import Outcome
+from benchmarks.planner.outcome import Outcome, verdict
 from benchmarks.planner.suite import Instance
-from benchmarks.planner.verdicts import verdict
 
 
 @dataclass(frozen=True)
@@ -175,3 +174,46 @@ def _contribution(mechanism: str, suite: str, runs: list[tuple[Outcome, Outcome]
         proved=sum((a.gap == 0) - (b.gap == 0) for a, b in pairs),
         seconds=sum(a.seconds - b.seconds for a, b in pairs),
     )
+
+
+def ablation_table(entries: Sequence[Contribution]) -> str:
+    """The contribution of each mechanism, one row per mechanism and suite."""
+    heads = [
+        "mechanism",
+        "suite",
+        "better",
+        "worse",
+        "mean",
+        "worst",
+        "bounds",
+        "gap",
+        "proved",
+        "s",
+        "lines",
+    ]
+    lines_of = {mechanism.name: mechanism.lines for mechanism in MECHANISMS}
+    rows = [
+        (
+            entry.mechanism,
+            entry.suite.rpartition("/")[2],
+            f"{entry.better} of {entry.instances}",
+            f"{entry.worse}",
+            f"{math.expm1(entry.log_ratio / entry.instances):+.2%}" if entry.instances else "–",
+            f"{math.expm1(entry.worst):+.2%}",
+            f"{entry.tighter}",
+            f"{100 * entry.gap:+.2f}",
+            f"{entry.proved:+d}",
+            f"{entry.seconds:+.0f}",
+            f"{lines_of[entry.mechanism]}",
+        )
+        for entry in entries
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            text.ljust(width) if place < 2 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (heads, tuple("─" * width for width in widths), *rows)
+    ]
+    return "".join(f"{line}\n" for line in lines)

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zbv_solver.construct.baselines import baseline, without_limit
@@ -20,8 +19,7 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
-from benchmarks.findings import Finding, Target, WrongInput, at_least
-from benchmarks.planner.suite import parse_suite
+from benchmarks.findings import Finding, Target, at_least
 
 SUITE = Path(__file__).parents[1] / "public.json"
 NAMES = (
@@ -75,21 +73,16 @@ class JitterRow:
         return 100 * (1 - self.chosen.p95 / self.planned.p95)
 
 
-def instances(only: str | None = None) -> tuple[tuple[str, Problem], ...]:
-    """Names and problems; raises :class:`WrongInput` if ``only``, a glob, matches no name."""
+def instances() -> list[tuple[str, Problem]]:
+    """Names and problems."""
+    from benchmarks.planner.suite import parse_suite
+
     suite = {each.name: each.problem for each in parse_suite(json.loads(SUITE.read_text()), SUITE.name)}
-    named = [
+    return [
         (f"{name.partition('_mem')[0]}_mem{share}", _limited(suite[name], share))
         for name in NAMES
         for share in SHARES
     ]
-    chosen = tuple(each for each in named if only is None or fnmatchcase(each[0], only))
-    if not chosen:
-        raise WrongInput(
-            f"--only: found {only!r}, which matches none of the {len(named)} instances ({named[0][0]}, "
-            f"{named[1][0]}, …). Give a name or a pattern with * and ?."
-        )
-    return chosen
 
 
 def _limited(problem: Problem, share: float) -> Problem:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.packing.arrange import Arrangement, Replicas, equal_tokens
@@ -22,8 +21,8 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
-from benchmarks.findings import Finding, WrongInput, at_least
-from benchmarks.lengths.instances import PackingInstance, packing_instances
+from benchmarks.findings import Finding, at_least
+from benchmarks.planner.lengths import PackingInstance
 from benchmarks.planner.packers import PACKERS
 
 LEAST_GAIN_PERCENT = 15.0
@@ -46,18 +45,6 @@ class GivenOrder:
     name: str
     step_time: float
     fits: bool
-
-
-def instances(only: str | None = None) -> tuple[PackingInstance, ...]:
-    """The batches; raises :class:`WrongInput` if ``only``, a glob, matches no name."""
-    every = packing_instances()
-    chosen = tuple(each for each in every if only is None or fnmatchcase(each.name, only))
-    if not chosen:
-        raise WrongInput(
-            f"--only: found {only!r}, which matches none of the {len(every)} batches ({every[0].name}, …, "
-            f"{every[-1].name}). Give a name or a pattern with * and ?."
-        )
-    return chosen
 
 
 def packing_table(

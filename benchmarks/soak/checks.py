@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from random import Random
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from zbv_solver import bounds
-from zbv_solver.bounds.directions import may_fuse
+from zbv_solver.bounds.directions import directions, may_fuse
+from zbv_solver.bounds.ramps import Window, heads_and_tails
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.cp_search import refine
@@ -29,17 +32,56 @@ from zbv_solver.search.options import PHASES, SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
-from benchmarks.soak.coverage import ROUNDED_SUMS, TOLERANCE, Contradiction, Coverage
 from benchmarks.soak.cuts import every_cut
-from benchmarks.soak.layouts import check_layouts
 from benchmarks.soak.optimum import Optimum, optimum
-from benchmarks.soak.orders import ascending, order_of, separated, text
-from benchmarks.soak.pipeline import B, I, Order, Pipeline, Schedule, read
-from benchmarks.soak.windows import all_heads_and_tails
+from benchmarks.soak.pipeline import (
+    B,
+    I,
+    Order,
+    Pipeline,
+    Schedule,
+    ascending,
+    order_of,
+    read,
+    separated,
+    text,
+)
 
+TOLERANCE = Fraction(1, 10**9)
+"""Relative difference that float rounding may cause."""
+ROUNDED_SUMS = Fraction(1, 10**14)
+"""The same of a sum, relative to the largest of the sums that it is a difference of."""
 SHORT_EFFORT = 0.02
 """CP-SAT's deterministic time for proving a bound from scratch."""
 Document = dict[str, Any]
+FloatArray = NDArray[np.float64]
+
+
+class Contradiction(Exception):
+    """Two results for a problem contradict each other."""
+
+    def __init__(self, check: str, detail: str):
+        super().__init__(f"{check}: {detail}")
+        self.check, self.detail = check, detail
+
+
+@dataclass
+class Coverage:
+    """Counts of checks, and the largest gaps of bounds."""
+
+    problems: Counter[str] = field(default_factory=Counter)
+    exact: Counter[str] = field(default_factory=Counter)
+    """Number of problems by kind, and of those with a known exact optimum."""
+    gaps: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Largest gap optimum / bound - 1 by kind and bound, over problems with a known exact optimum."""
+    checks: Counter[str] = field(default_factory=Counter)
+    """Number of times that each check was made."""
+
+    def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
+        """Count a check, and raise :class:`Contradiction` if it failed."""
+        self.checks[check] += 1
+        if not is_true:
+            raise Contradiction(check, detail())
 
 
 def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling: bool) -> None:
@@ -53,9 +95,6 @@ def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling:
         At the first contradiction.
     """
     coverage.problems[kind] += 1
-    if "cluster" in document:
-        check_layouts(kind, document, coverage)
-        return
     chance = Random(seed)
     examine = _Layers if "layers" in document else _Stages
     examine(kind, document, chance, coverage, scaling).run()
@@ -355,3 +394,21 @@ def scaled(document: Document, factor: float) -> Document:
         return None if values is None else np.multiply(values, factor).tolist()
 
     return {**document, "costs": times(document["costs"])}
+
+
+def all_heads_and_tails(problem: Problem) -> tuple[FloatArray, FloatArray]:
+    """Heads and tails of all operations of a problem, as zbv's bounds use them: Lemma 18.
+
+    The shape is (3, S, m), indexed [letter F, I or W, stage, microbatch]; a B is under I. The window of a
+    makespan is that of all ranks; the window of a span is that of an operation's rank. A W's
+    head and tail hold where it exists.
+    """
+    forwards, backwards = directions(problem)
+    m = problem.microbatches
+    head = np.zeros((3, problem.n_stages, m))
+    tail = np.zeros_like(head)
+    for rank, stages in enumerate(problem.placement.stages_of):
+        opener = rank if problem.objective == "span" else None
+        window = Window.of(forwards, backwards, opener, m, m)
+        head[:, stages], tail[:, stages] = heads_and_tails(window, rank)
+    return head, tail

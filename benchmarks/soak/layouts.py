@@ -26,7 +26,7 @@ from zbv_models.layouts.setting import Setting
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 
-from benchmarks.soak.coverage import Coverage
+from benchmarks.soak.checks import Coverage
 
 Document = dict[str, Any]
 MOST_LAYOUTS = 60

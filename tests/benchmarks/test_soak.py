@@ -16,11 +16,10 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.problem.problem import Problem
 
 from benchmarks.soak import checks
-from benchmarks.soak.coverage import Contradiction, Coverage
+from benchmarks.soak.checks import Contradiction, Coverage
 from benchmarks.soak.draw import draw
 from benchmarks.soak.optimum import enumerated, solved
-from benchmarks.soak.orders import ascending
-from benchmarks.soak.pipeline import read
+from benchmarks.soak.pipeline import ascending, read
 from benchmarks.soak.run import replay, soak, summary
 
 SEED = 7

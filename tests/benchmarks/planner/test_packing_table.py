@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 from zbv_solver.search.options import SearchOptions
 
-from benchmarks.lengths.distributions import MADE
-from benchmarks.lengths.instances import PackingInstance
+from benchmarks.planner.lengths import LAWS, PackingInstance
 from benchmarks.planner.packing import HEADER, packing_table
 
 
 def test_a_row_compares_the_step_with_all_other_methods() -> None:
     lines: list[str] = []
-    batch = PackingInstance(MADE[2], 2, 2, 8, 1.0, max_tokens=4096)
+    batch = PackingInstance(LAWS["tail"], 2, 2, 8, 1.0, max_tokens=4096)
     (finding,) = packing_table([batch], SearchOptions("quick"), lines.append)
     header, row = lines
     assert header == HEADER

@@ -114,7 +114,7 @@ def _add_tables(commands: Any) -> None:
         "layouts",
         help="search the layouts of a large cluster",
         description="Search the best layout of Llama 3.1 70B on 128 H100: the time, and the share of layouts "
-        "that bounds rule out. `soak` compares the search with planning every layout of small clusters.",
+        "that bounds rule out.",
     )
     add_output(command)
     command.set_defaults(run=_layouts)

@@ -115,13 +115,9 @@ def examine(
     Any exception counts, because a valid problem must not raise one.
     """
     from benchmarks.soak.checks import Contradiction, check
-    from benchmarks.soak.layouts import check_layouts
 
     try:
-        if "cluster" in document:
-            check_layouts(kind, document, coverage)
-        else:
-            check(kind, document, seed, coverage, scaling)
+        check(kind, document, seed, coverage, scaling)
     except Contradiction as contradiction:
         found, details = str(contradiction), None
     except Exception as error:

@@ -30,7 +30,7 @@ LINES = {
     ),
     "solver/zbv_models": "__init__ estimate fixed_orders layouts",
     "worker/zbv_worker": (
-        "errors host values model models transport stage adapters execution tracing measure "
+        "errors host values model models transport failures stage adapters execution tracing measure "
         "training pipeline check agent commands __init__ __main__"
     ),
     "service/zbv_service": (

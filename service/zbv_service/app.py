@@ -28,16 +28,15 @@ from zbv_service.api.routers import (
 )
 from zbv_service.api.state import ApplicationState
 from zbv_service.compute.processes import preload
-from zbv_service.database import Database, TokenTable
+from zbv_service.database import Database
 from zbv_service.observability.metrics import Metrics
 from zbv_service.observability.requests import Observed
 from zbv_service.pages import errors, sign_in
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets, assets_app
 from zbv_service.records.searches import SearchKind
 from zbv_service.searches.kinds import KINDS, Kind
-from zbv_service.security.scheme import require_declared
-from zbv_service.security.token_text import TokenText
-from zbv_service.security.tokens import Tokens
+from zbv_service.security.access import Access, require_declared
+from zbv_service.security.tokens import TokenTable, TokenText
 from zbv_service.settings import Settings
 
 _ROUTERS = (
@@ -82,8 +81,8 @@ def create_app(
         database = Database(settings.database)
         try:
             await database.migrate()
-            tokens = Tokens(TokenTable(database), local_token)
-            application = ApplicationState(database, settings, tokens, kinds, metrics, assets())
+            access = Access(TokenTable(database), local_token, is_open=settings.auth == "none")
+            application = ApplicationState(database, settings, access, kinds, metrics, assets())
             app.state.application = application
             await application.start()
             try:

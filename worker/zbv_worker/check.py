@@ -24,6 +24,7 @@ from zbv_solver.problem.writing import problem_json
 
 from zbv_worker.host.inventory import driver_version, gpu_names, versions
 from zbv_worker.host.local_ranks import LaunchError
+from zbv_worker.host.process import Clock, HostClock
 from zbv_worker.measure.ranks import answer, equal_stages, measure_on_ranks
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.layer_list import whole_name
@@ -34,9 +35,7 @@ from zbv_worker.transport.communicators import CHANNEL_OPTIONS
 from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.torch_api import (
-    Clock,
     CudaApi,
-    HostClock,
     NcclApi,
     NcclWork,
     TorchNccl,

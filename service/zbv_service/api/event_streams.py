@@ -15,7 +15,7 @@ from starlette.types import Send
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY
 from zbv_service.api.state import state_of
 from zbv_service.searches.events import EventFeed, Followed
-from zbv_service.security.scheme import READ_SCOPES
+from zbv_service.security.access import READ_SCOPES
 
 RETRY = format_sse_event(retry=1000)
 """The first bytes of a stream: clients reconnect after this many milliseconds."""
@@ -73,7 +73,9 @@ async def _stream(
             if not await access.is_still_allowed(request, READ_SCOPES):
                 return  # a reader that reconnects learns why
             if len(batch) > FEW:
-                yield await asyncio.to_thread(lambda events: b"".join(map(encode, events)), batch)
+                async with feed.many:
+                    text = await asyncio.to_thread(lambda events: b"".join(map(encode, events)), batch)
+                yield text
             else:
                 yield b"".join(map(encode, batch)) or SIGN_OF_LIFE
 

@@ -20,7 +20,7 @@ from zbv_service.api.routers.plans import get_rank, router
 from zbv_service.database import DatabaseAway
 from zbv_service.errors import ApiError, response_to
 from zbv_service.plans.plans import rank_tag
-from zbv_service.security.scheme import scopes_of
+from zbv_service.security.access import scopes_of
 
 _PATH = re.compile(r"/v1/plans/([0-9a-f]{64})/ranks/(0|[1-9][0-9]{0,5})")
 _ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.endpoint is get_rank)

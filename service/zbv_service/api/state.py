@@ -23,9 +23,7 @@ from zbv_service.database import (
     RunTable,
     SearchEventTable,
     SearchTable,
-    TokenTable,
 )
-from zbv_service.database.quotas import QuotaTable
 from zbv_service.database.retention import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
@@ -46,10 +44,9 @@ from zbv_service.searches.kinds import Kind
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
-from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import Quotas
 from zbv_service.security.sign_in import SignIn
-from zbv_service.security.tokens import Tokens
+from zbv_service.security.tokens import TokenTable
 from zbv_service.settings import Settings
 
 
@@ -68,7 +65,7 @@ class ApplicationState:
         self,
         database: Database,
         settings: Settings,
-        tokens: Tokens,
+        access: Access,
         kinds: Mapping[SearchKind, Kind],
         metrics: Metrics,
         assets: str,
@@ -106,9 +103,9 @@ class ApplicationState:
         keep = Keep(others=settings.keep_days, plans=settings.keep_plan_days)
         self.sweeper = Sweeper(Retention(database), keep, self.plans.used)
         self.readiness = Readiness(database, self.runner, dispatcher)
-        self.access = Access(tokens, is_open=settings.auth == "none")
-        self.quotas = Quotas(QuotaTable(database), settings)
-        self.sign_in = SignIn(TokenTable(database), tokens, 3600 * settings.session_hours, self.quotas)
+        self.access = access
+        self.quotas = Quotas(database, settings)
+        self.sign_in = SignIn(TokenTable(database), access, 3600 * settings.session_hours, self.quotas)
 
     async def start(self) -> None:
         """Start the parts that work in the background."""
@@ -124,7 +121,7 @@ class ApplicationState:
         await self.heartbeats.stop()
         await self.runner.stop()
         await self.sweeper.stop()
-        await self.access.tokens.close()
+        await self.access.close()
         await self.events.stop()
         await self.run_events.stop()
         self.computations.stop()
@@ -133,14 +130,3 @@ class ApplicationState:
 def state_of(request: Request) -> ApplicationState:
     """The state of the application that received the request."""
     return cast("ApplicationState", request.app.state.application)
-
-
-def caller_of(request: Request) -> str | None:
-    """The name of the caller's token; None if the service requires no token."""
-    return grant_of(request).name
-
-
-def most_searches(request: Request) -> int:
-    """The caller's limit of unfinished searches."""
-    own = grant_of(request).max_searches
-    return state_of(request).settings.max_searches_per_token if own is None else own

@@ -27,7 +27,7 @@ from zbv_service.pages.words import shape_of
 from zbv_service.plans.compared import USUAL, ComparedPlan
 from zbv_service.plans.renderings import actions_of, plan_of
 from zbv_service.records.plans import PlanSummaryDocument
-from zbv_service.security.scheme import READ
+from zbv_service.security.access import READ
 
 MOST_NAMES = 32
 LONGEST_NAME = 100

@@ -16,7 +16,7 @@ from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import VARY, root_of, wants_page
 from zbv_service.errors import MEDIA_TYPE, NOT_FOUND, ApiError, kinds
 from zbv_service.pages.shell import NO_STORE, html, render, shell_of
-from zbv_service.security.scheme import ANYBODY
+from zbv_service.security.access import ANYBODY
 
 _PASSING = frozenset({429, 500, 503})
 """Statuses of errors that may be temporary."""

@@ -18,7 +18,7 @@ from zbv_service.pages.charts import Scale, percent
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import gigabytes, seconds
 from zbv_service.records.searches import FINISHED, LayoutSearchDocument
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.access import READ, needs
 
 PARTS = {
     "forward": ("forward", "forward"),

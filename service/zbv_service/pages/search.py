@@ -26,7 +26,7 @@ from zbv_service.pages.shell import page
 from zbv_service.pages.words import facts_of_layers, shape_of
 from zbv_service.records.searches import FINISHED, SearchDocument
 from zbv_service.searches.kinds import parse_packed
-from zbv_service.security.scheme import READ
+from zbv_service.security.access import READ
 
 router = APIRouter(include_in_schema=False)
 

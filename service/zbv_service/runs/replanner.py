@@ -210,7 +210,7 @@ class Replanner:
             return
         looked = known.model_copy(update={"generation": run.generation, "step": seen.step})
         if seen.search is not None:
-            search = await self._searches.submit_read(seen.search, caller=None, most=None)
+            search = await self._searches.submit_read(seen.search)
             logger.info("run %s: costs differ by %.1f %%", run.id, 100 * seen.change)
             opened = {"search_id": search.id, "is_open": True, "searches": known.searches + 1}
             looked = looked.model_copy(update=opened)

@@ -100,6 +100,8 @@ class EventFeed(Generic[E]):
 
     def __init__(self, source: EventSource[E]):
         self._source = source
+        self.many = asyncio.Lock()
+        """Held while many events are read or encoded. More threads would keep the event loop waiting."""
         self._channels: dict[str, _Channel[E]] = {}
         self._changed: set[str] = set()
         self._woken = asyncio.Event()
@@ -173,7 +175,8 @@ class EventFeed(Generic[E]):
         """The first stored events after a number, if the channel does not reach back to it."""
         while channel.begin is not None and number < channel.begin and not self._is_stopping:
             try:
-                return await self._source.after({channel.owner: number})
+                async with self.many:
+                    return await self._source.after({channel.owner: number})
             except DatabaseAway as error:
                 logger.warning("%s The streams of events wait for it.", error)
                 await asyncio.sleep(POLL_SECONDS)

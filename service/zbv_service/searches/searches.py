@@ -18,6 +18,7 @@ from zbv_service.records.lists import Page, Position, SearchListQuery
 from zbv_service.records.searches import NewSearch, SearchKind, SearchRecord
 from zbv_service.searches.kinds import KINDS
 from zbv_service.searches.runner import Runner
+from zbv_service.security.tokens import Grant
 from zbv_service.settings import Settings
 
 RETRY_SECONDS = 5
@@ -37,19 +38,15 @@ class Searches:
         self._runner = runner
         self._settings = settings
 
-    async def submit(
-        self, body: Any, kind: SearchKind = "plan", *, caller: str | None = None, most: int | None = None
-    ) -> SearchRecord:
+    async def submit(self, body: Any, grant: Grant | None = None, kind: SearchKind = "plan") -> SearchRecord:
         """Queue the search of a request body, or return the search that already answers it.
 
         Parameters
         ----------
         body
             JSON text, or the decoded document.
-        caller
-            The name of the caller.
-        most
-            The caller's limit of unfinished searches; None for no limit.
+        grant
+            The caller's; None for the service itself, which has no limit of unfinished searches.
 
         Raises
         ------
@@ -61,10 +58,10 @@ class Searches:
         is_text = isinstance(body, bytes | bytearray)
         compute = self._computations.of_body if is_text else self._computations.of_document
         new = await compute(partial(KINDS[kind].read, self._settings), body)
-        return await self.submit_read(new, caller=caller, most=most)
+        return await self.submit_read(new, grant)
 
     async def submit_read(
-        self, new: NewSearch, *, caller: str | None, most: int | None, for_run: bool = False
+        self, new: NewSearch, grant: Grant | None = None, *, for_run: bool = False
     ) -> SearchRecord:
         """As :meth:`submit` for a search that :attr:`Kind.read` has made.
 
@@ -73,9 +70,12 @@ class Searches:
         for_run
             Whether only a run waits for it, which releases it with :meth:`cancel_unwanted`.
         """
+        most = None
+        if grant is not None:
+            most = grant.max_searches or self._settings.max_searches_per_token
         try:
             # A run that submits its search again needs another id.
-            new = replace(new, id=uuid.uuid4().hex, created_by=caller)
+            new = replace(new, id=uuid.uuid4().hex, created_by=None if grant is None else grant.name)
             record, is_new = await self._table.add(new, most=most, for_run=for_run)
         except TooManySearches:
             raise ApiError(

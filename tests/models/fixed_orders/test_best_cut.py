@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.executor_layers import layer, layered
-from support.executor_layouts import flags_of
+from support.executor_layers import flags_of, layer, layered
 from support.titan_configuration import configured
 from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut, free_plan, improved_plan
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json

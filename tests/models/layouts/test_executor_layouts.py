@@ -7,31 +7,25 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.executor_layouts import EXPERTS, MODEL, best_of, cluster_of, flags_of, request_of
+from support.executor_layers import flags_of
+from support.executor_layouts import EXPERTS, MODEL, SEEING, TIED, Document, best_of, cluster_of, request_of
 from support.titan_configuration import VERSIONS, configured
 from zbv_models.fixed_orders.best_cut import BestCut
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import parse_layout
+from zbv_models.layouts import executor_rules as rules
 from zbv_models.layouts import executor_search as executor_module
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.estimated_layout import EstimatedLayout, layers_on_ranks
 from zbv_models.layouts.executor_memory import STATES
-from zbv_models.layouts.executor_rules import (
-    LAYOUT_RULES,
-    MODEL_RULES,
-    NAMES,
-    executors_of,
-    refusal,
-    runs_layout,
-)
+from zbv_models.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Layout
-from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import best_layouts
 from zbv_models.layouts.setting import SECONDS, module_sets
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
@@ -39,9 +33,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.verify.verifier import verify
 
-PREDICTING, TIED = {**MODEL, "prediction_layers": 1}, {**MODEL, "tied_embeddings": True}
-SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches": 64}}
-PLAIN = {**MODEL, "attention": "plain"}
+PLAIN, PREDICTING = {**MODEL, "attention": "plain"}, {**MODEL, "prediction_layers": 1}
 
 # --- the search
 
@@ -87,11 +79,16 @@ def best_cuts_step(problem: LayeredProblem, executor: str) -> BestCut | None:
     st.sampled_from(list(NAMES)),
 )
 def test_the_best_layout_is_that_of_cutting_every_one(
-    size: tuple[int, int], model: dict[str, Any], gigabytes: float, is_tied: bool, executor: str
+    size: tuple[int, int], model: Document, gigabytes: float, is_tied: bool, executor: str
 ) -> None:
     # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
     cluster = cluster_of(*size, gigabytes, speed=1e5)
-    fixed = {"microbatch_size": 1, "tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1}
+    fixed: Document = {
+        "microbatch_size": 1,
+        "tensor_parallel": 1,
+        "context_parallel": 1,
+        "expert_parallel": 1,
+    }
     model = {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5}
     request = request_of(model, cluster, 2 * cluster.devices, executor, **fixed, placement="tp-cp-dp-pp")
     steps = every_step(request, executor)
@@ -170,7 +167,7 @@ def test_large_orders_wait_and_may_stay_unsettled(budget: float, monkeypatch: py
 
 LAYOUT = Layout(2, 1, 1, 2, 2, 1, 4, 1, "per-stage", "tp-cp-dp-pp")
 ALONE, OTHER_ORDER = {"zero_stage": 3, "pipeline_parallel": 1}, {"placement": "tp-cp-pp-dp"}
-RUN: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
+RUN: list[tuple[str, Document, Document, bool]] = [
     *((executor, MODEL, {}, True) for executor in NAMES),
     ("megatron", MODEL, {"zero_stage": 0}, True),
     ("megatron", MODEL, {"zero_stage": 3}, False),
@@ -202,10 +199,10 @@ RUN: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("executor", "model", "change", "is_run"), RUN)
 def test_executors_are_offered_what_they_run(
-    executor: str, model: dict[str, Any], change: dict[str, Any], is_run: bool
+    executor: str, model: Document, change: Document, is_run: bool
 ) -> None:
-    rules = (*MODEL_RULES[executor], *LAYOUT_RULES[executor])
-    assert all(".py" in rule.source for rule in rules), "every rule has a source"
+    of_executor = (*rules.MODEL_RULES[executor], *rules.LAYOUT_RULES[executor])
+    assert all(".py" in rule.source for rule in of_executor), "every rule has a source"
     transformer = request_of(model, cluster_of(1, 8), 8).setting.model
     assert runs_layout(executor, transformer, replace(LAYOUT, **change)) is is_run
 
@@ -217,13 +214,9 @@ def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
     both = replace(wrong_order, zero_stage=3)
     for layouts, is_in in (([wrong_stage, both], False), ([wrong_stage, wrong_order, both], True)):
         detail = refusal("megatron", setting.model, layouts).issues[0].detail
-        assert "ZeRO stage" in detail
-        assert ("--use-tp-pp-dp-mapping" in detail) is is_in
-    assert executors_of("any", request_of(SEEING, cluster_of(1, 2), 4).setting) == (
-        "zbv",
-        "torchtitan",
-        "torch",
-    )
+        assert ("ZeRO stage" in detail, "--use-tp-pp-dp-mapping" in detail) == (True, is_in)
+    seeing = request_of(SEEING, cluster_of(1, 2), 4).setting
+    assert executors_of("any", seeing) == ("zbv", "torchtitan", "torch")
     # 4 GB hold the model only as a pipeline, which torchtitan does not offer.
     request = request_of(PREDICTING, cluster_of(1, 2, 1.0), 8, microbatch_size=1)
     with pytest.raises(NoLayoutFits, match=r"torchtitan .*--prediction-layers 0 leaves it out"):
@@ -234,10 +227,12 @@ def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
 
 
 def test_megatrons_flags_are_those_of_the_layout() -> None:
-    fixed: dict[str, Any] = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2}
+    fixed: Document = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2}
     fixed |= {"pipeline_parallel": 2, "zero_stage": 1, "placement": "tp-cp-pp-dp", "recompute": "full"}
-    best = best_of(request_of(EXPERTS, cluster_of(2, 4, data_parallel_overlap=0.5), 16, **fixed), "megatron")
+    cluster, states = cluster_of(2, 4, data_parallel_overlap=0.5), {"precision": "bf16-states"}
+    best = best_of(request_of(EXPERTS, cluster, 16, parallel=states, **fixed), "megatron")
     lone = ["sequence-parallel", "use-distributed-optimizer", "use-tp-pp-dp-mapping", "overlap-grad-reduce"]
+    lone += ["use-precision-aware-optimizer"]
     degrees = {"tensor": 2, "expert": 2, "pipeline": 2}
     expected = {
         **dict.fromkeys([*lone, "overlap-param-gather", "bf16"], ""),
@@ -255,9 +250,9 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "batch", "model"), [(2, 8, MODEL), (1, 1, MODEL), (2, 8, SEEING)])
-def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int, model: dict[str, Any]) -> None:
+def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int, model: Document) -> None:
     """With a pipeline, a rank's batch has all microbatches; without one, it accumulates gradients."""
-    fixed: dict[str, Any] = {"data_parallel": 2, "tensor_parallel": 2, "context_parallel": 1}
+    fixed: Document = {"data_parallel": 2, "tensor_parallel": 2, "context_parallel": 1}
     fixed["microbatch_size"] = 1
     request = request_of(model, cluster_of(1, 4 * ranks), 16, **fixed, pipeline_parallel=ranks)
     best = best_of(request, "torchtitan")
@@ -280,7 +275,12 @@ def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int, mo
 
 @pytest.mark.parametrize("executor", ["torch", "torchtitan", "megatron"])
 def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> None:
-    parts = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 2, "microbatch_size": 1}
+    parts: Document = {
+        "tensor_parallel": 1,
+        "context_parallel": 1,
+        "pipeline_parallel": 2,
+        "microbatch_size": 1,
+    }
     cluster = cluster_of(1, 2)
     best = best_of(request_of(MODEL, cluster, 8, executor, **parts, recompute="none"), executor)
     problem, largest = best.plan.problem, max(each.output_bytes for each in best.estimated.estimate.layers)
@@ -310,7 +310,7 @@ def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> 
     ],
 )  # fmt: skip
 def test_modules_are_those_that_drop_something_of_the_model(
-    model: dict[str, Any], sets: list[tuple[str, ...]]
+    model: Document, sets: list[tuple[str, ...]]
 ) -> None:
     assert list(module_sets(request_of(model, cluster_of(1, 2), 4).setting.model)) == sets
 
@@ -332,12 +332,10 @@ KEPT, SELECTIVE = {"recompute_modules": ["mla_up_proj", "moe_act"]}, {"recompute
     ],
 )  # fmt: skip
 def test_megatron_recomputes_what_is_asked_for(
-    model: dict[str, Any], parallel: dict[str, Any], fixed: dict[str, Any], flags: tuple[str | None, ...]
+    model: Document, parallel: Document, fixed: Document, flags: tuple[str | None, ...]
 ) -> None:
-    asked = request_of(model, cluster_of(1, 2), 4, "megatron", pipeline_parallel=2, microbatch_size=1,
-                       data_parallel=1, **fixed)  # fmt: skip
-    document = {"model": model, "global_batch": 4, **({"parallel": parallel} if parallel else {})}
-    request = parse_request(document, asked.cluster, asked.fixed, executor="megatron")
+    fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, **fixed}
+    request = request_of(model, cluster_of(1, 2), 4, "megatron", parallel=parallel, **fixed)
     ranking = executor_layouts(request.layouts, request.setting, "megatron")
     (best,), (row,) = ranking.best, ranking_json(ranking, request)["layouts"]
     assert isinstance(best, ExecutorLayout)
@@ -363,14 +361,18 @@ def test_megatron_recomputes_what_is_asked_for(
     ("executor", "model", "gigabytes", "size"), [("megatron", EXPERTS, 9.0, 2), ("torchtitan", MODEL, 6.0, 4)]
 )
 def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step(
-    executor: str, model: dict[str, Any], gigabytes: float, size: int
+    executor: str, model: Document, gigabytes: float, size: int
 ) -> None:
-    fixed = {"pipeline_parallel": 2, "data_parallel": 1, "tensor_parallel": 1, "microbatch_size": size}
+    fixed: Document = {
+        "pipeline_parallel": 2,
+        "data_parallel": 1,
+        "tensor_parallel": 1,
+        "microbatch_size": size,
+    }
     steps = {}
     for recompute in ("none", "selective", "full", None):
         request = request_of(model, cluster_of(1, 2, gigabytes), 32, executor, **fixed, recompute=recompute)
-        best = best_of(request, executor)
-        steps[recompute] = best.step_time
+        steps[recompute] = (best := best_of(request, executor)).step_time
     assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
     if executor == "torchtitan":
         assert best.layout.recompute_modules == ("op",)

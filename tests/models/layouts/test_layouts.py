@@ -235,8 +235,8 @@ def test_a_dense_model_has_selective_layouts_where_they_are_asked_for() -> None:
     assert {each.recompute for each in request_of(MODEL, cluster_of(1, 2), 16).layouts} == {"per-stage"}
     asked = request_of(MODEL, cluster_of(1, 2), 16, recompute="selective").layouts
     assert {(each.recompute, "mlp" in each.recompute_modules) for each in asked} == {("selective", True)}
-    document = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 16}
-    assert any(each.recompute == "selective" for each in parse_request(document, cluster_of(1, 2)).layouts)
+    named = request_of(MODEL, cluster_of(1, 2), 16, parallel={"recompute_modules": ["mlp"]}).layouts
+    assert any(each.recompute == "selective" for each in named)
 
 
 def test_prediction_modules_are_dropped_or_added() -> None:

@@ -6,17 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.executor_layouts import Document
 from support.executor_layouts import cluster_of as equal_cluster_of
+from support.executor_layouts import request_of as asked
 from support.measured_profiles import MEASURED_MODEL as MODEL
-from support.measured_profiles import PROGRAM, Document, as_estimated
+from support.measured_profiles import PROGRAM, as_estimated
 from zbv_models.estimate.layers import LayerEstimate, Running
 from zbv_models.layouts.answer import costs_of, ranking_json
 from zbv_models.layouts.cluster import Cluster, equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
-from zbv_models.layouts.layout import Fixed, Layout
+from zbv_models.layouts.layout import Layout
 from zbv_models.layouts.measured_layers import Origin, Origins
 from zbv_models.layouts.profile import parse_profile
-from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import best_layouts
 from zbv_models.layouts.setting import Setting
 from zbv_solver.errors import InvalidInput
@@ -28,7 +30,7 @@ def cluster_of(nodes: int = 1) -> Cluster:
 
 
 def request_of(*profiles: Document, cluster: Cluster | None = None, **fixed: Any) -> Request:
-    found = parse_request({"model": MODEL, "global_batch": 8}, cluster or cluster_of(), Fixed(**fixed))
+    found = asked(MODEL, cluster or cluster_of(), **fixed)
     parsed = tuple(parse_profile(each, f"profile-{at}.json") for at, each in enumerate(profiles))
     return replace(found, profiles=parsed)
 
@@ -145,10 +147,8 @@ def test_bounds_hold_for_measured_layers(factor: float) -> None:
     assert costs == costs_of(ranking.best[0])
     assert sum(sum(kinds.values()) for kinds in costs.values()) == 6
     # Selective recomputation is scaled, because profiles measure the full one.
-    asked = {"model": MODEL, "parallel": {"recompute_modules": ["mlp"]}, "global_batch": 8}
-    some = parse_request(
-        asked, cluster_of(), Fixed(recompute="selective", tensor_parallel=1, microbatch_size=1)
-    )
+    fixed = {"recompute": "selective", "tensor_parallel": 1, "microbatch_size": 1}
+    some = asked(MODEL, cluster_of(), parallel={"recompute_modules": ["mlp"]}, **fixed)
     some = replace(some, profiles=(parse_profile(document, "profile.json"),))
     costs = costs_of(best_layouts(some.layouts, some.setting).best[0])
     assert costs["scaled"]["block (recomputed)"] > 0

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.executor_layouts import MODEL, cluster_of, request_of
+from support.executor_layouts import MODEL, PREDICTING, SEEING, Document, cluster_of, request_of
 from support.measured_profiles import as_estimated
 from zbv_models.layouts.cluster import equal_cluster, parse_cluster
 from zbv_models.layouts.executor_rules import executors_of, layouts_of_executors
@@ -18,7 +18,7 @@ from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.errors import InvalidInput
 
 
-def requested(document: dict[str, Any], executor: str = "zbv", **fixed: Any) -> None:
+def requested(document: Document, executor: str = "zbv", **fixed: Any) -> None:
     given = {"model": MODEL, "global_batch": 8, **document}
     parse_request(given, cluster_of(1, 4), Fixed(**fixed), executor=executor).layouts  # noqa: B018
 
@@ -46,7 +46,7 @@ REQUESTS: list[tuple[Callable[[], Any], str, str]] = [
      "/parallel/recompute_modules", "found mlp; torchtitan has op alone"),
 ]  # fmt: skip
 
-LINKS: dict[str, Any] = {
+LINKS: Document = {
     name: {"latency": 20, "bandwidth": 25} for name in ("in_node", "between_nodes", "between_groups")
 }
 DEVICE, ONE = {"achieved_tflops": 300}, {"nodes": 1, "gpus_per_node": 8}
@@ -59,7 +59,7 @@ EQUAL = {
     "links": {**IN_NODE, "between_nodes": LINKS["between_nodes"]},
 }
 GROUP = {**EQUAL, "links": IN_NODE}
-OF_EQUAL_NODES: list[tuple[dict[str, Any], str]] = [
+OF_EQUAL_NODES: list[tuple[Document, str]] = [
     ({"nodes": 0}, "/nodes"),
     ({"nodes": 100_000_000, "gpus_per_node": 100_000_000}, "/nodes"),
     ({"reserve": 1e9}, "/reserve"),
@@ -71,7 +71,7 @@ OF_EQUAL_NODES: list[tuple[dict[str, Any], str]] = [
     ({"links": None}, "/links"),
     ({"gpus": 8}, "/gpus"),
 ]
-OF_GROUPS: list[tuple[dict[str, Any], str]] = [
+OF_GROUPS: list[tuple[Document, str]] = [
     *(({"groups": [GROUP] * count}, "/groups") for count in (0, 5)),
     ({"groups": [ONE]}, "/groups/0/device"),
     ({"groups": [{**ONE, "device": "h100"}], "nodes": 1}, "/nodes"),
@@ -101,13 +101,12 @@ WRONG_PROFILES: list[tuple[Any, str, str]] = [
 PROFILES = [(partial(parse_profile, document), *expected) for document, *expected in WRONG_PROFILES]
 
 
-def executed(executor: str, model: dict[str, Any], **fixed: Any) -> None:
+def executed(executor: str, model: Document, **fixed: Any) -> None:
     request = request_of(model, cluster_of(1, 4), 8, executor, **fixed)
     executor_layouts(request.layouts, request.setting, executor)
 
 
-PREDICTING, GATED = {**MODEL, "prediction_layers": 1}, {**MODEL, "output_gate": True}
-SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches": 64}}
+GATED = {**MODEL, "output_gate": True}
 RULES: list[tuple[Callable[[], Any], str, str]] = [
     (partial(executed, "megatron", SEEING), "", "Megatron-LM requires a model without a vision encoder"),
     (partial(executed, "deepspeed", MODEL), "", "found executor 'deepspeed'; must be one of zbv, megatron"),
@@ -170,7 +169,7 @@ def test_wrong_input_is_refused_with_where_it_is_and_the_rule(
     ],
 )  # fmt: skip
 def test_states_may_need_or_forbid_the_distributed_optimizer(
-    parallel: dict[str, Any], stages: set[int], fixed: Fixed, message: str
+    parallel: Document, stages: set[int], fixed: Fixed, message: str
 ) -> None:
     request, wrong = (with_states("zbv", parts, **parallel) for parts in (None, fixed))
     found = layouts_of_executors("megatron", request.setting, request.layouts)

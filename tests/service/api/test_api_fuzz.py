@@ -12,7 +12,6 @@ from support.malformed import ID, ROUTES, RUN_ID, malformed, prepare, send
 from support.paths import ROOT
 from support.serving import Serving
 
-pytestmark = pytest.mark.anyio
 OPENAPI = json.loads((ROOT / "service" / "openapi.json").read_text())
 
 

@@ -10,8 +10,7 @@ import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
 from support.malformed import ID
-from support.runs_over_http import register
-from support.serving import PROBLEM, Serving
+from support.serving import PROBLEM, Service, Serving
 from support.tokens import kind_of
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
 from zbv_service.api.responses import SLICE, Responses
@@ -19,8 +18,6 @@ from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
 from zbv_solver.errors import MOST_ISSUES, InvalidInput
-
-pytestmark = pytest.mark.anyio
 
 
 def hold(memory: BodyMemory, stack: ExitStack, caller: str, size: int) -> None:
@@ -59,25 +56,24 @@ async def test_a_body_beyond_the_memory_limit_is_refused_with_503(serving: Servi
 
 @pytest.mark.parametrize("kind", ["log", "events"])
 async def test_a_log_counts_as_a_body_in_memory_until_it_is_stored(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, kind: str
+    service: Service, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    async with serving("immediate") as service:
-        service.app.state.body_memory = memory = BodyMemory(most=4 * FREE, most_each=4 * FREE)
+    service.app.state.body_memory = memory = BodyMemory(most=4 * FREE, most_each=4 * FREE)
 
-        async def own(*_: Any) -> None:
+    async def own(*_: Any) -> None:
+        pass
+
+    async def put(*_: Any) -> None:
+        with pytest.raises(ApiError), memory.reserved(5 * FREE):
             pass
 
-        async def put(*_: Any) -> None:
-            with pytest.raises(ApiError), memory.reserved(5 * FREE):
-                pass
-
-        parts = service.app.state.application.parts
-        monkeypatch.setattr(parts, "require_owner", own)
-        monkeypatch.setattr(parts, f"put_{kind}", put)
-        address = f"/v1/agents/{await register(service, 'a')}/runs/r/generations/0/ranks/0/{kind}"
-        headers = {"Content-Type": "text/plain" if kind == "log" else "application/json"}
-        answer = await service.http.put(address, content=b" " * 2 * FREE, headers=headers)
-        assert answer.status_code == 204, answer.text
+    parts = service.app.state.application.parts
+    monkeypatch.setattr(parts, "require_owner", own)
+    monkeypatch.setattr(parts, f"put_{kind}", put)
+    address = f"/v1/agents/{await service.register('a')}/runs/r/generations/0/ranks/0/{kind}"
+    headers = {"Content-Type": "text/plain" if kind == "log" else "application/json"}
+    answer = await service.http.put(address, content=b" " * 2 * FREE, headers=headers)
+    assert answer.status_code == 204, answer.text
 
 
 async def test_many_mistakes_are_collected_in_another_process(
@@ -137,14 +133,13 @@ async def test_a_large_response_is_sent_in_slices(size: int) -> None:
 
 @pytest.mark.parametrize("encoding", ["br", "gzip", "identity, gzip", "zstd"])
 async def test_a_compressed_body_is_refused_where_only_plain_ones_are_read(
-    serving: Serving, encoding: str
+    service: Service, encoding: str
 ) -> None:
-    async with serving("immediate") as service:
-        for path in ("/v1/searches", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/problems/check"):
-            fields = {"Content-Encoding": encoding, "Content-Type": "application/json"}
-            refused = await service.http.post(path, content=b"{}", headers=fields)
-            assert (refused.status_code, kind_of(refused)) == (415, "unsupported-media-type"), path
-            assert refused.headers["accept-encoding"] == "identity"
-        plain = {"problem": PROBLEM}
-        fields = {"Content-Encoding": "identity"}
-        assert (await service.http.post("/v1/searches", json=plain, headers=fields)).status_code == 202
+    for path in ("/v1/searches", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/problems/check"):
+        fields = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        refused = await service.http.post(path, content=b"{}", headers=fields)
+        assert (refused.status_code, kind_of(refused)) == (415, "unsupported-media-type"), path
+        assert refused.headers["accept-encoding"] == "identity"
+    plain = {"problem": PROBLEM}
+    fields = {"Content-Encoding": "identity"}
+    assert (await service.http.post("/v1/searches", json=plain, headers=fields)).status_code == 202

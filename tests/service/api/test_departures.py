@@ -24,8 +24,6 @@ from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
 
-pytestmark = pytest.mark.anyio
-
 GET = (
     "/v1/plans/{plan}/simulation?scenarios=10",
     "/v1/plans/{plan}/ranks/0",

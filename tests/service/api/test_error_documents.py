@@ -10,15 +10,12 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs_over_http import MODEL, until_run
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import INVALID_BODY, ApiError, error_document, error_response
 from zbv_service.searches.kinds import parse_request
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
-
-pytestmark = pytest.mark.anyio
 
 JSON = {"content-type": "application/json"}
 
@@ -98,13 +95,7 @@ WRONG = {
     "NUL in an address": Wrong("GET", "/v1/runs/%00", 404, "not-found"),
     "NUL in an address to post to": Wrong("POST", "/v1/agents/%00/drain", 404, "not-found"),
     "a preset named often": Wrong(
-        "POST",
-        "/v1/layouts",
-        422,
-        "invalid-body",
-        JSON_OF_PRESETS,
-        JSON,
-        "/model/presets",
+        "POST", "/v1/layouts", 422, "invalid-body", JSON_OF_PRESETS, JSON, "/model/presets"
     ),
     "more tokens than any memory": Wrong(
         "POST",
@@ -154,22 +145,21 @@ async def refused(service: Service, wrong: Wrong) -> httpx.Response:
     return await service.http.request(wrong.method, wrong.path, content=wrong.body, headers=wrong.headers)
 
 
-async def test_every_error_is_a_problem_document_and_stores_nothing(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        for name, wrong in WRONG.items():
-            answer = await refused(service, wrong)
-            assert answer.headers["content-type"] == "application/problem+json", name
-            body = answer.json()
-            assert (answer.status_code, body["status"]) == (wrong.status, wrong.status), (name, body)
-            assert body["type"] == f"/errors/{wrong.kind}", (name, body)
-            assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, name
-            assert body["title"], name
-            assert len(body["detail"]) > 10, name
-            for entry in body.get("errors", []):
-                assert set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}), name
-            if wrong.pointer is not None:
-                assert wrong.pointer in [entry["pointer"] for entry in body["errors"]], (name, body)
-        assert (await service.http.get("/v1/searches")).json()["searches"] == []
+async def test_every_error_is_a_problem_document_and_stores_nothing(service: Service) -> None:
+    for name, wrong in WRONG.items():
+        answer = await refused(service, wrong)
+        assert answer.headers["content-type"] == "application/problem+json", name
+        body = answer.json()
+        assert (answer.status_code, body["status"]) == (wrong.status, wrong.status), (name, body)
+        assert body["type"] == f"/errors/{wrong.kind}", (name, body)
+        assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, name
+        assert body["title"], name
+        assert len(body["detail"]) > 10, name
+        for entry in body.get("errors", []):
+            assert set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}), name
+        if wrong.pointer is not None:
+            assert wrong.pointer in [entry["pointer"] for entry in body["errors"]], (name, body)
+    assert await service.listed("searches") == []
 
 
 async def test_every_broken_rule_of_a_body_is_reported(serving: Serving) -> None:
@@ -188,10 +178,10 @@ async def test_every_broken_rule_of_a_body_is_reported(serving: Serving) -> None
 
 async def test_types_are_addresses_below_the_root_path(serving: Serving) -> None:
     async with serving("broken") as service:
-        failed = await service.ended((await service.submit()).json()["id"])
+        failed = await service.done()
         run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5}
         run_id = (await service.http.post("/v1/runs", json=run)).json()["id"]
-        await until_run(service, run_id, lambda found: found["state"] == "failed")
+        await service.until_run(run_id, lambda found: found["state"] == "failed")
         transport = httpx.ASGITransport(service.app, root_path="/planner")
         async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
             search = f"/planner/v1/searches/{failed['id']}"

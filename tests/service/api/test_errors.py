@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.serving import Serving
+from support.serving import Service, Serving
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.errors import error_document, kinds
-
-pytestmark = pytest.mark.anyio
 
 
 def test_every_type_has_a_meaning_and_a_remedy() -> None:
@@ -19,65 +17,59 @@ def test_every_type_has_a_meaning_and_a_remedy() -> None:
         assert advice.remedy.endswith(".")
 
 
-async def test_every_type_is_the_address_of_its_page(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        for name, kind in kinds().items():
-            page = await service.http.get(error_document(kind, "")["type"])
-            assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-            assert name in page.text
-            assert str(kind.status) in page.text
-        assert (await service.http.get("/errors/none")).status_code == 404
+async def test_every_type_is_the_address_of_its_page(service: Service) -> None:
+    for name, kind in kinds().items():
+        page = await service.http.get(error_document(kind, "")["type"])
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert name in page.text
+        assert str(kind.status) in page.text
+    assert (await service.http.get("/errors/none")).status_code == 404
 
 
-async def test_a_wrong_method_and_options_list_the_allowed_methods(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        for method, path, allowed in (
-            ("DELETE", "/v1/searches", {"GET", "HEAD", "POST", "OPTIONS"}),
-            ("PATCH", "/v1/searches/x", {"GET", "HEAD", "DELETE", "OPTIONS"}),
-            ("GET", "/v1/searches/x/cancel", {"POST", "OPTIONS"}),
-            ("POST", "/healthz", {"GET", "HEAD", "OPTIONS"}),
-            ("POST", "/static/zbv.css", {"GET", "HEAD", "OPTIONS"}),
-        ):
-            answer = await service.http.request(method, path)
-            assert (answer.status_code, answer.json()["type"]) == (405, "/errors/method-not-allowed"), path
-            assert set(answer.headers["allow"].split(", ")) == allowed, path
-            options = await service.http.options(path)
-            assert (options.status_code, options.content) == (204, b""), path
-            assert set(options.headers["allow"].split(", ")) == allowed, path
+async def test_a_wrong_method_and_options_list_the_allowed_methods(service: Service) -> None:
+    for method, path, allowed in (
+        ("DELETE", "/v1/searches", {"GET", "HEAD", "POST", "OPTIONS"}),
+        ("PATCH", "/v1/searches/x", {"GET", "HEAD", "DELETE", "OPTIONS"}),
+        ("GET", "/v1/searches/x/cancel", {"POST", "OPTIONS"}),
+        ("POST", "/healthz", {"GET", "HEAD", "OPTIONS"}),
+        ("POST", "/static/zbv.css", {"GET", "HEAD", "OPTIONS"}),
+    ):
+        answer = await service.http.request(method, path)
+        assert (answer.status_code, answer.json()["type"]) == (405, "/errors/method-not-allowed"), path
+        assert set(answer.headers["allow"].split(", ")) == allowed, path
+        options = await service.http.options(path)
+        assert (options.status_code, options.content) == (204, b""), path
+        assert set(options.headers["allow"].split(", ")) == allowed, path
 
 
-async def test_head_returns_the_headers_of_get_without_a_body(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        search_id = (await service.submit()).json()["id"]
-        plan_id = (await service.ended(search_id))["plan_id"]
-        paths = (
-            "/",
-            "/healthz",
-            f"/v1/searches/{search_id}",
-            f"/v1/plans/{plan_id}",
-            f"/v1/plans/{plan_id}/ranks/0",
-            f"/v1/searches/{search_id}/events",
-            "/v1/searches/none",
-            "/nothing",
-            "/static/zbv.css",
-        )
-        for path in paths:
-            get, head = await service.http.get(path), await service.http.head(path)
-            assert (head.status_code, head.content) == (get.status_code, b""), path
-            own = {"x-request-id", "etag", "last-modified", "content-length"}
-            assert {*head.headers} - own == {*get.headers} - own, path
-            if "404" not in str(get.status_code):
-                assert head.headers.get("content-length") == get.headers.get("content-length"), path
+async def test_head_returns_the_headers_of_get_without_a_body(service: Service) -> None:
+    search_id = (await service.submit()).json()["id"]
+    plan_id = (await service.ended(search_id))["plan_id"]
+    paths = (
+        "/",
+        "/healthz",
+        f"/v1/searches/{search_id}",
+        f"/v1/plans/{plan_id}",
+        f"/v1/plans/{plan_id}/ranks/0",
+        f"/v1/searches/{search_id}/events",
+        "/v1/searches/none",
+        "/nothing",
+        "/static/zbv.css",
+    )
+    for path in paths:
+        get, head = await service.http.get(path), await service.http.head(path)
+        assert (head.status_code, head.content) == (get.status_code, b""), path
+        own = {"x-request-id", "etag", "last-modified", "content-length"}
+        assert {*head.headers} - own == {*get.headers} - own, path
+        if "404" not in str(get.status_code):
+            assert head.headers.get("content-length") == get.headers.get("content-length"), path
 
 
-async def test_head_of_an_endless_stream_ends(serving: Serving) -> None:
-    async with serving("held") as service:
-        search_id = (await service.submit()).json()["id"]
-        answer = await service.http.head(
-            f"/v1/searches/{search_id}/events", headers={"Accept": "text/event-stream"}
-        )
-        assert (answer.status_code, answer.content) == (200, b"")
-        assert answer.headers["content-type"].startswith("text/event-stream")
+async def test_head_of_an_endless_stream_ends(held: Service) -> None:
+    search_id = (await held.submit()).json()["id"]
+    answer = await held.http.head(f"/v1/searches/{search_id}/events", headers={"Accept": "text/event-stream"})
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"].startswith("text/event-stream")
 
 
 async def test_readiness_names_every_failed_check(serving: Serving) -> None:

@@ -53,7 +53,6 @@ def test_every_json_body_has_an_example(document: dict[str, Any]) -> None:
     assert set(EXAMPLES) == bodies - {"put_trace", "put_events"}  # which are only sent by agents
 
 
-@pytest.mark.anyio
 async def test_the_examples_are_accepted(serving: Serving, document: dict[str, Any]) -> None:
     paths = {operation["operationId"]: path for _, path, operation in operations(document)}
     async with serving("immediate") as service:

@@ -10,19 +10,13 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
-from support.runs_over_http import MODEL, import_plan
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.database.models import Base
 
-pytestmark = pytest.mark.anyio
-
 KEY = {"Idempotency-Key": "one"}
-PROMISES = {
-    "invalid-body": "Nothing was stored.",
-    "other-origin": "so it is refused.",
-}
+PROMISES = {"invalid-body": "Nothing was stored.", "other-origin": "so it is refused."}
 """Promises in the advice, by type; the tests below check them."""
 
 
@@ -69,7 +63,7 @@ async def test_a_lost_answer_to_a_commit_is_not_reported_as_a_failure(
     async with serving("immediate", preload="at-first-search") as service:
         await service.app.state.application.runner.stop()
         await service.app.state.application.dispatcher.stop()
-        plan_id = await import_plan(service)
+        plan_id = await service.import_plan()
         for send, listed in (
             (lambda: submit_run(service, plan_id), "runs"),
             (lambda: service.http.post("/v1/searches", json={"problem": PROBLEM}), "searches"),
@@ -79,27 +73,26 @@ async def test_a_lost_answer_to_a_commit_is_not_reported_as_a_failure(
                 answer = await send()
             assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
             assert "may still have been carried out" in answer.json()["detail"]
-            (stored,) = (await service.http.get(f"/v1/{listed}")).json()[listed]
+            (stored,) = (await service.get(f"/v1/{listed}"))[listed]
             again = await send()
             assert (again.status_code, again.json()["id"]) == (202, stored["id"])
 
 
 async def test_a_crash_after_a_commit_says_that_the_request_may_have_succeeded(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service)
+    plan_id = await service.import_plan()
 
-        def failing() -> None:
-            raise RuntimeError("after the run was stored")
+    def failing() -> None:
+        raise RuntimeError("after the run was stored")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(service.app.state.application.dispatcher, "wake", failing)
-            answer = await submit_run(service, plan_id)
-        assert (answer.status_code, answer.json()["type"]) == (500, "/errors/internal-error")
-        assert "may still have been carried out" in answer.json()["detail"]
-        (stored,) = (await service.http.get("/v1/runs")).json()["runs"]
-        assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
+    with monkeypatch.context() as patch:
+        patch.setattr(service.app.state.application.dispatcher, "wake", failing)
+        answer = await submit_run(service, plan_id)
+    assert (answer.status_code, answer.json()["type"]) == (500, "/errors/internal-error")
+    assert "may still have been carried out" in answer.json()["detail"]
+    (stored,) = await service.listed("runs")
+    assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
 
 
 async def test_a_failed_get_may_be_repeated(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,21 +119,17 @@ WRONG_BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def test_a_body_that_breaks_a_rule_stores_nothing(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        before = await rows(service.app.state.application.database)
-        for path, body in WRONG_BODIES:
-            answer = await service.http.post(path, json=body, headers=KEY)
-            assert (answer.status_code, answer.json()["type"]) == (422, "/errors/invalid-body"), answer.text
-            assert await rows(service.app.state.application.database) == before, body
+async def test_a_body_that_breaks_a_rule_stores_nothing(service: Service) -> None:
+    before = await rows(service.app.state.application.database)
+    for path, body in WRONG_BODIES:
+        answer = await service.http.post(path, json=body, headers=KEY)
+        assert (answer.status_code, answer.json()["type"]) == (422, "/errors/invalid-body"), answer.text
+        assert await rows(service.app.state.application.database) == before, body
 
 
-async def test_requests_from_another_site_change_nothing(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        before = await rows(service.app.state.application.database)
-        for path in ("/v1/searches", "/example", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/sign-in-links"):
-            answer = await service.http.post(
-                path, json={"problem": PROBLEM}, headers={"Origin": "http://evil"}
-            )
-            assert (answer.status_code, answer.json()["type"]) == (403, "/errors/other-origin"), path
-        assert await rows(service.app.state.application.database) == before
+async def test_requests_from_another_site_change_nothing(service: Service) -> None:
+    before = await rows(service.app.state.application.database)
+    for path in ("/v1/searches", "/example", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/sign-in-links"):
+        answer = await service.http.post(path, json={"problem": PROBLEM}, headers={"Origin": "http://evil"})
+        assert (answer.status_code, answer.json()["type"]) == (403, "/errors/other-origin"), path
+    assert await rows(service.app.state.application.database) == before

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event
-from support.serving import Serving, until
+from support.serving import Service, Serving, until
 from zbv_service.api import readiness
 from zbv_service.database import Database, DatabaseAway
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_concurrent_requests_share_one_ping(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,20 +33,19 @@ async def test_concurrent_requests_share_one_ping(serving: Serving, monkeypatch:
         assert pings == 1
 
 
-async def test_the_result_of_a_ping_expires(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving("honest") as service:
-        assert (await service.http.get("/readyz")).status_code == 200
+async def test_the_result_of_a_ping_expires(honest: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await honest.http.get("/readyz")).status_code == 200
 
-        async def away(_self: Database) -> None:
-            raise DatabaseAway("The database does not answer.")
+    async def away(_self: Database) -> None:
+        raise DatabaseAway("The database does not answer.")
 
-        monkeypatch.setattr(Database, "ping", away)
-        assert (await service.http.get("/readyz")).status_code == 200
-        monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
-        application = service.app.state.application
-        application.readiness._fresh_until = 0.0
-        assert (await service.http.get("/readyz")).status_code == 503
-        assert (await service.http.get("/readyz")).status_code == 503
+    monkeypatch.setattr(Database, "ping", away)
+    assert (await honest.http.get("/readyz")).status_code == 200
+    monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
+    application = honest.app.state.application
+    application.readiness._fresh_until = 0.0
+    assert (await honest.http.get("/readyz")).status_code == 503
+    assert (await honest.http.get("/readyz")).status_code == 503
 
 
 async def test_a_database_that_cannot_be_written_is_not_ready_although_it_can_be_read(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from support.malformed import ID
-from support.runs_over_http import import_plan
 from support.serving import Serving
 from support.worst_bodies import Sizes, worst
-
-pytestmark = pytest.mark.anyio
 
 SMALL = Sizes(body=90_000, plan=180_000, trace=180_000)
 TRACE = f"/v1/agents/{ID}/runs/{ID}/generations/0/ranks/0/trace"
@@ -26,7 +22,7 @@ REGULAR = {200, 201, 202, 204, 303, 400, 404, 409, 410, 413, 415, 422, 503}
 
 async def test_every_worst_body_gets_a_regular_response(serving: Serving) -> None:
     async with serving("immediate", max_searches_per_token=10_000) as service:
-        plan_id = await import_plan(service)
+        plan_id = await service.import_plan()
         for request in worst(plan_id, TRACE, SMALL):
             if request.make is None:
                 continue

@@ -19,8 +19,7 @@ from zbv_service.client import (
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
-    [(404, NotFound), (409, InvalidRequest), (422, InvalidRequest), (500, ServiceFailed)],
+    ("status", "kind"), [(404, NotFound), (409, InvalidRequest), (422, InvalidRequest), (500, ServiceFailed)]
 )
 def test_each_problem_is_its_own_error(answering: Answering, status: int, kind: type[ClientError]) -> None:
     client, requests = answering(problem(status, request_id="r"))

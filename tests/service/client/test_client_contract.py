@@ -160,11 +160,7 @@ def test_a_wrong_problem_raises_its_issues(client: Client) -> None:
 
 def test_layouts_are_searched_followed_listed_and_deleted(client: Client) -> None:
     cluster = {"nodes": 1, "gpus_per_node": 2, "device": "h200"}
-    body = {
-        "model": {"presets": ["llama-3.1-8b"]},
-        "cluster": cluster,
-        "global_batch": 4,
-    }
+    body = {"model": {"presets": ["llama-3.1-8b"]}, "cluster": cluster, "global_batch": 4}
     seen: list[Search] = []
     search = client.submit_layouts(body)
     ended = client.wait(search.id, seen.append, timeout=DEADLINE)

@@ -154,9 +154,7 @@ def test_wait_raises_after_its_timeout(answering: Answering) -> None:
         client.wait("a", timeout=0.0)
 
 
-def test_wait_raises_in_time_although_comments_keep_the_stream_alive(
-    connect: Callable[..., Client],
-) -> None:
+def test_wait_raises_in_time_although_comments_keep_the_stream_alive(connect: Callable[..., Client]) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("/events"):
             return found(state="running")

@@ -8,13 +8,7 @@ from email.utils import format_datetime
 import httpx
 import pytest
 from support.client_answers import Answering, Given, found, problem
-from zbv_service.client import (
-    Client,
-    Overloaded,
-    Retries,
-    ServiceFailed,
-    ServiceUnreachable,
-)
+from zbv_service.client import Client, Overloaded, Retries, ServiceFailed, ServiceUnreachable
 from zbv_service.client.retries import RetryState
 
 SOON = Retries(count=2, first=0.0, longest=0.0, longest_retry_after=1.0)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from zbv_service.compute.cache import Cache
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_many_readers_of_one_value_compute_it_once() -> None:

@@ -18,12 +18,7 @@ from support.processes import is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
 from zbv_service.compute.cache import Cache
-from zbv_service.compute.computations import (
-    LIGHT_BYTES,
-    LIGHT_VALUES,
-    Computations,
-    is_light,
-)
+from zbv_service.compute.computations import LIGHT_BYTES, LIGHT_VALUES, Computations, is_light
 from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import KEPT_BYTES, IsolatedProcesses, memory_of_all
 from zbv_service.errors import ApiError
@@ -31,8 +26,6 @@ from zbv_service.observability.context import CALLER, CLIENT, Client
 from zbv_solver.errors import InvalidInput
 
 MEBIBYTE = 1024**2
-
-pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager

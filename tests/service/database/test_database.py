@@ -13,7 +13,6 @@ from zbv_service.database import Database
 from zbv_service.database.url import async_url
 
 
-@pytest.mark.anyio
 async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/zbv.db")
     await database.migrate()
@@ -31,7 +30,6 @@ def modes(folder: Path) -> dict[str, int]:
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("before", ["nothing", "open to all"])
 async def test_sqlite_files_are_private_with_any_umask(
     tmp_path: Path, before: str, caplog: pytest.LogCaptureFixture
@@ -54,15 +52,9 @@ async def test_sqlite_files_are_private_with_any_umask(
         os.umask(umask)
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [("zbv.db", "sqlite:///"), ("mysql://h/d", "mysql"), ("", "database URL"), ("sqlite//x", "database URL")],
-)
-def test_a_wrong_url_is_refused_with_a_remedy(url: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        async_url(url)
-
-
-@pytest.mark.parametrize("url", ["sqlite:///x.db", "sqlite+aiosqlite:///x.db"])
-def test_the_driver_is_filled_in(url: str) -> None:
-    assert str(async_url(url)) == "sqlite+aiosqlite:///x.db"
+def test_a_url_gets_its_driver_and_a_wrong_one_is_refused_with_a_remedy() -> None:
+    for url in ("sqlite:///x.db", "sqlite+aiosqlite:///x.db"):
+        assert str(async_url(url)) == "sqlite+aiosqlite:///x.db"
+    for url, message in (("zbv.db", "sqlite:///"), ("mysql://h/d", "mysql"), ("", "database URL")):
+        with pytest.raises(ValueError, match=message):
+            async_url(url)

@@ -13,9 +13,7 @@ from support.malformed import PLAN
 from support.postgres import Server, a_server
 from support.serving import DEADLINE, Serving
 from support.tokens import add, bearer
-from zbv_service.security.token_text import TokenText
-
-pytestmark = pytest.mark.anyio
+from zbv_service.security.tokens import TokenText
 
 
 @pytest.fixture
@@ -40,8 +38,7 @@ async def test_a_service_survives_a_restart_of_its_database(
             imported = await service.http.post("/v1/plans", json=PLAN)
             rank = f"/v1/plans/{imported.json()['plan_id']}/ranks/0"
             assert (await service.http.get(rank)).status_code == 200
-            search_id = (await service.submit()).json()["id"]
-            await service.until(search_id, lambda found: found["objective"] is not None)
+            search_id = await service.begun()
 
             await asyncio.to_thread(server.stop)
             (directory / "release").touch()  # it ends while its plan cannot be stored

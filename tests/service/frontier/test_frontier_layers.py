@@ -21,14 +21,12 @@ from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.problem.writing import layered_json
 
-pytestmark = pytest.mark.anyio
-
 UNLIMITED = {**RECOMPUTED, "memory": {}}
 CUT = {**UNLIMITED, "partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]}
 
 
 async def searches(service: Service) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await service.http.get("/v1/searches")).json()["searches"]
+    found: list[dict[str, Any]] = await service.listed("searches")
     return found
 
 

@@ -13,9 +13,7 @@ import pytest
 from support.serving import Serving
 from zbv_service.observability import logs
 from zbv_service.observability.context import request_id_of, working_for
-from zbv_service.security.token_text import TokenText
-
-pytestmark = pytest.mark.anyio
+from zbv_service.security.tokens import TokenText
 
 
 @pytest.fixture

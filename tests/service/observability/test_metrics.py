@@ -19,7 +19,6 @@ from zbv_service.app import create_app
 from zbv_service.observability.metrics import Metrics, family
 from zbv_service.settings import Settings
 
-pytestmark = pytest.mark.anyio
 DOCUMENTED = {
     row[1]: row[2]
     for row in re.finditer(r"^\| `(zbv_\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
@@ -97,8 +96,7 @@ async def test_a_search_shows_in_the_metrics(serving: Serving) -> None:
 
 async def test_queued_searches_are_counted_with_the_age_of_the_oldest(serving: Serving) -> None:
     async with serving("held", searches=1) as service:
-        first = (await service.submit()).json()["id"]
-        await service.until(first, lambda found: found["objective"] is not None)
+        await service.begun()
         await service.submit(seed=1)
         samples = await scraped(service)
         assert value(samples, "zbv_searches", state="running") == 1

@@ -22,8 +22,6 @@ from zbv_solver.search.assemble import baseline_plan, compare, make_plan
 from zbv_solver.search.jitter import simulate
 from zbv_solver.verify.verifier import verify
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture(scope="module")
 def ranks() -> list[list[str]]:
@@ -91,18 +89,17 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
         assert await service.app.state.application.plans.newest(10) == []
 
 
-async def test_a_plan_is_immutable_and_has_an_etag(serving: Serving, ranks: list[list[str]]) -> None:
-    async with serving("immediate") as service:
-        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        path = f"/v1/plans/{plan_id}"
-        answer = await service.http.get(path)
-        assert answer.headers["etag"] == f'"{plan_id}"'
-        assert "immutable" in answer.headers["cache-control"]
-        for known in (f'"{plan_id}"', f'W/"{plan_id}"', f'"other", "{plan_id}"', "*"):
-            unchanged = await service.http.get(path, headers={"if-none-match": known})
-            assert (unchanged.status_code, unchanged.content) == (304, b"")
-        other = await service.http.get(path, headers={"if-none-match": '"other"'})
-        assert (other.status_code, other.content) == (200, answer.content)
+async def test_a_plan_is_immutable_and_has_an_etag(service: Service, ranks: list[list[str]]) -> None:
+    plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+    path = f"/v1/plans/{plan_id}"
+    answer = await service.http.get(path)
+    assert answer.headers["etag"] == f'"{plan_id}"'
+    assert "immutable" in answer.headers["cache-control"]
+    for known in (f'"{plan_id}"', f'W/"{plan_id}"', f'"other", "{plan_id}"', "*"):
+        unchanged = await service.http.get(path, headers={"if-none-match": known})
+        assert (unchanged.status_code, unchanged.content) == (304, b"")
+    other = await service.http.get(path, headers={"if-none-match": '"other"'})
+    assert (other.status_code, other.content) == (200, answer.content)
 
 
 DERIVED = (
@@ -145,7 +142,7 @@ async def test_derived_content_is_not_reused_after_an_upgrade(
 async def test_a_rank_gets_its_actions_and_channels(serving: Serving, ranks: list[list[str]]) -> None:
     async with serving("immediate") as service:
         plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        answer = (await service.http.get(f"/v1/plans/{plan_id}/ranks/1")).json()
+        answer = await service.get(f"/v1/plans/{plan_id}/ranks/1")
         missing = await service.http.get(f"/v1/plans/{plan_id}/ranks/2")
         negative = await service.http.get(f"/v1/plans/{plan_id}/ranks/-1")
     assert answer["actions"] == ranks[1]
@@ -174,7 +171,7 @@ async def test_with_other_placements_the_ranks_agree_on_their_channels(serving: 
         sent: set[Channel] = set()
         received: set[Channel] = set()
         for rank in range(3):
-            document = (await service.http.get(f"/v1/plans/{plan_id}/ranks/{rank}")).json()
+            document = await service.get(f"/v1/plans/{plan_id}/ranks/{rank}")
             assert document["actions"] == plan.orders.text(rank)
             for entry in document["channels"]:
                 is_sender = entry["direction"] == "send"
@@ -184,33 +181,31 @@ async def test_with_other_placements_the_ranks_agree_on_their_channels(serving: 
     assert sent == received == set(channels(plan.problem, plan.orders))
 
 
-async def test_exports_are_files_of_the_format(serving: Serving, ranks: list[list[str]]) -> None:
-    async with serving("immediate") as service:
-        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        answer = await service.http.get(f"/v1/plans/{plan_id}/export/torch-csv")
-        assert answer.headers["content-type"] == "text/csv; charset=utf-8"
-        assert answer.headers["content-disposition"].endswith('.csv"')
-        assert len(answer.text.strip().splitlines()) == 2
-        unknown = await service.http.get(f"/v1/plans/{plan_id}/export/none")
-        assert unknown.status_code == 404
-        assert "torch-csv" in unknown.json()["detail"]
+async def test_exports_are_files_of_the_format(service: Service, ranks: list[list[str]]) -> None:
+    plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+    answer = await service.http.get(f"/v1/plans/{plan_id}/export/torch-csv")
+    assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+    assert answer.headers["content-disposition"].endswith('.csv"')
+    assert len(answer.text.strip().splitlines()) == 2
+    unknown = await service.http.get(f"/v1/plans/{plan_id}/export/none")
+    assert unknown.status_code == 404
+    assert "torch-csv" in unknown.json()["detail"]
 
 
-async def test_pages_show_the_plan_and_the_list(serving: Serving, ranks: list[list[str]]) -> None:
-    async with serving("immediate") as service:
-        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        search_id = (await service.submit()).json()["id"]
-        await service.ended(search_id)
-        for path in ("/", f"/plans/{plan_id}"):
-            page = await service.http.get(path)
-            assert page.status_code == 200
-            assert page.headers["content-type"] == "text/html; charset=utf-8"
-            assert "default-src 'none'" in page.headers["content-security-policy"]
-            assert plan_id[:8] in page.text
-        missing = await service.http.get("/plans/nothing", headers={"accept": "text/html"})
-        assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")
-        assert (await service.http.get("/static/zbv.css")).status_code == 200
-        assert (await service.http.get("/static/plan.js")).status_code == 200
+async def test_pages_show_the_plan_and_the_list(service: Service, ranks: list[list[str]]) -> None:
+    plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+    search_id = (await service.submit()).json()["id"]
+    await service.ended(search_id)
+    for path in ("/", f"/plans/{plan_id}"):
+        page = await service.http.get(path)
+        assert page.status_code == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert plan_id[:8] in page.text
+    missing = await service.http.get("/plans/nothing", headers={"accept": "text/html"})
+    assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert (await service.http.get("/static/zbv.css")).status_code == 200
+    assert (await service.http.get("/static/plan.js")).status_code == 200
 
 
 async def test_an_import_lists_which_claims_it_verified(serving: Serving) -> None:
@@ -220,7 +215,7 @@ async def test_an_import_lists_which_claims_it_verified(serving: Serving) -> Non
     false = stated | {"metrics": stated["metrics"] | best}
     async with serving("immediate") as service:
         answer = (await service.http.post("/v1/plans", json=false)).json()
-        stored = (await service.http.get(f"/v1/plans/{answer['plan_id']}")).json()
+        stored = await service.get(f"/v1/plans/{answer['plan_id']}")
         refused = await service.http.post("/v1/plans", json=false | {"baselines": [false_baseline(stated)]})
     assert {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]} == {
         "/metrics/lower_bound",
@@ -238,21 +233,20 @@ def false_baseline(plan: dict[str, Any]) -> dict[str, Any]:
     return {**plain(gpipe), "span": gpipe.span + 1}
 
 
-async def test_a_plan_is_simulated_with_durations_that_vary(serving: Serving, ranks: list[list[str]]) -> None:
-    async with serving("immediate") as service:
-        address = f"/v1/plans/{await imported(service, {'problem': PROBLEM, 'ranks': ranks})}/simulation"
-        answer = await service.http.get(address, params={"jitter": "5%", "scenarios": 32})
-        found = answer.json()
-        assert found["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.05}
-        assert 48 < found["expected_makespan"] < found["p95_makespan"]
-        assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
-        same = {"if-none-match": answer.headers["etag"]}
-        again = await service.http.get(address, params={"jitter": "5%", "scenarios": 32}, headers=same)
-        assert again.status_code == 304
-        other = await service.http.get(address, params={"jitter": "6%", "scenarios": 32}, headers=same)
-        assert other.status_code == 200
-        document = await service.http.get(address, params={"jitter": '{"rank": 0.1}', "scenarios": 32})
-        assert document.json()["jitter"] == {"action": 0, "rank": 0.1, "transfer": 0}
+async def test_a_plan_is_simulated_with_durations_that_vary(service: Service, ranks: list[list[str]]) -> None:
+    address = f"/v1/plans/{await imported(service, {'problem': PROBLEM, 'ranks': ranks})}/simulation"
+    answer = await service.http.get(address, params={"jitter": "5%", "scenarios": 32})
+    found = answer.json()
+    assert found["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.05}
+    assert 48 < found["expected_makespan"] < found["p95_makespan"]
+    assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
+    same = {"if-none-match": answer.headers["etag"]}
+    again = await service.http.get(address, params={"jitter": "5%", "scenarios": 32}, headers=same)
+    assert again.status_code == 304
+    other = await service.http.get(address, params={"jitter": "6%", "scenarios": 32}, headers=same)
+    assert other.status_code == 200
+    document = await service.http.get(address, params={"jitter": '{"rank": 0.1}', "scenarios": 32})
+    assert document.json()["jitter"] == {"action": 0, "rank": 0.1, "transfer": 0}
 
 
 @pytest.mark.parametrize(
@@ -283,5 +277,5 @@ async def test_an_imported_simulation_is_repeated_and_kept(serving: Serving, ran
     document = plan_json(replace(plan, simulation=simulation))
     async with serving("immediate") as service:
         plan_id = await imported(service, document)
-        stored = (await service.http.get(f"/v1/plans/{plan_id}")).json()
+        stored = await service.get(f"/v1/plans/{plan_id}")
     assert stored["simulation"] == document["simulation"]

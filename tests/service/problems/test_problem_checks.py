@@ -15,8 +15,6 @@ from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import baseline_plan, compare
 
-pytestmark = pytest.mark.anyio
-
 UNLIMITED = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
 
 
@@ -28,44 +26,42 @@ async def checked(service: Service, body: Any) -> dict[str, Any]:
     return found
 
 
-async def test_a_check_lists_the_rules_for_which_a_search_would_be_refused(serving: Serving) -> None:
-    async with serving("honest") as service:
-        bodies: list[Any] = [
-            {"problem": {**PROBLEM, "pp_degree": "two", "microbatches": 0}},
-            {"problem": {**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1, "p2p": [1, 2]}}},
-            {"problem": {**PROBLEM, "colour": "red"}, "options": {"effort": "most"}},
-            {"problem": {**PROBLEM, "microbatches": 10_000}},  # more than this service accepts
-            {"problem": PROBLEM, "options": {"time_limit": 1e9}},
-            {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "backward_weight": -1}}},
-            {"options": {}},
-            [],
-            7,
-        ]
-        for body in bodies:
-            refused = await service.http.post("/v1/searches", json=body)
-            assert refused.status_code == 422
-            said = [{"pointer": "", **entry} for entry in refused.json()["errors"]]
-            assert (await checked(service, body))["issues"] == said
-        assert (await service.http.get("/v1/searches")).json()["searches"] == []
+async def test_a_check_lists_the_rules_for_which_a_search_would_be_refused(honest: Service) -> None:
+    bodies: list[Any] = [
+        {"problem": {**PROBLEM, "pp_degree": "two", "microbatches": 0}},
+        {"problem": {**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1, "p2p": [1, 2]}}},
+        {"problem": {**PROBLEM, "colour": "red"}, "options": {"effort": "most"}},
+        {"problem": {**PROBLEM, "microbatches": 10_000}},  # more than this honest accepts
+        {"problem": PROBLEM, "options": {"time_limit": 1e9}},
+        {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "backward_weight": -1}}},
+        {"options": {}},
+        [],
+        7,
+    ]
+    for body in bodies:
+        refused = await honest.http.post("/v1/searches", json=body)
+        assert refused.status_code == 422
+        said = [{"pointer": "", **entry} for entry in refused.json()["errors"]]
+        assert (await checked(honest, body))["issues"] == said
+    assert await honest.listed("searches") == []
 
 
-async def test_a_check_of_a_valid_problem_derives_facts(serving: Serving) -> None:
-    async with serving("honest") as service:
-        facts = (await checked(service, {"problem": PROBLEM, "options": {"effort": "quick"}}))["facts"]
-        assert facts == {
-            "stages": 4,
-            "actions": 48,
-            "limit": [8, 8],
-            "limit_fraction": 2,
-            "smallest_limit": [2, 2],
-            "smallest_fraction": 0.5,
-            "fits": True,
-            "one_f_one_b_memory": 4,
-            "busy": [24, 24],
-        }
-        tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
-        facts = (await checked(service, {"problem": tight}))["facts"]
-        assert (facts["fits"], facts["limit_fraction"]) == (False, 0.25)
+async def test_a_check_of_a_valid_problem_derives_facts(honest: Service) -> None:
+    facts = (await checked(honest, {"problem": PROBLEM, "options": {"effort": "quick"}}))["facts"]
+    assert facts == {
+        "stages": 4,
+        "actions": 48,
+        "limit": [8, 8],
+        "limit_fraction": 2,
+        "smallest_limit": [2, 2],
+        "smallest_fraction": 0.5,
+        "fits": True,
+        "one_f_one_b_memory": 4,
+        "busy": [24, 24],
+    }
+    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
+    facts = (await checked(honest, {"problem": tight}))["facts"]
+    assert (facts["fits"], facts["limit_fraction"]) == (False, 0.25)
 
 
 async def test_a_limit_may_be_a_fraction_of_the_memory_of_1f1b(serving: Serving) -> None:
@@ -108,7 +104,7 @@ async def test_an_estimate_is_a_verified_plan_that_is_not_stored(
         assert plan["gap"] == pytest.approx(plan["span"] / found["lower_bound"] - 1)
         assert all(peak <= 8 for peak in plan["peak_memory"])
         for collection in ("searches", "plans"):
-            assert (await service.http.get(f"/v1/{collection}")).json()[collection] == []
+            assert (await service.get(f"/v1/{collection}"))[collection] == []
 
         # A patched limit would not reach the worker process, so the problem must really be too large.
         large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}
@@ -136,17 +132,16 @@ def test_an_estimate_of_many_layers_on_many_kinds_of_devices_is_only_a_bound() -
     assert estimate["lower_bound"] > 0
 
 
-async def test_a_problem_that_cannot_be_estimated_is_refused(serving: Serving) -> None:
-    async with serving("honest") as service:
-        deep = {**UNLIMITED, "pp_degree": 512, "microbatches": 1, "placement": "loop", "chunks": 33}
-        answer = await service.http.post("/v1/problems/estimate", json={"problem": deep})
-        assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/problem/chunks")
-        tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
-        answer = await service.http.post("/v1/problems/estimate", json={"problem": tight})
-        assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
-        assert answer.json()["errors"][0]["detail"] == "rank 1 has 1 and needs 2."
-        answer = await service.http.post("/v1/problems/estimate", json={"problem": {**PROBLEM, "costs": 1}})
-        assert answer.json()["errors"][0]["pointer"] == "/problem/costs"
+async def test_a_problem_that_cannot_be_estimated_is_refused(honest: Service) -> None:
+    deep = {**UNLIMITED, "pp_degree": 512, "microbatches": 1, "placement": "loop", "chunks": 33}
+    answer = await honest.http.post("/v1/problems/estimate", json={"problem": deep})
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/problem/chunks")
+    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
+    answer = await honest.http.post("/v1/problems/estimate", json={"problem": tight})
+    assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
+    assert answer.json()["errors"][0]["detail"] == "rank 1 has 1 and needs 2."
+    answer = await honest.http.post("/v1/problems/estimate", json={"problem": {**PROBLEM, "costs": 1}})
+    assert answer.json()["errors"][0]["pointer"] == "/problem/costs"
 
 
 async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(serving: Serving) -> None:

@@ -8,13 +8,10 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 from sqlalchemy import text
-from support.runs_over_http import MODEL, ONCE, import_plan
 from support.serving import Service, Serving
 from support.tokens import add, kind_of
 from zbv_service.client import AgentClient, AgentGone
-from zbv_service.security.scheme import scopes_of
-
-pytestmark = pytest.mark.anyio
+from zbv_service.security.access import scopes_of
 
 Fields = dict[str, str]
 
@@ -33,8 +30,7 @@ async def register(service: Service, digit: str, fields: Fields) -> httpx.Respon
 
 async def run_on_two(service: Service) -> str:
     service.http.headers.update(await add(service, "launch", "read", name="launcher"))
-    body = {"plan_id": await import_plan(service), "model": MODEL, "nodes": 2, "steps": 5, "options": ONCE}
-    answer = await service.http.post("/v1/runs", json=body)
+    answer = await service.submit_run()
     assert answer.status_code == 202, answer.text
     return str(answer.json()["id"])
 
@@ -94,7 +90,7 @@ async def test_an_agent_of_another_token_gets_no_node_of_a_run(service: Service)
     end = {"run_id": run_id, "generation": 0, "outcome": "failed", "failures": []}
     for digit in "0a":
         await service.http.post(f"/v1/agents/{digit * 32}/ended", json=end, headers=foreign)
-    assert (await service.http.get(f"/v1/runs/{run_id}")).json()["state"] == "starting"
+    assert (await service.get(f"/v1/runs/{run_id}"))["state"] == "starting"
 
 
 def test_the_client_reports_a_replaced_token_as_a_gone_agent() -> None:

@@ -8,8 +8,7 @@ import pytest
 from support.fake_searches import orders_of
 from support.layered import LAYERED
 from support.rank_traces import trace_documents
-from support.runs_over_http import MODEL, import_plan, run_of, submit
-from support.serving import Serving
+from support.serving import MODEL, Service
 from zbv_service.client.answers import read_rank
 from zbv_service.client.errors import InvalidAnswer
 from zbv_service.runs.replanner import measure
@@ -23,8 +22,6 @@ from zbv_solver.problem.stages import Costs
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 
-pytestmark = pytest.mark.anyio
-
 EARLY = [["embedding", "block.0"], ["block.1"], ["block.2", "block.3"], ["block.4", "block.5", "head"]]
 LATE = [["embedding", "block.0", "block.1"], ["block.2"], ["block.3", "block.4", "block.5"], ["head"]]
 
@@ -33,33 +30,31 @@ def cut(partition: list[list[str]]) -> dict[str, Any]:
     return {**LAYERED, "partition": partition}
 
 
-async def test_a_run_changes_only_to_plans_with_the_same_partition(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        ours, theirs = [await import_plan(service, cut(partition)) for partition in (EARLY, LATE)]
-        document = (await service.http.get(f"/v1/plans/{ours}")).json()
-        assert document["partition"] == EARLY
-        run = (await submit(service, plan_id=ours)).json()
-        refused = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": theirs})
-        assert refused.status_code == 422
-        assert "partitions the model differently" in refused.json()["errors"][0]["detail"]
-        slower = {**cut(EARLY), "costs": {"p2p": 3}}
-        taken = await service.http.post(
-            f"/v1/runs/{run['id']}/plan", json={"plan_id": await import_plan(service, slower)}
-        )
-        assert taken.status_code == 202, taken.text
+async def test_a_run_changes_only_to_plans_with_the_same_partition(service: Service) -> None:
+    ours, theirs = [await service.import_plan(cut(partition)) for partition in (EARLY, LATE)]
+    document = await service.get(f"/v1/plans/{ours}")
+    assert document["partition"] == EARLY
+    run = (await service.submit_run(plan_id=ours)).json()
+    refused = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": theirs})
+    assert refused.status_code == 422
+    assert "partitions the model differently" in refused.json()["errors"][0]["detail"]
+    slower = {**cut(EARLY), "costs": {"p2p": 3}}
+    taken = await service.http.post(
+        f"/v1/runs/{run['id']}/plan", json={"plan_id": await service.import_plan(slower)}
+    )
+    assert taken.status_code == 202, taken.text
 
 
-async def test_a_run_can_be_submitted_by_layers(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        body = {"problem": LAYERED, "model": MODEL, "nodes": 2, "steps": 5}
-        answer = await service.http.post("/v1/runs", json=body)
-        assert answer.status_code == 202, answer.text
-        assert answer.json()["ranks_per_node"] == 1
-        ended = await service.ended(answer.json()["search_id"])
-        assert (await run_of(service, answer.json()["id"]))["search_id"] == ended["id"]
-        wrong = {**body, "problem": {**LAYERED, "placement": "w"}}
-        refused = await service.http.post("/v1/runs", json=wrong)
-        assert refused.json()["errors"][0]["pointer"] == "/problem/placement"
+async def test_a_run_can_be_submitted_by_layers(service: Service) -> None:
+    body = {"problem": LAYERED, "model": MODEL, "nodes": 2, "steps": 5}
+    answer = await service.http.post("/v1/runs", json=body)
+    assert answer.status_code == 202, answer.text
+    assert answer.json()["ranks_per_node"] == 1
+    ended = await service.ended(answer.json()["search_id"])
+    assert (await service.run(answer.json()["id"]))["search_id"] == ended["id"]
+    wrong = {**body, "problem": {**LAYERED, "placement": "w"}}
+    refused = await service.http.post("/v1/runs", json=wrong)
+    assert refused.json()["errors"][0]["pointer"] == "/problem/placement"
 
 
 def test_the_measured_problem_keeps_the_partition() -> None:

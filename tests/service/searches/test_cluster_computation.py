@@ -25,8 +25,6 @@ from zbv_solver.errors import ContradictedBound
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.incumbent import Progress
 
-pytestmark = pytest.mark.anyio
-
 
 def a_computation(updates: list[Update] | None = None) -> DaskComputation:
     async def never(_computation: DaskComputation) -> object:

@@ -20,8 +20,6 @@ from zbv_service.searches.executors.cluster.connection import Cluster
 from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted
 from zbv_service.searches.executors.task import search_plan
 
-pytestmark = pytest.mark.anyio
-
 
 @dataclass
 class Site:
@@ -76,11 +74,7 @@ def a_computation(site: Site, compute: Any = search_plan) -> DaskComputation:
     ids=["stopped", "died", "stopped-for-lack-of-memory"],
 )
 async def test_a_search_that_did_not_react_before_its_worker_was_gone_crashed_unless_the_worker_was_stopped(
-    site: Site,
-    monkeypatch: pytest.MonkeyPatch,
-    share: float,
-    received_signal: bool,
-    kind: type[Exception],
+    site: Site, monkeypatch: pytest.MonkeyPatch, share: float, received_signal: bool, kind: type[Exception]
 ) -> None:
     monkeypatch.setattr(worker, "_memory_in_use", lambda _: share)
     await site.cluster.look({})

@@ -24,8 +24,6 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
-pytestmark = pytest.mark.anyio
-
 
 async def counted(service: Service, name: str) -> float:
     text = (await service.http.get("/metrics")).text
@@ -50,7 +48,7 @@ async def test_a_search_with_a_contradicted_bound_fails_once_and_keeps_its_probl
     serving: Serving, directory: Path
 ) -> None:
     async with serving("contradicted") as service:
-        failed = await service.ended((await service.submit()).json()["id"])
+        failed = await service.done()
         require_report(failed, "the objective 7", "the lower bound 8", "cp-sat")
         assert (failed["error"]["objective"], failed["error"]["lower_bound"]) == (7, 8)
         assert failed["attempts"] == 1
@@ -83,7 +81,7 @@ async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
         )
         assert events.json()["events"][-1]["error"]["type"] == "/errors/contradicted-bound"
         assert await counted(service, "zbv_contradicted_bounds_total") == 1
-        assert (await service.http.get("/v1/plans")).json()["plans"] == []
+        assert await service.listed("plans") == []
 
 
 def test_a_plan_with_a_bound_above_its_objective_is_not_stored() -> None:

@@ -11,22 +11,13 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Engine, event
 from support.serving import until
-from support.stored import PLAN, a_plan, a_run, a_search
-from zbv_service.database import (
-    Database,
-    PlanTable,
-    RunEventTable,
-    RunTable,
-    SearchEventTable,
-    SearchTable,
-)
+from support.stored import PLAN, a_plan, a_run, a_search, next_of
+from zbv_service.database import Database, PlanTable, RunEventTable, RunTable, SearchEventTable, SearchTable
 from zbv_service.records.runs import EventDocument
 from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
 from zbv_service.searches import events as hub
 from zbv_service.searches.events import EventFeed
-
-pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -51,9 +42,7 @@ async def events(database: Database) -> AsyncIterator[EventFeed[Event]]:
 
 async def claimed(table: SearchTable, search_id: str) -> Claim:
     await table.add(a_search(search_id))
-    claim = await table.claim("me", 60)
-    assert claim is not None
-    return claim
+    return await next_of(table)
 
 
 def better(objective: float) -> Update:
@@ -217,3 +206,28 @@ async def test_a_short_database_failure_ends_no_stream(
     await table.ended("a", claim.fence, "failed", {})
     assert (await asyncio.wait_for(reader, 30))[-1].kind == "end"
     assert failures
+
+
+async def test_readers_of_old_events_take_turns(
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = await claimed(table, "a")
+    for step in range(6):
+        await table.progressed("a", claim.fence, better(100.0 - step))
+    read, reading, most = SearchEventTable.after, 0, 0
+
+    async def counted(self: SearchEventTable, positions: Any) -> list[Event]:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        await asyncio.sleep(0.001)
+        found = await read(self, positions)
+        reading -= 1
+        return found
+
+    readers = [cast("Any", events.follow("a", 0)) for _ in range(16)]
+    monkeypatch.setattr(SearchEventTable, "after", counted)
+    await asyncio.wait_for(asyncio.gather(*map(anext, readers)), 30)
+    assert most <= 2, "one reader of old events at a time, beside the loop that reads new ones"
+    for reader in readers:
+        await reader.aclose()

@@ -79,7 +79,6 @@ def test_only_owners_on_this_machine_are_known_to_be_dead() -> None:
         assert not is_dead(rubbish, mine)
 
 
-@pytest.mark.anyio
 async def test_a_search_whose_process_was_not_started_when_the_service_stopped_is_lost_not_failed() -> None:
     executor = LocalExecutor(1, preload=False)
     await executor.start()

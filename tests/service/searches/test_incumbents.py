@@ -22,8 +22,6 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_any_problem
 
-pytestmark = pytest.mark.anyio
-
 OTHER_COSTS = {**PROBLEM, "costs": {"forward": 2, "backward_input": 1, "backward_weight": 1}}
 OTHER_LAYERS = {
     **LAYERED,
@@ -136,8 +134,7 @@ async def test_after_a_restart_a_foreign_incumbent_certifies_nothing(
 ) -> None:
     """Its objective and bound are better than possible for this problem; neither survives."""
     async with serving("held") as service:
-        search_id = (await service.submit(problem)).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun(problem)
     database = Database(settings.database)
     async with database.writing() as session:
         claims = {"objective": 1.0, "lower_bound": 1.0, "gap": 0.0, "incumbent": incumbent_for(foreign)}

@@ -22,8 +22,6 @@ from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.incumbent import Progress
 
-pytestmark = pytest.mark.anyio
-
 
 async def plan_of_search(service: Service, found: dict[str, Any]) -> dict[str, Any]:
     answer = await service.http.get(f"/v1/plans/{found['plan_id']}")
@@ -68,7 +66,7 @@ async def test_layers_are_cut_and_the_plan_and_its_ranks_show_the_cut(serving: S
         assert (same.status_code, same.json()["id"]) == (200, ended["id"]), "the same, said otherwise"
 
         # The problem of a plan has a fixed cut, so this searches the order only.
-        fixed = await service.ended((await service.submit(document["problem"], effort="quick")).json()["id"])
+        fixed = await service.done(document["problem"], effort="quick")
         assert fixed["problem_summary"]["layers"] == 8
         assert (await plan_of_search(service, fixed))["partition"] == document["partition"]
         compared = await service.http.post("/v1/problems/compare", json={"problem": document["problem"]})
@@ -80,7 +78,7 @@ async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_pos
 ) -> None:
     tight = {**RECOMPUTED, "memory": {"limit": 16}}
     async with serving("solver") as service:
-        ended = await service.ended((await service.submit(tight)).json()["id"])
+        ended = await service.done(tight)
         assert ended["state"] == "infeasible"
         assert ended["error"]["smallest_limit"] == pytest.approx([19.4, 17.4])
         assert ended["error"]["errors"][0]["pointer"] == "/problem/memory/limit"
@@ -157,30 +155,28 @@ async def test_a_wrong_layer_is_named_and_nothing_is_stored(serving: Serving) ->
         assert (await service.submit({**LAYERED, "microbatches": 4000})).status_code == 202
         uncut = await service.http.post("/v1/problems/compare", json={"problem": LAYERED})
         assert uncut.json()["errors"][0]["pointer"] == "/problem/partition"
-        assert len((await service.http.get("/v1/searches")).json()["searches"]) == 1
+        assert len(await service.listed("searches")) == 1
 
 
-async def test_a_check_summarises_layers_before_they_are_cut(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        body = {"problem": {**LAYERED, "placement": "auto"}}
-        found = (await service.http.post("/v1/problems/check", json=body)).json()
-        assert (found["is_valid"], found["facts"]) == (True, None)
-        layers = found["layers"]
-        assert (layers["layers"], layers["parts"]) == (8, 7)
-        assert [each["stages"] for each in layers["placements"]] == [4, 4, 6, 2]
-        assert layers["work"] == 1 + 1 + 6 * 29 + 66
-        # The mean rank has 121 per microbatch; the closest set of whole layers is the head and two blocks.
-        assert layers["least_busy"] == 4 * 124
-        assert (layers["static"], layers["held"]) == (30, 14)
-        fraction = {"problem": LAYERED, "limit_fraction": 0.5}
-        refused = (await service.http.post("/v1/problems/check", json=fraction)).json()
-        assert [issue["pointer"] for issue in refused["issues"]] == ["/limit_fraction"]
+async def test_a_check_summarises_layers_before_they_are_cut(service: Service) -> None:
+    body = {"problem": {**LAYERED, "placement": "auto"}}
+    found = (await service.http.post("/v1/problems/check", json=body)).json()
+    assert (found["is_valid"], found["facts"]) == (True, None)
+    layers = found["layers"]
+    assert (layers["layers"], layers["parts"]) == (8, 7)
+    assert [each["stages"] for each in layers["placements"]] == [4, 4, 6, 2]
+    assert layers["work"] == 1 + 1 + 6 * 29 + 66
+    # The mean rank has 121 per microbatch; the closest set of whole layers is the head and two blocks.
+    assert layers["least_busy"] == 4 * 124
+    assert (layers["static"], layers["held"]) == (30, 14)
+    fraction = {"problem": LAYERED, "limit_fraction": 0.5}
+    refused = (await service.http.post("/v1/problems/check", json=fraction)).json()
+    assert [issue["pointer"] for issue in refused["issues"]] == ["/limit_fraction"]
 
 
 async def test_a_search_resumes_from_its_best_cut(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
-        search_id = (await service.submit(LAYERED)).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun(LAYERED)
     async with serving("held") as service:
         resumed = directory / "resumed"
         await until(resumed.exists, "the second start of the search")

@@ -22,8 +22,6 @@ from zbv_service.searches.kinds import new_layout_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 
-pytestmark = pytest.mark.anyio
-
 SMALL: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},
     "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
@@ -129,7 +127,7 @@ async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_da
         before = await once(service, search_id, "running", has_layout=True)
         assert (before["objective"], before["progress"]["planned"]) == (9.0, 1)
         for each, status in ((behind, 200), (search_id, 202)):
-            assert (await service.http.post(f"/v1/searches/{each}/cancel")).status_code == status
+            assert (await service.cancel(each)).status_code == status
         found = await once(service, search_id, "cancelled")
         assert (await once(service, behind, "cancelled"))["answer"] is None
         listed = (await get(service, "searches?state=cancelled"))["searches"]
@@ -155,7 +153,7 @@ async def test_a_killed_process_and_a_restart_begin_the_search_again(
         await once(service, search_id, "running", has_layout=True)
     async with serving("held", database=any_database_url) as service:
         await once(service, search_id, "running", has_layout=True)
-        assert (await service.http.post(f"/v1/searches/{search_id}/cancel")).status_code == 202
+        assert (await service.cancel(search_id)).status_code == 202
         found = await once(service, search_id, "cancelled")
     assert found["attempts"] == 3
     assert found["answer"]["layouts"]
@@ -345,15 +343,14 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(serving: Serving) -> None:
-    async with serving("honest") as service:
-        for body, pointer in WRONG:
-            answer = await service.http.post("/v1/layouts", json=body)
-            assert answer.status_code == 422, (body, answer.text)
-            pointers = [each["pointer"] for each in answer.json()["errors"]]
-            assert pointer in pointers, (body, answer.text)
-        malformed = await service.http.post(
-            "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
-        )
-        assert malformed.status_code == 400
-        assert (await get(service, "searches"))["searches"] == []
+async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(honest: Service) -> None:
+    for body, pointer in WRONG:
+        answer = await honest.http.post("/v1/layouts", json=body)
+        assert answer.status_code == 422, (body, answer.text)
+        pointers = [each["pointer"] for each in answer.json()["errors"]]
+        assert pointer in pointers, (body, answer.text)
+    malformed = await honest.http.post(
+        "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
+    )
+    assert malformed.status_code == 400
+    assert (await get(honest, "searches"))["searches"] == []

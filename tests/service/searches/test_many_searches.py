@@ -17,8 +17,6 @@ from support.event_streams import events_of
 from support.fake_service import FakeService, fake_service
 from support.serving import DEADLINE, PROBLEM, until
 
-pytestmark = pytest.mark.anyio
-
 SEARCHES = 48
 STREAMS = 40
 CONNECTIONS = 8

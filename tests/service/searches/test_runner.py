@@ -13,7 +13,7 @@ import httpx
 import pytest
 from support.fake_service import fake_service
 from support.processes import is_alive
-from support.serving import DEADLINE, PROBLEM, Serving
+from support.serving import DEADLINE, PROBLEM, Service, Serving
 from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.packing import pack
@@ -23,8 +23,6 @@ from zbv_service.searches.runner import new_owner
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
-
-pytestmark = pytest.mark.anyio
 
 FIRST_ACTIONS = "0F0\n3F0\n3B0\n0B0"
 
@@ -68,32 +66,30 @@ async def test_a_search_that_always_crashes_fails(serving: Serving, directory: P
     for attempt in range(9):
         (directory / f"die-4-{attempt}").touch()
     async with serving("dying", max_crashes=2) as service:
-        ended = await service.ended((await service.submit()).json()["id"])
+        ended = await service.done()
         assert (ended["state"], ended["attempts"]) == ("failed", 2)
         assert ended["error"]["type"] == "/errors/search-crashed"
         assert "died 2 times" in ended["error"]["detail"]
 
 
-async def test_a_crashed_search_runs_again_and_the_others_continue(serving: Serving, directory: Path) -> None:
-    async with serving("held") as service:
-        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(2)]
-        for search_id in ids:
-            await service.until(search_id, lambda found: found["objective"] is not None)
-        victim = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
-        os.kill(victim, signal.SIGKILL)
-        await appeared(directory, "started-*", 3)  # the search of the killed process starts again
-        (directory / "release").touch()
-        ended = [await service.ended(search_id) for search_id in ids]
-        assert [found["state"] for found in ended] == ["done", "done"]
-        assert sorted(found["attempts"] for found in ended) == [1, 2]
+async def test_a_crashed_search_runs_again_and_the_others_continue(held: Service, directory: Path) -> None:
+    ids = [(await held.submit(seed=seed)).json()["id"] for seed in range(2)]
+    for search_id in ids:
+        await held.until(search_id, lambda found: found["objective"] is not None)
+    victim = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
+    os.kill(victim, signal.SIGKILL)
+    await appeared(directory, "started-*", 3)  # the search of the killed process starts again
+    (directory / "release").touch()
+    ended = [await held.ended(search_id) for search_id in ids]
+    assert [found["state"] for found in ended] == ["done", "done"]
+    assert sorted(found["attempts"] for found in ended) == [1, 2]
 
 
 async def test_a_stopping_service_requeues_its_searches_with_their_incumbents(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held") as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
     async with serving("held") as service:
         resumed = await appeared(directory, "resumed")
         (directory / "release").touch()
@@ -106,8 +102,7 @@ async def test_a_search_that_ignores_the_request_to_stop_is_killed_with_its_serv
     serving: Serving, directory: Path
 ) -> None:
     async with serving("deaf", shutdown_seconds=0.5) as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
         process_id = int((await appeared(directory, "started-*")).name.removeprefix("started-"))
     await until(lambda: not is_alive(process_id), "the end of the search process")
     async with serving("immediate") as service:
@@ -119,8 +114,7 @@ async def test_a_cancelled_queued_search_with_an_incumbent_becomes_a_plan(
     serving: Serving, settings: Settings, directory: Path
 ) -> None:
     async with serving("held") as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
     database = Database(settings.database)
     assert (await SearchTable(database).request_cancel(search_id)) is not None
     await database.close()
@@ -154,8 +148,7 @@ async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
     """Its first attempt may still be stopping when the same service claims it again."""
     table = SearchTable(Database(settings.database))
     async with serving("deaf", searches=2) as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await service.begun()
         assert await table.requeue_of(await table.owners()) == 1
         await appeared(directory, "started-*", 2)
         other = (await service.submit(seed=1)).json()["id"]  # there is no slot for it
@@ -171,9 +164,9 @@ async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed_and_its
     serving: Serving, directory: Path
 ) -> None:
     async with serving("deaf", stop_seconds=0.2) as service:
-        ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
+        ended = await service.done(time_limit=0.1)
         assert (ended["state"], ended["attempts"], ended["error"]) == ("done", 1, None)
-        plan = (await service.http.get(f"/v1/plans/{ended['plan_id']}")).json()
+        plan = await service.get(f"/v1/plans/{ended['plan_id']}")
         assert "\n".join(plan["ranks"][0]).startswith(FIRST_ACTIONS)
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
 
@@ -182,7 +175,7 @@ async def test_a_search_that_is_killed_at_its_time_limit_without_a_plan_fails_fo
     serving: Serving, directory: Path
 ) -> None:
     async with serving("mute", stop_seconds=0.2) as service:
-        ended = await service.ended((await service.submit(time_limit=0.1)).json()["id"])
+        ended = await service.done(time_limit=0.1)
         assert (ended["state"], ended["attempts"], ended["plan_id"]) == ("failed", 1, None)
         assert ended["error"]["type"] == "/errors/time-limit"
         assert "time limit of 0.1 s" in ended["error"]["detail"]
@@ -198,7 +191,7 @@ async def test_a_cancelled_search_that_does_not_stop_is_cancelled_and_not_starte
         await appeared(directory, "started-*")
         if search == "deaf":
             await service.until(search_id, lambda found: found["objective"] is not None)
-        await service.http.post(f"/v1/searches/{search_id}/cancel")
+        await service.cancel(search_id)
         ended = await service.ended(search_id)
         assert (ended["state"], ended["attempts"], ended["error"]) == ("cancelled", 1, None)
         assert (ended["plan_id"] is None) == (search == "mute"), "the best plan is kept"
@@ -209,7 +202,7 @@ async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("greedy", search_memory=64) as service:
-        ended = await service.ended((await service.submit()).json()["id"])
+        ended = await service.done()
         assert (ended["state"], ended["attempts"]) == ("failed", 1), "another attempt would need as much"
         assert ended["error"]["type"] == "/errors/too-much-memory"
         assert "64 MiB" in ended["error"]["detail"]
@@ -249,7 +242,7 @@ async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_limit(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held", max_time_limit=0.3) as service:
-        ended = await service.ended((await service.submit()).json()["id"])
+        ended = await service.done()
         assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
 
 
@@ -282,8 +275,7 @@ async def test_searches_get_the_cores_that_no_other_search_uses(
     counts = []
     async with serving("held", searches=3) as service:
         for seed in range(3):
-            search_id = (await service.submit(seed=seed)).json()["id"]
-            await service.until(search_id, lambda found: found["objective"] is not None)
+            await service.begun(seed=seed)
             counts.append(workers_in(directory))
         (directory / "release").touch()
     assert counts[0] == ["workers 2"]
@@ -296,7 +288,7 @@ async def test_the_plan_does_not_depend_on_the_workers(serving: Serving) -> None
     plans = []
     for workers in (1, 2):
         async with serving("solver", search_workers=workers) as service:
-            ended = await service.ended((await service.submit(problem)).json()["id"])
+            ended = await service.done(problem)
             assert "workers" not in ended["options"]
             plans.append((ended["plan_id"], ended["objective"], ended["lower_bound"]))
             await service.http.delete(f"/v1/searches/{ended['id']}")
@@ -359,10 +351,9 @@ async def test_the_leases_of_a_living_process_are_respected(serving: Serving, se
         await process.wait()
 
 
-async def test_readiness_follows_the_runner(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        assert (await service.http.get("/healthz")).json() == {"status": "ok"}
-        assert (await service.http.get("/readyz")).json() == {"status": "ok"}
-        await service.app.state.application.runner.stop()
-        answer = await service.http.get("/readyz")
-        assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
+async def test_readiness_follows_the_runner(service: Service) -> None:
+    assert (await service.http.get("/healthz")).json() == {"status": "ok"}
+    assert (await service.http.get("/readyz")).json() == {"status": "ok"}
+    await service.app.state.application.runner.stop()
+    answer = await service.http.get("/readyz")
+    assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")

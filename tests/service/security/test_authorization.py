@@ -9,16 +9,12 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from support.runs_over_http import MODEL, register
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
-from zbv_service.security.scheme import needs, require_declared, scopes_of
-from zbv_service.security.scopes import SCOPES
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.access import needs, require_declared, scopes_of
+from zbv_service.security.tokens import SCOPES, TokenText
 from zbv_service.settings import Settings
-
-pytestmark = pytest.mark.anyio
 
 PUBLIC = {
     ("GET", "/healthz"),
@@ -65,25 +61,19 @@ async def test_every_route_requires_a_token_or_is_public(service: Service) -> No
     assert asked > 30
 
 
-async def test_every_route_refuses_tokens_without_its_scope(service: Service) -> None:
-    for scope in SCOPES[:-1]:
-        fields = await add(service, scope, name=scope)
-        for method, path, scopes in requests(service.app):
-            if not scopes or scope in scopes:
-                continue
-            answer = await service.http.request(method, address(path), headers=fields)
-            assert (answer.status_code, kind_of(answer)) == (403, "insufficient-scope"), f"{method} {path}"
-            told = answer.headers["www-authenticate"]
-            assert told == f'Bearer realm="zbv", error="insufficient_scope", scope="{" ".join(scopes)}"'
-
-
-async def test_every_route_accepts_its_scope_and_admin(service: Service) -> None:
+async def test_every_route_accepts_its_scope_and_admin_and_refuses_other_tokens(service: Service) -> None:
     for scope in SCOPES:
         fields = await add(service, scope, name=scope)
         for method, path, scopes in requests(service.app):
-            if scopes and (scope in scopes or scope == "admin"):
-                answer = await service.http.request(method, address(path), headers=fields)
+            if not scopes:
+                continue
+            answer = await service.http.request(method, address(path), headers=fields)
+            if scope in scopes or scope == "admin":
                 assert answer.status_code not in (401, 403), f"{scope}: {method} {path}"
+                continue
+            assert (answer.status_code, kind_of(answer)) == (403, "insufficient-scope"), f"{method} {path}"
+            challenge = f'Bearer realm="zbv", error="insufficient_scope", scope="{" ".join(scopes)}"'
+            assert answer.headers["www-authenticate"] == challenge
 
 
 def test_only_get_routes_accept_the_scope_read() -> None:
@@ -108,24 +98,23 @@ async def test_static_files_are_public_and_unknown_addresses_are_not_found(servi
     assert (await service.http.get("/v1/nothing")).status_code == 404
 
 
-async def test_wrong_credentials_are_invalid_tokens(service: Service) -> None:
-    for credentials in (f"Bearer {TokenText.new()}", "Bearer", "Bearer x y", "bearer zbv_é"):
-        answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
-        assert answer.status_code == 401, credentials
-        assert answer.headers["www-authenticate"] == 'Bearer realm="zbv", error="invalid_token"', credentials
+BASE = 'Bearer realm="zbv"'
 
 
-async def test_credentials_of_another_scheme_may_be_for_a_proxy_and_are_ignored(service: Service) -> None:
-    for credentials in ("Basic dXNlcjpwYXNz", "", str(TokenText.new())):
-        answer = await service.http.get("/v1/searches", headers={"Authorization": credentials})
-        assert answer.status_code == 401, credentials
-        assert answer.headers["www-authenticate"] == 'Bearer realm="zbv"', credentials
-        assert "Authorization: Bearer" in answer.json()["detail"]
-
-
-async def test_the_authorization_scheme_is_case_insensitive(service: Service) -> None:
-    token = (await add(service, "read"))["Authorization"].partition(" ")[2]
-    assert (await service.http.get("/v1/searches", headers={"Authorization": f"bEARER {token}"})).is_success
+@pytest.mark.parametrize(
+    ("credentials", "challenge"),
+    [
+        *((text, f'{BASE}, error="invalid_token"') for text in ("Bearer", "Bearer x y", "bearer zbv_é")),
+        (f"Bearer {TokenText.new()}", f'{BASE}, error="invalid_token"'),
+        *((text, BASE) for text in ("Basic dXNlcjpwYXNz", "", str(TokenText.new()))),  # may be for a proxy
+    ],
+    ids=lambda text: text.partition("zbv_")[0],
+)
+async def test_wrong_credentials_are_answered_with_a_challenge(
+    service: Service, credentials: str, challenge: str
+) -> None:
+    answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, challenge)
 
 
 async def test_wrong_tokens_never_lock_out_a_valid_one(service: Service) -> None:
@@ -133,24 +122,8 @@ async def test_wrong_tokens_never_lock_out_a_valid_one(service: Service) -> None
     guessed = right["Authorization"].rpartition("_")[0] + "_" + TokenText.new().secret
     for wrong in [bearer(str(TokenText.new()))] * 30 + [{"Authorization": guessed}] * 30:
         assert (await service.http.get("/v1/searches", headers=wrong)).status_code == 401
-    assert (await service.http.get("/v1/searches", headers=right)).is_success
-
-
-async def test_a_cached_rank_plan_requires_a_token(service: Service) -> None:
-    searcher, reader = await add(service, "search", "read", name="s"), await add(service, "launch", name="l")
-    submitted = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=searcher)
-    until = f"/v1/searches/{submitted.json()['id']}"
-    while (found := (await service.http.get(until, headers=searcher)).json())["state"] != "done":
-        pass
-    rank = f"/v1/plans/{found['plan_id']}/ranks/0"
-    for _ in range(2):  # the second time from memory
-        answer = await service.http.get(rank, headers=searcher)
-        assert answer.is_success
-        assert "public" not in answer.headers["cache-control"]
-    assert (await service.http.get(rank)).status_code == 401
-    assert (await service.http.get(rank, headers=reader)).status_code == 403
-    agent = await add(service, "agent", name="a")
-    assert (await service.http.get(rank, headers=agent)).is_success
+    fields = {"Authorization": right["Authorization"].replace("Bearer", "bEARER")}
+    assert (await service.http.get("/v1/searches", headers=fields)).is_success
 
 
 async def test_searches_and_runs_store_the_name_of_their_token(service: Service) -> None:
@@ -158,7 +131,6 @@ async def test_searches_and_runs_store_the_name_of_their_token(service: Service)
     search = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
     run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 1}
     launched = await service.http.post("/v1/runs", json=run, headers=fields)
-    assert (search.status_code, launched.status_code) == (202, 202)
     application = service.app.state.application
     assert (await application.searches.get(search.json()["id"])).created_by == "alice"
     assert (await application.runs.get(launched.json()["id"])).created_by == "alice"
@@ -199,7 +171,7 @@ async def test_the_operator_limits_effort(serving: Serving) -> None:
 async def test_a_local_service_can_do_without_tokens(serving: Serving) -> None:
     async with serving("immediate", auth="none") as service:
         assert (await service.http.get("/v1/searches")).is_success
-        await register(service, "a")
+        await service.register("a")
         assert (await service.http.get("/v1/searches", headers=bearer("nonsense"))).is_success
         elsewhere = (
             {"Sec-Fetch-Site": "cross-site"},

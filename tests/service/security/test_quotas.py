@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from support.runs_over_http import MODEL, import_plan
-from support.serving import PROBLEM, Service, Serving
+from support.serving import MODEL, PROBLEM, Service, Serving
 from support.stored import a_plan, a_search
 from zbv_service.database import Database, PlanTable, SearchTable
-from zbv_service.database.quotas import Owner, QuotaTable
 from zbv_service.security import quotas
-
-pytestmark = pytest.mark.anyio
+from zbv_service.security.quotas import Quotas
+from zbv_service.security.tokens import Grant
+from zbv_service.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +46,7 @@ async def test_searches_beyond_the_limit_are_refused_until_some_are_discarded(se
 
 async def test_bytes_of_searches_and_plans_are_limited(serving: Serving) -> None:
     async with serving("immediate", max_stored_bytes_per_token=6000) as service:
-        await import_plan(service)
+        await service.import_plan()
         for microbatches in range(3, 40):
             answer = await service.submit(problem(microbatches))
             if answer.status_code != 202:
@@ -79,7 +77,7 @@ async def test_agents_beyond_the_limit_are_refused_until_one_leaves(serving: Ser
 
 async def test_runs_are_limited(serving: Serving) -> None:
     async with serving("immediate", max_stored_rows_per_token=3) as service:
-        body = {"plan_id": await import_plan(service), "model": MODEL, "nodes": 1, "steps": 1}
+        body = {"plan_id": await service.import_plan(), "model": MODEL, "nodes": 1, "steps": 1}
 
         async def submit(**headers: str) -> httpx.Response:
             return await service.http.post("/v1/runs", json=body, headers=headers)
@@ -98,13 +96,6 @@ async def test_many_requests_between_two_counts_do_not_exceed_the_limit(
         assert sorted(answer.status_code for answer in found) == [202] * 3 + [429] * 7
 
 
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
-
-
 async def test_each_token_is_counted_by_itself(database: Database) -> None:
     searches, plans = SearchTable(database), PlanTable(database)
     for name, caller in (("1", "a"), ("2", "a"), ("3", "b"), ("4", None)):
@@ -113,7 +104,8 @@ async def test_each_token_is_counted_by_itself(database: Database) -> None:
     await plans.add(a_plan("e" * 64))
     found = {}
     for caller in ("a", "b", None):
-        stored = await QuotaTable(database).stored(Owner(caller, "x", "x", None))
+        grant = Grant(caller, frozenset(), "token", token_id="x")
+        stored = await Quotas(database, Settings()).stored(grant)
         found[caller] = (stored.rows["searches"], stored.rows["plans"])
         assert stored.size >= 7 * stored.rows["searches"]  # each has a problem of seven bytes
     assert found == {"a": (2, 0), "b": (1, 1), None: (1, 1)}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -104,13 +104,13 @@ def test_results_are_written_before_the_groups_are_destroyed(
     def hang() -> None:
         raise KeyboardInterrupt
 
-    report, transport = RankReport("plan", 0), Mock()
-    transport.close.side_effect = hang
+    report, failures = RankReport("plan", 0), MagicMock()
+    failures.return_value.close_transport.side_effect = hang
     monkeypatch.setattr(run, "_prepare", lambda *_: (torch.device("cpu"), [], object()))
     monkeypatch.setattr(run, "train", lambda *_: [report])
-    monkeypatch.setattr(run, "open_transport", lambda *_, **__: transport)
-    for name in ("GlooControl", "Guard"):
-        monkeypatch.setattr(run, name, Mock())
+    monkeypatch.setattr(run, "open_transport", Mock())
+    monkeypatch.setattr(run, "GlooControl", Mock())
+    monkeypatch.setattr(run, "Failures", failures)
     with pytest.raises(KeyboardInterrupt):
         run.run(RunOptions((), ModelSpec("a:b"), 1, threads=1, result_dir=tmp_path), World(0, 1, 0))
     assert [found["rank"] for found in read_reports(tmp_path, 1)] == [0]

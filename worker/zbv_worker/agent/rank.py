@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbv_worker.agent.orphans import end_with_parent, end_with_pulse
-from zbv_worker.agent.rank_failure import described, failure_of, report, say
+from zbv_worker.errors import print_error
+from zbv_worker.failures.liveness import AgentWatch, Liveness
+from zbv_worker.failures.progress import CurrentProgress, ProgressFile, described, failure_of
+from zbv_worker.host.process import end_with_parent, say
 from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_file, read_json, write_json
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
@@ -26,31 +28,33 @@ def main(folder: Path) -> int:
     """Run the rank that the environment names; returns the exit status."""
     end_with_parent()
     spec = read_json(folder / SPEC)
-    end_with_pulse(folder, _PATIENCE * spec["patience"], lambda silent: _report_silence(folder, silent))
+    liveness = Liveness()
+    agent = AgentWatch(folder, _PATIENCE * spec["patience"], lambda silent: _report_silence(folder, silent))
+    liveness.add(agent.look)
     if spec["work"].get("script") is not None:
         from zbv_worker.agent.script import run_script
 
         return run_script(spec, folder)
-    from zbv_worker.execution.progress import CurrentProgress, ProgressWriter
-    from zbv_worker.training.ending import Ending
+    from zbv_worker.failures.failures import OwnProcess
     from zbv_worker.training.run import run
     from zbv_worker.transport.world import World
 
     world, progress = World.from_environment(), CurrentProgress()
 
-    def record(error: Exception) -> None:
+    def record(error: BaseException) -> None:
         failure = failure_of(world.rank, error, described(world.rank, error), progress.read())
         write_json(failure_file(folder, world.rank), failure)
 
-    ending = Ending(record, report)
+    file = ProgressFile(progress_file(folder, world.rank), world.rank, progress)
+    file.write()
+    liveness.add(file.write)
     try:
-        with ProgressWriter(str(progress_file(folder, world.rank)), world.rank, progress):
-            run(_options(spec, folder), world, progress, ending)
-    except Exception as error:
-        if ending.is_needed:
-            ending.fail(error)
+        run(_options(spec, folder), world, OwnProcess(record), progress=progress, liveness=liveness)
+    except Exception as error:  # before the ranks have met
         record(error)
-        return report(error)
+        return print_error(error)
+    finally:
+        file.write()
     return 0
 
 

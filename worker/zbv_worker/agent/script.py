@@ -13,13 +13,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from zbv_worker.agent.rank_failure import FAILED, WRONG_INPUT, failure_of, say, status_of
-from zbv_worker.errors import WorkerError, describe_error
+from zbv_worker.errors import WorkerError, describe_error, status_of
+from zbv_worker.failures.progress import Progress, failure_of
 from zbv_worker.host.cores import threads_per_rank
+from zbv_worker.host.process import say
 from zbv_worker.host.script_environment import script_environment
 from zbv_worker.host.state_files import failure_file, progress_file, write_json
 
 _THREADS = "OMP_NUM_THREADS"
+_WRONG_INPUT = 2
 
 
 def run_script(spec: dict[str, Any], folder: Path) -> int:
@@ -42,14 +44,12 @@ def run_script(spec: dict[str, Any], folder: Path) -> int:
     except SystemExit as end:
         status = _status(end)
         if status:
-            kind = "invalid" if status == WRONG_INPUT else "error"
+            kind = "invalid" if status == _WRONG_INPUT else "error"
             detail = f"rank {rank}: {name} ended with exit status {status}. Its log may say why."
             _record(folder, {"kind": kind, "rank": rank, "detail": detail})
         return status
     except Exception as error:
         traceback.print_exception(error)
-        from zbv_worker.execution.progress import Progress
-
         detail = f"rank {rank}: {name}: {describe_error(error)}. Its log has the traceback."
         if isinstance(error, WorkerError):
             detail = str(error)  # names the rank, where that matters
@@ -72,7 +72,7 @@ def _status(end: SystemExit) -> int:
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     say(str(end.code))
-    return FAILED
+    return 1
 
 
 def _record(folder: Path, failure: dict[str, Any]) -> None:

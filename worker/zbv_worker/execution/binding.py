@@ -20,10 +20,10 @@ from zbv_solver.plans.channels import Transfer
 
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.fetch_ahead import Fetch
-from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
 from zbv_worker.execution.timeline import Patience
 from zbv_worker.execution.wait_errors import not_received, send_failed
+from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey

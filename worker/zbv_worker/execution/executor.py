@@ -29,7 +29,6 @@ from zbv_worker.execution.binding import (
     keywords_of,
 )
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
-from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
 from zbv_worker.execution.step import DeviceWaits, Launched, StepResult
 from zbv_worker.execution.timeline import (
@@ -43,6 +42,7 @@ from zbv_worker.execution.timeline import (
     Timeline,
 )
 from zbv_worker.execution.wait_errors import overdue, send_failed
+from zbv_worker.failures.progress import CurrentProgress, Place, Progress, attach_progress
 from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.stage.layers import Keywords
@@ -404,7 +404,7 @@ class Executor:
         if now is not None:
             self._checked(now[1])
 
-    def _checked(self, instruction: Instruction) -> None:
+    def _checked(self, instruction: Place) -> None:
         try:
             self._check()
         except (TimeoutError, ConnectionError) as error:

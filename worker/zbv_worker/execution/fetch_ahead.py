@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zbv_worker.errors import WorkerError
 from zbv_worker.execution.rank_plan import Instruction
+from zbv_worker.host.process import say
 from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import FetchedAhead, Microbatch
 from zbv_worker.values.structure import map_tensors
@@ -120,7 +121,7 @@ class FetchAhead:
             data, is_pure = _observed(self._fetch, step, index)
             if not is_pure:
                 self._ahead = 0
-                _say(
+                say(
                     "microbatch() uses a global random number generator, so data is not fetched ahead. Use a "
                     "torch.Generator seeded with step and index."
                 )
@@ -225,7 +226,3 @@ def _random_states() -> list[Any]:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         states += [name, keys.tobytes(), rest]
     return states
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 from zbv_solver.plans.orders import Action
 
-from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import Instruction
-from zbv_worker.transport.torch_api import Clock, CudaApi, CudaEvent, HostClock, torch_cuda
+from zbv_worker.failures.progress import CurrentProgress
+from zbv_worker.host.process import Clock, HostClock
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, torch_cuda
 
 DEFAULT_RUN_AHEAD = 4
 """How many actions the host may be ahead of a GPU: enough to hide the time for queueing them."""

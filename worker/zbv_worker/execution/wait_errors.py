@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.rank_plan import Instruction, Remote
 from zbv_worker.execution.timeline import Overdue, Patience
+from zbv_worker.failures.progress import Place
 
 
-def send_failed(error: Exception, rank: int, instruction: Instruction) -> ChannelTimeout | PeerLost:
+def send_failed(error: Exception, rank: int, instruction: Place) -> ChannelTimeout | PeerLost:
     """Convert a transport's error of a send, which an earlier action may have started."""
     kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
     return kind(f"rank {rank} at {instruction.action}: an earlier send failed ({error}).")

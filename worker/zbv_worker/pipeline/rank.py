@@ -16,9 +16,9 @@ from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
-from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.step import Launched, StepResult
+from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.model.loss_module import require_known_parameters
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch, StepData

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.failures.failures import Failures
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, training_state
-from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.stage.dtensors import is_dtensor

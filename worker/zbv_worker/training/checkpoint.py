@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import json
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from zbv_worker.errors import (
     WorkerError,
     naming_errors,
 )
+from zbv_worker.host.process import say
 from zbv_worker.training.checkpoint_files import RankFiles, State, write_index
 from zbv_worker.training.checkpoint_state import RunState, TrainedState
 from zbv_worker.training.checkpoint_writer import BackgroundWriter, HostCopies
@@ -239,7 +239,7 @@ class Checkpoints:
         """Report once, on rank 0, that the last checkpoint is skipped."""
         if self._transport.rank == 0 and self._reported < self._saved:
             self._reported = self._saved
-            _say(f"the checkpoint of step {self._saved} is skipped: {error} Training goes on.")
+            say(f"the checkpoint of step {self._saved} is skipped: {error} Training goes on.")
             if self._on_skipped is not None:
                 self._on_skipped(self._saved, str(error))
 
@@ -289,7 +289,7 @@ class Checkpoints:
                 return step, name
             self._on_rank_0(partial(fence.set_aside, name))
             if rank == 0:
-                _say(f"checkpoint {folder} is damaged: {damage}. It is set aside as {name}.damaged.")
+                say(f"checkpoint {folder} is damaged: {damage}. It is set aside as {name}.damaged.")
         raise InvalidRun(
             f"checkpoints in {self._options.directory}: every checkpoint is damaged, the oldest because "
             f"{damage}. Restore one from a copy, or start the run again: it then begins at step 0."
@@ -390,7 +390,3 @@ def _raise_first(outcomes: list[list[Any]]) -> None:
 
 def _raise(error: BaseException) -> None:
     raise error
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

@@ -10,7 +10,7 @@ import torch
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.execution.progress import CurrentProgress
+from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.precision import Precision
 from zbv_worker.stage.program import Program

@@ -13,7 +13,6 @@ there the note says "from step n + 2 on".
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from zbv_solver.verify.verifier import verify_orders
 
 from zbv_worker.execution.planned_cut import PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.host.process import say
 from zbv_worker.transport.channels import Transport
 
 _LOOK_SECONDS = 0.5
@@ -91,11 +91,11 @@ class PlanFile:
             found = self._read()
         except OSError as error:  # a busy file system: the next attempt may succeed
             if str(error) != self._obstacle:  # report each error once
-                _say(f"{self._path}: the plan is unchanged: {error}")
+                say(f"zbv-worker: {self._path}: the plan is unchanged: {error}")
             self._obstacle = str(error)
             return
         except (ValueError, InvalidInput, InvalidPlan) as error:
-            _say(f"{self._path}: the plan is unchanged: {error}")
+            say(f"zbv-worker: {self._path}: the plan is unchanged: {error}")
         else:
             with self._lock:
                 self._found = found
@@ -170,7 +170,3 @@ class Swaps:
         """Stop watching."""
         if self._file is not None:
             self._file.close()
-
-
-def _say(text: str) -> None:
-    print(f"zbv-worker: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.host.process import say
 from zbv_worker.stage.program import Program, differences
-from zbv_worker.transport.rendezvous import say
 
 
 def warn_of_another_program(plan: RankPlan, program: Program, device: torch.device) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from zbv_worker.errors import NotFinite
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.step import StepResult
+from zbv_worker.host.process import say
 from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.training.report import RankReport, StepLine
@@ -52,7 +52,7 @@ class Reporting:
         self._say_loss(f"step {line.step}:", line.loss, f", {line.seconds:.3f} s{_outcome(line.updated)}")
         if line.auxiliary_loss is not None and self._is_speaker:
             of_rank = f"auxiliary loss {line.auxiliary_loss:.4g} of rank {self._rank}'s stages"
-            _say(f"step {line.step}: {self._label}{of_rank}")
+            say(f"step {line.step}: {self._label}{of_rank}")
         self._non_finite(line.step, line.updated)
 
     def evaluation(self, step: int, loss: float | None) -> None:
@@ -64,7 +64,7 @@ class Reporting:
     def plan_changed(self, step: int, plan: RankPlan) -> None:
         """Report a change to another plan."""
         if self._rank == 0:
-            _say(f"step {step}: changing from plan {self._plan.plan_id[:12]} to {plan.plan_id[:12]}")
+            say(f"step {step}: changing from plan {self._plan.plan_id[:12]} to {plan.plan_id[:12]}")
         self._plan = plan
         self._unsplit.clear()  # a plan may rely on the W of other stages
 
@@ -81,7 +81,7 @@ class Reporting:
                 self._unsplit.add(index)
                 share, modules = round(found.share, 3), list(found.unsplit[:20])
                 self._note("little_to_split", step, stage=index, share=share, modules=modules)
-                _say(
+                say(
                     f"{self._label}stage {index}: {found}. The plan relies on W: measure the costs with "
                     f"zbv-worker profile, or use plain nn.Linear and nn.Embedding there."
                 )
@@ -95,7 +95,7 @@ class Reporting:
         for what, value in updated.non_finite:
             if what != "loss" or self._is_speaker:
                 self._note("non_finite", step, what=what, value=str(value))
-                _say(f"step {step}: {self._label}the {what} is {value}")
+                say(f"step {step}: {self._label}the {what} is {value}")
         if updated.is_failed:
             said = " and ".join(f"the {what} is {value}" for what, value in updated.non_finite)
             raise NotFinite(
@@ -113,7 +113,7 @@ class Reporting:
 
     def _say_loss(self, begin: str, loss: float | None, end: str = "") -> None:
         if loss is not None and self._is_speaker:
-            _say(f"{begin} {self._label}loss {loss:.4f}{end}")
+            say(f"{begin} {self._label}loss {loss:.4f}{end}")
 
 
 def _outcome(updated: Updated) -> str:
@@ -121,7 +121,3 @@ def _outcome(updated: Updated) -> str:
     if updated.is_failed:
         return ", not finite"
     return ", not finite: skipped" if updated.is_skipped else ""
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

@@ -6,28 +6,29 @@ This is what ``zbv-worker run`` does in each process that torchrun starts.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.planned_cut import require_layers
-from zbv_worker.execution.progress import CurrentProgress
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.failures.failures import Failures, OwnProcess
+from zbv_worker.failures.liveness import Liveness
+from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
+from zbv_worker.host.process import say
 from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.tracing.merged_trace import RankTrace, SharedTrace, claim
-from zbv_worker.training.ending import Ending
 from zbv_worker.training.garbage import GarbageCollection
-from zbv_worker.training.guard import Guard
 from zbv_worker.training.options import RunOptions, Setting
 from zbv_worker.training.program_warning import warn_of_another_program
 from zbv_worker.training.report import RankReport
 from zbv_worker.training.training import Training
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.connect import open_transport
-from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
+from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.rendezvous import refuse
 from zbv_worker.transport.world import Layout, World, select_device
@@ -36,23 +37,26 @@ from zbv_worker.transport.world import Layout, World, select_device
 def run(
     options: RunOptions,
     world: World,
+    process: OwnProcess | None = None,
+    *,
     progress: CurrentProgress | None = None,
-    ending: Ending | None = None,
+    liveness: Liveness | None = None,
 ) -> list[RankReport]:
     """Run as one rank of the world; returns one report per plan.
 
     Parameters
     ----------
+    process
+        How this process ends if a rank fails once the ranks have met, if it is the worker's own.
     progress
         Updated with the rank's progress during the run.
-    ending
-        Ends this process as soon as another rank is lost. The caller must pass it every error of this
-        function.
+    liveness
+        The rank's thread, if it has one already.
 
     Raises
     ------
     WorkerError
-        See :mod:`zbv_worker.errors`; the process should end then.
+        See :mod:`zbv_worker.errors`.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -63,32 +67,32 @@ def run(
     except Exception as error:
         refuse(world.rank, world.world_size, str(error))
         raise
-    progress = progress or CurrentProgress()
-    patience, training = options.startup_patience, options.training
     with naming_errors(world.rank, "meeting the other ranks"):
-        control = GlooControl(world, patience, layout)
-    guard = Guard(control, progress, options.timeout, patience, ending)
-    with naming_errors(world.rank, "connecting"):
-        sums = training.needs_sums_over_ranks or isinstance(model, Weighted)
-        transport = open_transport(control, options.backend, device, patience, sums_over_ranks=sums)
-    guard.connected(transport)
-    if options.threads is None and device.type == "cpu":
-        _share_cores(transport)
-    try:
-        reports = train(options, plans, model, transport, device, progress, guard.started)
-        with naming_errors(world.rank, "ending the run"):
-            transport.flush(options.timeout)
-            guard.end()
-            transport.barrier(options.timeout)  # no rank closes while a peer still receives
+        control = GlooControl(world, options.startup_patience, layout)
+    failures = Failures(
+        control,
+        options.timeout,
+        options.startup_patience,
+        progress=progress,
+        process=process,
+        liveness=liveness,
+    )
+    failures.watch()
+    sums = options.training.needs_sums_over_ranks or isinstance(model, Weighted)
+    with failures.watched("connecting to the other ranks"):
+        transport = open_transport(
+            control, options.backend, device, options.startup_patience, sums_over_ranks=sums
+        )
+        failures.connected(transport)
+        if options.threads is None and device.type == "cpu":
+            _share_cores(transport)
+    reports = train(options, plans, model, transport, device, failures)
+    with failures.watched("ending the run"):
+        transport.flush(options.timeout)
+        failures.stop_watching()
+        transport.barrier(options.timeout)  # no rank closes while a peer still receives
         _write(reports, options)  # first, because NCCL may hang while its groups are destroyed
-    except BaseException:
-        if ending is None:  # an ending publishes the reason first
-            transport.abort(ABORT_SECONDS)
-        raise
-    if ending is None:
-        transport.close()
-    else:
-        ending.close(transport)
+    failures.close_transport()
     return reports
 
 
@@ -124,11 +128,9 @@ def _share_cores(transport: ConnectedTransport) -> None:
     in_container = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = threads_per_rank(transport.control.ranks_on_host, in_container)
     torch.set_num_threads(threads)
-    print(  # noqa: T201 - a rank's log
+    say(
         f"rank {transport.rank}: {threads} compute thread{'s' if threads > 1 else ''} ({len(usable_cores())} "
-        f"cores, {transport.control.ranks_on_host} ranks on this host); --threads changes this",
-        file=sys.stderr,
-        flush=True,
+        f"cores, {transport.control.ranks_on_host} ranks on this host); --threads changes this"
     )
 
 
@@ -138,50 +140,53 @@ def train(
     model: PipelineModel,
     transport: Transport,
     device: torch.device,
-    progress: CurrentProgress | None = None,
-    on_started: Callable[[], None] | None = None,
+    failures: Failures | None = None,
 ) -> list[RankReport]:
-    """Run all steps of this rank; returns one report per plan.
-
-    Parameters
-    ----------
-    on_started
-        Called after the first step of every plan.
-    """
-    setting = Setting(options, device, transport, progress)
+    """Run all steps of this rank; returns one report per plan."""
+    watched = _unwatched if failures is None else failures.watched
+    setting = Setting(options, device, transport, None if failures is None else failures.progress)
     trainings: list[Training] = []
     try:
-        for plan in plans:
-            label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
-            trainings.append(Training(setting, plan, model, label))
-        shared = SharedTrace(transport, options.timeout) if options.trace is not None else None
-        _steps(trainings, setting, on_started)
-        reports = [training.report for training in trainings]
-        if shared is not None and options.trace is not None:
-            traces = [RankTrace.of(r.lines[-1].plan_id, r.rank, r.newest()) for r in reports if r.lines]
-            if traces:
-                shared.write(options.trace, traces)
+        with watched("starting"):
+            for plan in plans:
+                label = f"plan {plan.plan_id[:12]}, " if len(plans) > 1 else ""
+                trainings.append(Training(setting, plan, model, label))
+            shared = SharedTrace(transport, options.timeout) if options.trace is not None else None
+        with GarbageCollection() as garbage:
+            first = max(training.first_step for training in trainings)
+            for step in range(first, options.steps):
+                patience = options.startup_patience if step == first else options.timeout
+                with watched(f"step {step}"):
+                    _step(trainings, setting, step, patience)
+                if step == first and failures is not None:
+                    failures.started()
+                garbage.step_done()
+        with watched("ending the run"):
+            for training in trainings:
+                training.end()
+            reports = [training.report for training in trainings]
+            if shared is not None and options.trace is not None:
+                traces = [RankTrace.of(r.lines[-1].plan_id, r.rank, r.newest()) for r in reports if r.lines]
+                if traces:
+                    shared.write(options.trace, traces)
     finally:
         for training in trainings:
             training.close()
     return reports
 
 
-def _steps(trainings: Sequence[Training], setting: Setting, on_started: Callable[[], None] | None) -> None:
-    run, first = setting.run, max(training.first_step for training in trainings)
-    with GarbageCollection() as garbage:
-        for step in range(first, run.steps):
-            for training in trainings:
-                if len(trainings) > 1:
-                    with naming_errors(setting.transport.rank, "taking turns"):
-                        # Otherwise a rank that finishes early would seem to wait in the next plan's step.
-                        setting.transport.barrier(run.startup_patience if step == first else run.timeout)
-                training.step(step)
-            if step == first and on_started is not None:
-                on_started()
-            garbage.step_done()
+def _unwatched(what: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _step(trainings: Sequence[Training], setting: Setting, step: int, patience: float) -> None:
+    """One step of every plan, in turns."""
     for training in trainings:
-        training.end()
+        if len(trainings) > 1:
+            with naming_errors(setting.transport.rank, "taking turns"):
+                # Otherwise a rank that finishes early would seem to wait in the next plan's step.
+                setting.transport.barrier(patience)
+        training.step(step)
 
 
 def _require_one_plan(options: RunOptions) -> None:

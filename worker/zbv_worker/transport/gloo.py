@@ -18,10 +18,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.transport.breaking import break_connections
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.gloo_control import break_connections
 from zbv_worker.transport.receives import HostReceive, StagedReceive
 from zbv_worker.transport.rendezvous import named
 from zbv_worker.transport.sends import GroupWire, SendFailures, ThreadSender, sending_end

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from typing_extensions import override
 
-from zbv_worker.transport.breaking import break_connections
 from zbv_worker.transport.control import ControlPlane
 from zbv_worker.transport.messages import gather_json
 from zbv_worker.transport.receives import HostReceive
@@ -24,6 +23,9 @@ from zbv_worker.transport.torch_api import new_group
 from zbv_worker.transport.torch_errors import classifying, first_line
 from zbv_worker.transport.world import Layout, World
 
+_TAG = 1 << 20
+"""No other operation uses this tag, so a receive with it can only time out."""
+_AT_ONCE = timedelta(milliseconds=1)
 _REPORT_SECONDS, _REPORT_POLL_SECONDS = 2.0, 0.05
 """How long a rank whose barrier failed waits for rank 0 to report the absent ranks."""
 
@@ -265,3 +267,16 @@ class GlooControl(ControlPlane):
                 return
             for group in groups if self._group is None else (*groups, self._group):
                 dist.destroy_process_group(group)
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Fail all pending and later operations of a gloo group, on its other ranks too; from any thread.
+
+    ``ProcessGroup.abort`` has no effect on gloo in torch 2.13, and destroying a group closes nothing while an
+    operation waits. But gloo closes all connections of a group, on both sides, when a receive times out.
+    """
+    if group.size() > 1:
+        peer = (group.rank() + 1) % group.size()
+        with contextlib.suppress(RuntimeError):
+            backend: Any = group._get_backend(torch.device("cpu"))
+            backend.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(_AT_ONCE)

@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.host.process import Clock, say
 from zbv_worker.transport import nccl_environment
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
 from zbv_worker.transport.communicators import CHANNEL_OPTIONS, MAX_COMMUNICATORS, SUM_OPTIONS, greeting_order
@@ -39,9 +40,8 @@ from zbv_worker.transport.nccl_operations import (
     StreamSender,
     StreamSum,
 )
-from zbv_worker.transport.rendezvous import say
 from zbv_worker.transport.sends import sending_end
-from zbv_worker.transport.torch_api import Clock, CudaApi, GroupOptions, NcclApi, NcclGroup, NcclWork
+from zbv_worker.transport.torch_api import CudaApi, GroupOptions, NcclApi, NcclGroup, NcclWork
 from zbv_worker.transport.torch_errors import classified, classifying
 from zbv_worker.values.structure import TensorSpec
 

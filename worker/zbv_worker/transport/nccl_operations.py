@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zbv_worker.host.process import Clock
 from zbv_worker.transport.sends import sendable
-from zbv_worker.transport.torch_api import Clock, NcclGroup, NcclWork
+from zbv_worker.transport.torch_api import NcclGroup, NcclWork
 from zbv_worker.transport.torch_errors import classified
 
 _POLL_SECONDS = 0.00005

@@ -13,7 +13,6 @@ about C++ sources refer to ``ProcessGroupNCCL.cpp`` of torch's main branch.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -158,31 +157,9 @@ class NcclApi(Protocol):
         """
 
 
-class Clock(Protocol):
-    """The time of the host."""
-
-    def now(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
-
-    def pause(self, seconds: float) -> None:
-        """Do nothing for that long."""
-
-
 def torch_cuda() -> CudaApi:
     """``torch.cuda`` itself."""
     return cast(CudaApi, torch.cuda)
-
-
-class HostClock:
-    """The monotonic clock of this machine."""
-
-    def now(self) -> float:
-        """See :class:`Clock`."""
-        return time.monotonic()
-
-    def pause(self, seconds: float) -> None:
-        """See :class:`Clock`."""
-        time.sleep(seconds)
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from zbv_service.api.caching import REVALIDATED, cached, derived
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import list_response
 from zbv_service.api.openapi import body_of, content_of, operation_id
-from zbv_service.api.state import caller_of, state_of
+from zbv_service.api.state import state_of
 from zbv_service.errors import (
     INVALID_BODY,
     INVALID_PLAN,
@@ -31,8 +31,9 @@ from zbv_service.plans.documents import (
 from zbv_service.plans.plans import rank_tag
 from zbv_service.records.lists import PlanListQuery
 from zbv_service.records.plans import PlanList, PlanSummaryDocument
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 FETCH = needs("read", "agent")
 
@@ -59,7 +60,7 @@ async def import_plan(request: Request) -> Response:
     refused; the response lists the verified claims."""
     found = state_of(request)
     async with read_text(request, found.settings.max_plan_bytes) as body:
-        answer, is_new = await found.plans.add(body, caller_of(request))
+        answer, is_new = await found.plans.add(body, grant_of(request).name)
     headers = {"Location": f"/v1/plans/{answer.plan_id}"}
     return Response(answer.model_dump_json(), 201 if is_new else 200, headers, "application/json")
 

@@ -15,7 +15,8 @@ from zbv_service.api.event_streams import EventNumber, LastEventId
 from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, accepts
 from zbv_service.api.openapi import body_of, operation_id
-from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.api.state import state_of
+from zbv_service.database.events import KEPT_EVENTS
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     INVALID_BODY,
@@ -36,8 +37,9 @@ from zbv_service.records.searches import (
     SearchRecord,
 )
 from zbv_service.searches.kinds import SearchRequest
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 RETRY_SECONDS = 1
 SEARCH = needs("search")
@@ -139,8 +141,9 @@ async def follow_search(
     record = await found.searches.get(search_id)
     is_over, is_list = record.state in FINISHED, accepts(request, JSON) or after is not None
     if is_list and not accepts(request, EVENT_STREAM):
-        events = await found.events.since(search_id, number)
-        return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
+        async with found.computations.listing(KEPT_EVENTS):
+            events = await found.events.since(search_id, number)
+            return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
     if is_over and not await found.events.since(search_id, number):
         return event_streams.over()
     return event_streams.followed(request, found.events, search_id, number, _encoded)
@@ -182,8 +185,7 @@ def _encoded(event: SearchEventDocument) -> bytes:
 async def _submit(request: Request, kind: SearchKind, most_bytes: int) -> Response:
     found = state_of(request)
     async with read_text(request, most_bytes) as body:
-        caller, most = caller_of(request), most_searches(request)
-        record = await found.searches.submit(body, kind, caller=caller, most=most)
+        record = await found.searches.submit(body, grant_of(request), kind)
     return await _response(request, record)
 
 

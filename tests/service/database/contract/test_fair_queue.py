@@ -8,18 +8,24 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
-from support.stored import a_plan, a_search
+from support.stored import a_plan, a_search, found_in, next_of
 from zbv_service.database import Database, SearchTable
-from zbv_service.records.searches import Claim
-
-pytestmark = pytest.mark.anyio
+from zbv_service.records.searches import Claim, Update
 
 
 @pytest.fixture
-async def table(any_database_url: str) -> AsyncIterator[SearchTable]:
-    opened = Database(any_database_url)
-    yield SearchTable(opened)
-    await opened.close()
+def table(database: Database) -> SearchTable:
+    return SearchTable(database)
+
+
+@pytest.fixture
+async def tables(any_database_url: str) -> AsyncIterator[list[SearchTable]]:
+    """Of four services on one database."""
+    async with AsyncExitStack() as stack:
+        opened = [Database(any_database_url) for _ in range(4)]
+        for each in opened:
+            stack.push_async_callback(each.close)
+        yield [SearchTable(each) for each in opened]
 
 
 async def queue(table: SearchTable, caller: str | None, *names: str) -> None:
@@ -47,12 +53,9 @@ async def test_tokens_are_served_in_rotation_and_their_searches_in_order(table: 
 async def test_a_new_token_waits_for_one_round_only(table: SearchTable) -> None:
     await queue(table, "flood", *(f"f{index}" for index in range(30)))
     for _ in range(10):
-        claim = await table.claim("me", 60)
-        assert claim is not None
-        await finish(table, claim)
+        await finish(table, await next_of(table))
     await queue(table, "late", "l0", "l1", "l2")
-    record = await table.get("l1")
-    assert record is not None
+    record = await found_in(table, "l1")
     assert await table.queued_before(record) == 3, "f10, l0 and f11"
     assert [await claimed(table) for _ in range(6)] == ["f10", "l0", "f11", "l1", "f12", "l2"]
 
@@ -65,8 +68,7 @@ async def test_a_token_with_one_search_at_a_time_is_served_as_often_as_one_with_
     for index in range(8):
         await queue(table, "patient", f"p{index}")
         for _ in range(2):
-            claim = await table.claim("me", 60)
-            assert claim is not None
+            claim = await next_of(table)
             served[claim.id[0]] += 1
             await finish(table, claim)
     assert served == {"f": 8, "p": 8}
@@ -75,8 +77,7 @@ async def test_a_token_with_one_search_at_a_time_is_served_as_often_as_one_with_
 async def test_a_search_that_is_queued_again_keeps_its_turn(table: SearchTable) -> None:
     await queue(table, "a", "a0", "a1")
     await queue(table, "b", "b0", "b1")
-    first = await table.claim("me", 60)
-    assert first is not None
+    first = await next_of(table)
     await table.requeue(first.id, first.fence, None)
     assert [await claimed(table) for _ in range(4)] == ["a0", "b0", "a1", "b1"]
 
@@ -104,50 +105,39 @@ async def test_a_caller_without_a_turn_waits_although_nobody_else_does(table: Se
 
 
 async def test_services_that_share_their_slots_count_the_running_searches_of_a_caller_together(
-    any_database_url: str,
+    tables: list[SearchTable],
 ) -> None:
-    async with AsyncExitStack() as stack:
-        opened = [Database(any_database_url) for _ in range(4)]
-        for each in opened:
-            stack.push_async_callback(each.close)
-        tables = [SearchTable(each) for each in opened]
-        await queue(tables[0], "busy", *(f"b{index}" for index in range(8)))
-        claims = await asyncio.gather(*(each.claim(f"s{n}", 60, most=3) for n, each in enumerate(tables)))
-        assert len(list(filter(None, claims))) == 3
-        await queue(tables[0], "late", "l0")
-        assert await claimed(tables[1], most=3) == "l0"
+    await queue(tables[0], "busy", *(f"b{index}" for index in range(8)))
+    claims = await asyncio.gather(*(each.claim(f"s{n}", 60, most=3) for n, each in enumerate(tables)))
+    assert len(list(filter(None, claims))) == 3
+    await queue(tables[0], "late", "l0")
+    assert await claimed(tables[1], most=3) == "l0"
 
 
-async def test_anonymous_callers_share_one_turn(table: SearchTable) -> None:
-    await queue(table, None, "n0", "n1")
-    await queue(table, "named", "a0")
-    assert [await claimed(table, share=1) for _ in range(3)] == ["n0", "a0", "n1"]
-
-
-async def test_a_cancelled_search_waits_only_for_other_cancelled_searches(table: SearchTable) -> None:
-    await queue(table, "a", "a0")
-    first = await table.claim("me", 60)
-    assert first is not None
+async def test_a_cancelled_search_with_an_incumbent_waits_only_for_other_cancelled_searches(
+    table: SearchTable,
+) -> None:
+    await queue(table, "a", "a0", "a1")
+    first, other = await next_of(table), await next_of(table)
+    assert await claimed(table, cancelled_only=True) is None
+    await table.requeue(other.id, other.fence, None)
+    await table.requeue("a0", first.fence, Update(10.0, 5.0, 1.0, "m", b"ranks"))
     await table.request_cancel("a0")
-    await table.requeue("a0", first.fence, None)
     await queue(table, "b", "b0")
-    assert await claimed(table, cancelled_only=True) == "a0"
+    claim = await table.claim("me", 60, cancelled_only=True)
+    assert claim is not None
+    assert (claim.id, claim.cancel_requested, claim.incumbent) == ("a0", True, b"ranks")
     assert await claimed(table, cancelled_only=True) is None
 
 
-async def test_services_on_one_database_share_the_rotation_of_tokens(any_database_url: str) -> None:
-    async with AsyncExitStack() as stack:
-        opened = [Database(any_database_url) for _ in range(3)]
-        for each in opened:
-            stack.push_async_callback(each.close)
-        tables = [SearchTable(each) for each in opened]
-        await queue(tables[0], "flood", *(f"f{index:02}" for index in range(40)))
-        await queue(tables[1], "other", *(f"o{index:02}" for index in range(10)))
-        found: list[str] = []
-        for _ in range(7):
-            claims = await asyncio.gather(*(each.claim(f"s{n}", 60) for n, each in enumerate(tables)))
-            found += [claim.id for claim in claims if claim is not None]
-        assert len(found) == len(set(found)) == 21
-        served = Counter(name[0] for name in found[:20])
-        # Two claims at the same time may take the searches of one turn in either order.
-        assert abs(served["f"] - served["o"]) <= 2
+async def test_services_on_one_database_share_the_rotation_of_tokens(tables: list[SearchTable]) -> None:
+    await queue(tables[0], "flood", *(f"f{index:02}" for index in range(40)))
+    await queue(tables[1], "other", *(f"o{index:02}" for index in range(10)))
+    found: list[str] = []
+    for _ in range(5):
+        claims = await asyncio.gather(*(each.claim(f"s{n}", 60) for n, each in enumerate(tables)))
+        found += [claim.id for claim in claims if claim is not None]
+    assert len(found) == len(set(found)) == 20
+    served = Counter(name[0] for name in found)
+    # Two claims at the same time may take the searches of one turn in either order.
+    assert abs(served["f"] - served["o"]) <= 2

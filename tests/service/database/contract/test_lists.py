@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -21,16 +20,7 @@ from zbv_service.records.lists import (
 from zbv_service.records.searches import NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
-pytestmark = pytest.mark.anyio
-
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
-
-
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
 
 
 async def add(database: Database, search: NewSearch, created_at: datetime) -> None:
@@ -60,14 +50,6 @@ async def test_pages_hold_every_search_once_newest_first(database: Database) -> 
         await add(database, a_search(f"t{pages}"), NOON + timedelta(seconds=1))
     assert found == [f"s{index:02}" for index in range(10, -1, -1)]
     assert pages == 6
-
-
-async def test_a_full_last_page_has_no_next_page(database: Database) -> None:
-    table = SearchTable(database)
-    for name in "ab":
-        await table.add(a_search(name))
-    assert (await table.page(SearchListQuery(limit=2))).next is None
-    assert (await table.page(SearchListQuery(limit=1))).next is not None
 
 
 async def test_previous_pages_are_the_pages_before(database: Database) -> None:
@@ -133,10 +115,7 @@ async def test_plans_are_filtered_and_paged_like_searches(database: Database) ->
     assert [plan.plan_id for plan in (*first.items, *rest.items)] == ["p4", "p3", "p2", "p1", "p0"]
     assert rest.next is None
     assert [plan.plan_id for plan in (await table.page(PlanListQuery(status="optimal"))).items] == ["p3"]
-    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == [
-        "p3",
-        "p1",
-    ]
+    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == ["p3", "p1"]
 
 
 async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
@@ -209,6 +188,11 @@ async def test_the_best_plan_of_a_problem_is_found_by_its_key(database: Database
     assert best is not None
     assert best.plan_id == "b"
     assert await table.best("z") is None
+    found = await table.best_of(["x", "y", "z"])
+    assert {key: (plan.plan_id, plan.value) for key, plan in found.items()} == {
+        **{"x": ("b", 4.0), "y": ("d", 1.0)}
+    }
+    assert await table.best_of([]) == {}
 
 
 async def test_a_list_reads_only_its_page_and_the_nodes_on_it(database: Database) -> None:

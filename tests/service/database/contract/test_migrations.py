@@ -33,22 +33,16 @@ def test_migrations_build_the_tables_that_the_code_uses(engine: Engine) -> None:
     assert differences == []
 
 
-@pytest.mark.anyio
-async def test_migrating_twice_or_at_once_changes_nothing(empty_database_url: str) -> None:
+async def test_migrating_twice_or_at_once_changes_nothing_and_a_newer_version_is_refused(
+    empty_database_url: str,
+) -> None:
     opened = [Database(empty_database_url) for _ in range(4)]
     await asyncio.gather(*(each.migrate() for each in opened))
     await opened[0].migrate()
     assert (await SearchTable(opened[1]).page(SearchListQuery(limit=1))).items == ()
-    for each in opened:
-        await each.close()
-
-
-@pytest.mark.anyio
-async def test_a_database_of_a_newer_version_is_refused(empty_database_url: str) -> None:
-    database = Database(empty_database_url)
-    await database.migrate()
-    async with database.writing() as session:
+    async with opened[2].writing() as session:
         await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(DatabaseUnusable, match="9999"):
-        await database.migrate()
-    await database.close()
+        await opened[3].migrate()
+    for each in opened:
+        await each.close()

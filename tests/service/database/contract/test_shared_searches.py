@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-from support.stored import a_run, a_search
+from support.stored import a_run, a_search, found_in
 from zbv_service.database import Database, RunTable, SearchGone, SearchTable
 
-pytestmark = pytest.mark.anyio
-
 KEY = "key"
-
-
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
 
 
 async def client_asks(database: Database, name: str) -> str:
@@ -44,30 +34,7 @@ async def cancel_run(database: Database, run_id: str, search_id: str) -> None:
 
 
 async def goes_on(database: Database, search_id: str) -> bool:
-    record = await SearchTable(database).get(search_id)
-    assert record is not None
-    return not record.cancel_requested
-
-
-async def test_a_cancelled_run_cancels_a_search_that_only_it_submitted(database: Database) -> None:
-    search = await run_asks(database, "run")
-    await cancel_run(database, "run", search)
-    assert not await goes_on(database, search)
-    assert await run_asks(database, "later") == "of-later"
-
-
-@pytest.mark.parametrize("client_is_first", [True, False])
-async def test_a_cancelled_run_keeps_a_search_that_a_client_submitted_too(
-    database: Database, client_is_first: bool
-) -> None:
-    if client_is_first:
-        search = await client_asks(database, "mine")
-        assert await run_asks(database, "run") == search
-    else:
-        search = await run_asks(database, "run")
-        assert await client_asks(database, "mine") == search
-    await cancel_run(database, "run", search)
-    assert await goes_on(database, search)
+    return not (await found_in(SearchTable(database), search_id)).cancel_requested
 
 
 async def test_the_last_run_that_waits_for_a_search_cancels_it(database: Database) -> None:
@@ -76,6 +43,18 @@ async def test_the_last_run_that_waits_for_a_search_cancels_it(database: Databas
     for run_id, left in (("two", True), ("one", True), ("three", False)):
         await cancel_run(database, run_id, search)
         assert await goes_on(database, search) == left
+    assert await run_asks(database, "later") == "of-later"
+
+
+@pytest.mark.parametrize("client_is_first", [True, False])
+async def test_a_cancelled_run_keeps_a_search_that_a_client_submitted_too(
+    database: Database, client_is_first: bool
+) -> None:
+    asking = [client_asks, run_asks] if client_is_first else [run_asks, client_asks]
+    first, search = [await asks(database, "run") for asks in asking]
+    assert search == first
+    await cancel_run(database, "run", search)
+    assert await goes_on(database, search)
 
 
 async def test_a_request_that_joins_a_search_during_its_cancellation_gets_a_live_search(

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
-from support.manual_clock import ManualClock
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.training import guard
-from zbv_worker.training.guard import Startup
-from zbv_worker.transport.rendezvous import SAY_SECONDS
 
 
 def end(what: str, folder: Path) -> tuple[int | None, list[str]]:
@@ -89,48 +82,3 @@ def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:
     assert "aborted" in said
     assert "Timeout (0:00:01)!" in "\n".join(said)
     assert status == 1
-
-
-def test_a_starting_rank_says_what_it_waits_for_and_is_late_after_the_timeout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(guard, "SAY_SECONDS", 0.001)
-    clock, late = ManualClock(), list[str]()
-
-    def doing() -> str:
-        clock.pause(20.0)
-        return "connecting to the other ranks"
-
-    start = Startup(3, 50.0, doing, late.append, clock)
-    start._thread.join(20)
-    (said,) = late
-    assert said.startswith("rank 3 did not start within 50 s: connecting to the other ranks. ")
-    assert capsys.readouterr().err.splitlines()[:2] == [
-        "rank 3: connecting to the other ranks (0 s since its start)",
-        "rank 3: connecting to the other ranks (20 s since its start)",
-    ]
-
-
-def test_a_start_is_late_as_soon_as_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, late, waits = ManualClock(), list[float](), list[float]()
-
-    class Waiting(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            waits.append(timeout or 0.0)
-            clock.pause(waits[-1])
-            return False
-
-    monkeypatch.setattr(guard, "threading", SimpleNamespace(Event=Waiting, Thread=threading.Thread))
-    start = Startup(3, 50.0, lambda: "connecting", lambda text: late.append(clock.now()), clock)
-    begun = start._begun
-    start._thread.join(20)
-    assert [at - begun for at in late] == [50.0 + guard._GRACE_SECONDS]
-    assert waits == [SAY_SECONDS] * 2 + [50.0 + guard._GRACE_SECONDS - 2 * SAY_SECONDS]
-
-
-def test_a_rank_that_has_started_says_nothing_more(capsys: pytest.CaptureFixture[str]) -> None:
-    start = Startup(3, 50.0, lambda: "connecting", lambda text: None, ManualClock())
-    start.done()
-    start._thread.join(20)
-    assert not start._thread.is_alive()
-    assert capsys.readouterr().err == ""

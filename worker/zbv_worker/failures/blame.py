@@ -1,22 +1,21 @@
-"""Tells the ranks of a run that one of them failed, was killed or hangs, and which one.
+"""Tells the ranks that one of them failed, was killed or hangs, and which one.
 
 Every rank publishes a sign of life and what it waits for, and polls the first failure that any rank
-published. All of that goes through the ranks' store from a thread with a connection that no other thread
-uses, so it works while the rank waits inside CUDA, NCCL or gloo. Each rank watches the signs of the next one,
-so the store gets a constant number of requests per rank.
+published. All of that goes through the ranks' store from the liveness thread, with a connection that no other
+thread uses. Each rank watches the signs of the next one, so the store gets a constant number of requests per
+rank.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol
 
-from zbv_worker.transport.torch_api import Clock, HostClock
+from zbv_worker.failures.liveness import BEAT_SECONDS
+from zbv_worker.host.process import Clock, HostClock
 
-BEAT_SECONDS = 0.5
 SILENT_SECONDS = 5 * BEAT_SECONDS
 """A rank without a sign of life for this long is said to be silent, once it is the cause of a failure."""
 _SILENT = "it gives no sign of life; its process or host ended, or is stopped"
@@ -157,19 +156,19 @@ def _stuck(doing: Doing) -> str:
     return f"it is alive, but does not get beyond {doing.at}{waits}"
 
 
-class FailureWatch:
-    """Polls for failures from a thread, from :meth:`start` to :meth:`stop`.
+class PeerWatch:
+    """Gives signs of life, and watches for failures of other ranks, as a duty of the liveness thread.
 
     Parameters
     ----------
     following
         The rank whose signs of life this rank watches; None for none.
     patience
-        Seconds without a sign of life after which that rank is lost. Changes with :meth:`be_patient`.
+        Seconds without a sign of life after which that rank is lost. May be changed.
     doing
         What this rank does at the moment.
     on_loss
-        Called once, from the watching thread, with the loss.
+        Called once with a loss.
     needs_store
         Whether a store that is gone is a loss of rank 0; otherwise the watch ends without one.
     """
@@ -185,33 +184,30 @@ class FailureWatch:
         *,
         needs_store: bool = True,
     ):
-        self._notes = notes
-        self._needs_store = needs_store
-        self._following = following
-        self._patience = patience
-        self._doing = doing
-        self._on_loss = on_loss
+        self.patience = patience
+        self._notes, self._needs_store, self._following = notes, needs_store, following
+        self._doing, self._on_loss = doing, on_loss
         self._clock = clock or HostClock()
         self._beat = 0
         self._seen: tuple[_Sign | None, float] = (None, self._clock.now())
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="zbv-watch", daemon=True)
 
-    def start(self) -> None:
-        """Start to watch."""
-        self._thread.start()
+    def look(self) -> bool:
+        """Look once; returns whether to look again."""
+        try:
+            loss = self.loss()
+        except ConnectionError as error:
+            if not self._needs_store:
+                return False
+            loss = Loss(0, str(error))
+        if loss is not None:
+            self._on_loss(loss)
+        return loss is None
 
-    def be_patient(self, seconds: float) -> None:
-        """Change the patience."""
-        self._patience = seconds
-
-    def stop(self) -> None:
-        """Stop, at the regular end of this rank; the others then expect no sign of life from it."""
-        self._stopped.set()
-        self._thread.join(timeout=10 * BEAT_SECONDS)
+    def end(self) -> None:
+        """Announce the regular end of this rank; the others then expect no sign of life from it."""
         self._notes.sign_last()
 
-    def look(self) -> Loss | None:
+    def loss(self) -> Loss | None:
         """Give a sign of life, and return the loss if there is one."""
         self._beat += 1
         self._notes.sign(self._beat, self._doing())
@@ -222,20 +218,8 @@ class FailureWatch:
         if sign is None or self._seen[0] is None or sign.beat != self._seen[0].beat:
             self._seen = sign, now
         silent = now - self._seen[1]
-        if silent <= self._patience:
+        if silent <= self.patience:
             return None
         loss = Loss(self._following, f"it has given no sign of life for {silent:.0f} s")
         self._notes.publish(loss)
         return loss
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(BEAT_SECONDS):
-            try:
-                loss = self.look()
-            except ConnectionError as error:
-                if not self._needs_store:
-                    return
-                loss = Loss(0, str(error))
-            if loss is not None and not self._stopped.is_set():
-                self._on_loss(loss)
-                return

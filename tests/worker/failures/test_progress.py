@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 from zbv_solver.plans.orders import Action
-from zbv_worker.execution.progress import (
+from zbv_worker.execution.rank_plan import Instruction
+from zbv_worker.failures.liveness import Liveness
+from zbv_worker.failures.progress import (
     CurrentProgress,
     Progress,
-    ProgressWriter,
+    ProgressFile,
     attach_progress,
     progress_of_error,
 )
-from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.host.state_files import read_json
 
 WAITING = Instruction(Action.parse("3F0"), None, None, split=True, completes_stage=False, peer=1)
@@ -43,19 +44,27 @@ def test_errors_that_cause_each_other_in_a_circle_are_followed_once() -> None:
 
 
 def test_the_file_follows_the_progress(tmp_path: Path) -> None:
-    path, progress = tmp_path / "progress.json", CurrentProgress()
+    path, progress, liveness = tmp_path / "progress.json", CurrentProgress(), Liveness(0.01)
     assert progress.read() == Progress()
-    with ProgressWriter(str(path), 0, progress, seconds=0.01):
-        progress.now = (7, WAITING)
-        deadline = time.monotonic() + 30
-        while read_json(path) != {"rank": 0, "step": 7, "action": "3F0"} and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert read_json(path) == {"rank": 0, "step": 7, "action": "3F0"}
+    file = ProgressFile(path, 0, progress)
+    file.write()
+    assert read_json(path) == {"rank": 0, "step": None, "action": None}
+    liveness.add(file.write)
+    progress.now = (7, WAITING)
+    deadline = time.monotonic() + 30
+    while read_json(path) != {"rank": 0, "step": 7, "action": "3F0"} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    liveness.stop()
+    assert read_json(path) == {"rank": 0, "step": 7, "action": "3F0"}
 
 
-def test_the_file_has_the_last_action_even_after_a_short_run(tmp_path: Path) -> None:
-    path, progress = tmp_path / "progress.json", CurrentProgress()
-    with ProgressWriter(str(path), 3, progress, seconds=60):
-        assert read_json(path) == {"rank": 3, "step": None, "action": None}
-        progress.now = (7, WAITING)
-    assert read_json(path) == {"rank": 3, "step": 7, "action": "3F0"}
+def test_a_file_that_cannot_be_written_is_said_once_and_written_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ProgressFile(tmp_path / "absent" / "progress.json", 3, CurrentProgress())
+    assert file.write()
+    assert file.write()
+    assert capsys.readouterr().err.count("rank 3: its progress could not be written") == 1
+    (tmp_path / "absent").mkdir()
+    file.write()
+    assert read_json(tmp_path / "absent" / "progress.json") == {"rank": 3, "step": None, "action": None}

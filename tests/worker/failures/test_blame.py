@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.manual_clock import ManualClock
-from zbv_worker.transport.failure_watch import SILENT_SECONDS, Doing, FailureNotes, FailureWatch, Loss
+from zbv_worker.failures.blame import SILENT_SECONDS, Doing, FailureNotes, Loss, PeerWatch
 
 
 class Store:
@@ -100,20 +100,20 @@ def test_after_a_wait_for_all_ranks_the_silent_one_is_to_blame(store: Store) -> 
     assert notes_of(store, 0).silent_one(3) is None
 
 
-def watch_of(store: Store, clock: ManualClock, found: list[Loss]) -> FailureWatch:
+def watch_of(store: Store, clock: ManualClock, found: list[Loss]) -> PeerWatch:
     doing = Doing("step 1, 0F0")
-    return FailureWatch(notes_of(store, 0), 1, 10.0, lambda: doing, found.append, clock)
+    return PeerWatch(notes_of(store, 0), 1, 10.0, lambda: doing, found.append, clock)
 
 
 def test_a_silent_neighbour_is_lost_after_the_patience(store: Store) -> None:
     clock = ManualClock()
     watch = watch_of(store, clock, [])
-    assert watch.look() is None
+    assert watch.loss() is None
     notes_of(store, 1).sign(1, Doing("x"))
     for _ in range(11):
-        assert watch.look() is None
+        assert watch.loss() is None
         clock.pause(1)
-    assert watch.look() == Loss(1, "it has given no sign of life for 11 s")
+    assert watch.loss() == Loss(1, "it has given no sign of life for 11 s")
     assert notes_of(store, 2).first() == Loss(1, "it has given no sign of life for 11 s")
 
 
@@ -121,10 +121,10 @@ def test_more_patience_counts_at_once(store: Store) -> None:
     clock = ManualClock()
     watch = watch_of(store, clock, [])
     notes_of(store, 1).sign(1, Doing("x"))
-    watch.look()
-    watch.be_patient(100.0)
+    watch.loss()
+    watch.patience = 100.0
     clock.pause(50)
-    assert watch.look() is None
+    assert watch.loss() is None
 
 
 def test_a_rank_that_ended_its_run_is_not_missed(store: Store) -> None:
@@ -132,14 +132,14 @@ def test_a_rank_that_ended_its_run_is_not_missed(store: Store) -> None:
     watch = watch_of(store, clock, [])
     notes_of(store, 1).sign_last()
     for _ in range(30):
-        assert watch.look() is None
+        assert watch.loss() is None
         clock.pause(1)
 
 
 def test_the_watch_reports_once_and_a_store_that_is_gone_is_a_loss(store: Store) -> None:
     found: list[Loss] = []
     watch = watch_of(store, ManualClock(), found)
+    assert watch.look()
     store.is_gone = True
-    watch.start()
-    watch._thread.join(20)
+    assert not watch.look()
     assert found == [Loss(0, "the ranks' common store is gone")]

@@ -147,8 +147,8 @@ def _planner(parsed: argparse.Namespace) -> int:
     from zbv_solver.commands.messages import spinner
 
     from benchmarks.planner.report import report_json
-    from benchmarks.planner.run import bench
-    from benchmarks.planner.suite import GENERATED, generated, parse_suite, select
+    from benchmarks.planner.run import GENERATED, bench, generated
+    from benchmarks.planner.suite import parse_suite, select
 
     options = _options(parsed, without=tuple(parsed.without))
     suites = [

@@ -15,6 +15,7 @@ from zbv_solver.search.incumbent import Cancelled, Progress
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 
+from benchmarks.planner import jitter, lengths
 from benchmarks.planner.ablation import MECHANISMS, Contribution, ablation_table, contributions
 from benchmarks.planner.outcome import Outcome, measure, tally
 from benchmarks.planner.report import Report, Run, Table, summary
@@ -25,6 +26,18 @@ Spinner = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 
 WARM_UP_SECONDS = 2.0
 """Time limit of a warm-up search; with compiled kernels it takes a fraction of that."""
+
+
+GENERATED = ("unequal", "jitter")
+"""Benchmarks whose problems can also be planned."""
+
+
+def generated(name: str) -> tuple[Instance, ...]:
+    """The problems of a benchmark of :data:`GENERATED`, without its other schedules."""
+    if name == "jitter":
+        return tuple(Instance(name, *each, {}) for each in jitter.instances())
+    documents = ((each.name, each.document()) for each in lengths.instances())
+    return tuple(Instance(name, each, parse_problem(document), {}) for each, document in documents)
 
 
 def bench(

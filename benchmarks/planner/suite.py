@@ -11,12 +11,11 @@ from zbv_solver.documents.validation import refusal
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.documents import ProblemDocument
 from zbv_solver.problem.problem import Objective, Problem
-from zbv_solver.problem.reading import parse_problem, to_problem
+from zbv_solver.problem.reading import to_problem
 from zbv_solver.problem.stages import PlacementKind
 from zbv_solver.search.options import Effort, SearchOptions
 
 from benchmarks.findings import matching
-from benchmarks.planner import jitter, lengths
 
 Name = Annotated[str, Field(strict=True, min_length=1, max_length=64, pattern=r"^\S+$")]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -123,18 +122,6 @@ def parse_suite(document: Any, name: str) -> tuple[Instance, ...]:
     if issues:
         raise InvalidInput(issues)
     return tuple(instances)
-
-
-GENERATED = ("unequal", "jitter")
-"""Benchmarks whose problems can also be planned."""
-
-
-def generated(name: str) -> tuple[Instance, ...]:
-    """The problems of a benchmark of :data:`GENERATED`, without its other schedules."""
-    if name == "jitter":
-        return tuple(Instance(name, *each, {}) for each in jitter.instances())
-    documents = ((each.name, each.document()) for each in lengths.instances())
-    return tuple(Instance(name, each, parse_problem(document), {}) for each, document in documents)
 
 
 def select(suites: Iterable[tuple[Instance, ...]], only: str | None = None) -> tuple[Instance, ...]:

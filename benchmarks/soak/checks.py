@@ -84,10 +84,10 @@ class Coverage:
             raise Contradiction(check, detail())
 
 
-def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling: bool) -> None:
+def check(kind: str, document: Document, seed: str, coverage: Coverage) -> None:
     """Make all checks of one problem.
 
-    ``seed`` selects the searches. With ``scaling``, the checks also multiply all costs by powers of two.
+    ``seed`` selects the searches.
 
     Raises
     ------
@@ -97,13 +97,13 @@ def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling:
     coverage.problems[kind] += 1
     chance = Random(seed)
     examine = _Layers if "layers" in document else _Stages
-    examine(kind, document, chance, coverage, scaling).run()
+    examine(kind, document, chance, coverage).run()
 
 
 class _Examination:
-    def __init__(self, kind: str, document: Document, chance: Random, coverage: Coverage, scaling: bool):
+    def __init__(self, kind: str, document: Document, chance: Random, coverage: Coverage):
         self.kind, self.document, self.chance = kind, document, chance
-        self.coverage, self.scaling = coverage, scaling
+        self.coverage = coverage
         self.best: Optimum | None = None
 
     def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
@@ -197,8 +197,6 @@ class _Stages(_Examination):
             self.plan("standard search", search(problem, self.options()), pipeline)
         if self.chance.random() < 0.3:
             self._resume(problem, pipeline)
-        if self.scaling:
-            self._scale(problem, quick)
 
     def _refuses(self, problem: Problem) -> None:
         try:
@@ -254,24 +252,6 @@ class _Stages(_Examination):
         start = serial(problem)
         options = SearchOptions(effort="quick", seed=self.chance.randint(0, 99))
         self.plan("resumed search", search(problem, options, incumbent=start.orders), pipeline)
-
-    def _scale(self, problem: Problem, plan: Plan) -> None:
-        """Costs times a power of two give the same orders, and all numbers grow by exactly that factor."""
-        largest = max(map(float, problem.arrays.duration.ravel()), default=1.0)
-        # The sum of the costs of a rank's stages must also be at most 1e15.
-        exponents = [it for it in (-40, -20, -3, 1, 7, 20) if largest * 2.0**it < 1e14]
-        factor = 2.0 ** self.chance.choice(exponents)
-        document = scaled(self.document, factor)
-        other = parse_any_problem(document)
-        seed = plan.provenance.seed
-        again = search(other, SearchOptions(effort="quick", seed=seed))
-        self.require(
-            again.orders == plan.orders
-            and again.metrics.span == plan.metrics.span * factor
-            and again.metrics.lower_bound == plan.metrics.lower_bound * factor,
-            "scaling",
-            lambda: f"by {factor!r} changes the plan: {plan.metrics} became {again.metrics}",
-        )
 
 
 class _Layers(_Examination):
@@ -383,17 +363,6 @@ def _counts_on_tolerance(problem: Problem) -> bool:
     """
     limits = problem.memory.limit or ()
     return any(need > limit for need, limit in zip(problem.smallest_limit, limits, strict=False))
-
-
-def scaled(document: Document, factor: float) -> Document:
-    """Return the document with all costs multiplied."""
-
-    def times(values: Any) -> Any:
-        if isinstance(values, dict):
-            return {name: times(each) for name, each in values.items()}
-        return None if values is None else np.multiply(values, factor).tolist()
-
-    return {**document, "costs": times(document["costs"])}
 
 
 def all_heads_and_tails(problem: Problem) -> tuple[FloatArray, FloatArray]:

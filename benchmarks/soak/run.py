@@ -42,7 +42,6 @@ def add_soak(commands: Any) -> None:
         metavar="DIR",
         help="directory for contradictions (default: build/soak)",
     )
-    command.add_argument("--scaling", action="store_true", help="also multiply all costs by powers of two")
     command.add_argument("--replay", type=Path, metavar="FILE", help="check only the problem in this file")
     command.set_defaults(run=_soak)
 
@@ -56,7 +55,6 @@ def _soak(parsed: argparse.Namespace) -> int:
         seed,
         parsed.output,
         seconds=60 * parsed.minutes,
-        scaling=parsed.scaling,
         say=lambda line: print(line, flush=True),
     )
     print(summary(ended), flush=True)
@@ -81,7 +79,6 @@ def soak(
     *,
     seconds: float = float("inf"),
     problems: float = float("inf"),
-    scaling: bool = False,
     say: Say = print,
 ) -> Ended:
     """Check random problems until the time is up, the number is reached, or there is a contradiction."""
@@ -92,7 +89,7 @@ def soak(
     shown = began
     while time.monotonic() - began < seconds and number < problems:
         kind, document = draw(Random(f"{seed}/{number}"))
-        found = examine(kind, document, f"{seed}/{number}/checks", coverage, scaling)
+        found = examine(kind, document, f"{seed}/{number}/checks", coverage)
         if found is not None:
             path = _write(directory, found)
             detail = (
@@ -107,9 +104,7 @@ def soak(
     return Ended(coverage, time.monotonic() - began)
 
 
-def examine(
-    kind: str, document: dict[str, Any], seed: str, coverage: Coverage, scaling: bool
-) -> dict[str, Any] | None:
+def examine(kind: str, document: dict[str, Any], seed: str, coverage: Coverage) -> dict[str, Any] | None:
     """Return the contradiction about a problem as a document, or None.
 
     Any exception counts, because a valid problem must not raise one.
@@ -117,7 +112,7 @@ def examine(
     from benchmarks.soak.checks import Contradiction, check
 
     try:
-        check(kind, document, seed, coverage, scaling)
+        check(kind, document, seed, coverage)
     except Contradiction as contradiction:
         found, details = str(contradiction), None
     except Exception as error:
@@ -129,7 +124,6 @@ def examine(
         "traceback": details,
         "kind": kind,
         "seed": seed,
-        "scaling": scaling,
         "problem": document,
     }
 
@@ -139,8 +133,7 @@ def replay(path: Path, say: Say = print) -> bool:
     from benchmarks.soak.checks import Coverage
 
     case = json.loads(path.read_text())
-    scaling = case["scaling"]
-    found = examine(case["kind"], case["problem"], case["seed"], Coverage(), scaling)
+    found = examine(case["kind"], case["problem"], case["seed"], Coverage())
     if found is None:
         say(f"there is no contradiction any more; the file says: {case['found']}")
         return True

@@ -90,7 +90,7 @@ def test_a_search_may_refuse_layers_that_fit_only_for_the_tolerance(
 
     monkeypatch.setattr(checks, "search", refuse)
     with pytest.raises(Contradiction, match="1 of 1 cuts fit") if is_wrong else nullcontext():
-        checks.check("layers, ties", document, "0", Coverage(), scaling=False)
+        checks.check("layers, ties", document, "0", Coverage())
 
 
 def test_enumeration_and_cp_sat_agree_on_the_optimum() -> None:

@@ -29,8 +29,8 @@ from benchmarks.cli import main
 from benchmarks.planner.ablation import MECHANISMS, Mechanism, contributions
 from benchmarks.planner.outcome import Outcome, Point, measure, tally
 from benchmarks.planner.report import WIDTH, Report, Run, Table, figure, report_json
-from benchmarks.planner.run import bench
-from benchmarks.planner.suite import Instance, generated, parse_suite
+from benchmarks.planner.run import bench, generated
+from benchmarks.planner.suite import Instance, parse_suite
 
 Capture = pytest.CaptureFixture[str]
 

@@ -57,7 +57,8 @@ async def test_the_least_recently_used_value_is_dropped(asked: str, made_in_orde
 
 
 async def test_older_values_are_dropped_when_all_are_too_large_together() -> None:
-    made = Made(cache := Cache(10, most_bytes=100, weigh=len))
+    cache: Cache[bytes] = Cache(10, most_bytes=100, weigh=len)
+    made = Made(cache)
     for size_of, kept in (
         ({"a": 40, "b": 40, "c": 30}, {"a": False, "b": True, "c": True}),
         ({"d": 1000}, {"b": False, "c": False, "d": True}),  # the newest value stays at any size

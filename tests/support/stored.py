@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Engine, event
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
-from zbv_service.database.models import Base
+from zbv_service.database.engine import Base
 from zbv_service.records.agents import NewAgent
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 from zbv_service.records.runs import NewRun, RunDocument
@@ -82,7 +82,7 @@ def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: A
             **changes,
         }
     )
-    return NewPlan(summary, b"document", problem)
+    return NewPlan(summary, b"document", problem, summary.lower_bound)
 
 
 PLAN = "f" * 64

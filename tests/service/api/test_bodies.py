@@ -16,10 +16,11 @@ from support.serving import PROBLEM, Service, Serving
 from support.tokens import kind_of
 from support.worst_bodies import Sizes, worst
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
-from zbv_service.api.responses import SLICE, Responses
+from zbv_service.api.requests import SLICE, Requests
 from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
+from zbv_service.observability.metrics import Metrics
 from zbv_solver.errors import MOST_ISSUES, InvalidInput
 
 
@@ -126,8 +127,15 @@ async def test_a_large_response_is_sent_in_slices(size: int) -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "scheme": "http", "path": "/", "query_string": b"", "headers": []}
-    await Responses(app)(scope, receive, send)
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "scheme": "http",
+        "path": "/",
+        "query_string": b"",
+        "headers": [],
+    }
+    await Requests(app, Metrics())(scope, receive, send)
     bodies = sent[1:]
     assert b"".join(message.get("body", b"") for message in bodies) == content
     assert all(len(message["body"]) <= SLICE for message in bodies)

@@ -15,7 +15,7 @@ from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import HTML, accepts
 from zbv_service.database import Database, DatabaseAway
-from zbv_service.database.models import Base
+from zbv_service.database.engine import Base
 from zbv_service.errors import error_document, kinds
 
 
@@ -102,7 +102,7 @@ KEY = {"Idempotency-Key": "one"}
 
 async def rows(database: Database) -> dict[str, int]:
     """The number of rows of every table, except the one that running services update by themselves."""
-    async with database.reading() as session:
+    async with database.writing() as session:
         tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
         return {t.name: await session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
 

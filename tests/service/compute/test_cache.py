@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from zbv_service.compute.cache import Cache
+from zbv_service.compute.waiting import Cache
 
 
 class Made:

@@ -17,12 +17,11 @@ import pytest
 from support.processes import is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import LIGHT_BYTES, LIGHT_VALUES, Computations, is_light
-from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import KEPT_BYTES, IsolatedProcesses, memory_of_all
+from zbv_service.compute.waiting import CLIENT, Cache, Client, FairQueue, QueueFull
 from zbv_service.errors import ApiError
-from zbv_service.observability.context import CALLER, CLIENT, Client
+from zbv_service.observability.context import CALLER
 from zbv_solver.errors import InvalidInput
 
 MEBIBYTE = 1024**2
@@ -366,7 +365,7 @@ async def test_requests_of_a_token_share_its_turns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(computations, "AT_A_TIME_EACH", 1)
     async with computing() as found:
         CALLER.set("mine")
-        async with found._turn(found._turns):
+        async with found._turns.turn("mine"):
             with pytest.raises(ApiError, match="Your token") as caught:
                 await found.run(process_of, None)
             assert int(caught.value.headers["Retry-After"]) > 0

@@ -20,8 +20,8 @@ from support.postgres import Server, a_server
 from support.serving import DEADLINE, Serving
 from support.tokens import add, bearer
 from zbv_service.database import Database, DatabaseUnusable, SearchTable
+from zbv_service.database.engine import Base
 from zbv_service.database.migrate import upgrade
-from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.security.tokens import TokenText
@@ -31,7 +31,7 @@ async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp
     database = Database(f"sqlite:///{tmp_path}/zbv.db")
     await database.migrate()
     for _ in range(2):  # nobody gets the connection of the migration
-        async with database.reading() as session:
+        async with database.writing() as session:
             found = [
                 (await session.execute(text(f"PRAGMA {name}"))).scalar_one()
                 for name in ("journal_mode", "busy_timeout", "foreign_keys")

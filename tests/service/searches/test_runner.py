@@ -149,7 +149,7 @@ async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
     """Its first attempt may still be stopping when the same service claims it again."""
     async with serving("deaf", searches=2) as service:
         search_id = await service.begun()
-        assert await table.requeue_of(await table.owners()) == 1
+        assert await table.requeue_lost(await table.owners()) == 1
         await appeared(directory, "started-*", 2)
         other = (await service.submit(seed=1)).json()["id"]  # there is no slot for it
         (directory / "release").touch()

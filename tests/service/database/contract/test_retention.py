@@ -112,7 +112,7 @@ def a_token(now: datetime, name: str, kind: str = "token", **more: Any) -> Token
 
 async def fill(database: Database, of: str) -> None:
     """One row of every kind; names begin with ``of``."""
-    async with database.reading() as session:
+    async with database.writing() as session:
         now = await database.now(session)
     table, plans = SearchTable(database), PlanTable(database)
     for name in ("done", "waited", "measured"):

@@ -158,15 +158,15 @@ async def test_a_service_with_a_wrong_clock_keeps_its_searches_for_the_usual_tim
     table = SearchTable(database)
     with clock_off_by(hours):
         claim = await claimed(table)
-    assert await table.requeue_expired() == 0
+    assert await table.requeue_lost() == 0
     with clock_off_by(hours):
-        assert await table.requeue_expired() == 0
+        assert await table.requeue_lost() == 0
         assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
-    assert await table.requeue_expired() == 0
+    assert await table.requeue_lost() == 0
     with clock_off_by(hours):
         assert await table.renew("me", {"a": claim.fence}, 0.01) == {"a"}
     await asyncio.sleep(0.02)
-    assert await table.requeue_expired() == 1
+    assert await table.requeue_lost() == 1
 
 
 @pytest.mark.parametrize("hours", [-1, 1])

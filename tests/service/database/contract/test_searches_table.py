@@ -9,6 +9,8 @@ from datetime import UTC
 
 import pytest
 from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
+from support.serving import DEADLINE
 from support.stored import a_layout_search, a_plan, a_run, a_search, claimed, found_in, next_of
 from zbv_service.database import (
     Database,
@@ -21,7 +23,7 @@ from zbv_service.database import (
 )
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.packing import pack
-from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import NewRanking, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound
 
@@ -36,7 +38,7 @@ async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
 
     with pytest.raises(LookupError):
         await change_and_fail()
-    async with database.reading() as session:
+    async with database.writing() as session:
         assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
 
 
@@ -87,7 +89,7 @@ async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan
     table = SearchTable(database)
     await table.add(a_search("a", placement="auto", layers=8))
     claim = await next_of(table)
-    found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), cut_bound=4.0)
+    found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), search_bound=4.0)
     assert await table.finished("a", claim.fence, found)
     record = await found_in(table)
     assert (record.objective, record.lower_bound, record.gap) == (5.0, 4.0, 0.25)
@@ -102,7 +104,7 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     await table.add(a_search("a"))
     old = await next_of(table, "old")
     assert await table.progressed("a", old.fence, BETTER)
-    assert await table.requeue_of({"old"}) == 1
+    assert await table.requeue_lost({"old"}) == 1
     new = await next_of(table, "new")
     assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
 
@@ -182,17 +184,24 @@ async def test_a_search_fails_after_too_many_evictions_without_progress(database
 
 async def test_a_reading_session_sees_one_consistent_state(database: Database, second: Database) -> None:
     count = select(func.count()).select_from(SearchRow)
-    async with database.reading() as session:
-        before = await session.scalar(count)
-        await SearchTable(second).add(a_search("a"))
-        assert await session.scalar(count) == before
+    loop = asyncio.get_running_loop()
+
+    def find(session: Session) -> list[int | None]:
+        before = session.scalar(count)
+        added = asyncio.run_coroutine_threadsafe(SearchTable(second).add(a_search("a")), loop)
+        added.result(DEADLINE)
+        return [before, session.scalar(count)]
+
+    async with database.writing():
+        pass  # switches SQLite to write-ahead logging, as the migration of a service does
+    assert await database.read(find) == [0, 0]
     assert (await database.rows(count))[0][0] == 1
 
 
 async def test_a_plan_is_stored_once_with_its_time_in_utc(database: Database) -> None:
     table, plan = PlanTable(database), a_plan("p")
     assert await table.add(plan)
-    assert not await table.add(NewPlan(a_plan("p").summary, b"another document", "problem"))
+    assert not await table.add(replace(a_plan("p"), document=b"another document"))
     assert await table.document("p") == b"document"
     assert await table.document("q") is None
     (stored,) = await table.newest(1)

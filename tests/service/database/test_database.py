@@ -20,8 +20,8 @@ from support.postgres import Server, a_server
 from support.serving import DEADLINE, Serving
 from support.tokens import add, bearer
 from zbv_service.database import Database, DatabaseUnusable, SearchTable
-from zbv_service.database.migrate import upgrade
 from zbv_service.database.engine import Base
+from zbv_service.database.migrate import upgrade
 from zbv_service.database.url import async_url
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.security.tokens import TokenText

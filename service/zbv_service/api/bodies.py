@@ -66,7 +66,7 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
         413: the body is larger. 415: it is not declared as JSON, or compressed. 503: too many bodies are in
         memory.
     """
-    kind = _media_type(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind == "application/json" or kind.endswith("+json")):
         raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json.")
     _encoding(request)
@@ -96,7 +96,7 @@ async def read_form(request: Request, limit: int) -> str:
     ApiError
         413: the body is larger. 415: it is not a form.
     """
-    kind = _media_type(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does.")
     _encoding(request)
@@ -118,10 +118,6 @@ def _encoding(request: Request, *more: str) -> str:
             headers={"Accept-Encoding": ", ".join(("identity", *more))},  # RFC 9110, section 12.5.3
         )
     return encoding
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 class BodyMemory:
@@ -164,26 +160,21 @@ async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
         raise too_large(limit)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserved(int(declared) if is_declared else limit):
-        body = await _read(request, limit)
+        body, loop = bytearray(), asyncio.get_running_loop()
+        until = loop.time() + request.app.state.settings.request_seconds
+        try:
+            async with asyncio.timeout_at(until) as patience:
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large(limit)
+                    patience.reschedule(until + len(body) / SLOWEST)
+        except TimeoutError:
+            raise ApiError(
+                BODY_TOO_SLOW,
+                f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
+                headers={"Connection": "close"},
+            ) from None
+        except ClientDisconnect:
+            raise malformed("it ends before its declared length") from None
         yield body
-
-
-async def _read(request: Request, limit: int) -> bytearray:
-    body, loop = bytearray(), asyncio.get_running_loop()
-    until = loop.time() + request.app.state.settings.request_seconds
-    try:
-        async with asyncio.timeout_at(until) as patience:
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise too_large(limit)
-                patience.reschedule(until + len(body) / SLOWEST)
-    except TimeoutError:
-        raise ApiError(
-            BODY_TOO_SLOW,
-            f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
-            headers={"Connection": "close"},
-        ) from None
-    except ClientDisconnect:
-        raise malformed("it ends before its declared length") from None
-    return body

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import columns_of
-from zbv_service.database.events import tell_end, tell_state
+from zbv_service.database.events import add_event
 from zbv_service.database.models import RunRow, SearchRow
 from zbv_service.database.paging import begins, of_shape, read_page
 from zbv_service.database.run_end import changed
@@ -99,7 +99,7 @@ class SearchTable(SearchLeases):
             )
             session.add(row)
             await session.flush()  # the event refers to it
-            await tell_state(session, row, now, "submitted")
+            await add_event(session, row, now, "state", "submitted")
         return _record({column.key: getattr(row, column.key) for column in _COLUMNS})
 
     async def get(self, search_id: str) -> SearchRecord | None:
@@ -216,9 +216,9 @@ async def _give_up(session: AsyncSession, row: SearchRow, now: datetime) -> None
     row.cancel_requested, row.request_key, row.updated_at = True, None, now
     if row.state == "queued" and row.objective is None:
         row.state, row.finished_at = "cancelled", now
-        await tell_end(session, row, now)
+        await add_event(session, row, now, "end")
     else:
-        await tell_state(session, row, now, "cancel-requested")
+        await add_event(session, row, now, "state", "cancel-requested")
 
 
 async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.frontiers import ask, frontier, planned
 from support.serving import PROBLEM, Service, Serving
-from zbv_service.documents.packing import problem_key
+from zbv_service.documents.problems import problem_key
 from zbv_service.frontier.points import Point
 from zbv_service.frontier.problems import problems_of_stages
 from zbv_service.pages.frontier import picture_of

@@ -16,7 +16,8 @@ from support.live import listening
 from support.paths import ROOT
 from support.serving import DEADLINE, PROBLEM, Service, Serving
 from zbv_service.app import create_app
-from zbv_service.observability.metrics import Metrics, family
+from zbv_service.observability.metrics import Metrics
+from zbv_service.searches.runner import family
 from zbv_service.settings import Settings
 
 DOCUMENTED = {

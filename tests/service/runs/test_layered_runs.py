@@ -12,7 +12,7 @@ from support.serving import MODEL, Service
 from zbv_service.client.answers import read_rank
 from zbv_service.client.errors import InvalidAnswer
 from zbv_service.runs.replanner import measure
-from zbv_service.searches.kinds import new_search
+from zbv_service.searches.searches import new_search
 from zbv_service.settings import Settings
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import with_stage_costs

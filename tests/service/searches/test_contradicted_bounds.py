@@ -12,8 +12,7 @@ from support.layered import LAYERED
 from support.serving import PROBLEM, Service, Serving
 from support.stored import a_plan
 from zbv_service.database import Database, PlanTable
-from zbv_service.documents.packing import pack, pack_plan, problem_key
-from zbv_service.documents.problems import question_json
+from zbv_service.documents.problems import pack, pack_plan, problem_key, question_json
 from zbv_service.frontier.points import Point, tightened
 from zbv_service.problems.estimate import estimate_of_layers
 from zbv_service.settings import Settings

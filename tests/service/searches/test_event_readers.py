@@ -13,11 +13,11 @@ from sqlalchemy import Engine, event
 from support.serving import until
 from support.stored import PLAN, a_plan, a_run, a_search, next_of
 from zbv_service.database import Database, PlanTable, RunEventTable, RunTable, SearchEventTable, SearchTable
+from zbv_service.database import events as hub
+from zbv_service.database.events import EventFeed
 from zbv_service.records.runs import EventDocument
 from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
-from zbv_service.searches import events as hub
-from zbv_service.searches.events import EventFeed
 
 
 @pytest.fixture

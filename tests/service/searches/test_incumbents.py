@@ -12,8 +12,7 @@ from support.layered import LAYERED
 from support.serving import PROBLEM, Serving
 from zbv_service.database import Database
 from zbv_service.database.models import SearchRow
-from zbv_service.documents.packing import incumbent_of, pack, pack_plan
-from zbv_service.documents.problems import answers, question_json
+from zbv_service.documents.problems import answers, incumbent_of, pack, pack_plan, question_json
 from zbv_service.records.searches import Claim
 from zbv_service.searches.executors.task import search_plan, solver_search
 from zbv_service.settings import Settings

@@ -36,7 +36,7 @@ from zbv_service.records.searches import (
     SearchList,
     SearchRecord,
 )
-from zbv_service.searches.kinds import SearchRequest
+from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
 from zbv_service.security.tokens import grant_of

@@ -14,7 +14,7 @@ from support.serving import DEADLINE
 from support.stored import a_layout_search, a_plan, a_search, claimed, found_in, next_of
 from zbv_service.database import Database, PlanTable, SearchEventTable, SearchTable, TooManySearches
 from zbv_service.database.models import SearchRow
-from zbv_service.documents.packing import pack
+from zbv_service.documents.problems import pack
 from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import NewRanking, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound

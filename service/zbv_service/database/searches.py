@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import Row, Select, bindparam, func, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -22,9 +23,8 @@ from zbv_service.database.search_leases import SearchLeases
 from zbv_service.records.lists import Page, Position, SearchListQuery
 from zbv_service.records.searches import (
     FINISHED,
-    LayoutSearchDocument,
+    AnySearch,
     NewSearch,
-    SearchDocument,
     SearchRecord,
 )
 
@@ -100,7 +100,7 @@ class SearchTable(SearchLeases):
             session.add(row)
             await session.flush()  # the event refers to it
             await add_event(session, row, now, "state", "submitted")
-        return _record({column.key: getattr(row, column.key) for column in _COLUMNS})
+        return _RECORD.validate_python({column.key: getattr(row, column.key) for column in _COLUMNS})
 
     async def get(self, search_id: str) -> SearchRecord | None:
         """A search by id."""
@@ -109,7 +109,10 @@ class SearchTable(SearchLeases):
     async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
         """The searches of these request keys, by key; keys without a search are left out."""
         query = select(SearchRow.request_key, *_LISTED).where(SearchRow.request_key.in_(request_keys))
-        return {row.request_key: _record(row._mapping) for row in await self._database.rows(query)}
+        return {
+            row.request_key: _RECORD.validate_python(dict(row._mapping))
+            for row in await self._database.rows(query)
+        }
 
     async def queued_before(self, record: SearchRecord) -> int:
         """The number of queued searches that start before this queued one."""
@@ -143,7 +146,7 @@ class SearchTable(SearchLeases):
         def find(session: Session) -> Page[SearchRecord]:
             def load(ids: Sequence[str]) -> list[SearchRecord]:
                 rows = session.execute(select(*_LISTED).where(SearchRow.id.in_(ids)))
-                return [_record(row._mapping) for row in rows]
+                return [_RECORD.validate_python(dict(row._mapping)) for row in rows]
 
             row = SearchRow
             return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
@@ -252,6 +255,7 @@ async def _moment_and_turn(session: AsyncSession, caller: str | None, now: datet
     return now, max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
 
 
+_RECORD: TypeAdapter[AnySearch] = TypeAdapter(AnySearch)
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
 _COLUMNS = (*columns_of(SearchRecord, SearchRow), SearchRow.summary, SearchRow.options, SearchRow.progress)
 _RECORDS = select(*_COLUMNS)
@@ -261,11 +265,7 @@ _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
 
 def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
-    return _record(rows[0]._mapping) if rows else None
-
-
-def _record(values: Any) -> SearchRecord:
-    return (SearchDocument if values["kind"] == "plan" else LayoutSearchDocument)(**values)
+    return _RECORD.validate_python(dict(rows[0]._mapping)) if rows else None
 
 
 def _place(record: SearchRecord) -> tuple[datetime, str]:

@@ -1,8 +1,8 @@
 """Counts the functions of the service that a request passes through; as a program, it lists them.
 
-``python -m tests.support.walk`` walks from ``POST /v1/searches`` through the search to the fetch of a rank,
+``python -m tests.support.walk [tokens]`` walks from ``POST /v1/searches`` through the search to the fetch of a rank,
 in this process over ASGI. What the process of the search runs is not counted, nor what a service does at
-intervals whether or not anybody asks: it renews leases, and looks for requests to stop, runs and old rows.
+intervals: it renews leases, and looks for requests to stop, runs and old rows, and at its memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import httpx
 import zbv_service
 from zbv_service.app import create_app
+from zbv_service.compute import computations
 from zbv_service.settings import Settings
 
 from support.fake_kinds import kinds_of
@@ -104,17 +106,18 @@ def modules(functions: set[Function]) -> list[str]:
     return sorted({function.module for function in functions})
 
 
-async def walk(place: Path) -> Walk:
-    """Submit a search, follow it to its end, and fetch a rank twice, with a token of the database."""
+async def walk(place: Path, auth: Literal["tokens", "none"] = "none") -> Walk:
+    """Submit a search, follow it to its end, and fetch a rank twice; ``tokens``: with one of the database."""
     walk = Walk()
-    settings = Settings(database=f"sqlite:///{place}/zbv.db", allowed_hosts=("zbv",), searches=1)
-    with walk.watching():
+    settings = Settings(database=f"sqlite:///{place}/zbv.db", allowed_hosts=("zbv",), searches=1, auth=auth)
+    with walk.watching(), patch.object(computations, "LOOK_SECONDS", DEADLINE):
         app = create_app(settings, kinds=kinds_of("honest", place))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://zbv", timeout=DEADLINE)
         async with app.router.lifespan_context(app), client as http:
             state, service = app.state.application, Service(app, http)
-            http.headers.update(await add(service, "read", "search"))
+            if auth == "tokens":
+                http.headers.update(await add(service, "read", "search"))
             await state.dispatcher.stop()
             await state.sweeper.stop()
             # Builds the middleware, and opens a connection in each thread that reads.
@@ -145,4 +148,5 @@ def listing(done: Walk) -> Iterator[str]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        sys.stdout.writelines(f"{line}\n" for line in listing(asyncio.run(walk(Path(folder)))))
+        done = asyncio.run(walk(Path(folder), "tokens" if "tokens" in sys.argv else "none"))
+        sys.stdout.writelines(f"{line}\n" for line in listing(done))

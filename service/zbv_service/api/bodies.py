@@ -69,8 +69,7 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind == "application/json" or kind.endswith("+json")):
         raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json.")
-    _encoding(request)
-    async with _reading(request, limit) as body:
+    async with _reading(request, limit) as (body, _):
         yield body
 
 
@@ -83,8 +82,7 @@ async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytea
     ApiError
         413: the body is larger. 415: it has another encoding. 503: too many bodies are in memory.
     """
-    encoding = _encoding(request, "gzip")
-    async with _reading(request, limit) as body:
+    async with _reading(request, limit, "gzip") as (body, encoding):
         yield body, encoding == "gzip"
 
 
@@ -99,25 +97,12 @@ async def read_form(request: Request, limit: int) -> str:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does.")
-    _encoding(request)
-    async with _reading(request, limit) as body:
+    async with _reading(request, limit) as (body, _):
         return body.decode("latin-1")
 
 
 def _read_medium(read: Callable[[Any], T], body: bytes | bytearray) -> T:
     return read(parse_medium(body))
-
-
-def _encoding(request: Request, *more: str) -> str:
-    """The content encoding of a body: identity or one of ``more``; raises :class:`ApiError` 415."""
-    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
-    if encoding not in ("identity", *more):
-        raise ApiError(
-            UNSUPPORTED_MEDIA_TYPE,
-            f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *more))}.",
-            headers={"Accept-Encoding": ", ".join(("identity", *more))},  # RFC 9110, section 12.5.3
-        )
-    return encoding
 
 
 class BodyMemory:
@@ -152,8 +137,18 @@ class BodyMemory:
 
 
 @asynccontextmanager
-async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
-    """Within the block, the body of a request; its bytes stay reserved."""
+async def _reading(request: Request, limit: int, *encodings: str) -> AsyncIterator[tuple[bytearray, str]]:
+    """Within the block, the body of a request, whose bytes stay reserved, and its content encoding.
+
+    It is ``identity`` or one of ``encodings``.
+    """
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
+    if encoding not in ("identity", *encodings):
+        raise ApiError(
+            UNSUPPORTED_MEDIA_TYPE,
+            f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *encodings))}.",
+            headers={"Accept-Encoding": ", ".join(("identity", *encodings))},  # RFC 9110, section 12.5.3
+        )
     declared = request.headers.get("content-length", "")
     is_declared = declared.isdecimal() and len(declared) < 20
     if is_declared and int(declared) > limit:
@@ -177,4 +172,4 @@ async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
             ) from None
         except ClientDisconnect:
             raise malformed("it ends before its declared length") from None
-        yield body
+        yield body, encoding

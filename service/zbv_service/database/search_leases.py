@@ -20,7 +20,7 @@ from sqlalchemy.orm import undefer
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.plans.plan import gap_of
 
-from zbv_service.database.engine import BaseTable, Database, record_of
+from zbv_service.database.engine import BaseTable, Database, columns_of
 from zbv_service.database.events import add_event, times_since_found
 from zbv_service.database.models import SearchPlanRow, SearchRow
 from zbv_service.database.plans import insert_plan
@@ -28,6 +28,7 @@ from zbv_service.documents.problems import finite_or_none, supported_bound, unpa
 from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
 
+_CLAIM = columns_of(Claim, SearchRow)
 _CLAIM_LOCK = 7_321_009
 """The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
 
@@ -98,7 +99,7 @@ class SearchLeases(BaseTable):
             row.started_at = row.started_at or now
             row.updated_at = now
             await add_event(session, row, now, "state", "started")
-            claim = record_of(Claim, row)
+            claim = Claim(**{column.key: getattr(row, column.key) for column in _CLAIM})
         self._changed(claim.id)
         return claim
 

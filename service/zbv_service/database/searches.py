@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Row, Select, bindparam, func, select, tuple_, update
+from sqlalchemy import Row, Select, bindparam, func, select, text, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -75,8 +75,12 @@ class SearchTable(SearchLeases):
     async def _insert(self, new: NewSearch, most: int | None, for_run: bool) -> SearchRecord:
         async with self._database.writing() as session:
             if most is not None:
-                await self._database.one_at_a_time(session, f"searches of {new.created_by}")
-                if await _unfinished(session, new.created_by, most) >= most:
+                if not self._database.is_sqlite:  # which has one writer at a time
+                    await session.execute(_ONE_AT_A_TIME, {"caller": f"searches of {new.created_by}"})
+                unfinished = SearchRow.state.in_(["queued", "running"])
+                theirs = select(SearchRow.id).where(SearchRow.created_by == new.created_by, unfinished)
+                count = select(func.count()).select_from(theirs.limit(most).subquery())
+                if await session.scalar(count) == most:
                     raise TooManySearches
             now, turn = await _moment_and_turn(session, new.created_by, await self._database.now(session))
             summary = new.summary
@@ -224,14 +228,6 @@ async def _give_up(session: AsyncSession, row: SearchRow, now: datetime) -> None
         await add_event(session, row, now, "state", "cancel-requested")
 
 
-async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> int:
-    """The number of a caller's unfinished searches, counted up to ``most``."""
-    theirs = select(SearchRow.id).where(
-        SearchRow.created_by == caller, SearchRow.state.in_(["queued", "running"])
-    )
-    return await session.scalar(select(func.count()).select_from(theirs.limit(most).subquery())) or 0
-
-
 async def _moment_and_turn(session: AsyncSession, caller: str | None, now: datetime) -> tuple[datetime, int]:
     """The moment and the turn of a caller's next search.
 
@@ -255,6 +251,9 @@ async def _moment_and_turn(session: AsyncSession, caller: str | None, now: datet
     return now, max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
 
 
+_ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(6451204, hashtext(:caller))")
+"""Until the transaction ends, no other one adds a search of this caller to PostgreSQL; the first number is
+arbitrary. What the session reads from now on includes what those have written."""
 _RECORD: TypeAdapter[AnySearch] = TypeAdapter(AnySearch)
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
 _COLUMNS = (*columns_of(SearchRecord, SearchRow), SearchRow.summary, SearchRow.options, SearchRow.progress)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from zbv_solver.errors import InvalidInput
+from zbv_solver.partition.cut_space import CutSpace, CutTables
 from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layer import LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
@@ -37,6 +38,17 @@ RECOMPUTE = {
     "backward_input": 4,
     "memory": {"forward": 1, "backward_input": 1, "backward_weight": -2, "workspace": 2},
 }
+
+
+SLOW = {"slow": {"forward": 6, "backward_input": 5, "memory": {"forward": 3, "backward_weight": -3}}}
+LINKS = [{"latency": 1, "bandwidth": 100}, {"latency": 2, "bandwidth": 50}, {"latency": 5, "bandwidth": 25}]
+MIXED: dict[str, Any] = {
+    "pp_degree": 3,
+    "layers": [EMBEDDING, {**BLOCK, "on": SLOW}, HEAD],
+    "devices": ["fast", "fast", "slow"],
+    "costs": {"link": LINKS},
+}
+"""Changes of a :func:`document`: ten layers on three ranks, the last of which is slow."""
 
 
 def document(**changes: Any) -> dict[str, Any]:
@@ -176,6 +188,11 @@ def every_cut(problem: LayeredProblem, placement: Placement) -> Iterator[Problem
                 need <= most + 1e-6 for need, most in zip(found.smallest_limit, limit, strict=True)
             ):
                 yield found
+
+
+def space_of(problem: LayeredProblem) -> CutSpace:
+    """The cuts into stages of the first placement."""
+    return CutSpace(problem, problem.placements[0], CutTables.of(problem))
 
 
 def worst_load(problem: Problem) -> float:

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Engine, event
-from zbv_service.database import AgentTable, Database, PlanTable, RunTable
-from zbv_service.database.models import Base
+from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
+from zbv_service.database.engine import Base
 from zbv_service.records.agents import NewAgent
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
-from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NewSearch
+from zbv_service.records.runs import NewRun, RunDocument
+from zbv_service.records.searches import Claim, NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
 
@@ -33,6 +33,33 @@ def a_layout_search(name: str) -> NewSearch:
     """A search of layouts."""
     summary = {"devices": 8, "global_batch": 64, "sequence_length": 128, "layouts": 3}
     return NewSearch(name, name, b"request", summary, {}, kind="layouts")
+
+
+async def claimed(table: SearchTable, name: str = "a", key: str | None = None) -> Claim:
+    """Add a search, and claim the next one."""
+    await table.add(a_search(name, key))
+    return await next_of(table)
+
+
+async def next_of(table: SearchTable, owner: str = "me", seconds: float = 60) -> Claim:
+    """Claim the next search, which there is."""
+    claim = await table.claim(owner, seconds)
+    assert claim is not None
+    return claim
+
+
+async def found_in(table: SearchTable, name: str = "a") -> SearchRecord:
+    """A search that is stored."""
+    record = await table.get(name)
+    assert record is not None
+    return record
+
+
+async def run_in(table: RunTable, name: str = "run") -> RunDocument:
+    """A run that is stored."""
+    record = await table.get(name)
+    assert record is not None
+    return record
 
 
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:
@@ -55,7 +82,7 @@ def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: A
             **changes,
         }
     )
-    return NewPlan(summary, b"document", problem)
+    return NewPlan(summary, b"document", problem, summary.lower_bound)
 
 
 PLAN = "f" * 64

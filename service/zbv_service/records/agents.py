@@ -108,7 +108,7 @@ class NewAgent(Record):
     checkpoint_directories: list[str] | None
     """Where its ranks may save checkpoints; null if the agent did not say."""
     owner: str = Field(exclude=True)
-    """The token that registered it (:attr:`zbv_service.security.grants.Grant.owner`)."""
+    """The token that registered it (:attr:`zbv_service.security.tokens.Grant.owner`)."""
 
 
 class AgentDocument(NewAgent):

@@ -27,7 +27,7 @@ from zbv_service.records.agents import (
 )
 from zbv_service.records.lists import AgentListQuery, Page, Position
 from zbv_service.runs.dispatch import Dispatcher
-from zbv_service.security.grants import Grant
+from zbv_service.security.tokens import Grant
 
 PAUSE_SECONDS = 0.05
 """Seconds between two writes, so that each stores many heartbeats; a single one does not wait."""

@@ -131,8 +131,6 @@ EVEN = {"layers": [layer("block", 2, repeat=8)]}
 VISION = {"layers": [layer("patches", 1), layer("vision", 1, repeat=3), layer("projector", 1), *LAYERS]}
 FULL = {"layers": [executor_layers.layer("embedding", 1, held=10), LAYERS[1], layer("head", 1)]}
 ENDS = {"cut": {"first": 3, "last": 3}}
-
-
 THOROUGH = "cut model.json --executor megatron --no-free-order --effort thorough"
 LATE = f"{THOROUGH} --time-limit 1e-9"
 

@@ -30,19 +30,38 @@ from zbv_solver.search.run import search
 Run = Callable[[str], tuple[str, str]]
 DIFFERING = uniform_document(2, 4) | {"sequences": [[1000], [2000], [500, 500], [3000]]}
 DIFFERING["costs"]["forward"] = {"fixed": 0.25, "tokens": 1}
+BLOCKS = [layer("embedding", 1, held=2), layer("block", 2, held=2, repeat=6), layer("head", 3, held=2)]
+MODEL: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "layers": BLOCKS}
+SHAPE = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512}
+CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
+DOCUMENTS: dict[str, Any] = {
+    "problem": uniform_document(2, 4, limit=4),
+    "other": uniform_document(2, 4, limit=5),
+    "tight": uniform_document(2, 4, limit=1.5),
+    "large": uniform_document(4, 16, limit=6),
+    "differing": DIFFERING,
+    "model": MODEL,
+    "small": {**MODEL, "memory": {"limit": 3}},
+    "narrow": {**MODEL, "memory": {"limit": 15}},
+    "backwards": {**MODEL, "layers": [layer("head", 1), layer("block", 1)]},
+    "gpt": {"model": SHAPE, "global_batch": 8},
+    "transformers": {"model_type": "llama"},
+    "t5": {"model_type": "t5"},
+    "cluster": CLUSTER,
+    "cluster-list": [],
+    "cluster-tiny": {**CLUSTER, "memory": 1e6},
+    "batch": batch_document([8] * 8, max_tokens=8),
+    "one": batch_document([8], max_tokens=8, replicas=1),
+    "full": batch_document([64, 64], limit=100),
+    "jitter": {"action": {"samples": [0.9, 1.1]}, "rank": 0.01, "transfer": 0},
+}
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run ``zbv`` in a folder with documents; returns what it wrote to both streams."""
+    """Run ``zbv`` in a folder with all documents; returns what it wrote to both streams."""
     monkeypatch.chdir(tmp_path)
-    for name, document in {
-        "problem": uniform_document(2, 4, limit=4),
-        "differing": DIFFERING,
-        "batch": batch_document([8] * 8, max_tokens=8),
-        "one": batch_document([8], max_tokens=8, replicas=1),
-        "jitter": {"action": {"samples": [0.9, 1.1]}, "rank": 0.01, "transfer": 0},
-    }.items():
+    for name, document in DOCUMENTS.items():
         Path(f"{name}.json").write_text(json.dumps(document))
 
     def command(text: str) -> tuple[str, str]:
@@ -78,7 +97,6 @@ def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> Non
 def test_ctrl_c_writes_the_best_plan_so_far(
     number: signal.Signals, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("large.json").write_text(json.dumps(uniform_document(4, 16, limit=6)))
     searched = search
 
     def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> Plan:
@@ -99,19 +117,16 @@ def test_ctrl_c_writes_the_best_plan_so_far(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (
-            "plan problem.json",
-            ["span 24 (proved optimal), bubble rate", "eager-1f1b", "  rank 1: 1F0 2F0 ", "not saved"],
-        ),
-        ("pack batch.json --compare", ["equal-tokens", "lower bound of every packing", "not saved"]),
+        ("plan problem.json", "span 24 (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved"),
+        ("pack batch.json --compare", "equal-tokens|lower bound of every packing|not saved"),
     ],
 )
 def test_on_a_terminal_the_answer_is_summarised(
-    command: str, words: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
+    command: str, words: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     out, _ = run(f"{command} --effort quick")
-    assert all(each in out for each in words)
+    assert all(word in out for word in words.split("|"))
 
 
 def test_standard_input_and_output_in_a_real_process_and_help_imports_nothing_heavy() -> None:
@@ -192,7 +207,7 @@ def test_a_packing_is_written_and_its_quality_reported(name: str, counted: str, 
 # --- the summary of a cut
 
 NOTHING = {"name": "a", "forward": 0, "backward_input": 0, "backward_weight": 0, "repeat": 4}
-LEAN = {**BLOCK, "recompute": RECOMPUTE, "repeat": 2}
+LEAN = {"layers": [{**BLOCK, "recompute": RECOMPUTE, "repeat": 2}]}
 
 
 @pytest.mark.parametrize(
@@ -204,8 +219,7 @@ LEAN = {**BLOCK, "recompute": RECOMPUTE, "repeat": 2}
             "  placement single; no cut of these layers has a span below 120 (gap ",
             True,
         ),
-        ({"layers": [LEAN], "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)", False),
-        ({"layers": [LEAN], "memory": {"limit": 8}, "cut": {"allow_empty": True}}, "nothing", False),
+        ({**LEAN, "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)|nothing", False),
         ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20% more than the mean", True),
         ({"layers": [{**BLOCK, "repeat": 8}]}, "", False),
         ({"layers": [NOTHING]}, "", False),
@@ -215,38 +229,12 @@ def test_the_summary_of_a_cut_has_the_layers_of_every_rank_and_says_what_is_unev
     changes: dict[str, Any], words: str, is_uneven: bool
 ) -> None:
     summary = cut_summary(search(layered(**changes), SearchOptions("quick", seed=1)))
-    assert words in summary
+    assert all(word in summary for word in words.split("|"))
     assert ("cannot be divided evenly" in summary.splitlines()[-1]) == is_uneven
 
 
 # --- mistakes: an exit status, and a message that names the place and the rule
 
-STAGES = uniform_document(2, 4, limit=4)
-BLOCKS = [layer("embedding", 1, held=2), layer("block", 2, held=2, repeat=6), layer("head", 3, held=2)]
-MODEL: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "layers": BLOCKS}
-GPT = {
-    "model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512},
-    "global_batch": 8,
-}
-CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
-DOCUMENTS = {
-    "problem": STAGES,
-    "other": uniform_document(2, 4, limit=5),
-    "tight": uniform_document(2, 4, limit=1.5),
-    "jitter": {"rank": [0.1, 0.1, 0.1]},
-    "model": MODEL,
-    "small": {**MODEL, "memory": {"limit": 3}},
-    "narrow": {**MODEL, "memory": {"limit": 15}},
-    "backwards": {**MODEL, "layers": [layer("head", 1), layer("block", 1)]},
-    "gpt": GPT,
-    "transformers": {"model_type": "llama"},
-    "t5": {"model_type": "t5"},
-    "cluster": CLUSTER,
-    "cluster-list": [],
-    "cluster-tiny": {**CLUSTER, "memory": 1e6},
-    "batch": batch_document([8, 8]),
-    "full": batch_document([64, 64], limit=100),
-}
 TEXTS = {"brace": b"{", "deep": b"[" * 100_000, "empty": b"{}"}
 SHORT = {
     "CUT": "cut model.json --executor megatron --effort quick",
@@ -268,6 +256,7 @@ check other.json plan.json → they differ in memory
 check problem.json false.json → the stated span 23 is too small
 check problem.json plan.json --problem problem.json → found two problems
 check schedule.csv → a schedule has no costs. Give its problem: --problem FILE
+plan problem.json -o /no/such/plan.json → /no/such/plan.json: No such file or directory
 plan no/such/file.json → zbv: no/such/file.json: No such file
 plan problem.json --time-limit -1 → zbv: --time-limit: found -1.0; must be
 plan problem.json --jitter=much → --jitter: found 'much'; jitter is written as 5%
@@ -351,6 +340,8 @@ def test_a_mistake_is_named_and_nothing_is_written(
     command, message = row.split(" → ")
     name, *arguments = command.split()
     monkeypatch.chdir(folder)
+    if status == 2:
+        monkeypatch.setattr("zbv_solver.commands.searches.search", lambda *_, **__: pytest.fail("too late"))
     before = {*folder.iterdir()}
     assert main([*SHORT.get(name, name).split(), *arguments]) == status
     out, err = capsys.readouterr()
@@ -358,13 +349,3 @@ def test_a_mistake_is_named_and_nothing_is_written(
     assert err.startswith("zbv: ")
     assert message in " ".join(err.split())
     assert {*folder.iterdir()} == before
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_the_search(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "zbv_solver.commands.searches.search", lambda *_, **__: pytest.fail("the search began")
-    )
-    assert main(["plan", str(folder / "problem.json"), "-o", "/no/such/folder/plan.json"]) == 2
-    assert "/no/such/folder/plan.json: No such file or directory" in capsys.readouterr().err

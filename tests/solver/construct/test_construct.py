@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,30 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import differing_problems, limited, limited_problems, problems, uniform, with_sizes
-from zbv_solver.construct.baselines import (
-    BASELINES,
-    baseline,
-    baseline_names,
-    clustered,
-    cyclic,
-    merge_stages,
-    missing,
-    without_limit,
-)
-from zbv_solver.construct.classical import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from zbv_solver.construct import baselines
+from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, cyclic
+from zbv_solver.construct.board import Board, place, stays_safe
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
 from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_solver.construct.overtaking import Large, OvertakingRule, OvertakingScheduler
-from zbv_solver.construct.rules import EntryRule, entry_rule, first_rule, practice_order
-from zbv_solver.construct.tables import sizes
+from zbv_solver.construct.rules import EntryRule, changed, entry_rule, first_rule, mountain, practice_order
+from zbv_solver.construct.tables import make_tables, sizes
 from zbv_solver.errors import InvalidInput
 from zbv_solver.improve.overtaking_search import only
-from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.problem import F, I, Problem, W
 from zbv_solver.search.assemble import baseline_plan, compare
 from zbv_solver.timing.start_times import earliest_start_values, evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
-
-Row = tuple[int, int, int]
 
 
 @st.composite
@@ -67,9 +56,20 @@ def test_practice_has_the_small_ones_at_both_ends(problem: Problem) -> None:
         assert practice == given_order.renamed(order)
 
 
+@given(st.lists(st.floats(0.5, 50), min_size=1, max_size=12), st.floats(0, 1), st.integers(0, 99))
+def test_a_mountain_is_a_permutation_that_rises_and_falls(size: list[float], peak: float, seed: int) -> None:
+    order, begin = mountain(np.array(size), peak), seed % len(size)
+    other = changed(order, np.random.default_rng(seed), begin)
+    assert sorted(order) == sorted(other) == list(range(len(size)))
+    assert (order[:begin] == other[:begin]).all()
+    steps, top = np.diff(np.array(size)[order]), round(peak * (len(size) - 1))
+    if len(set(size)) == len(size):
+        assert (np.sign(steps) == [1] * top + [-1] * (len(steps) - top)).all()
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 4))
 def test_clusters_have_similar_sizes(size: list[int], count: int) -> None:
-    clusters = clustered(np.array(size, np.float64), count)
+    clusters = baselines.clustered(np.array(size, np.float64), count)
     assert sorted(np.concatenate(clusters).tolist()) == list(range(len(size)))
     assert len(clusters) <= count
     for smaller, larger in pairwise(clusters):
@@ -82,87 +82,38 @@ def test_every_baseline_is_a_valid_order_of_the_same_model(problem: Problem) -> 
     assert set(BASELINES) - set(names) <= {"dualpipe-v"}
     for name in names:
         of, orders = baseline(name, problem)
-        verify_orders(without_limit(of), orders)
+        verify_orders(baselines.without_limit(of), orders)
         assert sum(of.costs.forward) == pytest.approx(sum(problem.costs.forward))
         assert sum(of.memory.forward) == pytest.approx(sum(problem.memory.forward))
 
 
-@given(st.integers(1, 9), st.integers(1, 25), st.integers(1, 4))
-def test_lists_are_those_of_the_plain_descriptions(p: int, m: int, chunks: int) -> None:
-    for rank in range(p):
-        forward, backward = ([(rank, letter, j) for j in range(m)] for letter in (F, B))
-        for rows, plain in (
-            (gpipe(rank, p, m), forward + backward),
-            (one_f_one_b(rank, p, m), alternate(forward, backward, p - 1 - rank)),
-            (eager_1f1b(rank, p, m), alternate(forward, backward, 2 * (p - 1 - rank))),
-            (zb_h1(rank, p, m), plain_zb_h1(rank, p, m)),
-            (interleaved_1f1b(rank, p, m, chunks), plain_interleaved(rank, p, m, chunks)),
-        ):
-            assert list(map(tuple, rows.tolist())) == plain
+# The ranks and microbatches, and the list of one rank. 5 microbatches make rounds of two and of three.
+LISTS = """\
+1f1b 3 4 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+eager-1f1b 3 6 0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5
+zb-h1 3 5 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1F4 1I3 1W2 1I4 1W3 1W4
+interleaved-1f1b 2 5 0F0 0F1 2F0 2F1 0F2 0F3 2B0 0F4 2B1 2F2 0B0 2F3 0B1 2F4 2B2 2B3 2B4 0B2 0B3 0B4
+interleaved-1f1b 2 5 1F0 1F1 3F0 3F1 3B0 1F2 3B1 1F3 1B0 1F4 1B1 3F2 3B2 3F3 3B3 3F4 3B4 1B2 1B3 1B4
+"""
 
 
-def alternate(forward: list[Row], backward: list[Row], warm_up: int) -> list[Row]:
-    """``warm_up`` forwards, then a forward, while there are any, and a backward."""
-    rows, left = forward[:warm_up], forward[warm_up:]
-    for row in backward:
-        rows += [left.pop(0), row] if left else [row]
-    return rows
+@pytest.mark.parametrize("row", LISTS.splitlines())
+def test_lists_of_classical_schedules(row: str) -> None:
+    name, p, m, *texts = row.split()
+    assert texts in baseline(name, uniform(int(p), int(m)))[1].all_text()
 
 
-def plain_zb_h1(rank: int, p: int, m: int) -> list[Row]:
-    rows = [(rank, F, j) for j in range(p - rank)]
-    for j in range(m + rank):
-        rows += [(rank, I, j), (rank, W, j - rank), (rank, F, j + p - rank)]
-    return [row for row in rows if 0 <= row[2] < m]
-
-
-def plain_interleaved(rank: int, p: int, m: int, chunks: int) -> list[Row]:
-    rounds = max(1, m // p)
-    pairs = list(pairwise(m * k // rounds for k in range(rounds + 1)))
-    forward, backward = (
-        [(c * p + rank, letter, j) for lo, hi in pairs for c in sequence for j in range(lo, hi)]
-        for letter, sequence in ((F, range(chunks)), (B, range(chunks - 1, -1, -1)))
-    )
-    longest = max(hi - lo for lo, hi in pairs)
-    return alternate(forward, backward, (chunks - 1) * longest + 2 * (p - 1 - rank))
-
-
-@given(token_problems(), st.randoms(use_true_random=False))
-def test_the_cyclic_schedule_is_that_of_the_plain_description(problem: Problem, random: Any) -> None:
-    merged, entry = merge_stages(problem), list(range(problem.microbatches))
-    random.shuffle(entry)
-    orders = cyclic(merged, np.array(entry))
-    for rank, plain in enumerate(plain_cyclic(merged, entry)):
-        assert [(action.letter, action.microbatch) for action in orders.actions(rank)] == plain
+def test_forwards_of_the_cyclic_schedule_wait_for_memory() -> None:
+    """The microbatches have 4, 2, 1, 5, 3 and 1 tokens; a rank holds two for each of them, at most 11."""
+    problem = with_sizes(uniform(3, 6, p2p=1, limit=11), [3.0, 1.0, 0.0, 4.0, 2.0, 0.0])
+    orders = cyclic(baselines.merge_stages(problem), np.array([2, 3, 0, 4, 1, 5]))
+    assert [" ".join(orders.text(rank)) for rank in range(3)] == [
+        "0F2 0B2 0F3 0B3 0F0 0B0 0F4 0F1 0B4 0F5 0B1 0B5",
+        "1F2 1B2 1F3 1B3 1F0 1B0 1F4 1F1 1B4 1B1 1F5 1B5",
+        "2F2 2B2 2F3 2B3 2F0 2B0 2F4 2B4 2F1 2B1 2F5 2B5",
+    ]
     of, best = baseline("dynapipe", problem)
-    verify_orders(of, best)
-    assert objective_of(of, best) <= objective_of(of, cyclic(of, np.arange(problem.microbatches)))
-
-
-def plain_cyclic(problem: Problem, entry: list[int]) -> list[list[tuple[str, int]]]:
-    """Cycle by cycle: what waits before every rank, and what its neighbours pass on after the cycle."""
-    p = problem.pp_degree
-    limit = problem.memory.limit or (math.inf,) * p
-    held_by = [2 * (1 + value) for value in problem.features[0].value]
-    waiting = {letter: [deque[int]() for _ in range(p)] for letter in "BF"}
-    waiting["F"][0].extend(entry)
-    held, rows = [0.0] * p, [list[tuple[str, int]]() for _ in range(p)]
-    while any(queue for queues in waiting.values() for queue in queues):
-        passed_on: list[tuple[deque[int], int]] = []
-        for rank, letter in product(range(p), "BF"):
-            queue = waiting[letter][rank]
-            if not queue or (letter == "F" and held[rank] + held_by[queue[0]] > limit[rank]):
-                continue
-            j = queue.popleft()
-            held[rank] += held_by[j] if letter == "F" else -held_by[j]
-            rows[rank].append((letter, j))
-            if letter == "F":
-                passed_on.append((waiting["F"][rank + 1] if rank + 1 < p else waiting["B"][rank], j))
-            elif rank > 0:
-                passed_on.append((waiting["B"][rank - 1], j))
-        for queue, j in passed_on:
-            queue.append(j)
-    return rows
+    assert objective_of(of, best) < objective_of(of, cyclic(of, np.arange(6)))
 
 
 def test_a_baseline_that_exceeds_the_limit_is_still_a_plan() -> None:
@@ -221,7 +172,7 @@ def test_a_baseline_states_whether_it_fits_and_is_absent_with_a_reason() -> None
     fits = {row.name for row in compare(uniform(4, 16, limit=8)) if row.fits}
     assert fits == {"1f1b", "zb-h1", "zb-v", "v-half", "v-min"}
     few, loop = uniform(4, 7), uniform(2, 4, placement="loop", chunks=3)
-    assert "needs two stages per rank; the problem has 3" in missing("v-half", loop)
+    assert "needs two stages per rank; the problem has 3" in baselines.missing("v-half", loop)
     assert not {"zb-v", "v-half", "v-min", "dualpipe-v"} & set(baseline_names(loop))
     assert baseline_names(uniform(3, 6)) == BASELINES
     for name, problem, says in (
@@ -331,3 +282,14 @@ def test_small_microbatches_overtake_while_the_large_one_is_on_its_way() -> None
     assert microbatch[code == I][-1] == 0
     assert scheduler.value(rule(problem, slack=1.0)) < np.inf
     assert board.microbatch[0, 0] != 0
+
+
+def test_a_small_microbatch_must_not_take_what_a_large_one_still_needs() -> None:
+    """The older microbatch needs 5 more for its second forward, so the younger one has to wait."""
+    memory = {"forward": 1, "backward_input": 0, "backward_weight": -1}
+    for limit, is_safe in ((12, False), (13, True)):
+        problem = with_sizes(uniform(2, 1, memory=memory | {"limit": limit}), [4.0, 2.0])
+        board = Board.of(tables := make_tables(problem))
+        board.level[:, 1] = tables.static
+        place(tables, board, 0, F, 0.0)
+        assert stays_safe(tables, board, 0, 0) == is_safe

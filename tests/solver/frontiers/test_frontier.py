@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,15 @@ import pytest
 import zbv_solver as zbv
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.cuts import every_cut
 from support.fake_searches import orders_of
 from support.layered import LAYERED, RECOMPUTED
 from support.problems import problems, uniform, uniform_document
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import baseline, without_limit
-from zbv_solver.frontiers import memory_fraction
-from zbv_solver.frontiers.frontier import (
-    baseline_points,
-    floor,
-    frontier_points,
-    layer_limits,
-    smallest_limit,
-)
+from zbv_solver.frontiers import frontier, memory_fraction
+from zbv_solver.frontiers.frontier import floor, frontier_points, layer_limits, smallest_limit
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
-from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.timing.start_times import evaluate
@@ -121,16 +114,6 @@ def quick(problem: AnyProblem) -> zbv.Plan:
     return zbv.plan(problem, effort="quick")
 
 
-def every_need(problem: zbv.LayeredProblem) -> list[float]:
-    """What the fullest rank needs at least, of every cut and every choice of recomputed stages."""
-    placement, n = problem.placements[0], problem.model.n_layers
-    return [
-        max(problem.cut_into(placement, Cut.at((0, *places, n), recompute)).smallest_limit)
-        for places in combinations(problem.places[1:-1].tolist(), placement.n_stages - 1)
-        for recompute in product((False, True), repeat=placement.n_stages)
-    ]
-
-
 @pytest.mark.parametrize(
     "document",
     [uniform_document(2, 6, p2p=0.25, limit=1), RECOMPUTED | {"microbatches": 3, "memory": {"limit": 1}}],
@@ -171,7 +154,7 @@ def test_more_memory_never_costs_time_and_bounds_hold(
         assert [point["fraction"] for point in points] == list(grid(problem))
         assert limits == [max(memory_fraction.limits(problem, fraction)) for fraction in grid(problem)]
         assert all(point["needs"] <= point["fraction"] * (1 + 1e-9) for point in points)
-        schedules = {each.name: each for each in baseline_points(plans[0])}
+        schedules = {each.name: each for each in frontier.baseline_points(plans[0])}
         assert schedules["1f1b"].needs == pytest.approx(1.0)
         assert " 1f1b " in table
 
@@ -206,7 +189,8 @@ def test_the_smallest_limit_is_that_of_the_best_of_all_cuts(document: dict[str, 
     least = smallest_limit(problem)
     # Of several placements, loop is left out: no exact method is known for it.
     wanted = replace(problem, placement="v") if placement == "auto" else problem
-    assert least == pytest.approx(min(every_need(wanted)))
+    every = every_cut(replace(wanted, limit=None), wanted.placements[0])
+    assert least == pytest.approx(min(max(cut.smallest_limit) for cut in every))
     assert layer_limits(problem)[0] == least
     quick(at_limit(problem, least))
     if placement != "auto":

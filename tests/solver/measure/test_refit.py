@@ -19,16 +19,9 @@ from support.plans import write_plan
 from support.rank_traces import mixed_orders, trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.errors import InvalidInput
+from zbv_solver.measure import refit as refitting
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
-from zbv_solver.measure.refit import (
-    fitted,
-    jitter_of_traces,
-    largest_change,
-    non_negative_least_squares,
-    refit,
-    relative_residual,
-    with_stage_costs,
-)
+from zbv_solver.measure.refit import jitter_of_traces, largest_change, refit, with_stage_costs
 from zbv_solver.problem.problem import B, F, Problem, Units
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.stages import Costs
@@ -100,7 +93,7 @@ def test_the_costs_and_coefficients_of_every_measured_stage_are_recovered(proble
             assert np.array(getattr(own, name))[mine] == pytest.approx(expected[mine], rel=0.02, abs=0.003)
             changes = np.not_equal(getattr(own, name), getattr(before, name))
             assert not np.delete(changes, mine).any(), "other ranks were not measured"
-    assert relative_residual(found, traces) < 1e-4
+    assert refitting.relative_residual(found, traces) < 1e-4
     assert largest_change(actual, found) < 1e-2
     assert largest_change(problem, found) > 0.5
     steady = jitter_of_traces(problem, traces_of(problem, steps=2))
@@ -174,7 +167,7 @@ def test_an_invalid_trace_is_refused_at_the_broken_key(path: str, value: Any, po
 )
 def test_traces_of_another_problem_are_refused(change: dict[str, Any], says: str) -> None:
     traces = traces_of(planned())
-    for measure in (refit, jitter_of_traces, relative_residual):
+    for measure in (refit, jitter_of_traces, refitting.relative_residual):
         with pytest.raises(InvalidInput, match=says):
             measure(planned(**change), traces)
         with pytest.raises(InvalidInput, match="no measured action"):
@@ -187,7 +180,7 @@ def test_traces_of_another_problem_are_refused(change: dict[str, Any], says: str
 def test_too_few_kinds_scale_the_planned_coefficients() -> None:
     """A B that only one microbatch ran says nothing about single features."""
     amounts = np.array([[1.0, 0.0], [1.0, 2.0]])  # microbatches that take no time do not hide the others
-    measured = fitted(amounts, np.array([[0.0], [1.0]]), np.array([[0.0, 800.0]]))
+    measured = refitting.fitted(amounts, np.array([[0.0], [1.0]]), np.array([[0.0, 800.0]]))
     assert measured.ravel() == pytest.approx([0, 400])
     problem = parse_problem(DIFFERING)
     found = refit(problem, traces_of(slower(problem, slope=0.0), [5]))
@@ -201,7 +194,7 @@ def test_no_other_coefficients_fit_better(seed: int) -> None:
     """The best fit over every choice of the coefficients that are not 0."""
     random = np.random.default_rng(seed)
     design, target = random.normal(size=(7, 4)), random.normal(size=7)
-    found = non_negative_least_squares(design, target)
+    found = refitting.non_negative_least_squares(design, target)
     distances = [np.linalg.norm(target)]
     for chosen in (list(some) for count in range(1, 5) for some in combinations(range(4), count)):
         fit = np.linalg.lstsq(design[:, chosen], target, rcond=None)[0]

@@ -12,7 +12,9 @@ import pytest
 import zbv_solver as zbv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, every_cut, layered, layered_problems, worst_load
+from support import cuts
+from support.cuts import BLOCK, HEAD, every_cut, layered, layered_problems, space_of
+from support.executor_layers import layer
 from support.orders import random_orders
 from support.problems import problems
 from zbv_solver.partition import first_cuts, least_memory
@@ -30,32 +32,20 @@ from zbv_solver.timing.start_times import evaluate
 ANY = ("v", "single", "loop")
 
 
-def space_of(problem: LayeredProblem) -> CutSpace:
-    return CutSpace(problem, problem.placements[0], CutTables.of(problem))
-
-
 def held(forward: float, **more: float) -> dict[str, float]:
     return {"forward": forward, "backward_weight": -forward, **more}
 
 
-def three(name: str, cost: float, **more: Any) -> dict[str, Any]:
-    """A layer whose F, I and W take this long."""
-    return {"name": name, "forward": cost, "backward_input": cost, "backward_weight": cost, **more}
-
-
 def forwards(*costs: float, repeat: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     """Layers that only have forwards; of some there are several."""
-    layers = [
-        {"name": f"l{at}", "forward": cost, "backward_input": 0, "backward_weight": 0}
-        for at, cost in enumerate(costs)
-    ]
-    return [layer | {"repeat": many} for layer, many in zip(layers, repeat or [1] * len(costs), strict=True)]
+    counted = zip(costs, repeat or [1] * len(costs), strict=True)
+    return [layer(f"l{at}", cost, 0, 0, repeat=many) for at, (cost, many) in enumerate(counted)]
 
 
 def loop(*amounts: tuple[int, int, int], **more: Any) -> LayeredProblem:
     """Layers of equal times in a loop, each with what F holds, static memory and workspace."""
     layers = [
-        three(f"l{at}", 1, memory=held(forward, static=static, workspace=workspace))
+        layer(f"l{at}", 1, memory=held(forward, static=static, workspace=workspace))
         for at, (forward, static, workspace) in enumerate(amounts)
     ]
     return layered(placement="loop", layers=layers, **more)
@@ -81,7 +71,7 @@ def test_the_balanced_cut_is_the_best_of_all_and_none_is_below_the_floor(
 ) -> None:
     """Whatever bound is known. For loops there is no exact method."""
     space = space_of(problem)
-    best = min(map(worst_load, every_cut(problem, space.placement)), default=None)
+    best = min(map(cuts.worst_load, every_cut(problem, space.placement)), default=None)
     level = level_cut(space)
     assert best is None or least_worst_load(problem, space.tables) <= best * (1 + 1e-9)
     for least in (0.0, share * (best or 1.0)) if space.placement.kind != "loop" else ():
@@ -91,24 +81,24 @@ def test_the_balanced_cut_is_the_best_of_all_and_none_is_below_the_floor(
             assert balanced.value == pytest.approx(best)
             made = problem.cut_into(space.placement, balanced.cut)
             made.require_feasible()
-            assert worst_load(made) == pytest.approx(best)
+            assert cuts.worst_load(made) == pytest.approx(best)
             assert space.allows(space.bounds_of(balanced.cut))
     settled = settled_cut(space, level)
     assert all(map(space.allows, (even_cut(space), histogram_cut(space), level, settled)))
     fitting = space.fitting(settled)
     if fitting is not None:
         assert space.worst_load(fitting) == pytest.approx(
-            worst_load(problem.cut_into(space.placement, fitting))
+            cuts.worst_load(problem.cut_into(space.placement, fitting))
         )
 
 
 AGAIN = {"backward_input": 2, "memory": held(1)}
-RECOMPUTED = [three("a", 1, repeat=4, memory=held(3), recompute=AGAIN)]
+RECOMPUTED = [layer("a", 1, repeat=4, memory=held(3), recompute=AGAIN)]
 
 
 def vain(cost: float) -> list[dict[str, Any]]:
     again = {"backward_input": cost, "memory": held(3)}
-    return [three("a", 1, repeat=4, memory=held(3), recompute=again)]
+    return [layer("a", 1, repeat=4, memory=held(3), recompute=again)]
 
 
 SLOW = {"slow": {"forward": 6, "backward_input": 6, "backward_weight": 2}}
@@ -152,7 +142,7 @@ def test_the_floor_counts_whole_layers_crowded_ranks_memory_and_devices(
 def test_settling_evens_out_the_loads_of_a_loop_also_on_different_devices(changes: dict[str, Any]) -> None:
     problem = layered(placement="loop", chunks=2, **changes)
     space = space_of(problem)
-    best = min(map(worst_load, every_cut(problem, space.placement)))
+    best = min(map(cuts.worst_load, every_cut(problem, space.placement)))
     even = even_cut(space)
     assert space.worst_load(space.cut(even, (False,) * 4)) > best
     settled = space.fitting(settled_cut(space, even))
@@ -162,7 +152,7 @@ def test_settling_evens_out_the_loads_of_a_loop_also_on_different_devices(change
 
 def test_cuts_are_settled_where_a_rank_recomputes_more_stages_than_eight() -> None:
     """At the start, one rank has 27 of 36 layers, and fits with all of its nine stages recomputed."""
-    layers = [three("a", 1, repeat=36, memory=held(4), recompute=AGAIN)]
+    layers = [layer("a", 1, repeat=36, memory=held(4), recompute=AGAIN)]
     space = space_of(layered(layers=layers, placement="loop", chunks=9, memory={"limit": 27}))
     uneven = (*(2 * stage + stage % 2 for stage in range(space.n_stages)), 36)
     start, settled = space.fitting(uneven), space.fitting(settled_cut(space, uneven))
@@ -176,7 +166,7 @@ def near_level(space: CutSpace) -> tuple[int, ...] | None:
     return None if balanced is None else space.bounds_of(balanced.cut)
 
 
-HALVES = [three(f"{part}.{at}", cost) for at in range(6) for part, cost in (("attention", 2), ("mlp", 3))]
+HALVES = [layer(f"{part}.{at}", cost) for at in range(6) for part, cost in (("attention", 2), ("mlp", 3))]
 
 
 @pytest.mark.parametrize(
@@ -190,10 +180,10 @@ HALVES = [three(f"{part}.{at}", cost) for at in range(6) for part, cost in (("at
         ),
         # Blocks are dealt, of one layer or of two, and the ends are on top; different layers are dealt all.
         (even_cut, {}, (0, 3, 5, 7, 10)),
-        (even_cut, {"layers": [three("embedding", 1), *HALVES, three("head", 9)]}, (0, 4, 7, 10, 14)),
+        (even_cut, {"layers": [layer("embedding", 1), *HALVES, layer("head", 9)]}, (0, 4, 7, 10, 14)),
         (even_cut, {"layers": forwards(9, 1, 2, 3, 4, 5, 6, 7)}, (0, 2, 4, 6, 8)),
         # Of the best cuts, the balanced one is near the level one.
-        (near_level, {"layers": [three("a", 1, repeat=12)], "pp_degree": 3}, (0, 2, 4, 6, 8, 10, 12)),
+        (near_level, {"layers": [layer("a", 1, repeat=12)], "pp_degree": 3}, (0, 2, 4, 6, 8, 10, 12)),
     ],
 )
 def test_usual_cuts(cut: Callable[[CutSpace], Any], changes: dict[str, Any], bounds: tuple[int, ...]) -> None:
@@ -277,7 +267,7 @@ def test_a_cut_that_fits_is_settled_or_else_searched_in_earnest(monkeypatch: pyt
 
 def test_that_nothing_fits_on_any_placement_is_proved() -> None:
     def plan(limit: float) -> None:
-        layers = [EMBEDDING, {**BLOCK, "recompute": RECOMPUTE}, HEAD]
+        layers = [cuts.EMBEDDING, {**BLOCK, "recompute": cuts.RECOMPUTE}, HEAD]
         zbv.plan(layered(placement="auto", layers=layers, memory={"limit": limit}), effort="quick")
 
     with pytest.raises(zbv.InfeasibleMemory, match=r"no plan fits.*the closest cut would need") as caught:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zbv_solver as zbv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.changed import ABSENT, changed
@@ -23,31 +24,13 @@ from support.problems import differing_problems, problems, uniform, uniform_docu
 from zbv_solver.bounds import Bound
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.dispatch import priority_schedules
-from zbv_solver.errors import ContradictedBound, InvalidInput
 from zbv_solver.frontiers.frontier import frontier_points
 from zbv_solver.improve.cp_sat import Grid
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders, first_in_first_out
-from zbv_solver.plans.plan import (
-    Baseline,
-    CutCertificate,
-    Metrics,
-    Plan,
-    Provenance,
-    SimulatedBaseline,
-    Simulation,
-    Spans,
-    certify,
-    gap_of,
-    plan_json,
-    verdict,
-)
+from zbv_solver.plans.plan import CutCertificate, Provenance, SimulatedBaseline, Spans, certify, plan_json
 from zbv_solver.plans.reading import parse_plan
-from zbv_solver.problem.jitter import Jitter
-from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.problem import LETTERS, Problem
-from zbv_solver.problem.reading import parse_any_problem, parse_problem
-from zbv_solver.search.incumbent import Progress
+from zbv_solver.problem.problem import LETTERS
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
@@ -56,13 +39,13 @@ from zbv_solver.verify.verifier import verify_orders
 QUICK = SearchOptions("quick")
 
 
-def altered(plan: Plan, **changes: Any) -> dict[str, Any]:
+def altered(plan: zbv.Plan, **changes: Any) -> dict[str, Any]:
     """The document of a plan, as a reader gets it, with changed keys."""
     return changed(json.loads(json.dumps(plan_json(plan))), changes)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> zbv.Plan:
     """Plans with every part that a plan may have, whose stated numbers need not be true."""
     cut = cut_problem(["a", "b", "c"], [1, 1, 0, 1], [False, True, False, True])
     problem = draw(st.one_of(problems(kinds=("v", "loop", "single")), differing_problems(), st.just(cut)))
@@ -72,18 +55,18 @@ def plans(draw: st.DrawFn) -> Plan:
     )
     spans = st.builds(Spans, number, number, number, number)
     simulated = st.lists(st.builds(SimulatedBaseline, names, spans, flags), max_size=2).map(tuple)
-    jitter = st.sampled_from([Jitter(), Jitter.of(0.1, 0.2, 0.3)])
-    simulation = st.builds(Simulation, jitter, st.integers(1, 99), st.integers(), spans, simulated)
+    jitter = st.sampled_from([zbv.Jitter(), zbv.Jitter.of(0.1, 0.2, 0.3)])
+    simulation = st.builds(zbv.Simulation, jitter, st.integers(1, 99), st.integers(), spans, simulated)
     baseline = st.builds(
-        Baseline, names, number, number, number, per_rank, flags, st.none() | sizes, st.none() | recompute
+        zbv.Baseline, names, number, number, number, per_rank, flags, st.none() | sizes, st.none() | recompute
     )
     status = st.sampled_from(["optimal", "feasible"])
     extra = st.dictionaries(st.sampled_from(["effort", "x"]), names | number)
     seconds = st.integers(0, 10**9).map(lambda millionths: millionths / 1e6)
-    return Plan(
+    return zbv.Plan(
         problem,
         random_orders(problem, Random(draw(st.integers(0, 99)))),
-        draw(st.builds(Metrics, number, number, number, per_rank, number, number, status)),
+        draw(st.builds(zbv.Metrics, number, number, number, per_rank, number, number, status)),
         draw(st.lists(baseline, max_size=2).map(tuple)),
         draw(st.builds(Provenance, names, st.integers(), seconds, names, extra)),
         draw(st.builds(CutCertificate, names, number, number)) if problem.model else None,
@@ -93,7 +76,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @given(plans())
 @settings(max_examples=60)
-def test_plans_round_trip_as_documents_and_keep_their_identity(plan: Plan) -> None:
+def test_plans_round_trip_as_documents_and_keep_their_identity(plan: zbv.Plan) -> None:
     document = altered(plan)
     again = parse_plan(document)
     assert again == plan
@@ -104,18 +87,18 @@ def test_plans_round_trip_as_documents_and_keep_their_identity(plan: Plan) -> No
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> zbv.Plan:
     return search(uniform(2, 4, limit=4), QUICK)
 
 
-def test_unknown_keys_are_ignored_and_absent_ones_have_defaults(plan: Plan) -> None:
+def test_unknown_keys_are_ignored_and_absent_ones_have_defaults(plan: zbv.Plan) -> None:
     metrics = {"makespan": 20, "span": 15, "bubble_rate": 0.5, "peak_memory": [4, 4], "lower_bound": 10}
     document = altered(
         plan, metrics=metrics | {"new": 1}, new=2, plan_id=ABSENT, objective=ABSENT, baselines=ABSENT
     )
     read = parse_plan({**document, "provenance": {}})
     assert (read.problem, read.orders, read.baselines) == (plan.problem, plan.orders, ())
-    assert read.metrics == Metrics(20, 15, 0.5, (4, 4), 10, 0.5, "feasible")
+    assert read.metrics == zbv.Metrics(20, 15, 0.5, (4, 4), 10, 0.5, "feasible")
     assert read.origin == "this plan"
 
 
@@ -145,8 +128,8 @@ BASELINE = {"name": "1f1b", "span": 1, "makespan": 1, "bubble_rate": 0, "peak_me
         ({"problem": {}}, "/problem/pp_degree"),
     ],
 )
-def test_altered_documents_are_refused(plan: Plan, change: dict[str, Any], pointer: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
+def test_altered_documents_are_refused(plan: zbv.Plan, change: dict[str, Any], pointer: str) -> None:
+    with pytest.raises(zbv.InvalidInput) as caught:
         parse_plan(altered(plan, **change))
     assert caught.value.issues[0].pointer == pointer
 
@@ -165,18 +148,17 @@ def test_altered_documents_are_refused(plan: Plan, change: dict[str, Any], point
 def test_a_plan_may_undercut_a_bound_by_rounding(
     objective: float, bound: float, expected: str, gap: Any
 ) -> None:
-    assert verdict(objective, bound) == expected
     if gap is None:
-        with pytest.raises(ContradictedBound) as caught:
+        with pytest.raises(zbv.ContradictedBound) as caught:
             certify(uniform(1, 1), objective, bound, "test")
         error = caught.value
         assert (error.objective, error.bound, error.source) == (objective, bound, "test")
-        assert parse_problem(error.problem) == uniform(1, 1)
+        assert zbv.parse(error.problem) == uniform(1, 1)
         return
     certificate = certify(uniform(1, 1), objective, bound, "test")
     assert certificate.status == expected
     assert certificate.lower_bound == (objective if expected == "optimal" else bound)
-    assert certificate.gap == gap_of(objective, bound) == pytest.approx(gap)
+    assert certificate.gap == pytest.approx(gap)
 
 
 def spoil(patch: pytest.MonkeyPatch, source: str) -> None:
@@ -199,31 +181,31 @@ def spoil(patch: pytest.MonkeyPatch, source: str) -> None:
     [("bounds", uniform(2, 4)), ("cuts", layered()), ("cp-sat", uniform(2, 2, objective="makespan"))],
 )
 def test_a_search_with_a_wrong_bound_returns_no_plan(
-    source: str, question: Problem | LayeredProblem, monkeypatch: pytest.MonkeyPatch
+    source: str, question: zbv.Problem | zbv.LayeredProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, source)
-    reports: list[Progress] = []
+    reports: list[zbv.Progress] = []
     options = SearchOptions(without=("tune", "anneal", "windows")) if source == "cp-sat" else QUICK
-    with pytest.raises(ContradictedBound) as caught:
+    with pytest.raises(zbv.ContradictedBound) as caught:
         search(question, options, reports.append)
     assert caught.value.source == source
-    assert parse_any_problem(caught.value.problem) == question
+    assert zbv.parse(caught.value.problem) == question
     assert bool(reports) == (source != "cuts"), "what was found before the wrong bound is reported"
     assert all(progress.gap > 0 for progress in reports), "and nothing is reported as optimal after it"
 
 
 @pytest.mark.parametrize(("question", "part"), [(uniform(2, 3), "metrics"), (layered(), "cut")])
 def test_a_wrong_bound_at_a_larger_limit_contradicts_plans_at_smaller_limits(
-    question: Problem | LayeredProblem, part: str
+    question: zbv.Problem | zbv.LayeredProblem, part: str
 ) -> None:
     number = count()
 
-    def answer(problem: Problem | LayeredProblem) -> Plan:
+    def answer(problem: zbv.Problem | zbv.LayeredProblem) -> zbv.Plan:
         plan = search(problem, QUICK)
         changes = {part: replace(getattr(plan, part), lower_bound=1e6)} if next(number) == 2 else {}
         return replace(plan, **changes)
 
-    with pytest.raises(ContradictedBound, match="larger limit"):
+    with pytest.raises(zbv.ContradictedBound, match="larger limit"):
         frontier_points(question, answer)
 
 
@@ -242,7 +224,7 @@ def test_after_a_contradicted_bound_commands_save_the_problem_and_exit_with_70(
         assert (says in message, "Traceback" in message) == (True, False)
         for kept in folder.glob("*"):
             assert kept.name in message
-            assert parse_problem(json.loads(kept.read_text())).microbatches == 4
+            assert zbv.parse(json.loads(kept.read_text())).microbatches == 4
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -255,9 +237,9 @@ WRONG += ["0F01", "0f0", "-1F0", "٣F0", "1000000000F0", "0F1000000000"]
 
 @pytest.mark.parametrize("text", [*WRONG, 7])
 def test_malformed_actions_are_refused_alone_and_in_lists(text: Any) -> None:
-    with pytest.raises(InvalidInput, match="an action is a stage") as alone:
+    with pytest.raises(zbv.InvalidInput, match="an action is a stage") as alone:
         Action.parse(text)
-    with pytest.raises(InvalidInput) as caught:
+    with pytest.raises(zbv.InvalidInput) as caught:
         Orders.from_text([RIGHT, [*RIGHT, text, text], [text]])
     assert caught.value.issues == alone.value.below("/ranks/1/4").issues
 
@@ -284,7 +266,7 @@ def test_orders_round_trip_as_text_and_as_actions(ranks: list[list[tuple[int, st
 
 @given(differing_problems(max_p=3, max_m=6), st.integers(0, 2**32))
 @settings(max_examples=40)
-def test_relabelling_undoes_any_exchange_of_equal_microbatches(problem: Problem, seed: int) -> None:
+def test_relabelling_undoes_any_exchange_of_equal_microbatches(problem: zbv.Problem, seed: int) -> None:
     kind_of, chance = problem.arrays.kind_of, Random(seed)
     orders = random_orders(problem, chance)
     label = np.arange(problem.microbatches)
@@ -299,7 +281,9 @@ def test_relabelling_undoes_any_exchange_of_equal_microbatches(problem: Problem,
 
 
 @given(problems(max_m=4), st.integers(0, 2**32))
-def test_orders_whose_microbatches_ascend_are_relabelled_to_themselves(problem: Problem, seed: int) -> None:
+def test_orders_with_ascending_microbatches_are_relabelled_to_themselves(
+    problem: zbv.Problem, seed: int
+) -> None:
     orders = next(iter(priority_schedules(problem, (1.0,)))).orders
     label = np.array(Random(seed).sample(range(problem.microbatches), problem.microbatches))
     assert first_in_first_out(orders.renamed(label), problem.n_stages) == orders
@@ -312,7 +296,7 @@ def test_orders_whose_microbatches_ascend_are_relabelled_to_themselves(problem: 
     problems(max_p=5, max_m=4, kinds=("v", "loop", "single"), loop_chunks=(1, 2, 3)),
     st.randoms(use_true_random=True),
 )
-def test_every_crossing_is_transferred_once_as_its_sender_lists(problem: Problem, random: Random) -> None:
+def test_every_crossing_is_transferred_once_as_its_sender_lists(problem: zbv.Problem, random: Random) -> None:
     """Whatever the receiver's list is. The orders are shuffled, because they need not be executable."""
     whole = random_orders(problem, random)
     ranks = [random.sample(actions, len(actions)) for actions in map(whole.actions, range(whole.pp_degree))]
@@ -336,7 +320,7 @@ def test_every_crossing_is_transferred_once_as_its_sender_lists(problem: Problem
     "text", ["", "A", "1:2", "A1", "A1:", "A:1", "A1:2:3", "A-1:2", "A1:x", "A²:1", "F1:2", "a1:2"]
 )
 def test_transfers_are_texts_and_malformed_ones_are_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match="as in 'A3:0'"):
+    with pytest.raises(zbv.InvalidInput, match="as in 'A3:0'"):
         Transfer.parse(text)
     texts = {"A12:345": Transfer("activation", 12, 345), "G0:0": Transfer("gradient", 0, 0)}
     assert {good: Transfer.parse(good) for good in texts} == texts

@@ -13,10 +13,12 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import zbv_solver as zbv
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.cuts import layered
 from support.orders import random_orders
-from support.problems import differing_problems, limited, limited_problems, problems, uniform
+from support.problems import differing_problems, limited, limited_problems, problems, uniform, with_sizes
 from support.reference import all_orders_of_one_microbatch, is_monotone, peak_memory
 from zbv_solver.bounds import Bound, lower_bound
 from zbv_solver.construct.board import Attempt, from_orders
@@ -24,15 +26,21 @@ from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, ser
 from zbv_solver.construct.rules import simple_rule
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import B, I, Problem, W
+from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.claims import prove_bound
 from zbv_solver.search.incumbent import Halt, Incumbent, Progress, Solution, race, without_useless_splits
-from zbv_solver.search.options import PHASES, Effort, SearchOptions
+from zbv_solver.search.options import PHASES, Budget, Effort, SearchOptions
 from zbv_solver.search.run import Search, search
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
 
 QUICK = SearchOptions(effort="quick")
+SLOW = limited(uniform(4, 16, p2p=1), 2.0)
+"""A thorough search would take minutes."""
+LAYERS = layered(placement="auto", microbatches=32, memory={"limit": 30})
+JITTER = zbv.Jitter.of(action=0.1, transfer=0.3)
+RANKS = replace(JITTER, rank=JITTER.rank * 5)
 
 
 @given(limited_problems(max_p=8, max_m=16) | differing_problems(max_p=4, max_m=8))
@@ -234,24 +242,37 @@ def test_a_bad_incumbent_changes_no_plan_and_one_of_another_problem_is_refused()
             search(other, QUICK, incumbent=incumbent)
 
 
-@pytest.mark.parametrize("time_limit", [None, 1e-9])
-def test_a_search_that_ends_early_has_a_plan_and_says_why(time_limit: float | None) -> None:
-    """A thorough search would take minutes."""
-    options = SearchOptions("thorough", time_limit=time_limit)
-    plan = search(limited(uniform(4, 16, p2p=1), 2.0), options, cancelled=lambda: time_limit is None)
+@pytest.mark.parametrize("seconds", [None, 1e-9, 0.3])
+@pytest.mark.parametrize(("problem", "jitter"), [(SLOW, None), (LAYERS, None), (SLOW, JITTER)])
+def test_a_search_that_ends_early_has_a_plan_and_says_why(problem: Any, jitter: Any, seconds: Any) -> None:
+    is_cancelled = seconds is None
+    plan = zbv.plan(problem, "thorough", time_limit=seconds, jitter=jitter, cancelled=lambda: is_cancelled)
     verify(plan)
-    assert plan.provenance.extra["cut"] == ("cancelled" if time_limit is None else "time limit")
+    assert plan.provenance.extra["cut"] == ("cancelled" if is_cancelled else "time limit")
+    if seconds == 0.3 and jitter is None:
+        assert all(row.span >= plan.objective * (1 - 1e-9) for row in plan.baselines if row.fits)
 
 
-def test_wrong_options_are_refused() -> None:
-    wrong: Any = {
-        **{"effort": ["heroic"], "workers": [0], "seed": [-1, 2**31], "without": [("construct",)]},
-        "time_limit": [0, -1, math.nan, math.inf],
-    }
-    for option, value in ((option, value) for option, values in wrong.items() for value in values):
-        with pytest.raises(InvalidInput) as caught:
-            SearchOptions(**{option: value})
-        assert caught.value.issues[0].pointer == f"/{option}"
+@pytest.mark.parametrize(
+    ("pointer", "options"),
+    [
+        *(("/time_limit", {"time_limit": seconds}) for seconds in (0, -1, math.nan, math.inf)),
+        *(("/effort", {"effort": "heroic"}), ("/workers", {"workers": 0})),
+        *(("/seed", {"seed": seed}) for seed in (-1, 2**31)),
+        *(("/quantile", {"quantile": q, "jitter": JITTER}) for q in (0.49, 0.995, math.nan)),
+        ("/quantile", {"quantile": 0.95}),
+        *(
+            ("/jitter/rank", {"problem": of, "jitter": replace(JITTER, rank=JITTER.rank * 5)})
+            for of in (SLOW, LAYERS)
+        ),
+    ],
+)
+def test_wrong_options_are_refused(pointer: str, options: Any) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        zbv.plan(**{"problem": SLOW} | options)
+    assert caught.value.issues[0].pointer == pointer
+    with pytest.raises(InvalidInput, match="/without: found 'construct'"):
+        SearchOptions(without=("construct",))
 
 
 def test_orders_and_metrics_are_checked_by_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,3 +321,63 @@ def test_one_worker_divides_the_time(monkeypatch: pytest.MonkeyPatch, steps_of_f
 
     race(chain, Incumbent(uniform(2, 2), 1.0, None), Halt(None, None), seconds=800)
     assert steps == pytest.approx([400, 400] if steps_of_first is None else [10, 790], abs=4)
+
+
+# --- microbatches that differ
+
+
+def heavy(p: int, m: int, limit: float | None) -> Problem:
+    """Unit costs; every fifth microbatch is five times as large as the others."""
+    return with_sizes(uniform(p, m, limit=limit), [4.0 if k % 5 == 2 else 0.0 for k in range(m)])
+
+
+def test_the_given_order_does_not_matter() -> None:
+    """The search chooses where a large microbatch enters, wherever the caller has it."""
+    values = []
+    for large in (0, 5):
+        plan = search(with_sizes(uniform(4, 8), [9.0 * (k == large) for k in range(8)]), QUICK)
+        entry = plan.orders.microbatch[(plan.orders.stage == 0) & (plan.orders.letter == F)]
+        assert entry[0] != large  # the first microbatch delays all ranks
+        values.append(plan.objective)
+    assert max(values) <= 1.02 * min(values)
+    # Equal features give the plan of equal microbatches.
+    problem = with_sizes(uniform(4, 8, limit=16), [1.0] * 8)
+    assert search(problem, QUICK).orders == search(problem.averaged(), QUICK).orders
+
+
+def test_an_order_whose_stages_differ_may_be_resumed() -> None:
+    problem = heavy(2, 5, None)
+    incumbent = random_orders(problem, Random(1))
+    plan = search(problem, SearchOptions(without=("tune", "inject")), incumbent=incumbent)
+    verify(plan)
+    assert plan.objective <= objective_of(problem, incumbent) * (1 + 1e-9)
+
+
+BUDGET = Budget(2_000, 0.75, 4_000_000, 1_000, 5_600, 84, 400_000, 2_600, 120, 0.01, 60, 0.01)
+WORSE = [
+    with_sizes(uniform(3, len(size), limit=12.8, p2p=1), size)
+    for size in ([1.0, 3.0, 2.0, 2.0, 1.0, 2.0, 1.0, 3.0, 0.5], [0.0, 1.0, 3.0, 0.5, 0.0, 2.0, 2.0])
+]
+"""The larger budget alone finds less here, because it leads random choices elsewhere."""
+
+
+@given(differing_problems(max_p=3, max_m=6))
+@example(WORSE[0])
+@example(WORSE[1])
+@settings(max_examples=8)
+def test_thorough_is_never_worse_than_standard(problem: Problem) -> None:
+    more = replace(BUDGET, tuned=11_200, annealed=800_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zbv_solver.search.options.DIFFERING", {"standard": BUDGET, "thorough": more})
+        standard, thorough = (search(problem, SearchOptions(effort)) for effort in get_args(Effort)[1:])
+    verify(thorough)
+    assert thorough.objective <= standard.objective * (1 + 1e-9)
+    assert thorough.metrics.lower_bound >= standard.metrics.lower_bound * (1 - 1e-9)
+
+
+def test_cp_sat_proves_a_small_plan_optimal() -> None:
+    problem = heavy(2, 4, 30.0)
+    plan = search(problem, SearchOptions(without=("tune", "inject")))
+    assert plan.metrics.status == "optimal"
+    assert lower_bound(problem, "thorough").value < plan.metrics.lower_bound
+    assert "CP-SAT" in prove_bound(plan, plan.metrics.lower_bound)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
-import pytest
 from sqlalchemy import update
-from support.stored import an_agent, begin, counting
+from support.stored import an_agent, begin, counting, run_in
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.models import AgentRow, ListenerRow
 from zbv_service.records.agents import Beat, BeatAnswer, RunOrders
@@ -18,17 +16,8 @@ from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.runs.agents import Assignments, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
 
-pytestmark = pytest.mark.anyio
-
 GO_ON = RunOrders(cancel_requested=False, stop_requested=False, target_plan_id=None)
 SILENCE = timedelta(seconds=60)
-
-
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
 
 
 def in_step(agent_id: str, run_id: str, step: int | None = 1) -> Beat:
@@ -36,8 +25,7 @@ def in_step(agent_id: str, run_id: str, step: int | None = 1) -> Beat:
 
 
 async def state_of(database: Database, run_id: str) -> str:
-    run = await RunTable(database).get(run_id)
-    assert run is not None
+    run = await run_in(RunTable(database), run_id)
     return run.state
 
 
@@ -94,20 +82,18 @@ async def test_the_answer_to_a_heartbeat_has_the_state_of_the_agent_and_the_orde
     assert [found.state for found in await table.store([Beat("idle"), Beat(first)])] == ["left", "live"]
 
 
-async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(any_database_url: str) -> None:
-    databases = [Database(any_database_url) for _ in range(3)]
-    agents = await begin(databases[0], "run", 12)
-    tables = [HeartbeatTable(database) for database in databases]
+async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(
+    database: Database, second: Database
+) -> None:
+    agents = await begin(database, "run", 12)
+    tables = [HeartbeatTable(each) for each in (database, second)]
     await tables[0].store([in_step(agent, "run", None) for agent in agents])
-    assert await state_of(databases[0], "run") == "starting"
-    await asyncio.gather(
-        *(tables[index % 3].store([in_step(agent, "run")]) for index, agent in enumerate(agents))
-    )
-    assert await state_of(databases[0], "run") == "running"
-    events = await RunTable(databases[0]).events("run", 0, 99)
+    assert await state_of(database, "run") == "starting"
+    beats = (tables[index % 2].store([in_step(agent, "run")]) for index, agent in enumerate(agents))
+    await asyncio.gather(*beats)
+    assert await state_of(database, "run") == "running"
+    events = await RunTable(database).events("run", 0, 99)
     assert [event.kind for event in events].count("running") == 1
-    for database in databases:
-        await database.close()
 
 
 async def test_a_script_runs_once_it_has_begun_and_is_found_by_its_path(database: Database) -> None:
@@ -125,28 +111,24 @@ async def test_a_script_runs_once_it_has_begun_and_is_found_by_its_path(database
     for text, count in (("SHARED/tr", 1), ("a.b", 0)):
         page = await RunTable(database).page(RunListQuery(q=text))
         assert len(page.items) == count
-    found = await RunTable(database).get("run")
-    assert found is not None
+    found = await run_in(RunTable(database), "run")
     assert (found.model, found.steps, found.program) == (None, None, script["path"])
 
 
-async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(any_database_url: str) -> None:
-    databases = [Database(any_database_url) for _ in range(2)]
-    agents = await begin(databases[0], "run", 8)
-    table, runs = HeartbeatTable(databases[0]), RunTable(databases[1])
+async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(
+    database: Database, second: Database
+) -> None:
+    agents = await begin(database, "run", 8)
+    table, runs = HeartbeatTable(database), RunTable(second)
 
     async def beat(turn: int) -> None:
         await table.store([in_step(agent, "run", turn) for agent in agents])
 
+    ends = (runs.ended(agent, "run", 0, "succeeded") for agent in agents)
     async with asyncio.timeout(60):
-        await asyncio.gather(
-            *map(beat, range(4)), *(runs.ended(agent, "run", 0, "succeeded") for agent in agents)
-        )
-    run = await runs.get("run")
-    assert run is not None
+        await asyncio.gather(*map(beat, range(4)), *ends)
+    run = await run_in(runs, "run")
     assert (run.state, {node.state for node in run.members}) == ("succeeded", {"ended"})
-    for database in databases:
-        await database.close()
 
 
 async def test_simultaneous_heartbeats_are_written_together(database: Database) -> None:
@@ -162,8 +144,7 @@ async def test_simultaneous_heartbeats_are_written_together(database: Database) 
         )
     assert [answer.orders for answer in answers] == [GO_ON, *[None] * 5]
     assert together.statements < 3 * alone.statements
-    run = await RunTable(database).get("run")
-    assert run is not None
+    run = await run_in(RunTable(database), "run")
     assert [bool(node.ranks) for node in run.members] == [True, True, *[False] * 4]
     await heartbeats.stop()
 

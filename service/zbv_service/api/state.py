@@ -58,7 +58,8 @@ class ApplicationState:
     kinds
         What search processes run for each kind of search.
     assets
-        A text that changes with every version of the service; see :func:`zbv_service.api.caching.derived`.
+        A text that changes with every version of the service; see
+        :func:`zbv_service.api.routers.plans.derived`.
     """
 
     def __init__(

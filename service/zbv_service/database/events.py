@@ -15,8 +15,8 @@ from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import EventRow, RunRow, SearchEventRow, SearchRow, columns_of
+from zbv_service.database.engine import BaseTable, columns_of
+from zbv_service.database.models import EventRow, RunRow, SearchEventRow, SearchRow
 from zbv_service.records.runs import RUN_ENDED, EventDocument
 from zbv_service.records.searches import EventKind, SearchEventDocument
 
@@ -129,26 +129,21 @@ async def add_event(
         )
 
 
-def first_event(row: SearchRow) -> SearchEventRow:
-    """The first event of a new search; the search's row already counts it."""
-    data = _state(row, "submitted")
-    return SearchEventRow(search_id=row.id, number=row.last_event, at=row.created_at, kind="state", data=data)
-
-
 async def tell_state(session: AsyncSession, row: SearchRow, at: datetime, reason: str) -> None:
     """Add the event that a search is queued, runs or was asked to stop, with the reason."""
-    await add_event(session, row, at, "state", _state(row, reason))
+    data = {"state": row.state, "reason": reason, "attempts": row.attempts}
+    await add_event(session, row, at, "state", {**data, "cancel_requested": row.cancel_requested})
 
 
 async def tell_found(session: AsyncSession, row: SearchRow, at: datetime, kind: EventKind) -> None:
     """Tell of a better plan, of a better bound, or of the number of layouts."""
-    await add_event(session, row, at, kind, {**_found(row), "seconds": _seconds(row, at)})
+    await add_event(session, row, at, kind, _found(row, at))
 
 
 async def tell_end(session: AsyncSession, row: SearchRow, at: datetime) -> None:
     """Tell what became of a search; nothing comes after it."""
-    data = {"state": row.state, **_found(row), "plan_id": row.plan_id, "error": row.error}
-    await add_event(session, row, at, "end", {**data, "seconds": _seconds(row, at)})
+    data = {"state": row.state, **_found(row, at), "plan_id": row.plan_id, "error": row.error}
+    await add_event(session, row, at, "end", data)
 
 
 async def times_since_found(session: AsyncSession, row: SearchRow, reason: str) -> int:
@@ -164,19 +159,13 @@ async def times_since_found(session: AsyncSession, row: SearchRow, reason: str) 
     return sum(data["reason"] == reason for data in await session.scalars(query))
 
 
-def _state(row: SearchRow, reason: str) -> dict[str, Any]:
-    data = {"state": row.state, "reason": reason, "attempts": row.attempts}
-    return {**data, "cancel_requested": row.cancel_requested}
-
-
-def _found(row: SearchRow) -> dict[str, Any]:
-    found = {name: getattr(row, name) for name in ("objective", "lower_bound", "gap", "method")}
-    return found if row.progress is None else {**found, "progress": row.progress}
-
-
-def _seconds(row: SearchRow, at: datetime) -> float | None:
-    """Seconds since the search was first started."""
-    return None if row.started_at is None else round((at - row.started_at).total_seconds(), 3)
+def _found(row: SearchRow, at: datetime) -> dict[str, Any]:
+    """The best plan and bound so far, and the seconds since the search was first started."""
+    data = {name: getattr(row, name) for name in ("objective", "lower_bound", "gap", "method")}
+    if row.progress is not None:
+        data["progress"] = row.progress
+    seconds = None if row.started_at is None else (at - row.started_at).total_seconds()
+    return {**data, "seconds": None if seconds is None else round(seconds, 3)}
 
 
 def portions(keys: Iterable[str], size: int = _PER_QUERY) -> Iterator[tuple[str, ...]]:

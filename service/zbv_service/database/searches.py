@@ -13,8 +13,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.events import first_event, tell_end, tell_state
-from zbv_service.database.models import RunRow, SearchRow, columns_of
+from zbv_service.database.engine import columns_of
+from zbv_service.database.events import tell_end, tell_state
+from zbv_service.database.models import RunRow, SearchRow
 from zbv_service.database.paging import begins, of_shape, read_page
 from zbv_service.database.run_end import changed
 from zbv_service.database.search_leases import SearchLeases
@@ -77,12 +78,28 @@ class SearchTable(SearchLeases):
                 await self._database.one_at_a_time(session, f"searches of {new.created_by}")
                 if await _unfinished(session, new.created_by, most) >= most:
                     raise TooManySearches
-            now = await _later_than_all(session, await self._database.now(session))
-            row = _new_row(new, now, await _turn(session, new.created_by))
-            row.is_wanted_by_client = not for_run
+            now, turn = await _moment_and_turn(session, new.created_by, await self._database.now(session))
+            summary = new.summary
+            row = SearchRow(
+                **asdict(new),
+                created_at=now,
+                turn=turn,
+                pp_degree=summary.get("pp_degree"),
+                microbatches=summary.get("microbatches"),
+                placement=summary.get("placement"),
+                problem_objective=summary.get("objective"),
+                state="queued",
+                cancel_requested=False,
+                is_wanted_by_client=not for_run,
+                attempts=0,
+                crashes=0,
+                fence=0,
+                last_event=0,
+                updated_at=now,
+            )
             session.add(row)
             await session.flush()  # the event refers to it
-            session.add(first_event(row))
+            await tell_state(session, row, now, "submitted")
         return _record({column.key: getattr(row, column.key) for column in _COLUMNS})
 
     async def get(self, search_id: str) -> SearchRecord | None:
@@ -212,28 +229,27 @@ async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> i
     return await session.scalar(select(func.count()).select_from(theirs.limit(most).subquery())) or 0
 
 
-async def _later_than_all(session: AsyncSession, now: datetime) -> datetime:
-    """A moment later than that of every search: lists sort by it, and SQLite only has milliseconds."""
-    newest = await session.scalar(select(func.max(SearchRow.created_at)))
-    is_same = newest is not None and timedelta(0) <= newest - now < timedelta(milliseconds=1)
-    return newest + timedelta(microseconds=1) if newest is not None and is_same else now
+async def _moment_and_turn(session: AsyncSession, caller: str | None, now: datetime) -> tuple[datetime, int]:
+    """The moment and the turn of a caller's next search.
 
-
-async def _turn(session: AsyncSession, caller: str | None) -> int:
-    """The turn of a caller's next search: after its other searches, and not before the current turn."""
+    The moment is later than that of every search: lists sort by it, and SQLite only has milliseconds. The
+    turn is after the caller's other searches, and not before the current turn.
+    """
     row = SearchRow
     queued, running, is_theirs = row.state == "queued", row.state == "running", row.created_by == caller
     looks = (
+        select(func.max(row.created_at)),
         select(func.min(row.turn)).where(queued),
         select(func.max(row.turn)).where(running),
         select(func.max(row.turn)).where(is_theirs, queued),
         select(func.max(row.turn)).where(is_theirs, running),
     )  # each subquery reads one index entry
-    found = await session.execute(select(*(look.scalar_subquery() for look in looks)))
-    turns: list[int | None] = list(found.one())
-    next_queued, last_running, *theirs = turns
+    result = await session.execute(select(*(look.scalar_subquery() for look in looks)))
+    newest, next_queued, last_running, *theirs = result.one()
+    if newest is not None and timedelta(0) <= newest - now < timedelta(milliseconds=1):
+        now = newest + timedelta(microseconds=1)
     served = last_running if next_queued is None else next_queued
-    return max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
+    return now, max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
 
 
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
@@ -246,26 +262,6 @@ _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
 def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
     return _record(rows[0]._mapping) if rows else None
-
-
-def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
-    summary = new.summary
-    return SearchRow(
-        **asdict(new),
-        created_at=now,
-        turn=turn,
-        pp_degree=summary.get("pp_degree"),
-        microbatches=summary.get("microbatches"),
-        placement=summary.get("placement"),
-        problem_objective=summary.get("objective"),
-        state="queued",
-        cancel_requested=False,
-        attempts=0,
-        crashes=0,
-        fence=0,
-        last_event=1,
-        updated_at=now,
-    )
 
 
 def _record(values: Any) -> SearchRecord:

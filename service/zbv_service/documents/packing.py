@@ -81,7 +81,8 @@ def pack_plan(plan: Plan) -> NewPlan:
     for source, stated in (("the plan", metrics.lower_bound), ("the plan's cut", bound)):
         if stated is not None:
             supported_bound(plan.objective, stated, source, lambda: document["problem"])
-    return NewPlan(summary, pack(document), problem_key(document["problem"]), bound)
+    search_bound = summary.lower_bound if bound is None else bound
+    return NewPlan(summary, pack(document), problem_key(document["problem"]), search_bound)
 
 
 def incumbent_of(plan: NewPlan) -> Update:
@@ -102,13 +103,8 @@ def pack_incumbent(ranks: list[list[str]], cut: dict[str, Any] | None) -> bytes:
     return pack(ranks if cut is None else {"problem": cut, "ranks": ranks})
 
 
-def contradicts(objective: float, bound: float) -> bool:
-    """Whether a verified plan undercuts a lower bound by more than rounding, so that one of them is wrong."""
-    return verdict(objective, bound) == "contradicted"
-
-
 def supported_bound(
-    objective: float, bound: float, source: str, problem: Callable[[], Mapping[str, Any]]
+    objective: float, bound: float, source: str, problem: Callable[[], Mapping[str, Any]] = dict
 ) -> float:
     """The lower bound, or the objective if it is smaller because of rounding.
 
@@ -122,9 +118,9 @@ def supported_bound(
     Raises
     ------
     ContradictedBound
-        When the objective undercuts the bound by more than rounding.
+        When the objective undercuts the bound by more than rounding, so that one of them is wrong.
     """
-    if contradicts(objective, bound):
+    if verdict(objective, bound) == "contradicted":
         raise ContradictedBound(problem(), objective, bound, source)
     return min(bound, objective)
 

@@ -85,11 +85,6 @@ class Metrics:
         )
         self.event_streams = Gauge("zbv_event_streams", "Event streams that are open.", registry=registry)
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count an answered request and its duration."""
-        self.requests.labels(method, route, status).inc()
-        self.request_seconds.labels(method, route).observe(seconds)
-
     def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
         """Count the end of a search that this service ran.
 
@@ -101,14 +96,6 @@ class Metrics:
         self.search_seconds.labels(state, family(method)).observe(seconds)
         if gap is not None:
             self.search_gap.observe(gap)
-
-    def bound_contradicted(self) -> None:
-        """Count a plan that undercuts a lower bound."""
-        self.contradicted_bounds.inc()
-
-    def incumbent_refused(self) -> None:
-        """Count a stored incumbent that does not fit its problem."""
-        self.refused_incumbents.inc()
 
     def take(self, tally: Tally) -> None:
         """Set the gauges to these counts."""

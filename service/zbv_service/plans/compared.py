@@ -10,7 +10,7 @@ from functools import partial
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import plan_json
 
-from zbv_service.compute.cache import Cache, wait_a_while
+from zbv_service.compute.waiting import Cache, wait_a_while
 from zbv_service.documents.packing import pack
 from zbv_service.documents.problems import require_stages
 from zbv_service.errors import ApiError

@@ -15,8 +15,8 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_orders, parse_plan_document, to_plan
 from zbv_solver.search.claims import Claim
 
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.compute.waiting import Cache
 from zbv_service.database import PlanTable
 from zbv_service.documents.packing import pack_plan, unpack_text
 from zbv_service.documents.parsing import parse_json

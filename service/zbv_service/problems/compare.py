@@ -8,8 +8,8 @@ from typing import Any
 from zbv_solver.documents.files import plain
 from zbv_solver.problem.reading import parse_problem
 
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.compute.waiting import Cache
 from zbv_service.database import PlanTable
 from zbv_service.documents.packing import PackedQuestion, supported_bound, unpack
 from zbv_service.documents.parsing import parse_body

@@ -203,7 +203,7 @@ class Endings:
             attempt.claim.id,
             refusal.reason,
         )
-        self._metrics.incumbent_refused()
+        self._metrics.refused_incumbents.inc()
 
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
         """Fail a search with a plan that undercuts a bound. Another attempt would hide the bug."""
@@ -212,7 +212,7 @@ class Endings:
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)
         if is_ours:
             logger.error("search %s failed: %s", claim.id, error)
-            self._metrics.bound_contradicted()
+            self._metrics.contradicted_bounds.inc()
         return is_ours
 
     async def _keep(self, attempt: Attempt, found: Outcome) -> bool:

@@ -76,7 +76,7 @@ class Runner:
         await self._executor.start()
         dead = {owner for owner in await self._table.owners() if is_dead(owner, self._owner)}
         if dead:
-            count = await self._table.requeue_of(dead)
+            count = await self._table.requeue_lost(dead)
             logger.info("queued %d searches of a dead service again", count)
         for step, name in (
             (self._dispatch, "dispatch"),
@@ -194,7 +194,7 @@ class Runner:
         held = list(self._attempts)
         kept = await self._table.renew(self._owner, _fences(held), self._settings.lease_seconds)
         _stop_lost(held, kept)
-        if self._may_judge() and await self._table.requeue_expired():
+        if self._may_judge() and await self._table.requeue_lost():
             logger.info("queued searches of a silent service again")
             self.wake()
         await happened(self._stopped, self._settings.heartbeat_seconds)

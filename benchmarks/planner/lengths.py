@@ -1,6 +1,10 @@
-"""Problems whose microbatches differ, and batches to pack, from the distributions of this folder.
+"""Problems whose microbatches differ, and batches to pack, from three distributions of sequence lengths.
 
 Documents are as in docs/formats.md. The caller's order is the order of arrival.
+
+**Distributions** are models, not measurements; each parameter is stated. Draws use only
+:meth:`random.Random.random`, whose sequence Python guarantees for a seed, so the same name and seed give the
+same lengths with every version of Python and NumPy.
 
 **Planning instances.** Sequences arrive one after another. A microbatch takes them until it has at least the
 budget of tokens, so one that meets a long sequence is several times as large as the others.
@@ -13,20 +17,31 @@ of as many consecutive forwards. There are two kinds of limits:
   microbatch may fill a rank alone.
 - ``max``: for microbatches that are all as large as the largest. A training job knows the largest microbatch
   and not the batches to come, so this is how its memory is planned.
+
+**Costs** are those of a GPT of 6.2 B parameters on H100 with flash attention. zbv's estimate is a polynomial
+in the length of a sequence: linear layers, norms and memory grow with its tokens, attention with their
+square, and the accumulation of weight gradients is fixed. Three lengths determine the coefficients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import islice
+from random import Random
+from statistics import NormalDist
 from typing import Any, Literal, get_args
 
 import numpy as np
+from zbv_models.estimate.config import estimate_layers, parse_config
+from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.sections import with_presets
 
-from benchmarks.lengths.distributions import LONGEST, MADE, Distribution
-from benchmarks.lengths.model_costs import costs_and_memory
-
+LONGEST = 32_768
+"""Longer draws are cut to this length, as a context window does."""
+SHORTEST = 16
 LimitKind = Literal["mem", "max"]
 SHARES = (0.6, 1.0, 1.5)
 SIZES = ((4, 16), (4, 32), (8, 16), (8, 32), (8, 64), (16, 32), (16, 64))
@@ -36,6 +51,69 @@ LEFT_OUT = (16, 64, 1.5)
 BUDGETS = {"web": 2048, "bimodal": 4096, "tail": 8192}
 """Tokens at which a microbatch of a planning instance is full."""
 UNITS = {"time": "us", "memory": "bytes"}
+PRESETS = ["gpt-6.2b", "h100-80gb"]
+MODEL = {
+    "microbatch_size": 1,
+    "attention": "flash",
+    "dropout": False,
+    "dtype": "bfloat16",
+    "positions": "rotary",
+}
+"""The preset is of 2023; these are usual today for sequences of 32 k tokens."""
+LENGTHS = (1024, 8192, 32_768)
+NAMES = ("fixed", "tokens", "tokens_squared")
+ACTIONS = ("forward", "backward_input", "backward_weight")
+BYTES_PER_MICROSECOND = 1e3
+"""In a GB/s."""
+LAYERS = 32
+"""Embedding, 30 blocks and head: they divide evenly into 8, 16 and 32 stages."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A distribution of lengths, in tokens."""
+
+    name: str
+    draw: Callable[[Random], int]
+
+    def lengths(self, count: int, seed: str) -> list[int]:
+        """The lengths of ``count`` sequences in order of arrival."""
+        return list(islice(self.stream(seed), count))
+
+    def stream(self, seed: str) -> Iterator[int]:
+        """Lengths without end."""
+        random = Random(f"{self.name} {seed}")
+        while True:
+            yield self.draw(random)
+
+
+def _log_normal(random: Random, median: float, sigma: float) -> int:
+    """exp(N(ln median, sigma)), rounded and cut to ``SHORTEST`` … ``LONGEST``."""
+    # The inverse is infinite at 0, which random() can return.
+    normal = NormalDist().inv_cdf(max(random.random(), 1e-12))
+    return min(LONGEST, max(SHORTEST, round(median * math.exp(sigma * normal))))
+
+
+def _bimodal(random: Random) -> int:
+    return _log_normal(random, *((300, 0.7) if random.random() < 0.7 else (4000, 0.8)))
+
+
+def _tail(random: Random) -> int:
+    return _log_normal(random, 1024, 0.3) if random.random() < 0.975 else LONGEST
+
+
+LAWS = {
+    each.name: each
+    for each in (
+        # documents of the web
+        Distribution("web", lambda random: _log_normal(random, 600, 1.1)),
+        # chat (70 %) and code (30 %)
+        Distribution("bimodal", _bimodal),
+        # a long tail: 2.5 % have the longest length
+        Distribution("tail", _tail),
+    )
+}
+"""The distributions by name."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +162,7 @@ def instances() -> list[PlanningInstance]:
         PlanningInstance(law, p, m, share, kind)
         for kind in get_args(LimitKind)
         for p, m in SIZES
-        for law in MADE
+        for law in LAWS.values()
         for share in SHARES
         if (p, m, share) != LEFT_OUT
     ]
@@ -131,7 +209,7 @@ def packing_instances() -> list[PackingInstance]:
     counts = {"web": 960, "bimodal": 512, "tail": 512}
     return [
         PackingInstance(law, p, 4, counts[law.name] * p // 4, share)
-        for law in MADE
+        for law in LAWS.values()
         for p in (4, 8)
         for share in (0.6, 1.0)
     ]
@@ -163,3 +241,63 @@ def _filled(arriving: Iterator[int], budget: int) -> list[int]:
     while sum(microbatch) < budget:
         microbatch.append(next(arriving))
     return microbatch
+
+
+def costs_and_memory(pp_degree: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``costs`` and ``memory`` (without a limit) of a problem document for 4, 8 or 16 ranks.
+
+    Microseconds and bytes. Placement V, with the same number of layers on every stage.
+    """
+    layers = _layers()
+    per_stage = LAYERS // (2 * pp_degree)
+    sums = [layers[first : first + per_stage].sum(axis=0) for first in range(0, LAYERS, per_stage)]
+    stages = np.array(sums)  # (S, 5, 3): F, I, W, bytes after F, bytes after I; by feature
+    costs: dict[str, Any] = {
+        action: {name: _rounded(stages[:, row, column]) for column, name in enumerate(NAMES)}
+        for row, action in enumerate(ACTIONS)
+    }
+    config = _config(LENGTHS[0])
+    per_token = config.model.hidden * config.model.dtype_bytes
+    bandwidth = (config.device.link_bandwidth or np.inf) * BYTES_PER_MICROSECOND
+    costs["p2p"] = {"fixed": config.device.link_latency, "tokens": float(f"{per_token / bandwidth:.6g}")}
+    after_forward, after_input = (np.rint(stages[:, row, 1]).astype(int).tolist() for row in (3, 4))
+    memory = {
+        "forward": {"tokens": after_forward},
+        "backward_input": {"tokens": [b - a for a, b in zip(after_forward, after_input, strict=True)]},
+        "backward_weight": {"tokens": [-each for each in after_input]},
+    }
+    return costs, memory
+
+
+@cache
+def _layers() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Coefficients of all layers, (32, 5, 3)."""
+    samples = np.array([[_figures(layer) for layer in _estimated(length)] for length in LENGTHS])
+    powers = np.vander(np.array(LENGTHS, dtype=np.float64), 3, increasing=True)
+    return np.moveaxis(np.tensordot(np.linalg.inv(powers), samples, axes=1), 0, 2)
+
+
+def _estimated(length: int) -> list[LayerEstimate]:
+    layers = estimate_layers(_config(length))
+    return [layer for layer in layers for _ in range(layer.repeat or 1)]
+
+
+def _config(length: int) -> Any:
+    return parse_config(with_presets({}, PRESETS, {"model": {**MODEL, "sequence": length}}))
+
+
+def _figures(layer: LayerEstimate) -> list[float]:
+    running = layer.plain
+    times = running.times
+    return [
+        times.forward,
+        times.backward_input,
+        times.backward_weight,
+        running.after_forward,
+        running.after_input,
+    ]
+
+
+def _rounded(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
+    """Six digits; 0 where the fit leaves less than rounding errors."""
+    return [float(f"{value:.6g}") if value > 1e-12 else 0.0 for value in values]

@@ -1,4 +1,4 @@
-"""Other methods to pack: what their papers say."""
+"""The benchmark of packings: other methods as their papers say, its rows and its target."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from support.batches import batch_document
 from zbv_solver.packing.arrange import Packer
 from zbv_solver.packing.batch import parse_batch
 from zbv_solver.packing.packing import packer_of
+from zbv_solver.search.options import SearchOptions
 
-from benchmarks.planner.packers import PACKERS
+from benchmarks.planner.lengths import LAWS, PackingInstance
+from benchmarks.planner.packing import HEADER, PACKERS, packing_table
 
 
 def one_replica(lengths: list[int], max_tokens: int) -> Packer:
@@ -46,3 +48,17 @@ def test_every_method_packs_as_its_paper_says() -> None:
 
 def test_the_dynamic_program_stays_small_for_many_short_sequences() -> None:
     assert max(map(len, PACKERS["dynamic-program"](one_replica([1] * 1100, 1100))[0])) <= 512
+
+
+def test_a_row_compares_the_step_with_all_other_methods() -> None:
+    lines: list[str] = []
+    batch = PackingInstance(LAWS["tail"], 2, 2, 8, 1.0, max_tokens=4096)
+    (finding,) = packing_table([batch], SearchOptions("quick"), lines.append)
+    header, row = lines
+    assert header == HEADER
+    values = row.split()
+    assert len(values) == len(HEADER.split())
+    assert values[0] == batch.name
+    assert all(float(gain.rstrip("*")) >= 0 for gain in values[5:9])
+    assert finding.target is not None
+    assert finding.value == pytest.approx(float(values[9].rstrip("*")), abs=0.06)

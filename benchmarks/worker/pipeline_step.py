@@ -72,7 +72,7 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     import torch
     import zbv_worker as zbv
     from torch import nn
-    from zbv_worker.execution.whole_plan import WholePlan
+    from zbv_worker.execution.plan_source import WholePlan
     from zbv_worker.pipeline.batch import StepData, split_batch
 
     workload = PipelineStepWorkload(**request["workload"])

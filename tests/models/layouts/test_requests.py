@@ -51,9 +51,7 @@ SLOW_INSIDE = replace(cluster_of(2, 4), in_node=replace(cluster_of(2, 4).in_node
     # Five devices, two on each node or less.
     (cluster_of(2, 10), (1, 1, 4, 20), "tp-cp-dp-pp", (300, 250, 25)),
 ])  # fmt: skip
-def test_links_of_rings(
-    cluster: Any, degrees: tuple[int, int, int, int], placement: Order, bandwidths: tuple[float, float, float]
-) -> None:
+def test_rings(cluster: Any, degrees: tuple[int, int, int, int], placement: Order, bandwidths: Any) -> None:
     tensor, context, _, data = degrees
     layout = Layout(*degrees, cluster.devices // (tensor * context * data), 1, 8, 1, "per-stage", placement)
     links = layout.links(cluster)
@@ -338,9 +336,7 @@ def test_refusals(call: Callable[[], Any], pointers: str, words: str) -> None:
     ({"optimizer": "sgd"}, {0}, Fixed(zero_stage=1, data_parallel=2), r"stage 0 .*\(found 1\)"),
     ({"optimizer": "sgd-momentum"}, {0}, Fixed(zero_stage=1, data_parallel=1), "stage 0"),
 ])  # fmt: skip
-def test_states_and_the_distributed_optimizer(
-    parallel: Document, stages: set[int], fixed: Fixed, message: str
-) -> None:
+def test_distributed_optimizers(parallel: Document, stages: set[int], fixed: Fixed, message: str) -> None:
     request, wrong = (with_states("zbv", parts, **parallel) for parts in (None, fixed))
     found = layouts_of_executors("megatron", request.setting, request.layouts)
     assert {layout.zero_stage for _, layout in found if layout.data_parallel > 1} == stages

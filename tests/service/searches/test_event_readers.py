@@ -13,10 +13,10 @@ from sqlalchemy import Engine, event
 from support.serving import until
 from support.stored import a_search, next_of
 from zbv_service.database import Database, SearchEventTable, SearchTable
+from zbv_service.database import events as hub
+from zbv_service.database.events import EventFeed
 from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
-from zbv_service.searches import events as hub
-from zbv_service.searches.events import EventFeed
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.search import best_layouts
 from zbv_service.documents import layouts as layout_documents
 from zbv_service.documents.layouts import LayoutRequest, count_layouts, read_layouts
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.records.searches import Claim, NewRanking, Update
 from zbv_service.searches.executors.layouts import rank_layouts
-from zbv_service.searches.kinds import new_layout_search
+from zbv_service.searches.searches import new_layout_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 

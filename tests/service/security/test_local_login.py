@@ -152,7 +152,7 @@ async def test_a_session_creates_no_credentials(service: Service, behind: str) -
     assert (refused.status_code, "set-cookie" in refused.headers) == (403, False)
     assert "session cannot create" in refused.text
     assert (await follow(service, f"/sign-in?token={session}")).status_code == 401
-    async with service.app.state.application.database.reading() as stored:
+    async with service.app.state.application.database.writing() as stored:
         kinds = await stored.scalars(select(TokenRow.kind).where(TokenRow.kind != "token"))
         assert sorted(kinds) == ["link", "session"], "only those that this test created"
 

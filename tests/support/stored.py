@@ -14,7 +14,7 @@ from zbv_service.database import AgentTable, Database, PlanTable, RunTable, Sear
 from zbv_service.database.engine import Base
 from zbv_service.records.agents import NewAgent
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
-from zbv_service.records.runs import NewRun
+from zbv_service.records.runs import NewRun, RunDocument
 from zbv_service.records.searches import Claim, NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
@@ -50,6 +50,13 @@ async def next_of(table: SearchTable, owner: str = "me", seconds: float = 60) ->
 
 async def found_in(table: SearchTable, name: str = "a") -> SearchRecord:
     """A search that is stored."""
+    record = await table.get(name)
+    assert record is not None
+    return record
+
+
+async def run_in(table: RunTable, name: str = "run") -> RunDocument:
+    """A run that is stored."""
     record = await table.get(name)
     assert record is not None
     return record

@@ -20,10 +20,9 @@ import httpx
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from support.largest_objects import SMALLEST, Amounts, Read, Stored, reads, store
 from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
 from support.serving import DEADLINE, Serving
-
-from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, store
 
 LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=16, nodes=64)
 MOST_UNITS = 1.5
@@ -38,16 +37,14 @@ LIMITS = {
 }
 
 
-async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(
-    serving: Serving, any_database_url: str
-) -> None:
+async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(serving: Serving) -> None:
     def apart(make: Callable[[], Any]) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(client, make)
 
     # What this client does in its own thread is not the service's work.
     client = ThreadPoolExecutor(1, initializer=sys.setprofile, initargs=(None,))
     with client, watching_threads():
-        async with serving("honest", database=any_database_url, **LIMITS) as service:
+        async with serving("honest", **LIMITS) as service:
             reader = httpx.AsyncClient(
                 transport=httpx.ASGITransport(without_bodies(service.app), raise_app_exceptions=False),
                 base_url=service.http.base_url,
@@ -113,7 +110,7 @@ async def test_every_route_that_reads_is_measured(serving: Serving) -> None:
         routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
         paths = {route.path for route in routes if "GET" in (route.methods or ())}
     some = Stored("s", "p", "l", "r", "f", "a", "w")
-    assert {each.route for each in reads(some)} == paths, "add new routes to benchmarks/service/largest.py"
+    assert {each.route for each in reads(some)} == paths, "add new routes to tests/support/largest_objects.py"
 
 
 async def test_long_lists_take_turns_and_short_requests_need_none(serving: Serving) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.malformed import PLAN
 from support.serving import Service, Serving
 from support.tokens import add
-
-from benchmarks.service.malformed import PLAN
 
 SCOPES = ("search", "read", "agent", "launch")
 OWN = {"x-request-id", "date"}
@@ -44,6 +43,7 @@ async def test_the_fast_path_returns_the_same_response(
     assert short == [1]  # only the second one
     assert (first.status_code, second.status_code) == (200, 200)
     assert first.content == second.content
+    assert "public" not in first.headers["cache-control"]
     headers = [{*answer.headers.multi_items()} for answer in (first, second)]
     assert {item for item in headers[0] ^ headers[1] if item[0] not in OWN} == set()
 

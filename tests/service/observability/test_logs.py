@@ -125,20 +125,17 @@ def test_no_message_forges_a_line_of_text() -> None:
     assert text.isprintable()
 
 
-def test_auto_is_text_on_a_terminal_and_json_elsewhere() -> None:
+def test_auto_is_text_on_a_terminal_and_json_elsewhere(log: io.StringIO) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        found = []
-        for stream, wanted in ((Terminal(), "auto"), (io.StringIO(), "auto"), (Terminal(), "json")):
-            root.handlers = []
-            logs.configure("info", wanted, stream)  # type: ignore[arg-type]  # the literals above
-            logging.getLogger("x").info("said")
-            found.append(stream.getvalue().startswith("{"))
-    finally:
-        root.handlers, root.level = handlers, level
-    assert found == [False, True, True]
+    for stream, wanted, is_json in (
+        (Terminal(), "auto", False),
+        (io.StringIO(), "auto", True),
+        (Terminal(), "json", True),
+    ):
+        logging.getLogger().handlers = []
+        logs.configure("info", wanted, stream)  # type: ignore[arg-type]  # the literals above
+        logging.getLogger("x").info("said")
+        assert stream.getvalue().startswith("{") == is_json

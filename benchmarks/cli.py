@@ -10,22 +10,11 @@ from zbv_solver.commands.messages import contradiction
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, InvalidInput
 from zbv_worker.errors import InvalidRun, WorkerError
 
-from benchmarks.errors import BenchmarkError, WrongInput
-from benchmarks.lengths.cli import add_lengths
-from benchmarks.planner.cli import (
-    add_jitter,
-    add_layouts,
-    add_packing,
-    add_partitioning,
-    add_per_step,
-    add_planner,
-    add_speed,
-    add_unequal,
-    add_unequal_exact,
-)
-from benchmarks.published.cli import add_published, add_reserved
+from benchmarks.findings import BenchmarkError, WrongInput
+from benchmarks.planner.cli import add_planner
+from benchmarks.published.cli import add_published
 from benchmarks.service.cli import add_service
-from benchmarks.soak.cli import add_soak
+from benchmarks.soak.run import add_soak
 from benchmarks.worker.cli import add_worker
 
 DONE, FAILED, WRONG, CONTRADICTION, INTERRUPTED = 0, 1, 2, 70, 130
@@ -72,12 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for add in (
-        *(add_planner, add_partitioning, add_jitter, add_packing, add_layouts),
-        *(add_unequal, add_unequal_exact, add_per_step, add_speed),
-        *(add_lengths, add_published, add_reserved, add_soak, add_service, add_worker),
-    ):
+    commands = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True)
+    for add in (add_planner, add_published, add_soak, add_service, add_worker):
         add(commands)
     return parser
 

@@ -1,16 +1,35 @@
-"""Measured numbers, their targets and verdicts; as a table and as JSON."""
+"""Measured numbers, their targets and verdicts: measured one after another, as tables and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from math import ceil
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
 from rich.table import Table
+from zbv_solver.documents.files import output
 
-Rule = Literal["at most", "at least", "at most within noise", "below beyond noise"]
-"""How a target is compared: with the value, or with the low or the high end of its interval."""
+_RESAMPLES, _CONFIDENCE, _SEED = 2000, 0.95, 0
+Item = TypeVar("Item")
+
+
+class BenchmarkError(Exception):
+    """The measurement failed (exit status 1)."""
+
+
+class WrongInput(BenchmarkError):
+    """The command's input is wrong (exit status 2)."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +37,7 @@ class Target:
     """The target of a number."""
 
     limit: float
-    rule: Rule = "at most"
-
-    @property
-    def sign(self) -> str:
-        """The comparison as a sign."""
-        return {"at least": "≥", "below beyond noise": "<"}.get(self.rule, "≤")
+    rule: Literal["at most", "at least"] = "at most"
 
 
 @dataclass(frozen=True)
@@ -43,29 +57,22 @@ class Finding:
         """By how much the target is missed, in the number's unit; 0 if it is met or there is none."""
         if self.target is None:
             return 0.0
-        low, high = self.interval or (self.value, self.value)
-        limit, rule = self.target.limit, self.target.rule
-        if rule == "at least":
-            return max(0.0, limit - self.value)
-        if rule == "below beyond noise":
-            return max(0.0, high - limit)
-        judged = self.value if rule == "at most" else low
-        return self.value - limit if judged > limit else 0.0
+        limit, is_most = self.target.limit, self.target.rule == "at most"
+        return max(0.0, self.value - limit if is_most else limit - self.value)
 
     @property
     def verdict(self) -> str:
-        """``met``, ``met within noise``, ``missed by …``, or an empty string without a target."""
+        """``met``, ``missed by …``, or an empty string without a target."""
         if self.target is None:
             return ""
-        if self.excess > 0:
-            return f"missed by {self._shown(self.excess)}"
-        within = self.target.rule == "at most within noise" and self.value > self.target.limit
-        return "met within noise" if within else "met"
+        return f"missed by {self._shown(self.excess)}" if self.excess > 0 else "met"
 
     @property
     def asked(self) -> str:
         """The target in words."""
-        return "" if self.target is None else f"{self.target.sign} {self._shown(self.target.limit)}"
+        if self.target is None:
+            return ""
+        return f"{'≤' if self.target.rule == 'at most' else '≥'} {self._shown(self.target.limit)}"
 
     @property
     def measured(self) -> str:
@@ -77,6 +84,9 @@ class Finding:
 
     def _shown(self, value: float) -> str:
         return f"{value:,.4g} {self.unit}".rstrip()
+
+
+Measure = Callable[[], Sequence[Finding]]
 
 
 def at_most(limit: float | None) -> Target | None:
@@ -118,8 +128,70 @@ def missed(findings: Sequence[Finding]) -> list[str]:
     ]
 
 
+def add_output(command: argparse.ArgumentParser) -> None:
+    """Add the option that names the file of the findings."""
+    command.add_argument("-o", "--output", metavar="FILE", type=Path, help="also write the findings as JSON")
+
+
+def measure_all(jobs: Sequence[tuple[str, str, Measure]], path: Path | None) -> int:
+    """Measure, print, write, and return the exit status: 1 if a target was missed.
+
+    Parameters
+    ----------
+    jobs
+        Name, title and function of every measurement.
+    path
+        Where to write the findings. The file is written after each measurement, so a failure of a later one
+        does not lose them.
+    """
+    report: dict[str, Any] = {}
+    sentences: list[str] = []
+    with nullcontext(lambda text: None) if path is None else output(path) as write:
+        for name, title, measure in jobs:
+            load, cores = os.getloadavg()[0], os.cpu_count()
+            findings = measure()
+            report[name] = {"load_before": load, "cores": cores, "findings": findings_json(findings)}
+            write(json.dumps(report, indent=1) + "\n")
+            title = f"{title} (load before: {load:.1f} on {cores} cores)"
+            Console(soft_wrap=True).print(table(title, findings))
+            sentences += missed(findings)
+    for sentence in sentences:
+        print(f"benchmarks: {sentence}", file=sys.stderr)
+    return 1 if sentences else 0
+
+
+def matching(items: Sequence[Item], only: str | None, name: Callable[[Item], str]) -> tuple[Item, ...]:
+    """Return the items with a name that matches the glob ``only``; raises :class:`WrongInput` without any."""
+    chosen = tuple(item for item in items if only is None or fnmatchcase(name(item), only))
+    if not chosen:
+        known = ", ".join(map(name, items[:3])) + (", …" if len(items) > 3 else "")
+        raise WrongInput(
+            f"--only: found {only!r}, which matches none of the {len(items)} names ({known}). Give a name or "
+            "a pattern with * and ?."
+        )
+    return chosen
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least this share of the values does not exceed."""
     ordered = sorted(values)
     rank = ceil(share * len(ordered) - 1e-9)  # 0.07 of 100 is 7.000000000000001
     return ordered[min(len(ordered), max(1, rank)) - 1]
+
+
+def paired_ratio(mine: Sequence[float], other: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """Return the median ratio of measurements that took turns, and its bootstrap interval.
+
+    A disturbance of a round affects both of its measurements and cancels in their ratio.
+    """
+    ratios = [one / two for one, two in zip(mine, other, strict=True)]
+    return median_interval(np.asarray(ratios, dtype=float))
+
+
+def median_interval(values: NDArray[np.float64]) -> tuple[float, tuple[float, float]]:
+    """Return the median of some values, and its bootstrap interval (percentiles; Efron 1979)."""
+    chosen = np.random.default_rng(_SEED).integers(len(values), size=(_RESAMPLES, len(values)))
+    medians = np.median(values[chosen], axis=1)
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(medians, (tail, 1 - tail))
+    return float(np.median(values)), (float(low), float(high))

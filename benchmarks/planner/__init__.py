@@ -1,7 +1,7 @@
-"""Benchmarks of the planner: suites of problems, the choice of cuts, and the speed of the kernels.
+"""Benchmarks of the planner: files of problems, and problems of other kinds with their own tables.
 
-``suite.py`` reads instances, ``measure.py`` searches one of them and records its progress, ``verdicts.py``
-compares the result with other planners and targets, ``tally.py`` and ``ablation.py`` summarize, ``tables.py``
-and ``report.py`` are the two forms of the result, and ``run.py`` runs a suite. Nothing here decides how a
+``suite.py`` reads instances, ``outcome.py`` searches one of them and compares the plan with other planners
+and targets, ``ablation.py`` leaves mechanisms out, ``run.py`` runs suites, and ``report.py`` has the two
+forms of the result. ``lengths.py`` makes problems whose microbatches differ. Nothing here decides how a
 search works.
 """

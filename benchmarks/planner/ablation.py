@@ -13,15 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from inspect import getsource
 from typing import Any
 from unittest.mock import patch
 
 from zbv_solver.search.options import PHASES, SearchOptions
 
-from benchmarks.planner.measure import Outcome
+from benchmarks.planner.outcome import Outcome, verdict
 from benchmarks.planner.suite import Instance
-from benchmarks.planner.verdicts import verdict
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,6 @@ class Mechanism:
     """A mechanism that can be left out."""
 
     name: str
-    modules: tuple[str, ...]
-    """Modules, and classes as ``module:name``, that nothing else needs. Without the mechanism, their lines
-    are saved."""
     replaced: dict[str, Any] = field(default_factory=dict)
     """What stands in for a function or a constant of the planner, by ``module:name``; empty for a phase of
     the search, which the options leave out."""
@@ -41,11 +36,6 @@ class Mechanism:
     def concerns(self, instance: Instance) -> bool:
         """Whether a search of the instance may use the mechanism."""
         return not (self.of_differing and instance.problem.is_equal)
-
-    @property
-    def lines(self) -> int:
-        """Lines of its modules and classes."""
-        return sum(_source(part).count("\n") for part in self.modules)
 
     @contextmanager
     def left_out(self, options: SearchOptions) -> Iterator[SearchOptions]:
@@ -60,12 +50,6 @@ class Mechanism:
             yield options
 
 
-def _source(part: str) -> str:
-    name, _, own = part.partition(":")
-    module = import_module(f"zbv_solver.{name}")
-    return getsource(getattr(module, own) if own else module)
-
-
 def _nothing(*_: object) -> Iterator[Any]:
     return iter(())
 
@@ -74,49 +58,17 @@ def _zero(*_: object) -> float:
     return 0.0
 
 
-_MODULES_OF_PHASES = {
-    "tune": ("improve.parameter_search",),
-    "inject": ("improve.injection_search",),
-    "overtake": ("improve.overtaking_search", "construct.overtaking"),
-    "anneal": (
-        "improve.annealing",
-        "improve.order_repair",
-        "improve.order_state",
-    ),
-    "windows": ("improve.cp_sat",),
-    "exact": ("improve.cp_states",),
-}
 MECHANISMS = (
-    *(Mechanism(phase, _MODULES_OF_PHASES[phase], of_differing=phase == "overtake") for phase in PHASES),
-    Mechanism("rest search", ("improve.parameter_search:RestClimber",), {"search.run:REST_SHARE": 0.0}),
-    Mechanism(
-        "bound: few ranks",
-        ("bounds.few_ranks", "bounds.states"),
-        {"bounds.few_ranks:few_ranks_bounds": _nothing},
-    ),
+    *(Mechanism(phase, of_differing=phase == "overtake") for phase in PHASES),
+    Mechanism("rest search", {"search.run:REST_SHARE": 0.0}),
+    Mechanism("bound: few ranks", {"bounds.few_ranks:few_ranks_bounds": _nothing}),
     Mechanism(
         "bound: ramps",
-        ("bounds.ramps", "bounds.heads", "bounds.directions"),
         {"bounds:ramp_bound": _zero, "bounds:machine_bound": _zero, "bounds:other_rank_bound": _zero},
     ),
-    Mechanism(
-        "bound: passing",
-        ("bounds.overtaking",),
-        {"bounds.overtaking:passing_of_ranks": _nothing},
-        of_differing=True,
-    ),
-    Mechanism(
-        "bound: differing ramps",
-        ("bounds.differing_ramps",),
-        {"bounds.differing_ramps:ramp_bounds": _nothing},
-        of_differing=True,
-    ),
-    Mechanism(
-        "bound: away",
-        ("bounds.away", "bounds.away_prices"),
-        {"bounds.away_prices:away_bounds": _nothing},
-        of_differing=True,
-    ),
+    Mechanism("bound: passing", {"bounds.overtaking:passing_of_ranks": _nothing}, of_differing=True),
+    Mechanism("bound: differing ramps", {"bounds.differing_ramps:ramp_bounds": _nothing}, of_differing=True),
+    Mechanism("bound: away", {"bounds.away_prices:away_bounds": _nothing}, of_differing=True),
 )
 """Phases first, then parts of phases, then bounds; the last three are of microbatches that differ."""
 
@@ -175,3 +127,32 @@ def _contribution(mechanism: str, suite: str, runs: list[tuple[Outcome, Outcome]
         proved=sum((a.gap == 0) - (b.gap == 0) for a, b in pairs),
         seconds=sum(a.seconds - b.seconds for a, b in pairs),
     )
+
+
+def ablation_table(entries: Sequence[Contribution]) -> str:
+    """The contribution of each mechanism, one row per mechanism and suite."""
+    heads = ("mechanism", "suite", *("better", "worse", "mean", "worst", "bounds", "gap", "proved", "s"))
+    rows = [
+        (
+            entry.mechanism,
+            entry.suite.rpartition("/")[2],
+            f"{entry.better} of {entry.instances}",
+            f"{entry.worse}",
+            f"{math.expm1(entry.log_ratio / entry.instances):+.2%}" if entry.instances else "–",
+            f"{math.expm1(entry.worst):+.2%}",
+            f"{entry.tighter}",
+            f"{100 * entry.gap:+.2f}",
+            f"{entry.proved:+d}",
+            f"{entry.seconds:+.0f}",
+        )
+        for entry in entries
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            text.ljust(width) if place < 2 else text.rjust(width)
+            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (heads, tuple("─" * width for width in widths), *rows)
+    ]
+    return "".join(f"{line}\n" for line in lines)

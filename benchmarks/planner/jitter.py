@@ -9,10 +9,10 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zbv_solver.construct.baselines import baseline, without_limit
+from zbv_solver.plans.plan import Spans
 from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.jitter import P95, search_for_jitter, simulate
@@ -20,7 +20,6 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
 
-from benchmarks.errors import WrongInput
 from benchmarks.findings import Finding, Target, at_least
 from benchmarks.planner.suite import parse_suite
 
@@ -46,23 +45,15 @@ LEAST_GAIN_PERCENT = 1.0
 
 
 @dataclass(frozen=True)
-class Behaviour:
-    """Mean and p95 of the span in the scenarios, in the problem's time unit."""
-
-    mean: float
-    p95: float
-
-
-@dataclass(frozen=True)
 class JitterRow:
     """One instance."""
 
     name: str
     span: float
     """Without jitter, of the plan that was chosen without jitter."""
-    planned: Behaviour
-    chosen: Behaviour
-    """The plans that were chosen without and with jitter."""
+    planned: Spans
+    chosen: Spans
+    """In the scenarios, of the plans that were chosen without and with jitter."""
     fitting: float | None
     any: float
     """The smallest p95 of the classical schedules that keep the limit (None if none does), and of all."""
@@ -73,24 +64,17 @@ class JitterRow:
     @property
     def gain(self) -> float:
         """By how many percent of its p95 the plan chosen with jitter is shorter than the other plan."""
-        return 100 * (1 - self.chosen.p95 / self.planned.p95)
+        return 100 * (1 - self.chosen.p95_span / self.planned.p95_span)
 
 
-def instances(only: str | None = None) -> tuple[tuple[str, Problem], ...]:
-    """Names and problems; raises :class:`WrongInput` if ``only``, a glob, matches no name."""
+def instances() -> list[tuple[str, Problem]]:
+    """Names and problems."""
     suite = {each.name: each.problem for each in parse_suite(json.loads(SUITE.read_text()), SUITE.name)}
-    named = [
+    return [
         (f"{name.partition('_mem')[0]}_mem{share}", _limited(suite[name], share))
         for name in NAMES
         for share in SHARES
     ]
-    chosen = tuple(each for each in named if only is None or fnmatchcase(each[0], only))
-    if not chosen:
-        raise WrongInput(
-            f"--only: found {only!r}, which matches none of the {len(named)} instances ({named[0][0]}, "
-            f"{named[1][0]}, …). Give a name or a pattern with * and ?."
-        )
-    return chosen
 
 
 def _limited(problem: Problem, share: float) -> Problem:
@@ -114,8 +98,8 @@ def measure_jitter(name: str, problem: Problem, options: SearchOptions, scenario
     return JitterRow(
         name=name,
         span=planned.metrics.span,
-        planned=Behaviour(found.spans.expected_span, found.spans.p95_span),
-        chosen=Behaviour(other.spans.expected_span, other.spans.p95_span),
+        planned=found.spans,
+        chosen=other.spans,
         fitting=min((each.spans.p95_span for each in found.baselines if each.fits), default=None),
         any=min(each.spans.p95_span for each in found.baselines),
         planned_seconds=between - began,
@@ -131,10 +115,12 @@ def jitter_findings(rows: Iterable[JitterRow]) -> Iterator[Finding]:
         "p95 gained by choosing with jitter, mean", sum(gains) / len(gains), "%", at_least(LEAST_GAIN_PERCENT)
     )
     yield Finding("  smallest of an instance", min(gains), "%")
-    fitting = [row.chosen.p95 / row.fitting for row in rows if row.fitting is not None]
+    fitting = [row.chosen.p95_span / row.fitting for row in rows if row.fitting is not None]
     if fitting:
         yield Finding("p95 / best schedule that fits, largest", max(fitting), "", Target(1.0))
-    yield Finding("p95 / best schedule without limit, largest", max(row.chosen.p95 / row.any for row in rows))
+    yield Finding(
+        "p95 / best schedule without limit, largest", max(row.chosen.p95_span / row.any for row in rows)
+    )
 
 
 HEADER = (
@@ -147,7 +133,8 @@ HEADER = (
 def jitter_line(row: JitterRow) -> str:
     """A row as text."""
     planned, chosen = (
-        f"{each.mean / row.span:.4f} {each.p95 / row.span:.4f}" for each in (row.planned, row.chosen)
+        f"{spans.expected_span / row.span:.4f} {spans.p95_span / row.span:.4f}"
+        for spans in (row.planned, row.chosen)
     )
     fitting = "–" if row.fitting is None else f"{row.fitting / row.span:.4f}"
     seconds = f"{row.planned_seconds:.1f} {row.chosen_seconds:.1f}"

@@ -7,8 +7,8 @@ of a block (Narayanan et al. 2021, appendix), so V / (12 h + 2 s) blocks: 2.3 of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zbv_solver.construct.baselines import without_limit
@@ -16,7 +16,7 @@ from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import Boundaries, CutSpace, CutTables
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
-from zbv_solver.plans.plan import Plan, gap_of
+from zbv_solver.plans.plan import gap_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.options import SearchOptions
@@ -44,24 +44,6 @@ ROOM = 1.0
 """Memory limit, as a share of the memory of 1F1B with evenly cut blocks."""
 PARTITION_CASE = (32, 198, 4096)
 REPEATS = 5
-
-
-@dataclass(frozen=True)
-class CutRow:
-    """One model: the objective of the same search on three cuts, and the bound of all cuts."""
-
-    pp_degree: int
-    blocks: int
-    layers_per_block: int
-    head: float
-    even: Plan
-    histogram: Plan
-    plan: Plan
-
-    @property
-    def lower_bound(self) -> float:
-        """Lower bound of all contiguous cuts."""
-        return self.plan.cut.lower_bound if self.plan.cut is not None else 0.0
 
 
 def gpt_layers(
@@ -138,32 +120,44 @@ def _again(part: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def cut_row(p: int, blocks: int, width: int, layers_per_block: int, options: SearchOptions) -> CutRow:
-    """Run the same search on the even cut, on the histogram cut, and with a free cut.
+def cut_table(
+    options: SearchOptions,
+    write: Callable[[str], object],
+    models: Sequence[tuple[int, int, int, int]] = MODELS,
+) -> None:
+    """Write a row per model: the objective of the same search on three cuts, and the bound of all cuts.
 
     For blocks in parts, the even cut is the better of an even cut of parts and one of whole blocks.
     """
-    layered = gpt_layers(p, blocks, width, layers_per_block)
-    evenly = {layers_per_block: layered, 1: gpt_layers(p, blocks, width)}
-
-    def on(layered: LayeredProblem, rule: Callable[[CutSpace], Boundaries]) -> Plan:
-        space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
-        bounds = rule(space)
-        fitting = space.fitting(bounds)
-        cut = fitting or space.cut(bounds, (False,) * space.n_stages)
-        problem = layered.cut_into(space.placement, cut)
-        return search(problem if fitting else without_limit(problem), options)
-
-    head = layered.model.layers[-1].costs.forward
-    return CutRow(
-        p,
-        blocks,
-        layers_per_block,
-        head,
-        min((on(each, even_cut) for each in evenly.values()), key=lambda plan: plan.objective),
-        on(layered, histogram_cut),
-        search(layered, options),
+    write(f"objective of one search (effort {options.effort}) on three cuts; head in blocks\n")
+    write(
+        f"{'p':>3} {'blocks':>6} {'parts':>5} {'head':>5} {'m':>4} {'even':>9} {'histogram':>9} {'zbv':>9} "
     )
+    write(f"{'to even':>8} {'to hist.':>8} {'bound':>9} {'gap':>7} {'seconds':>7}\n")
+    for p, blocks, width, parts in models:
+        layered = gpt_layers(p, blocks, width, parts)
+        evenly = {parts: layered, 1: gpt_layers(p, blocks, width)}
+        even = min(_on(model, even_cut, options) for model in evenly.values())
+        histogram, plan = _on(layered, histogram_cut, options), search(layered, options)
+        own, bound = plan.objective, 0.0 if plan.cut is None else plan.cut.lower_bound
+        write(
+            f"{p:>3} {blocks:>6} {parts:>5} {layered.model.layers[-1].costs.forward:>5.2f} "
+            f"{layered.microbatches:>4} {even:>9.2f} {histogram:>9.2f} {own:>9.2f} "
+            f"{own / even - 1:>8.1%} {own / histogram - 1:>8.1%} "
+            f"{bound:>9.2f} {gap_of(own, bound):>7.2%} {plan.provenance.seconds:>7.1f}\n"
+        )
+    p, blocks, _ = PARTITION_CASE
+    write(f"partition alone, {blocks + 2} layers on {p} ranks: {partition_seconds():.3f} s\n")
+
+
+def _on(layered: LayeredProblem, rule: Callable[[CutSpace], Boundaries], options: SearchOptions) -> float:
+    """Objective of a search on a rule's cut; without a memory limit if the cut does not fit."""
+    space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
+    bounds = rule(space)
+    fitting = space.fitting(bounds)
+    cut = fitting or space.cut(bounds, (False,) * space.n_stages)
+    problem = layered.cut_into(space.placement, cut)
+    return search(problem if fitting else without_limit(problem), options).objective
 
 
 def partition_seconds() -> float:
@@ -176,28 +170,6 @@ def partition_seconds() -> float:
         balanced_cut(space, level_cut(space))
         seconds.append(time.perf_counter() - began)
     return sorted(seconds[1:])[REPEATS // 2]
-
-
-def cut_table(options: SearchOptions, write: Callable[[str], object]) -> None:
-    """Write the table, row by row."""
-    write(f"objective of one search (effort {options.effort}) on three cuts; head in blocks\n")
-    write(
-        f"{'p':>3} {'blocks':>6} {'parts':>5} {'head':>5} {'m':>4} {'even':>9} {'histogram':>9} {'zbv':>9} "
-    )
-    write(f"{'to even':>8} {'to hist.':>8} {'bound':>9} {'gap':>7} {'seconds':>7}\n")
-    for model in MODELS:
-        row = cut_row(*model, options)
-        own = row.plan.objective
-        write(
-            f"{row.pp_degree:>3} {row.blocks:>6} {row.layers_per_block:>5} {row.head:>5.2f} "
-            f"{row.plan.problem.microbatches:>4} "
-            f"{row.even.objective:>9.2f} {row.histogram.objective:>9.2f} {own:>9.2f} "
-            f"{own / row.even.objective - 1:>8.1%} {own / row.histogram.objective - 1:>8.1%} "
-            f"{row.lower_bound:>9.2f} {gap_of(own, row.lower_bound):>7.2%} "
-            f"{row.plan.provenance.seconds:>7.1f}\n"
-        )
-    p, blocks, _ = PARTITION_CASE
-    write(f"partition alone, {blocks + 2} layers on {p} ranks: {partition_seconds():.3f} s\n")
 
 
 def recompute_table(options: SearchOptions, write: Callable[[str], object]) -> None:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from statistics import median, quantiles
 from typing import Any
 
@@ -22,11 +21,8 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.search.step_planner import StepPlanner
 
-from benchmarks.errors import WrongInput
 from benchmarks.findings import Finding, at_most
-from benchmarks.lengths.distributions import MADE, Distribution
-from benchmarks.lengths.instances import PlanningInstance, limit
-from benchmarks.lengths.model_costs import costs_and_memory
+from benchmarks.planner.lengths import LAWS, Distribution, PlanningInstance, costs_and_memory, limit
 
 RANKS, MICROBATCHES = 8, 64
 SHARES = (0.6, 1.0)
@@ -81,16 +77,9 @@ def features_of(sequences: Sequence[Sequence[int]]) -> Values:
     }
 
 
-def runs(only: str | None = None) -> tuple[SteppedRun, ...]:
-    """All runs; raises :class:`WrongInput` if ``only``, a glob, matches no name."""
-    every = [SteppedRun(law, share) for law in MADE for share in SHARES]
-    chosen = tuple(each for each in every if only is None or fnmatchcase(each.name, only))
-    if not chosen:
-        raise WrongInput(
-            f"--only: found {only!r}, which matches none of {', '.join(each.name for each in every)}. Give "
-            f"a name or a pattern with * and ?."
-        )
-    return chosen
+def runs() -> list[SteppedRun]:
+    """All runs."""
+    return [SteppedRun(law, share) for law in LAWS.values() for share in SHARES]
 
 
 @dataclass(frozen=True)

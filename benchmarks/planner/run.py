@@ -15,12 +15,11 @@ from zbv_solver.search.incumbent import Cancelled, Progress
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 
-from benchmarks.planner.ablation import MECHANISMS, Contribution, contributions
-from benchmarks.planner.measure import Outcome, measure
-from benchmarks.planner.report import Report, Run
-from benchmarks.planner.suite import Instance
-from benchmarks.planner.tables import Table, ablation_table, summary
-from benchmarks.planner.tally import tally
+from benchmarks.planner import jitter, lengths
+from benchmarks.planner.ablation import MECHANISMS, Contribution, ablation_table, contributions
+from benchmarks.planner.outcome import Outcome, measure, tally
+from benchmarks.planner.report import Report, Run, Table, summary
+from benchmarks.planner.suite import NO_OPTIONS, Instance
 
 Spinner = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 """Shows a text while something runs, and yields a function that changes the text."""
@@ -29,14 +28,25 @@ WARM_UP_SECONDS = 2.0
 """Time limit of a warm-up search; with compiled kernels it takes a fraction of that."""
 
 
+GENERATED = ("unequal", "jitter")
+"""Benchmarks whose problems can also be planned."""
+
+
+def generated(name: str) -> tuple[Instance, ...]:
+    """The problems of a benchmark of :data:`GENERATED`, without its other schedules."""
+    if name == "jitter":
+        return tuple(Instance(name, *each, {}) for each in jitter.instances())
+    documents = ((each.name, each.document()) for each in lengths.instances())
+    return tuple(Instance(name, each, parse_problem(document), {}) for each, document in documents)
+
+
 def bench(
     instances: Sequence[Instance], options: SearchOptions, *, ablate: bool, out: TextIO, spinner: Spinner
 ) -> Report:
     """Search every instance; write a row to ``out`` for each, and the summary at the end.
 
     With ``ablate``, run the suites again without each mechanism of the planner; instances that it does not
-    concern keep their outcome. Ctrl-C ends the measurement
-    and keeps its results so far.
+    concern keep their outcome. Ctrl-C ends the measurement and keeps its results so far.
     """
     with spinner("loading"):
         interruptible(partial(_warm_up, instances, options))
@@ -127,7 +137,7 @@ def _title(instances: Sequence[Instance], options: SearchOptions, without: tuple
         f"seed: {options.seed}",
         *([f"without: {', '.join(without)}"] if without else []),
     ]
-    own = sum(instance.effort is not None or instance.time_limit is not None for instance in instances)
+    own = sum(instance.options != NO_OPTIONS for instance in instances)
     note = f" ({own} of {len(instances)} instances have their own effort or limit)" if own else ""
     return "; ".join(facts) + note
 
@@ -140,6 +150,6 @@ def _warm_up(instances: Sequence[Instance], options: SearchOptions, cancelled: C
         problem = parse_problem(
             {"pp_degree": 3, "microbatches": 4, "objective": objective, "costs": costs, "memory": memory}
         )
-        for effort in sorted({instance.options(options).effort for instance in instances}):
+        for effort in sorted({instance.search_options(options).effort for instance in instances}):
             own = replace(options, effort=effort, time_limit=WARM_UP_SECONDS)
             search(problem, own, cancelled=cancelled)

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import product
 from typing import get_args
 
@@ -28,19 +27,16 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import Timing, evaluate
 
-from benchmarks.errors import WrongInput
 from benchmarks.findings import Finding, at_least, at_most
-from benchmarks.lengths.distributions import MADE
-from benchmarks.lengths.instances import SHARES, LimitKind, PlanningInstance
-from benchmarks.lengths.instances import instances as every_instance
-from benchmarks.planner.verdicts import SAME_FIGURE
+from benchmarks.planner.lengths import LAWS, SHARES, LimitKind, PlanningInstance
+from benchmarks.planner.outcome import SAME_FIGURE
 
 LEAST_GAIN_PERCENT = {0.6: 12.0, 1.0: 4.0}
 """Over the mean plan in the order used in practice, by memory limit; geometric means."""
 LARGEST_GAP_PERCENT = {0.6: 5.0, 1.0: 1.0}
 """Means by memory limit."""
 MOST_SECONDS = 10.0
-WARM_UP = PlanningInstance(MADE[0], 4, 8, 0.6)
+WARM_UP = PlanningInstance(LAWS["web"], 4, 8, 0.6)
 """Planned before the first instance, so that no measurement includes loading code."""
 MEAN_PLAN = "mean"
 FITTING = "mean-fitting"
@@ -91,18 +87,6 @@ class UnequalRow:
     def shorter(self, rival: Rival) -> float:
         """By how many percent the plan is shorter than a rival."""
         return 100 * (1 - self.value / rival.value)
-
-
-def instances(only: str | None = None) -> tuple[PlanningInstance, ...]:
-    """The problems; raises :class:`WrongInput` if ``only``, a glob, matches no name."""
-    every = every_instance()
-    chosen = tuple(each for each in every if only is None or fnmatchcase(each.name, only))
-    if not chosen:
-        raise WrongInput(
-            f"--only: found {only!r}, which matches none of the {len(every)} instances ({every[0].name}, …, "
-            f"{every[-1].name}). Give a name or a pattern with * and ?."
-        )
-    return chosen
 
 
 def unequal_table(

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.measuring import add_output, measure_all
+from benchmarks.findings import add_output, matching, measure_all
 
 if TYPE_CHECKING:
     from benchmarks.findings import Finding
 
 
 def add_published(commands: Any) -> None:
-    """Add the comparison of predictions with published runs, or with own ones."""
+    """Add the comparisons of predictions with published runs, or with own ones."""
     command = commands.add_parser(
         "published",
         help="compare predicted step times and memory with published runs, or with own ones",
         description="Predict the step time and the memory of published training runs, and compare. "
         "docs/formats.md documents the file, for own runs.",
     )
-    command.add_argument("--only", metavar="GLOB", default="*", help="only runs with a matching id")
+    command.add_argument("--only", metavar="GLOB", help="only runs with a matching id")
     command.add_argument("--runs", type=Path, metavar="FILE", help="measured runs (default: published ones)")
     command.add_argument("--each", action="store_true", help="also print a line per run")
     add_output(command)
     command.set_defaults(run=_published)
-
-
-def add_reserved(commands: Any) -> None:
-    """Add what PyTorch reserves over tensors."""
     command = commands.add_parser(
         "reserved",
         help="compare what PyTorch reserves with what tensors need, in published runs",
@@ -47,16 +42,10 @@ def _reserved(parsed: argparse.Namespace) -> int:
 
 
 def _published(parsed: argparse.Namespace) -> int:
-    from benchmarks.errors import WrongInput
     from benchmarks.published.runs import RUNS, load_runs
 
     runs = load_runs(parsed.runs or RUNS)
-    chosen = [run for run in runs if fnmatchcase(run.id, parsed.only)]
-    if not chosen:
-        raise WrongInput(
-            f"--only: found {parsed.only!r}, which matches none of the {len(runs)} runs ({runs[0].id}, …). "
-            "Give an id or a pattern with * and ?."
-        )
+    chosen = matching(runs, parsed.only, lambda run: run.id)
 
     def measure() -> list[Finding]:
         from rich.console import Console

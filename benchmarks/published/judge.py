@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import StatisticsError, correlation, mean, median
 
 import numpy as np
 from rich.table import Table
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.findings import Finding, at_least, at_most
+from benchmarks.findings import BenchmarkError, Finding, at_least, at_most
 from benchmarks.published.predict import Prediction, predict, published_step
-from benchmarks.published.ranking import Throughput, ceilings, of_layouts, of_runs
 from benchmarks.published.runs import MeasuredRun
 
 LEAST_CORRELATION = 0.8
@@ -22,10 +20,21 @@ MOST_TIME_ERROR = 15.0
 MOST_MEMORY_ERROR = 10.0
 NEAR, LEAST_NEAR = 0.25, 90.0
 LEAST_OUT_OF_MEMORY = 80.0
+LEAST_RUNS = 3
+"""Runs that a rank correlation needs."""
 GIGA = 1e9
 NOT_OF_A_LAYOUT = {"id", "source", "held_out", "step_time_s", "step_time_from", "model_tflops"}
 NOT_OF_A_LAYOUT |= {"memory_gb", "memory_kind", "memory_rank"}
 """Keys of a run that do not say what ran."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Predicted and measured tokens per second and device of a run, and what identifies its layout."""
+
+    layout: Hashable
+    predicted: float
+    measured: float
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,9 @@ def models_table(judged: Sequence[Judged]) -> Table:
     table = Table(title="predicted / measured, by system and model", title_justify="left")
     table.add_column("system")
     table.add_column("model")
-    for column in ("runs", "step time", "least", "most", "rank correlation", "at most", "memory"):
+    for column in ("runs", "step time", "least", "most", "rank correlation", "memory"):
         table.add_column(column, justify="right")
     throughputs = _throughputs(judged)
-    most = ceilings(throughputs)
     for (system, name), group in _grouped(judged).items():
         times, memory = _times(group), _memory(group)
         rank = of_runs(throughputs[system, name])
@@ -94,7 +102,6 @@ def models_table(judged: Sequence[Judged]) -> Table:
             str(len(group)),
             *((f"{of(times):.2f}" if times else "") for of in (median, min, max)),
             "" if rank is None else f"{rank:.2f}",
-            f"{mean(most[system, name]):.2f}" if (system, name) in most else "",
             f"{median(memory):.2f}" if memory else "",
         )
     return table
@@ -129,11 +136,6 @@ def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
     if ranks := _ranks(judged):
         what = f"rank correlation of throughput, mean of {len(ranks)} models"
         yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
-        if most := ceilings(groups):
-            draws = np.mean(list(most.values()), axis=0)
-            low, high = np.quantile(draws, (0.1, 0.9)).tolist()
-            what = "  at most, as runs of the same layout differ: mean and middle 80 %"
-            yield Finding(what, float(draws.mean()), interval=(low, high))
     layouts = [rank for runs in groups.values() if (rank := of_layouts(runs)) is not None]
     if layouts:
         yield Finding(f"  of layouts, repeated ones with their median, {len(layouts)} models", mean(layouts))
@@ -213,3 +215,41 @@ def _error(ratios: Sequence[float]) -> float:
 def _near(ratios: Sequence[float]) -> float:
     """Share of ratios that are near 1, in percent."""
     return 100 * mean(abs(ratio - 1) <= NEAR for ratio in ratios)
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Rank correlation, ties with their mean rank (Spearman 1904); None if all values are the same."""
+    try:
+        return correlation(_places(first), _places(second))
+    except StatisticsError:
+        return None
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    ends = {value: place for place, value in enumerate(ordered)}
+    return [(ordered.index(value) + ends[value]) / 2 for value in values]
+
+
+def of_runs(runs: Sequence[Throughput]) -> float | None:
+    """Rank correlation of the runs of a model; None if they are too few or predicted to be equal."""
+    if len(runs) < LEAST_RUNS:
+        return None
+    return spearman([run.predicted for run in runs], [run.measured for run in runs])
+
+
+def of_layouts(runs: Sequence[Throughput]) -> float | None:
+    """The same, with one value for the runs of a layout: the median."""
+    medians = _medians(runs)
+    if len(medians) < LEAST_RUNS:
+        return None
+    predicted = {run.layout: run.predicted for run in runs}
+    return spearman([predicted[layout] for layout in medians], list(medians.values()))
+
+
+def _medians(runs: Sequence[Throughput]) -> dict[Hashable, float]:
+    """Median measured throughput of every layout."""
+    measured: dict[Hashable, list[float]] = defaultdict(list)
+    for run in runs:
+        measured[run.layout].append(run.measured)
+    return {layout: median(values) for layout, values in measured.items()}

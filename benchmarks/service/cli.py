@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 from zbv_worker.commands.arguments import positive, positive_number
 
-from benchmarks.measuring import add_output, measure_all
+from benchmarks.findings import Measure, WrongInput, add_output, measure_all
 
-ALL = ("ranks", "queue", "stored", "fuzz", "streams")
 TITLES = {
     "ranks": "Rank plans fetched over the loopback interface",
     "queue": "A queue that survives SIGKILL",
-    "stored": "A known problem, answered from the database",
-    "fuzz": "Malformed bodies",
-    "streams": "Idle event streams",
     "heartbeats": "Heartbeats of the agents of one run",
     "hostile": "The most expensive requests, each repeated by 16 clients",
-    "page": "A plan's page in a browser",
 }
+ALL = ("ranks", "queue")
 
 
 def add_service(commands: Any) -> None:
@@ -32,53 +27,29 @@ def add_service(commands: Any) -> None:
         description="For each measurement, start a service in a temporary folder, load it from another "
         "process, and compare the measurements with targets.",
     )
-    command.add_argument(
+    add = command.add_argument
+    add(
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"{', '.join(ALL)}, or all of these (the default); heartbeats, which needs PostgreSQL; hostile, "
-        "which takes --seconds for every request; or page, which needs a browser",
+        help=f"{' and '.join(ALL)} (the default, or all); heartbeats, which needs PostgreSQL; or hostile, "
+        "which takes --seconds for every request",
     )
-    command.add_argument(
-        "--seconds",
-        type=positive_number,
-        default=10.0,
-        metavar="S",
-        help="duration of each measurement (default: 10)",
-    )
-    command.add_argument(
-        "--connections",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="ranks: concurrent connections (default: 32)",
-    )
-    command.add_argument(
-        "--offered",
-        type=positive_number,
-        default=1000.0,
-        metavar="N",
-        help="ranks: requests per second while a search runs (default: 1000)",
-    )
-    command.add_argument(
-        "--searches", type=positive, default=1000, metavar="N", help="queue: searches (default: 1000)"
-    )
-    command.add_argument(
-        "--bodies", type=positive, default=10_000, metavar="N", help="fuzz: bodies (default: 10000)"
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="fuzz: seed (default: 0)")
-    command.add_argument(
-        "--streams", type=positive, default=1000, metavar="N", help="streams: open streams (default: 1000)"
-    )
-    command.add_argument(
-        "--agents", type=positive, default=512, metavar="N", help="heartbeats: agents (default: 512)"
-    )
-    command.add_argument(
+    for flag, kind, default, text in (
+        ("--seconds", positive_number, 10.0, "duration of each measurement"),
+        ("--connections", positive, 32, "ranks: concurrent connections"),
+        ("--offered", positive_number, 1000.0, "ranks: requests per second while a search runs"),
+        ("--searches", positive, 1000, "queue: searches"),
+        ("--agents", positive, 512, "heartbeats: agents"),
+    ):
+        metavar = "S" if flag == "--seconds" else "N"
+        add(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {default:g})")
+    add(
         "--database",
         metavar="URL",
         help="heartbeats: an empty database (default: start a PostgreSQL server)",
     )
-    command.add_argument(
+    add(
         "--only",
         action="append",
         default=[],
@@ -90,24 +61,20 @@ def add_service(commands: Any) -> None:
 
 
 def _service(parsed: argparse.Namespace) -> int:
-    from benchmarks.errors import WrongInput
-
-    names = ALL if parsed.names in ([], ["all"]) else tuple(parsed.names)
+    names: Sequence[str] = ALL if parsed.names in ([], ["all"]) else parsed.names
     for name in names:
         if name not in TITLES:
             raise WrongInput(f"found {name!r}; must be one of {', '.join(TITLES)}, or all.")
-    options: dict[str, tuple[Any, ...]] = {
-        "ranks": (parsed.seconds, parsed.connections, parsed.offered),
-        "queue": (parsed.searches,),
-        "stored": (parsed.seconds,),
-        "fuzz": (parsed.bodies, parsed.seed),
-        "streams": (parsed.streams, parsed.seconds),
-        "heartbeats": (parsed.agents, parsed.seconds, parsed.database),
-        "hostile": (parsed.seconds, parsed.only),
-        "page": (),
+    return measure_all([(name, TITLES[name], _job(name, parsed)) for name in names], parsed.output)
+
+
+def _job(name: str, parsed: argparse.Namespace) -> Measure:
+    from benchmarks.service import agents, hostile, queue
+
+    jobs: dict[str, Measure] = {
+        "ranks": lambda: agents.measure_ranks(parsed.seconds, parsed.connections, parsed.offered),
+        "queue": lambda: queue.measure(parsed.searches),
+        "heartbeats": lambda: agents.measure_heartbeats(parsed.agents, parsed.seconds, parsed.database),
+        "hostile": lambda: hostile.measure(parsed.seconds, parsed.only),
     }
-    jobs = [
-        (name, TITLES[name], partial(import_module(f"benchmarks.service.{name}").measure, *options[name]))
-        for name in names
-    ]
-    return measure_all(jobs, parsed.output)
+    return jobs[name]

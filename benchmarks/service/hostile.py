@@ -26,15 +26,14 @@ from urllib.parse import urlsplit
 
 import httpx
 from rich.console import Console
+from support.largest_objects import LARGEST, Stored, reads, store
+from support.malformed import AGENT, ID, RUN
+from support.worst_bodies import COUNTER, WEIGHTS, Worst, worst
 from zbv_service.client import Client
 
 from benchmarks.findings import Finding, at_most, quantile
-from benchmarks.service.largest import LARGEST, Stored, reads, store
-from benchmarks.service.load import Load, get, offer
-from benchmarks.service.malformed import AGENT, ID, RUN
-from benchmarks.service.served import Served, serving
-from benchmarks.service.workload import MANY_LAYOUTS, SMALL, plan_to_serve
-from benchmarks.service.worst_bodies import COUNTER, WEIGHTS, Worst, worst
+from benchmarks.service.load import Load, get, head, offer
+from benchmarks.service.served import MANY_LAYOUTS, SMALL, Served, plan_to_serve, serving
 
 CLIENTS = 16
 TARGET = 50.0
@@ -314,7 +313,12 @@ async def _send(address: str, token: str | None, request: Worst, body: bytes | N
     parts = urlsplit(address)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:
-        writer.write(head_of(address, token, request, body))
+        fields = ["Connection: close", f"Accept: {request.accept}"]
+        if request.encoding:
+            fields.append(f"Content-Encoding: {request.encoding}")
+        if body is not None:
+            fields += [f"Content-Type: {request.media_type}", f"Content-Length: {len(body)}"]
+        writer.write(head(request.method, address, request.path, token, *fields))
         writer.write(body or b"")
         with suppress(ConnectionError):  # the response may arrive before the whole body is sent
             await writer.drain()
@@ -329,17 +333,3 @@ async def _send(address: str, token: str | None, request: Worst, body: bytes | N
         raise EOFError from None
     finally:
         writer.transport.abort()
-
-
-def head_of(address: str, token: str | None, request: Worst, body: bytes | None) -> bytes:
-    """The head of a request with ``Connection: close``."""
-    lines = [
-        f"{request.method} {request.path} HTTP/1.1",
-        f"Host: {urlsplit(address).netloc}",
-        "Connection: close",
-        f"Accept: {request.accept}",
-        *([f"Authorization: Bearer {token}"] if token else []),
-        *([f"Content-Encoding: {request.encoding}"] if request.encoding else []),
-        *([] if body is None else [f"Content-Type: {request.media_type}", f"Content-Length: {len(body)}"]),
-    ]
-    return "\r\n".join([*lines, "", ""]).encode()

@@ -91,18 +91,20 @@ def _length(head: bytes) -> int:
 
 def get(address: str, path: str, token: str | None = None) -> bytes:
     """Return the bytes of a GET request."""
-    authorization = f"Authorization: Bearer {token}\r\n" if token else ""
-    return f"GET {path} HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n{authorization}\r\n".encode()
+    return head("GET", address, path, token)
 
 
 def post(address: str, path: str, body: bytes, token: str | None = None) -> bytes:
     """Return the bytes of a POST request with a JSON body."""
-    authorization = f"Authorization: Bearer {token}\r\n" if token else ""
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n{authorization}"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+    fields = (f"Content-Length: {len(body)}", "Content-Type: application/json")
+    return head("POST", address, path, token, *fields) + body
+
+
+def head(method: str, address: str, path: str, token: str | None, *fields: str) -> bytes:
+    """Return the head of a request, with further header fields."""
+    authorization = (f"Authorization: Bearer {token}",) if token else ()
+    lines = (f"{method} {path} HTTP/1.1", f"Host: {urlsplit(address).netloc}", *authorization, *fields)
+    return "\r\n".join((*lines, "", "")).encode()
 
 
 async def saturate(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Load:

@@ -9,8 +9,7 @@ from typing import Any
 from zbv_service.client import Client
 
 from benchmarks.findings import Finding, at_least, at_most
-from benchmarks.service.served import serving
-from benchmarks.service.workload import LONG, MANY_LAYOUTS, SMALL
+from benchmarks.service.served import LONG, MANY_LAYOUTS, SMALL, serving
 
 AT_ONCE = 16
 START_SECONDS = 5.0

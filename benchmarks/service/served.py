@@ -1,10 +1,9 @@
-"""A service for a benchmark: a real process on a free port, in a temporary folder."""
+"""A service for a benchmark, a real process on a free port in a temporary folder; and work for it."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,14 +11,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zbv_service.client import tokens
+from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.assemble import baseline_plan
 
-from benchmarks.errors import BenchmarkError
+from benchmarks.findings import BenchmarkError
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 COMMAND = (sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())")
+
+SMALL: dict[str, Any] = {
+    "pp_degree": 2,
+    "microbatches": 4,
+    "costs": {"forward": 1000, "backward_input": 1000, "backward_weight": 1000},
+}
+"""A problem that is planned faster than a process starts."""
+
+LONG: dict[str, Any] = {
+    "pp_degree": 8,
+    "microbatches": 64,
+    "costs": {
+        "forward": [1000 + 37 * (s % 5) for s in range(16)],
+        "backward_input": 1100,
+        "backward_weight": 700,
+        "p2p": 50,
+    },
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 20},
+}
+"""A problem with an endless search."""
+
+MANY_LAYOUTS: dict[str, Any] = {
+    "model": {"presets": ["deepseek-v3"]},
+    "cluster": {"nodes": 5040, "gpus_per_node": 8, "device": "h100"},
+    "global_batch": 55_440,
+    "sequence_length": 4096,
+}
+"""A request of 300 bytes with 1,468,832 layouts."""
 
 
 class NotStarted(BenchmarkError):
@@ -28,13 +59,7 @@ class NotStarted(BenchmarkError):
 
 @dataclass
 class Served:
-    """A service process.
-
-    Attributes
-    ----------
-    token
-        Its local token; None if it needs no token.
-    """
+    """A service process."""
 
     folder: Path
     options: tuple[str, ...]
@@ -63,7 +88,7 @@ class Served:
 
     @property
     def token(self) -> str | None:
-        """The local token, as commands find it."""
+        """The local token, as commands find it; None if the service needs no token."""
         return tokens.find(self.address)
 
     def new_token(self, *scopes: str) -> str:
@@ -76,16 +101,18 @@ class Served:
     def kill(self) -> None:
         """Kill it with SIGKILL."""
         self.process.kill()
-        self.process.wait(STOP_SECONDS)
+        self._wait()
 
     def stop(self) -> None:
         """End it."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.kill()
+        self.process.terminate()
+        try:
+            self._wait()
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _wait(self) -> None:
+        self.process.wait(STOP_SECONDS)
         if self.process.stdout is not None:
             self.process.stdout.close()
 
@@ -134,3 +161,10 @@ def serving(*options: str, **variables: str) -> Iterator[Served]:
         finally:
             if hasattr(served, "process"):
                 served.stop()
+
+
+def plan_to_serve(pp_degree: int = 32, microbatches: int = 64) -> dict[str, Any]:
+    """A plan of many ranks, as a large run fetches it at its start."""
+    costs = {"forward": 1000, "backward_input": 1000, "backward_weight": 1000}
+    problem = parse_problem({"pp_degree": pp_degree, "microbatches": microbatches, "costs": costs})
+    return plan_json(baseline_plan("1f1b", problem))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from random import Random
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from zbv_solver import bounds
-from zbv_solver.bounds.directions import may_fuse
+from zbv_solver.bounds.directions import directions, may_fuse
+from zbv_solver.bounds.ramps import Window, heads_and_tails
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.cp_search import refine
@@ -29,23 +32,62 @@ from zbv_solver.search.options import PHASES, SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify
 
-from benchmarks.soak.coverage import ROUNDED_SUMS, TOLERANCE, Contradiction, Coverage
 from benchmarks.soak.cuts import every_cut
-from benchmarks.soak.layouts import check_layouts
 from benchmarks.soak.optimum import Optimum, optimum
-from benchmarks.soak.orders import ascending, order_of, separated, text
-from benchmarks.soak.pipeline import B, I, Order, Pipeline, Schedule, read
-from benchmarks.soak.windows import all_heads_and_tails
+from benchmarks.soak.pipeline import (
+    B,
+    I,
+    Order,
+    Pipeline,
+    Schedule,
+    ascending,
+    order_of,
+    read,
+    separated,
+    text,
+)
 
+TOLERANCE = Fraction(1, 10**9)
+"""Relative difference that float rounding may cause."""
+ROUNDED_SUMS = Fraction(1, 10**14)
+"""The same of a sum, relative to the largest of the sums that it is a difference of."""
 SHORT_EFFORT = 0.02
 """CP-SAT's deterministic time for proving a bound from scratch."""
 Document = dict[str, Any]
+FloatArray = NDArray[np.float64]
 
 
-def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling: bool) -> None:
+class Contradiction(Exception):
+    """Two results for a problem contradict each other."""
+
+    def __init__(self, check: str, detail: str):
+        super().__init__(f"{check}: {detail}")
+        self.check, self.detail = check, detail
+
+
+@dataclass
+class Coverage:
+    """Counts of checks, and the largest gaps of bounds."""
+
+    problems: Counter[str] = field(default_factory=Counter)
+    exact: Counter[str] = field(default_factory=Counter)
+    """Number of problems by kind, and of those with a known exact optimum."""
+    gaps: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Largest gap optimum / bound - 1 by kind and bound, over problems with a known exact optimum."""
+    checks: Counter[str] = field(default_factory=Counter)
+    """Number of times that each check was made."""
+
+    def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
+        """Count a check, and raise :class:`Contradiction` if it failed."""
+        self.checks[check] += 1
+        if not is_true:
+            raise Contradiction(check, detail())
+
+
+def check(kind: str, document: Document, seed: str, coverage: Coverage) -> None:
     """Make all checks of one problem.
 
-    ``seed`` selects the searches. With ``scaling``, the checks also multiply all costs by powers of two.
+    ``seed`` selects the searches.
 
     Raises
     ------
@@ -53,18 +95,15 @@ def check(kind: str, document: Document, seed: str, coverage: Coverage, scaling:
         At the first contradiction.
     """
     coverage.problems[kind] += 1
-    if "cluster" in document:
-        check_layouts(kind, document, coverage)
-        return
     chance = Random(seed)
     examine = _Layers if "layers" in document else _Stages
-    examine(kind, document, chance, coverage, scaling).run()
+    examine(kind, document, chance, coverage).run()
 
 
 class _Examination:
-    def __init__(self, kind: str, document: Document, chance: Random, coverage: Coverage, scaling: bool):
+    def __init__(self, kind: str, document: Document, chance: Random, coverage: Coverage):
         self.kind, self.document, self.chance = kind, document, chance
-        self.coverage, self.scaling = coverage, scaling
+        self.coverage = coverage
         self.best: Optimum | None = None
 
     def require(self, is_true: bool, check: str, detail: Callable[[], str]) -> None:
@@ -158,8 +197,6 @@ class _Stages(_Examination):
             self.plan("standard search", search(problem, self.options()), pipeline)
         if self.chance.random() < 0.3:
             self._resume(problem, pipeline)
-        if self.scaling:
-            self._scale(problem, quick)
 
     def _refuses(self, problem: Problem) -> None:
         try:
@@ -215,24 +252,6 @@ class _Stages(_Examination):
         start = serial(problem)
         options = SearchOptions(effort="quick", seed=self.chance.randint(0, 99))
         self.plan("resumed search", search(problem, options, incumbent=start.orders), pipeline)
-
-    def _scale(self, problem: Problem, plan: Plan) -> None:
-        """Costs times a power of two give the same orders, and all numbers grow by exactly that factor."""
-        largest = max(map(float, problem.arrays.duration.ravel()), default=1.0)
-        # The sum of the costs of a rank's stages must also be at most 1e15.
-        exponents = [it for it in (-40, -20, -3, 1, 7, 20) if largest * 2.0**it < 1e14]
-        factor = 2.0 ** self.chance.choice(exponents)
-        document = scaled(self.document, factor)
-        other = parse_any_problem(document)
-        seed = plan.provenance.seed
-        again = search(other, SearchOptions(effort="quick", seed=seed))
-        self.require(
-            again.orders == plan.orders
-            and again.metrics.span == plan.metrics.span * factor
-            and again.metrics.lower_bound == plan.metrics.lower_bound * factor,
-            "scaling",
-            lambda: f"by {factor!r} changes the plan: {plan.metrics} became {again.metrics}",
-        )
 
 
 class _Layers(_Examination):
@@ -346,12 +365,19 @@ def _counts_on_tolerance(problem: Problem) -> bool:
     return any(need > limit for need, limit in zip(problem.smallest_limit, limits, strict=False))
 
 
-def scaled(document: Document, factor: float) -> Document:
-    """Return the document with all costs multiplied."""
+def all_heads_and_tails(problem: Problem) -> tuple[FloatArray, FloatArray]:
+    """Heads and tails of all operations of a problem, as zbv's bounds use them: Lemma 18.
 
-    def times(values: Any) -> Any:
-        if isinstance(values, dict):
-            return {name: times(each) for name, each in values.items()}
-        return None if values is None else np.multiply(values, factor).tolist()
-
-    return {**document, "costs": times(document["costs"])}
+    The shape is (3, S, m), indexed [letter F, I or W, stage, microbatch]; a B is under I. The window of a
+    makespan is that of all ranks; the window of a span is that of an operation's rank. A W's
+    head and tail hold where it exists.
+    """
+    forwards, backwards = directions(problem)
+    m = problem.microbatches
+    head = np.zeros((3, problem.n_stages, m))
+    tail = np.zeros_like(head)
+    for rank, stages in enumerate(problem.placement.stages_of):
+        opener = rank if problem.objective == "span" else None
+        window = Window.of(forwards, backwards, opener, m, m)
+        head[:, stages], tail[:, stages] = heads_and_tails(window, rank)
+    return head, tail

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from benchmarks.soak.layouts import draw_layouts
-
 Document = dict[str, Any]
 Number = Callable[[], float]
 
@@ -18,7 +16,6 @@ NUMBERS = ("small integers", "ties", "decimals", "floats", "twelve decades", "mi
 MOST_ACTIONS = 36
 """Most actions of a problem with split backwards; small enough for CP-SAT to find most optima."""
 LAYERED_SHARE = 0.12
-LAYOUTS_SHARE = 0.03
 DIFFERING_SHARE = 0.3
 """Of problems by stages: those whose microbatches differ."""
 DEVICES_SHARE = 0.4
@@ -27,8 +24,6 @@ DEVICES_SHARE = 0.4
 
 def draw(chance: Random) -> tuple[str, Document]:
     """Return a problem document, and its kind for the summary."""
-    if chance.random() < LAYOUTS_SHARE:
-        return draw_layouts(chance)
     numbers = chance.choice(NUMBERS)
     draw_one = _layered if chance.random() < LAYERED_SHARE else _stages
     if draw_one is _stages and chance.random() < DIFFERING_SHARE:

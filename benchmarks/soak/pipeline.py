@@ -7,12 +7,16 @@ memory. Nothing is rounded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zbv_solver.plans.orders import Orders
 
 F, I, W, B = range(4)  # noqa: E741 - the field's letter
 LETTERS = "FIWB"
@@ -29,19 +33,14 @@ MEMORY_TOLERANCE = Fraction(999, 10**12)
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A problem in exact integers.
-
-    Attributes
-    ----------
-    duration, delta
-        [letter][stage][microbatch].
-    """
+    """A problem in exact integers."""
 
     microbatches: int
     rank_of: tuple[int, ...]
     stages_of: tuple[tuple[int, ...], ...]
     objective: str
     duration: tuple[tuple[tuple[int, ...], ...], ...]
+    """[letter][stage][microbatch], as ``delta``."""
     lag: tuple[tuple[int, ...], ...]
     """[boundary][microbatch] latency of a transfer; 0 inside a rank."""
     delta: tuple[tuple[tuple[int, ...], ...], ...]
@@ -292,3 +291,52 @@ def _read_memory(
         "static": tuple(int(value * unit) for value in static),
         "limit": limits and tuple(int(value * unit * (1 + MEMORY_TOLERANCE)) for value in limits),
     }
+
+
+def order_of(orders: Orders) -> Order:
+    """The library's orders as the independent model has them."""
+    return tuple(
+        tuple((LETTERS.index(letter), stage, j) for stage, letter, j in orders.actions(rank))
+        for rank in range(orders.pp_degree)
+    )
+
+
+def ascending(order: Order) -> Order:
+    """The same order with the microbatches of every stage and letter renumbered to ascend.
+
+    I and B count as one letter; the W's of split microbatches keep their order.
+    """
+    renumbered = []
+    for actions in order:
+        counts: Counter[tuple[int, int]] = Counter()
+        split: dict[int, list[int]] = {}
+        mine = []
+        for letter, stage, _ in actions:
+            if letter == W:
+                mine.append((W, stage, split[stage].pop(0)))
+                continue
+            at = (I if letter == B else letter), stage
+            j = counts[at]
+            counts[at] += 1
+            if letter == I:
+                split.setdefault(stage, []).append(j)
+            mine.append((letter, stage, j))
+        renumbered.append(tuple(mine))
+    return tuple(renumbered)
+
+
+def separated(actions: tuple[tuple[int, int, int], ...], pays: list[bool]) -> Iterator[tuple[int, int, int]]:
+    """Replace each B that never pays by I and W."""
+    for letter, stage, j in actions:
+        if letter == B and not pays[stage]:
+            yield I, stage, j
+            yield W, stage, j
+        else:
+            yield letter, stage, j
+
+
+def text(order: Order) -> str:
+    """An order in the notation of plans."""
+    return " | ".join(
+        " ".join(f"{stage}{LETTERS[letter]}{j}" for letter, stage, j in actions) for actions in order
+    )

@@ -1,22 +1,64 @@
-"""Draw, check and count problems; stop at the first contradiction and write a file that reproduces it."""
+"""``python -m benchmarks soak``: draw, check and count problems; stop at the first contradiction."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import secrets
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.soak.checks import check
-from benchmarks.soak.coverage import Contradiction, Coverage
-from benchmarks.soak.draw import draw
+from zbv_worker.commands.arguments import positive_number
+
+if TYPE_CHECKING:
+    from benchmarks.soak.checks import Coverage
 
 PROGRESS_SECONDS = 30.0
 Say = Callable[[str], None]
+
+
+def add_soak(commands: Any) -> None:
+    """Add the soak test."""
+    command = commands.add_parser(
+        "soak",
+        help="compare bounds and plans of random problems with an independent exact model",
+        description="Draw random problems until the time is up. Compare bounds and plans with exact optima "
+        "from an independent model. The status is 1 if a bound or a plan was contradicted.",
+    )
+    command.add_argument(
+        "--minutes", type=positive_number, default=2.0, metavar="N", help="how long to run (default: 2)"
+    )
+    command.add_argument("--seed", type=int, metavar="N", help="repeat the run with this seed")
+    command.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("build/soak"),
+        metavar="DIR",
+        help="directory for contradictions (default: build/soak)",
+    )
+    command.add_argument("--replay", type=Path, metavar="FILE", help="check only the problem in this file")
+    command.set_defaults(run=_soak)
+
+
+def _soak(parsed: argparse.Namespace) -> int:
+    if parsed.replay is not None:
+        return 0 if replay(parsed.replay) else 1
+    seed = secrets.randbelow(2**31) if parsed.seed is None else parsed.seed
+    print(f"seed {seed}", flush=True)
+    ended = soak(
+        seed,
+        parsed.output,
+        seconds=60 * parsed.minutes,
+        say=lambda line: print(line, flush=True),
+    )
+    print(summary(ended), flush=True)
+    return 0 if ended.found is None else 1
 
 
 @dataclass(frozen=True)
@@ -37,15 +79,17 @@ def soak(
     *,
     seconds: float = float("inf"),
     problems: float = float("inf"),
-    scaling: bool = False,
     say: Say = print,
 ) -> Ended:
     """Check random problems until the time is up, the number is reached, or there is a contradiction."""
+    from benchmarks.soak.checks import Coverage
+    from benchmarks.soak.draw import draw
+
     coverage, began, number = Coverage(), time.monotonic(), 0
-    told = began
+    shown = began
     while time.monotonic() - began < seconds and number < problems:
         kind, document = draw(Random(f"{seed}/{number}"))
-        found = examine(kind, document, f"{seed}/{number}/checks", coverage, scaling)
+        found = examine(kind, document, f"{seed}/{number}/checks", coverage)
         if found is not None:
             path = _write(directory, found)
             detail = (
@@ -54,21 +98,21 @@ def soak(
             )
             return Ended(coverage, time.monotonic() - began, path, detail)
         number += 1
-        if time.monotonic() - told >= PROGRESS_SECONDS:
-            told = time.monotonic()
-            say(f"{told - began:6.0f} s: {number} problems, {coverage.checks.total()} checks, nothing found")
+        if time.monotonic() - shown >= PROGRESS_SECONDS:
+            shown = time.monotonic()
+            say(f"{shown - began:6.0f} s: {number} problems, {coverage.checks.total()} checks, nothing found")
     return Ended(coverage, time.monotonic() - began)
 
 
-def examine(
-    kind: str, document: dict[str, Any], seed: str, coverage: Coverage, scaling: bool
-) -> dict[str, Any] | None:
+def examine(kind: str, document: dict[str, Any], seed: str, coverage: Coverage) -> dict[str, Any] | None:
     """Return the contradiction about a problem as a document, or None.
 
     Any exception counts, because a valid problem must not raise one.
     """
+    from benchmarks.soak.checks import Contradiction, check
+
     try:
-        check(kind, document, seed, coverage, scaling)
+        check(kind, document, seed, coverage)
     except Contradiction as contradiction:
         found, details = str(contradiction), None
     except Exception as error:
@@ -80,16 +124,16 @@ def examine(
         "traceback": details,
         "kind": kind,
         "seed": seed,
-        "scaling": scaling,
         "problem": document,
     }
 
 
 def replay(path: Path, say: Say = print) -> bool:
     """Check the problem of a file again; returns whether there is no contradiction any more."""
+    from benchmarks.soak.checks import Coverage
+
     case = json.loads(path.read_text())
-    scaling = case["scaling"]
-    found = examine(case["kind"], case["problem"], case["seed"], Coverage(), scaling)
+    found = examine(case["kind"], case["problem"], case["seed"], Coverage())
     if found is None:
         say(f"there is no contradiction any more; the file says: {case['found']}")
         return True

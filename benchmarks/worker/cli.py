@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from zbv_worker.commands.arguments import positive
+from zbv_worker.errors import InvalidRun
 
-from benchmarks.measuring import Measure, add_output, measure_all
+from benchmarks.findings import WrongInput, add_output, measure_all
 
-if TYPE_CHECKING:
-    from benchmarks.findings import Finding
-
-NAMES = (
-    *("overhead", "pipeline-step", "gpt", "split"),
-    *("packing", "memory", "rehearse", "nccl-model", "layouts"),
-)
+NAMES = ("overhead", "pipeline-step", "split", "nccl-model")
 DESCRIPTION = """\
-Measure two or more ranks on the CPU cores of this machine. Times are ratios of measurements that took turns;
-on a busy machine, their intervals are wider.
+Measure ranks on the CPU cores of this machine. Times are ratios of measurements that took turns; on a busy
+machine, their intervals are wider.
 
-  overhead  CPU time per action, compared with PyTorch's runtime
+  overhead       CPU time of the executor per action
   pipeline-step  Pipeline.step, compared with the bare executor
-  gpt       a GPT with our plan and with PyTorch's schedules
-  split     I + W, compared with the fused backward
-  packing   steps of packed replicas, compared with equal tokens in the given order
-  memory    peaks of real steps, compared with the plan
-  rehearse  time of a rehearsal, compared with the plan
-  nccl-model  which plans hang on a model of NCCL, by the number of kernels that run at once
-  layouts   steps of all layouts of 4 processes, compared with what zbv layout predicts from a profile
+  split          I + W, compared with the fused backward
+  nccl-model     which plans hang on a model of NCCL, by the number of kernels that run at once
 """
 EXAMPLES = """\
 examples:
   python -m benchmarks worker all -o worker.json
-  python -m benchmarks worker gpt --rehearse-pp 8
-  python -m benchmarks worker memory --workload benchmarks/worker/memory-wide.json
+  python -m benchmarks worker nccl-model --workload benchmarks/worker/nccl-model-sharded.json
 """
+Workload = TypeVar("Workload")
 
 
 def add_worker(commands: Any) -> None:
     """Add the benchmarks of the worker."""
     command = commands.add_parser(
         "worker",
-        help="measure overhead, speed, split, memory and rehearsals of the worker",
+        help="measure the overhead of the worker; run plans on a model of NCCL",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,50 +51,49 @@ def add_worker(commands: Any) -> None:
         help="replace fields of the workload; benchmarks/worker has examples",
     )
     command.add_argument(
-        "--rounds",
-        type=positive,
-        metavar="N",
-        help="gpt, layouts, overhead, packing, pipeline-step, split: measured rounds",
-    )
-    command.add_argument(
-        "--rehearse-pp",
-        type=positive,
-        metavar="P",
-        help="gpt: also rehearse the schedules with P ranks that sleep instead of computing",
+        "--rounds", type=positive, metavar="N", help="overhead, pipeline-step, split: measured rounds"
     )
     add_output(command)
     command.set_defaults(run=_worker)
 
 
 def _worker(parsed: argparse.Namespace) -> int:
-    from benchmarks.errors import WrongInput
-
-    names = NAMES if parsed.name == "all" else (parsed.name,)
+    names: Sequence[str] = NAMES if parsed.name == "all" else (parsed.name,)
     if parsed.workload is not None and len(names) > 1:
         raise WrongInput("--workload: found it with `all`; a workload belongs to one measurement. Name that.")
-    # Read every workload before the first measurement, so that wrong input is reported at once.
-    return measure_all([(name, name, _job(name, parsed)) for name in names], parsed.output)
+    jobs = []
+    for name in names:
+        comparison = import_module(f"benchmarks.worker.{name.replace('-', '_')}")
+        kind: Any = getattr(comparison, f"{name.title().replace('-', '')}Workload")
+        # Read the workload before the first measurement, so that wrong input is reported at once.
+        workload = read_workload(kind, parsed.workload)
+        if parsed.rounds is not None and any(field.name == "rounds" for field in fields(kind)):
+            workload = replace(workload, rounds=parsed.rounds)
+        jobs.append((name, name, partial(comparison.measure, workload)))
+    return measure_all(jobs, parsed.output)
 
 
-def _job(name: str, parsed: argparse.Namespace) -> Measure:
-    from benchmarks.worker.workload import read_workload
+def read_workload(kind: type[Workload], path: Path | None) -> Workload:
+    """Return a workload with the fields of a JSON file; the others have their defaults.
 
-    comparison = import_module(f"benchmarks.worker.{name.replace('-', '_')}")
-    kind: Any = getattr(comparison, f"{name.title().replace('-', '')}Workload")
-    workload = read_workload(kind, parsed.workload)
-    if parsed.rounds is not None and any(field.name == "rounds" for field in fields(kind)):
-        workload = replace(workload, rounds=parsed.rounds)
+    Raises
+    ------
+    InvalidRun
+        If the file cannot be read or does not fit.
+    """
+    from pydantic import TypeAdapter, ValidationError
 
-    def measure() -> Sequence[Finding]:
-        found: list[Finding] = comparison.measure(workload)
-        if name == "gpt" and parsed.rehearse_pp is not None:
-            found += _rehearsed_schedules(parsed.rehearse_pp)
-        return found
-
-    return measure
-
-
-def _rehearsed_schedules(pp_degree: int) -> list[Finding]:
-    from benchmarks.worker.rehearse import RehearseWorkload, measure_schedules
-
-    return measure_schedules(RehearseWorkload(), pp_degree, 2 * pp_degree)
+    if path is None:
+        return kind()
+    try:
+        return TypeAdapter(kind).validate_python(json.loads(path.read_text()))
+    except OSError as error:
+        raise InvalidRun(f"--workload {path}: {error.strerror}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRun(
+            f"--workload {path}: {where}: found {first['input']!r}; {first['msg']}. See benchmarks/worker."
+        ) from error
+    except ValueError as error:
+        raise InvalidRun(f"--workload {path}: not JSON ({error}).") from error

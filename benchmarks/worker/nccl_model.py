@@ -6,22 +6,17 @@ the table there. Targets hold for the K that the transport states: every run end
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ConfigDict
+from support.fake_nccl.families import FAMILIES, Plan, stated_kernels
+from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
+from support.fake_nccl.simulation import Deadlock
 
 from benchmarks.findings import Finding, Target
-
-if TYPE_CHECKING:
-    from support.fake_nccl.families import Plan
-
-_TESTS = Path(__file__).resolve().parents[2] / "tests"
 
 
 @dataclass(frozen=True)
@@ -47,17 +42,12 @@ class NcclModelWorkload:
 
 def measure(workload: NcclModelWorkload) -> list[Finding]:
     """Run every family; prints a row of Markdown for each."""
-    sys.path.insert(0, str(_TESTS))
-    from support.fake_nccl.families import FAMILIES
-
     print("| plans | K stated | " + " | ".join(f"K = {k}" for k in workload.kernels) + " | most unsent |")
     print("| --- " * (len(workload.kernels) + 3) + "|")
     return [_family(name, workload) for name in workload.families or FAMILIES]
 
 
 def _family(name: str, workload: NcclModelWorkload) -> Finding:
-    from support.fake_nccl.families import FAMILIES, stated_kernels
-
     plans = [FAMILIES[name](p, m) for p, m in workload.sizes]
     stated = max(stated_kernels(plan, workload.replicas) for plan in plans)
     ended = dict.fromkeys(sorted({*workload.kernels, stated}), 0)
@@ -83,9 +73,6 @@ def _cells(ended: Mapping[int, int], workload: NcclModelWorkload, runs: int) -> 
 
 def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> int | None:
     """The most unsent tensors of a rank; None if the run hangs."""
-    from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
-    from support.fake_nccl.simulation import Deadlock
-
     how = ModelRun(
         seed=seed,
         replicas=workload.replicas,

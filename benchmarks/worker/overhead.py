@@ -1,45 +1,55 @@
-"""CPU time per action that a runtime adds to the compute of the stages: ours, compared with PyTorch's.
+"""CPU time per action that the executor adds to the compute of the stages.
 
-The same plan of tiny stages runs in turns on our executor, on PyTorch's runtime with our split, and
-on PyTorch's runtime with its own split. The same actions also run in two plain
-loops in the same processes:
+A plan of tiny stages runs in turns on the executor and in two plain loops in the same processes:
 
-- only F, I, W and B of the modules. This is the cost of compute. It is subtracted from all three runtimes;
-  the rest includes their transfers.
+- only F, I, W and B of the modules. This is the cost of compute, which is subtracted.
 - the same with plain sends and receives on the plan's channels. Any program that uses gloo has this cost,
-  with caches as cold as waiting leaves them. The difference to it is the overhead of our executor.
+  with caches as cold as waiting leaves them. What the executor takes beyond it is its overhead.
 
 Only CPU time counts, so waiting for peers and other processes does not.
 """
 
 from __future__ import annotations
 
+import gc
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from pydantic import ConfigDict
+from torch import Tensor
+from typing_extensions import override
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
+from zbv_worker.execution.plan_source import WholePlan
+from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
+from zbv_worker.model.checks import build_stage
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.weight_grads import WeightGrads
+from zbv_worker.transport.channels import ChannelKey
+from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.gloo import GlooTransport
+from zbv_worker.transport.gloo_ends import SendWork
 
-from benchmarks.findings import Finding, Target
-from benchmarks.worker.paired_ratios import median_interval
-from benchmarks.worker.ranks import MEETING_SECONDS, meeting, on_ranks
-from benchmarks.worker.workload import parse_workload, workload_json
+from benchmarks.findings import Finding, Target, median_interval
+from benchmarks.worker.ranks import MEETING_SECONDS, bare_executor, meeting, on_ranks, plan_of
 
 if TYPE_CHECKING:
-    from zbv_solver.plans.plan import Plan
+    from zbv_solver.plans.orders import Action
+    from zbv_worker.model.protocol import PipelineModel
     from zbv_worker.transport.world import World
 
-OURS, STORE, STOCK = "zbv", "torch with our split", "torch as shipped"
-PLAIN, BARE = "plain loop", "plain loop with bare transfers"
-RIVALS = (STORE, STOCK)
-
+EXECUTOR, PLAIN, BARE = "executor", "plain loop", "plain loop with bare transfers"
 MOST_US = 45.0
-MOST_RATIO = 0.35
-
+_CPU = torch.device("cpu")
+_PATIENCE = timedelta(seconds=MEETING_SECONDS)
 Sample = tuple[int, int]
 """CPU time of a turn in nanoseconds: of the thread that runs the plan, and of the whole process."""
 
@@ -59,11 +69,6 @@ class OverheadWorkload:
     """Measured turns of every runtime, after ``warm_up`` turns."""
     warm_up: int = 2
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-        return ModelSpec("zbv_worker.models.tiny:tiny")
-
 
 def measure(workload: OverheadWorkload) -> list[Finding]:
     """Measure every number of ranks."""
@@ -71,58 +76,31 @@ def measure(workload: OverheadWorkload) -> list[Finding]:
 
     found: list[Finding] = []
     for p in workload.pp_degrees:
-        plan = plan_of(p, workload.microbatches)
-        request = {"workload": workload_json(workload), "plan": plan_json(plan)}
-        found += findings(p, on_ranks("overhead", request, p))
+        plan = plan_json(plan_of(p, workload.microbatches))
+        found += findings(p, on_ranks("overhead", {"workload": asdict(workload), "plan": plan}, p))
     return found
-
-
-def plan_of(p: int, microbatches: int) -> Plan:
-    """A V plan of equal stages."""
-    from zbv_solver.problem.problem import Problem
-    from zbv_solver.problem.stages import Costs, Memory, Placement
-    from zbv_solver.search.options import SearchOptions
-    from zbv_solver.search.run import search
-
-    placement = Placement.of("v", p)
-    ones = (1.0,) * placement.n_stages
-    deltas = tuple(tuple(delta * one for one in ones) for delta in (2.0, -1.0, -1.0))
-    memory = Memory(deltas[0], deltas[1], deltas[2], (0.0,) * p, (4.0 * p,) * p)
-    problem = Problem(placement, microbatches, Costs(ones, ones, ones, (0.0,) * (len(ones) - 1)), memory)
-    return search(problem, SearchOptions(effort="quick"))
 
 
 def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Findings from the samples: medians over the rounds of the mean over the ranks."""
-    of = {name: _microseconds(answers, name) for name in (OURS, *RIVALS)}
-    own = _microseconds(answers, OURS, beyond=BARE)
     found = []
-    for at, what in enumerate(("executor's thread", "whole process")):
-        value, interval = median_interval(own[:, at])
-        title = f"p={p}: CPU per action beyond compute and bare transfers, {what}"
-        found.append(Finding(title, value, "us", Target(MOST_US), interval))
-    for at, what in enumerate(("executor's thread", "whole process")):
-        value, interval = median_interval(of[OURS][:, at])
-        found.append(Finding(f"p={p}: CPU per action beyond compute, {what}", value, "us", interval=interval))
-    for rival in RIVALS:
-        value, interval = median_interval(of[OURS][:, 1] / of[rival][:, 1])
-        found.append(Finding(f"p={p}: zbv / {rival}, whole process", value, "", Target(MOST_RATIO), interval))
-    # No program that moves every tensor over gloo is faster than this.
-    for rival in RIVALS:
-        value, interval = median_interval(_microseconds(answers, BARE)[:, 1] / of[rival][:, 1])
-        found.append(Finding(f"p={p}: bare transfers / {rival}, whole process", value, "", interval=interval))
-    for rival in RIVALS:
-        value, interval = median_interval(of[rival][:, 1])
-        found.append(Finding(f"p={p}: {rival}, whole process", value, "us", interval=interval))
+    for beyond, what, target in (
+        (BARE, "compute and bare transfers", Target(MOST_US)),
+        (PLAIN, "compute", None),
+    ):
+        samples = _microseconds(answers, beyond)
+        for at, whose in enumerate(("executor's thread", "whole process")):
+            value, interval = median_interval(samples[:, at])
+            title = f"p={p}: CPU per action beyond {what}, {whose}"
+            found.append(Finding(title, value, "us", target, interval))
     return found
 
 
-def _microseconds(
-    answers: Sequence[Mapping[str, Any]], name: str, beyond: str = PLAIN
-) -> NDArray[np.float64]:
-    """CPU time per action beyond a plain loop, as the mean over the ranks; shape (rounds, 2)."""
+def _microseconds(answers: Sequence[Mapping[str, Any]], beyond: str) -> NDArray[np.float64]:
+    """CPU time of the executor per action beyond a loop, as the mean over the ranks; shape (rounds, 2)."""
     per_rank = [
-        (np.asarray(answer[name]) - np.median(np.asarray(answer[beyond]), axis=0)) / answer["actions"] / 1e3
+        (np.asarray(answer[EXECUTOR]) - np.median(np.asarray(answer[beyond]), axis=0))
+        / (1e3 * answer["actions"])
         for answer in answers
     ]
     mean: NDArray[np.float64] = np.mean(per_rank, axis=0)
@@ -132,35 +110,140 @@ def _microseconds(
 # --- on a rank
 
 
+class _Batches:
+    """The microbatches of a step, made before it begins, so that no loop is charged for reading data."""
+
+    def __init__(self, model: PipelineModel, microbatches: int):
+        self._pairs = [model.microbatch(0, index) for index in range(microbatches)]
+
+    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """A microbatch; the same in every step."""
+        return self._pairs[index]
+
+
+class PlainLoop:
+    """Runs every F, I, W and B of a rank's list on existing tensors.
+
+    Every stage gets the first stage's data as input and ones as gradients: the same work without transfers.
+    """
+
+    def __init__(self, model: PipelineModel, plan: RankPlan, data: _Batches):
+        self._actions = plan.actions
+        self._last = plan.placement.n_stages - 1
+        self._modules = {
+            index: build_stage(model, index, plan.placement.n_stages, _CPU) for index in plan.stages
+        }
+        self._recorders = {index: defer_weight_gradients(module) for index, module in self._modules.items()}
+        self._loss = model.loss
+        self._data = data
+        self._split = {(a.stage, a.microbatch) for a in plan.actions if a.letter == "I"}
+
+    def step(self, step: int) -> None:
+        """Run the list once; gradients accumulate."""
+        outputs: dict[tuple[int, int], Tensor] = {}
+        queues: dict[tuple[int, int], WeightGrads] = {}
+        for action in self._actions:
+            self._before(action)
+            stage, letter, microbatch = action
+            cell = (stage, microbatch)
+            if letter == "W":
+                queues.pop(cell).run()
+            elif letter == "F":
+                queue = WeightGrads() if cell in self._split else None
+                if queue is not None:
+                    queues[cell] = queue
+                with self._recorders[stage].into(queue):
+                    outputs[cell] = self._forward(stage, microbatch)
+            else:
+                output = outputs.pop(cell)
+                output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]  # torch's own
+            self._after(action)
+
+    def _before(self, action: Action) -> None:
+        """Receive nothing."""
+
+    def _after(self, action: Action) -> None:
+        """Send nothing."""
+
+    def _forward(self, stage: int, microbatch: int) -> Tensor:
+        x, target = self._data.microbatch(0, microbatch)
+        if stage:
+            x = x.detach().requires_grad_()
+        output: Tensor = self._modules[stage](x)
+        return self._loss(output, target) if stage == self._last else output
+
+
+class BareLoop(PlainLoop):
+    """The same with the plan's transfers, on its channels and in its order.
+
+    Any program that runs this list over gloo must do this: post each receive some time before it is needed,
+    start each send, and wait for both. The received tensors are not used, and the sent tensor is always the
+    first microbatch, whose shape all stages of the model keep.
+
+    Parameters
+    ----------
+    transport
+        A transport with the plan's open channels.
+    """
+
+    def __init__(self, model: PipelineModel, plan: RankPlan, data: _Batches, transport: ConnectedTransport):
+        super().__init__(model, plan, data)
+        if not isinstance(transport, GlooTransport):
+            raise TypeError("bare transfers are measured over gloo")
+        self._tensor, _ = data.microbatch(0, 0)
+        program = lower(plan)
+        self._sources = {i.action: i.source.channel for i in program if isinstance(i.source, Remote)}
+        self._sinks = {i.action: i.sink.channel for i in program if isinstance(i.sink, Remote)}
+        # The transport's own wires, without what it adds to them.
+        self._in = {key: transport._wires_in[key] for key in set(self._sources.values())}
+        self._out = {key: transport._senders[key].wire for key in set(self._sinks.values())}
+        self._counts = Counter(self._sources.values())
+        self._buffers = [torch.empty_like(self._tensor) for _ in range(DEFAULT_LOOK_AHEAD)]
+
+    @override
+    def step(self, step: int) -> None:
+        self._left = dict(self._counts)
+        self._posted: dict[ChannelKey, deque[dist.Work]] = {key: deque() for key in self._in}
+        self._sent: list[SendWork] = []
+        for key in self._in:
+            for _ in self._buffers:
+                self._post(key)
+        super().step(step)
+        for work in self._sent:
+            work.wait(_PATIENCE)
+
+    def _post(self, key: ChannelKey) -> None:
+        if self._left[key]:
+            self._left[key] -= 1
+            buffer = self._buffers[self._left[key] % len(self._buffers)]
+            self._posted[key].append(self._in[key].receive(buffer))
+
+    @override
+    def _before(self, action: Action) -> None:
+        key = self._sources.get(action)
+        if key is not None:
+            self._posted[key].popleft().wait(_PATIENCE)
+            self._post(key)
+
+    @override
+    def _after(self, action: Action) -> None:
+        key = self._sinks.get(action)
+        if key is not None:
+            self._sent.append(self._out[key].send(self._tensor))
+
+
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     """CPU time of every round, by runtime."""
-    import gc
-
-    import torch
-    from zbv_worker.execution.whole_plan import WholePlan
-    from zbv_worker.model.checks import build_stage
-
-    from benchmarks.worker.gpt import zbv_pipeline
-    from benchmarks.worker.plain_loop import BareLoop, PlainLoop
-    from benchmarks.worker.torch_runtime.executor import TorchExecutor
-    from benchmarks.worker.torch_schedules import StepData, torch_plan
-
-    workload = parse_workload(OverheadWorkload, request["workload"])
-    plan = WholePlan.of_document(request["plan"])
-    model, mine, device = workload.spec.build(), plan.of_rank(world.rank), torch.device("cpu")
-    data = StepData(model, mine.microbatches)
-    data.load(0)
-    crossing, _ = data.microbatch(0, 0)  # stages keep the width, so every transfer has this shape
+    workload = OverheadWorkload(**request["workload"])
+    plan, model = WholePlan.of_document(request["plan"]), ModelSpec("zbv_worker.models.tiny:tiny").build()
+    mine = plan.of_rank(world.rank)
+    data = _Batches(model, mine.microbatches)
     with meeting(world) as transport:
-        built = {index: build_stage(model, index, plan.problem.n_stages, device) for index in mine.stages}
+        executor, _ = bare_executor(model, plan, transport, data)
         steps: dict[str, Callable[[int], object]] = {
-            OURS: zbv_pipeline(model, plan, transport, data).step,
-            STORE: TorchExecutor(
-                plan, world.rank, built, model, device=device, backend="gloo", timeout=MEETING_SECONDS
-            ).step,
-            STOCK: torch_plan(model, plan, world.rank, data).step,
+            EXECUTOR: executor.step,
             PLAIN: PlainLoop(model, mine, data).step,
-            BARE: BareLoop(model, mine, data, transport, crossing).step,
+            BARE: BareLoop(model, mine, data, transport).step,
         }
         samples: dict[str, list[Sample]] = {name: [] for name in steps}
         gc.freeze()  # garbage collection would be charged to the runtime that happens to run

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ConfigDict
 
-from benchmarks.findings import Finding, Target
-from benchmarks.worker.overhead import plan_of
-from benchmarks.worker.paired_ratios import paired_ratio
-from benchmarks.worker.ranks import MEETING_SECONDS, meeting, on_ranks
-from benchmarks.worker.workload import parse_workload, workload_json
+from benchmarks.findings import Finding, Target, paired_ratio
+from benchmarks.worker.ranks import MEETING_SECONDS, bare_executor, meeting, on_ranks, plan_of
 
 if TYPE_CHECKING:
     from zbv_worker.transport.world import World
@@ -51,9 +48,8 @@ def measure(workload: PipelineStepWorkload) -> list[Finding]:
 
     found = []
     for p in workload.pp_degrees:
-        plan = plan_of(p, workload.microbatches)
-        request = {"workload": workload_json(workload), "plan": plan_json(plan)}
-        found += findings(p, on_ranks("pipeline_step", request, p))
+        plan = plan_json(plan_of(p, workload.microbatches))
+        found += findings(p, on_ranks("pipeline_step", {"workload": asdict(workload), "plan": plan}, p))
     return found
 
 
@@ -76,12 +72,10 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     import torch
     import zbv_worker as zbv
     from torch import nn
-    from zbv_worker.execution.whole_plan import WholePlan
+    from zbv_worker.execution.plan_source import WholePlan
     from zbv_worker.pipeline.batch import StepData, split_batch
 
-    from benchmarks.worker.gpt import zbv_pipeline
-
-    workload = parse_workload(PipelineStepWorkload, request["workload"])
+    workload = PipelineStepWorkload(**request["workload"])
     plan = WholePlan.of_document(request["plan"])
     rows, width, loss = workload.rows * workload.microbatches, workload.width, nn.functional.mse_loss
     torch.manual_seed(0)  # equal batches on every rank
@@ -90,13 +84,13 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     data.microbatches = split_batch(inputs, targets, {}, workload.microbatches)
     model = zbv.Model(_layers(plan.problem.n_stages, width), loss=loss, data=data.microbatch)
     with meeting(world) as transport:
-        bare = zbv_pipeline(model, plan, transport, data)
+        bare, bare_modules = bare_executor(model, plan, transport, data)
         pipe = zbv.Pipeline(plan, _layers(plan.problem.n_stages, width), loss=loss, backend="gloo")
         steps: dict[str, Callable[[int], object]] = {
             STEP: lambda number: pipe.step(inputs, targets),
             BARE: bare.step,
         }
-        modules = {STEP: pipe.modules.values(), BARE: bare.modules}
+        modules = {STEP: pipe.modules.values(), BARE: bare_modules}
         found: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(workload.warm_up + workload.rounds):
             # in alternating order, so that neither always finds the caches of the other

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict
 
-from benchmarks.findings import Finding, Target
-from benchmarks.worker.paired_ratios import paired_ratio
+from benchmarks.findings import Finding, Target, paired_ratio
 from benchmarks.worker.ranks import on_ranks
-from benchmarks.worker.workload import parse_workload, workload_json
 
 if TYPE_CHECKING:
     from zbv_worker.stage.stage import Stage
@@ -40,7 +38,7 @@ class SplitWorkload:
 
 def measure(workload: SplitWorkload) -> list[Finding]:
     """One ratio per width, in one process on one core."""
-    (answer,) = on_ranks("split", {"workload": workload_json(workload)}, 1)
+    (answer,) = on_ranks("split", {"workload": asdict(workload)}, 1)
     found = []
     for width in workload.widths:
         times = answer[str(width)]
@@ -52,7 +50,7 @@ def measure(workload: SplitWorkload) -> list[Finding]:
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, dict[str, list[float]]]:
     """Return seconds of I + W and of B, by width."""
-    workload = parse_workload(SplitWorkload, request["workload"])
+    workload = SplitWorkload(**request["workload"])
     return {str(width): _times(workload, width) for width in workload.widths}
 
 

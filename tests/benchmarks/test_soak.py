@@ -10,17 +10,15 @@ from random import Random
 from typing import Any, NoReturn
 
 import pytest
-from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_solver import bounds
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.problem.problem import Problem
 
 from benchmarks.soak import checks
-from benchmarks.soak.coverage import Contradiction, Coverage
+from benchmarks.soak.checks import Contradiction, Coverage
 from benchmarks.soak.draw import draw
 from benchmarks.soak.optimum import enumerated, solved
-from benchmarks.soak.orders import ascending
-from benchmarks.soak.pipeline import read
+from benchmarks.soak.pipeline import ascending, read
 from benchmarks.soak.run import replay, soak, summary
 
 SEED = 7
@@ -71,23 +69,6 @@ def test_an_exception_of_the_library_is_a_contradiction(
     assert "ZeroDivisionError" in json.loads(ended.found.read_text())["traceback"]
 
 
-def test_a_wrong_bound_of_layouts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = {"nodes": 1, "gpus_per_node": 2, "device": "h100", "memory": 40e9, "links": {}}
-    document: dict[str, Any] = {
-        "model": {"hidden": 256, "layers": 2, "heads": 8, "vocabulary": 512, "sequence": 256},
-        "cluster": {"groups": [nodes, nodes], "links": {}},
-        "fixed": {"tensor_parallel": 1, "microbatch_size": 1, "zero_stage": 0},
-        **{"global_batch": 4, "executor": "zbv", "top": 2},
-    }
-    counted = Coverage()
-    checks.check("mixed layouts, zbv", document, "0", counted, scaling=False)
-    assert counted.exact.total() == 1
-    assert counted.checks["layouts: bound of mean"] > 1
-    monkeypatch.setattr(EstimatedLayout, "mean_bound", 1.0)
-    with pytest.raises(Contradiction, match="bound of mean"):
-        checks.check("mixed layouts, zbv", document, "0", Coverage(), scaling=False)
-
-
 @pytest.mark.parametrize(("short", "is_wrong"), [(0.0, True), (5e-10, False), (1e-3, False)])
 def test_a_search_may_refuse_layers_that_fit_only_for_the_tolerance(
     short: float, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
@@ -109,14 +90,14 @@ def test_a_search_may_refuse_layers_that_fit_only_for_the_tolerance(
 
     monkeypatch.setattr(checks, "search", refuse)
     with pytest.raises(Contradiction, match="1 of 1 cuts fit") if is_wrong else nullcontext():
-        checks.check("layers, ties", document, "0", Coverage(), scaling=False)
+        checks.check("layers, ties", document, "0", Coverage())
 
 
 def test_enumeration_and_cp_sat_agree_on_the_optimum() -> None:
     agreed = 0
     for number in range(60):
         document = draw(Random(f"agree/{number}"))[1]
-        if "layers" in document or "cluster" in document or not read(document).is_feasible():
+        if "layers" in document or not read(document).is_feasible():
             continue
         listed = enumerated(read(document))
         found = solved(read(document), with_presolve=number % 2 == 0) if listed else None

@@ -15,6 +15,7 @@ from support.fake_kinds import kinds_of
 from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
+from zbv_service.database import Database
 from zbv_service.settings import Settings
 
 
@@ -73,6 +74,22 @@ def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
     yield url
 
 
+@pytest.fixture
+async def database(any_database_url: str) -> AsyncIterator[Database]:
+    """An empty database of each kind."""
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def second(any_database_url: str) -> AsyncIterator[Database]:
+    """The connections of another service to the same database."""
+    opened = Database(any_database_url)
+    yield opened
+    await opened.close()
+
+
 @pytest.fixture(params=KINDS)
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database of each kind, without tables."""
@@ -113,3 +130,24 @@ def serving(settings: Settings, directory: Path) -> Serving:
             yield Service(app, http)
 
     return start
+
+
+@pytest.fixture
+async def service(serving: Serving) -> AsyncIterator[Service]:
+    """A service whose searches end at once."""
+    async with serving("immediate") as started:
+        yield started
+
+
+@pytest.fixture
+async def honest(serving: Serving) -> AsyncIterator[Service]:
+    """A service whose searches end at once with a plan that has its true metrics."""
+    async with serving("honest") as started:
+        yield started
+
+
+@pytest.fixture
+async def held(serving: Serving) -> AsyncIterator[Service]:
+    """A service whose searches report a plan, and wait until they are released or cancelled."""
+    async with serving("held") as started:
+        yield started

@@ -10,14 +10,14 @@ from unittest.mock import Mock
 
 from zbv_solver.plans.orders import Action
 from zbv_worker.errors import InvalidRun, PeerLost
-from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
+from zbv_worker.execution.binding import overdue
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.execution.timeline import Overdue, Patience, QueuedWork
-from zbv_worker.execution.wait_errors import overdue
-from zbv_worker.training import ending
-from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.control import ControlPlane
-from zbv_worker.transport.failure_watch import Doing, FailureNotes
+from zbv_worker.failures import failures
+from zbv_worker.failures.blame import Doing, FailureNotes
+from zbv_worker.failures.failures import Failures, OwnProcess
+from zbv_worker.failures.progress import Progress, attach_progress
+from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.world import Layout
 
 
@@ -41,10 +41,13 @@ class Said:
     def close(self) -> None:
         time.sleep(3600)
 
-    def abort(self, timeout: float) -> None:
+    def abort(self, timeout: float | None = None) -> bool:
+        if timeout is None:  # that of the control plane
+            return True
         say("aborted")
         if self._hangs:
             time.sleep(3600)
+        return True
 
 
 def say(text: str) -> None:
@@ -52,7 +55,7 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def report(error: Exception) -> int:
+def report(error: BaseException) -> int:
     say(f"reported {error}")
     return 2 if isinstance(error, InvalidRun) else 1
 
@@ -60,41 +63,44 @@ def report(error: Exception) -> int:
 def main(what: str) -> None:
     said = Said(hangs=what == "hangs")
 
-    def record(error: Exception) -> None:
+    def record(error: BaseException) -> None:
         if what == "unrecorded":
             raise OSError("no space left")
         say(f"recorded {error}")
 
-    rank = ending.Ending(record, report)
-    notes = FailureNotes(said, 1)
-    rank.met(cast(ControlPlane, said), notes, CurrentProgress())
-    rank.transport = cast(ConnectedTransport, said)
-    if what == "hangs":
-        ending.LEAVE_SECONDS = 1.0
+    control = cast(ControlPlane, said)
+    rank = Failures(control, 60.0, 60.0, process=OwnProcess(record, report))
+    rank.connected(cast(ConnectedTransport, said))
+    if what in ("hangs", "closes"):
+        failures.LEAVE_SECONDS = 1.0
         threading.Thread(target=time.sleep, args=(3600,)).start()  # Python would wait for it at an exit
+    if what == "closes":
+        rank.close_transport()
+    rank.watch(said)
+    with rank.watched("step 4"):
+        raise error_of(what, said)
+
+
+def error_of(what: str, said: Said) -> Exception:
     if what == "peer":
         FailureNotes(said, 0).sign(1, Doing("step 4, 0F1"))
         error: Exception = PeerLost("rank 1 waited at 1F1.")
         attach_progress(error, Progress(4, "1F1", 0))
-        rank.fail(error)
+        return error
     if what == "update":
         FailureNotes(said, 2).sign(1, Doing("step 4, 0F1"))
         work = QueuedWork(0, 4, None, Mock(), Mock(), Patience(60.0))
         error = overdue(Overdue(work, started=True), 1)
         attach_progress(error, Progress(4))
-        rank.fail(error)
+        return error
     if what == "gather":
         FailureNotes(said, 2).sign(1, Doing("step 4, 0F1"))
         action = Instruction(Action(0, "F", 1), None, None, split=True, completes_stage=False, peer=None)
         work = QueuedWork(0, 4, action, Mock(), Mock(), Patience(60.0))
         error = overdue(Overdue(work, started=True), 1, [2])
         attach_progress(error, Progress(4, "0F1"))
-        rank.fail(error)
-    if what == "closes":
-        ending.LEAVE_SECONDS = 1.0
-        threading.Thread(target=time.sleep, args=(3600,)).start()
-        rank.close(cast(ConnectedTransport, said))
-    rank.fail(InvalidRun("wrong"))
+        return error
+    return InvalidRun("wrong")
 
 
 if __name__ == "__main__":

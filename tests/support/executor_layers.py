@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zbv_models.fixed_orders.executor_cut import ExecutorCut
+from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
+Document = dict[str, Any]
 PUBLISHED: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "models/fixed_orders/published_layouts.json").read_text(encoding="utf-8")
 )
@@ -43,3 +46,10 @@ def layered(
     problem = parse_any_problem(document | {"costs": {"p2p": p2p}} | more)
     assert isinstance(problem, LayeredProblem)
     return problem
+
+
+def flags_of(best: ExecutorCut | ExecutorLayout) -> dict[str, str]:
+    """Megatron-LM's flags with their values; those without one have an empty one."""
+    assert best.settings is not None
+    lines = best.settings.replace("\\\n", "\n").splitlines()
+    return {name: value.strip(' "') for name, _, value in (line.strip().partition(" ") for line in lines)}

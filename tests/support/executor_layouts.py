@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbv_models.fixed_orders.executor_cut import ExecutorCut
 from zbv_models.layouts.cluster import Cluster, MixedCluster, equal_cluster
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
 
-MODEL: dict[str, Any] = {
+Document = dict[str, Any]
+MODEL: Document = {
     **{"hidden": 1024, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 32_000, "sequence": 2048},
     **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
 }
 EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
+TIED, PREDICTING = {**MODEL, "tied_embeddings": True}, {**MODEL, "prediction_layers": 1}
+SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches": 64}}
+LONE: Document = {"tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1, "microbatch_size": 1}
+"""Parts of layouts whose ranks are single devices, for one sequence at a time."""
 
 
 def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
@@ -35,19 +39,14 @@ def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.
 
 
 def request_of(
-    model: dict[str, Any], cluster: Cluster | MixedCluster, batch: int, executor: str = "zbv", **fixed: Any
-) -> Request:
-    return parse_request({"model": model, "global_batch": batch}, cluster, Fixed(**fixed), executor=executor)
+    model: Document, cluster: Cluster | MixedCluster, batch: int = 8, executor: str = "zbv", *,
+    parallel: Document | None = None, **fixed: Any,
+) -> Request:  # fmt: skip
+    document = {"model": model, "global_batch": batch, "parallel": parallel or {}}
+    return parse_request(document, cluster, Fixed(**fixed), executor=executor)
 
 
-def best_of(request: Request, executor: str) -> ExecutorLayout:
-    (best,) = executor_layouts(request.layouts, request.setting, executor).best
+def best_of(request: Request) -> ExecutorLayout:
+    (best,) = executor_layouts(request.layouts, request.setting, request.executor).best
     assert isinstance(best, ExecutorLayout)
     return best
-
-
-def flags_of(best: ExecutorCut | ExecutorLayout) -> dict[str, str]:
-    """Megatron-LM's flags with their values; those without one have an empty one."""
-    assert best.settings is not None
-    lines = best.settings.replace("\\\n", "\n").splitlines()
-    return {name: value.strip(' "') for name, _, value in (line.strip().partition(" ") for line in lines)}

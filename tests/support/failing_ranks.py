@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
+from zbv_worker.failures.failures import LEAVE_SECONDS
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.training.ending import LEAVE_SECONDS
 from zbv_worker.transport.world import Backend
 
 from support.plans import unit_problem, write_plan

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from zbv_models.estimate.device import GroupLinks
 from zbv_models.estimate.layers import Running, estimate_model
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.layouts.request import parse_request
 
-from support.executor_layouts import cluster_of
+from support.executor_layouts import MODEL, Document, cluster_of
 
-MEASURED_MODEL = {
-    **{"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "sequence": 512},
-    **{"positions": "rotary", "norm": "rmsnorm", "gated": True},
-}
+MEASURED_MODEL = {**MODEL, "hidden": 512, "layers": 4, "kv_heads": 8, "vocabulary": 4096, "sequence": 512}
 PROGRAM = {"precision": "bfloat16", "device": "NVIDIA H100 80GB HBM3"}
-Document = dict[str, Any]
 
 
 def as_estimated(size: int = 1, tensor: int = 1, factor: float = 1.0) -> Document:

@@ -1,4 +1,4 @@
-"""One PostgreSQL server for a whole test session: see :class:`benchmarks.service.postgres.Server`.
+"""A PostgreSQL server in a folder, without a port, and one that a whole test session shares.
 
 All processes of a test session share one server. Each process holds a shared lock on a file while it lives.
 A guard process waits for the exclusive lock, so it stops the server when the last of them has ended, even
@@ -9,15 +9,106 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.service.postgres import START_SECONDS, Server, a_server
 from support.paths import ROOT, TESTS
 
-__all__ = ["Server", "SharedServer", "a_server"]
+START_SECONDS = 60
+SERVER_USER = "postgres"
+"""The account that runs the server when we are root, because PostgreSQL refuses to run as root."""
+SETTINGS = {
+    "listen_addresses": "''",
+    "fsync": "off",
+    "full_page_writes": "off",
+    "synchronous_commit": "on",  # tests stop it abruptly, and committed data must survive
+    "max_connections": "200",
+    "shared_buffers": "32MB",
+    "autovacuum": "off",
+    "wal_level": "minimal",
+    "max_wal_senders": "0",
+}
+
+
+class Server:
+    """A PostgreSQL server in a folder. :meth:`create` makes it; it can be started and stopped repeatedly."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @property
+    def url(self) -> str:
+        """URL of its first database, for a user that may create others."""
+        return f"postgresql://{SERVER_USER}@/postgres?host={self.folder}"
+
+    def create(self) -> None:
+        """Create the server's files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0:
+            shutil.chown(self.folder, SERVER_USER, SERVER_USER)
+        options = ["--no-sync", "--auth=trust", "--encoding=UTF8", "--locale=C", f"--username={SERVER_USER}"]
+        self._run("initdb", *options, "--pgdata", str(self.folder / "data"))
+
+    def start(self) -> None:
+        """Start, and wait until it accepts connections."""
+        options = " ".join(f"-c {name}={value}" for name, value in SETTINGS.items())
+        options += f" -c unix_socket_directories={self.folder}"
+        log, wait = str(self.folder / "log"), ["-w", "-t", str(START_SECONDS)]
+        self._run("pg_ctl", "start", "-D", str(self.folder / "data"), "-l", log, "-o", options, *wait)
+
+    def stop(self) -> None:
+        """Close all connections and stop the server."""
+        self._run("pg_ctl", "stop", "-D", str(self.folder / "data"), "-m", "immediate", "-w")
+
+    def _run(self, program: str, *arguments: str) -> None:
+        as_whom = {"user": SERVER_USER, "group": SERVER_USER, "extra_groups": []} if os.geteuid() == 0 else {}
+        # Into a file: a server that inherits a pipe would hold it open forever.
+        with tempfile.TemporaryFile() as output:
+            ran = subprocess.run(  # type: ignore[call-overload]
+                [_binaries() / program, *arguments],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=2 * START_SECONDS,
+                check=False,
+                **as_whom,
+            )
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        if ran.returncode != 0:
+            raise RuntimeError(f"{program} ended with status {ran.returncode}:\n{text}")
+
+
+def _binaries() -> Path:
+    found = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parent.parent.name)
+    )
+    if not found:
+        raise RuntimeError("found no PostgreSQL server below /usr/lib/postgresql. Run: make postgres")
+    return found[-1].parent
+
+
+@contextmanager
+def a_server() -> Iterator[Server]:
+    """Run a new server during the block, which may stop it."""
+    # a short path, because socket paths have a length limit
+    folder = Path(tempfile.mkdtemp(prefix="zbv-pg-"))
+    server = Server(folder)
+    try:
+        server.create()
+        server.start()
+        yield server
+    finally:
+        if (folder / "data/postmaster.pid").exists():
+            server.stop()
+        shutil.rmtree(folder)
 
 
 class SharedServer:

@@ -5,8 +5,7 @@ Threads or processes run a plan with a small model made of everything that is ha
 compared, parameter by parameter, with those of plain autograd on the whole model.
 
 As a program (under torchrun or with its environment) it runs the plan files of a folder one after the other
-over real transports and leaves every rank's gradients there: ``python -m support.selfcheck FOLDER``. With
-``FOLDER TIMEOUT torch`` PyTorch's runtime runs them.
+over real transports and leaves every rank's gradients there: ``python -m support.selfcheck FOLDER TIMEOUT``.
 """
 
 from __future__ import annotations
@@ -18,19 +17,17 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.execution.build_stages import build_modules, build_stages
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import StepResult
-from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.execution.timeline import StepResult
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.connect import connect
@@ -193,18 +190,6 @@ def run_rank(
     return _gradients([stage.module for stage in stages.values()]), result
 
 
-def run_rank_on_torch(
-    plan: WholePlan, rank: int, model: PipelineModel, timeout: float
-) -> tuple[Gradients, StepResult]:
-    """As :func:`run_rank`, on PyTorch's runtime; all ranks call it at the same time."""
-    from benchmarks.worker.torch_runtime.executor import TorchExecutor
-
-    modules = build_modules(model, plan.of_rank(rank), _CPU)
-    executor = TorchExecutor(plan, rank, modules, model, device=_CPU, backend="gloo", timeout=timeout)
-    result = executor.step(0)
-    return _gradients(modules.values()), result
-
-
 def run_in_threads(
     problem: Problem, orders: Orders, model: PipelineModel, timeout: float = 30.0, look_ahead: int = 2
 ) -> tuple[Gradients, float]:
@@ -245,21 +230,17 @@ def _gradients(modules: Iterable[nn.Module]) -> Gradients:
     }
 
 
-def main(folder: Path, timeout: float, runtime: Literal["zbv", "torch"] = "zbv") -> None:
+def main(folder: Path, timeout: float) -> None:
     """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` next to each."""
     torch.set_num_threads(1)
     world = World.from_environment()
     transport = connect(world, "gloo", _CPU, timeout)
     for path in sorted(folder.glob("*.plan.json")):
-        if runtime == "torch":
-            whole = PlanSource(file=path).whole(timeout)
-            gradients, result = run_rank_on_torch(whole, world.rank, hard_model(), timeout)
-        else:
-            plan = PlanSource(file=path).rank_plan(world.rank, timeout)
-            gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
-            transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
-            gradients, result = run_rank(plan, hard_model(), transport, timeout)
-            transport.flush(timeout)
+        plan = PlanSource(file=path).rank_plan(world.rank, timeout)
+        gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
+        transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
+        gradients, result = run_rank(plan, hard_model(), transport, timeout)
+        transport.flush(timeout)
         name = path.name.removesuffix(".plan.json")
         torch.save(gradients, folder / f"{name}.{world.rank}.pt")
         (folder / f"{name}.{world.rank}.json").write_text(json.dumps({"losses": result.losses}))
@@ -268,8 +249,4 @@ def main(folder: Path, timeout: float, runtime: Literal["zbv", "torch"] = "zbv")
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        float(sys.argv[2]) if len(sys.argv) > 2 else 60.0,
-        "torch" if sys.argv[3:] == ["torch"] else "zbv",
-    )
+    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Engine, event
-from zbv_service.database import AgentTable, Database, PlanTable, RunTable
-from zbv_service.database.models import Base
-from zbv_service.records.agents import NewAgent
+from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
+from zbv_service.database.engine import Base
+from zbv_service.records.agents import AgentRequest, AllowsDocument, Heartbeat, RankPlace
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
-from zbv_service.records.runs import NewRun
-from zbv_service.records.searches import NewSearch
+from zbv_service.records.runs import NewRun, RunDocument
+from zbv_service.records.searches import Claim, NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
 
@@ -33,6 +33,33 @@ def a_layout_search(name: str) -> NewSearch:
     """A search of layouts."""
     summary = {"devices": 8, "global_batch": 64, "sequence_length": 128, "layouts": 3}
     return NewSearch(name, name, b"request", summary, {}, kind="layouts")
+
+
+async def claimed(table: SearchTable, name: str = "a", key: str | None = None) -> Claim:
+    """Add a search, and claim the next one."""
+    await table.add(a_search(name, key))
+    return await next_of(table)
+
+
+async def next_of(table: SearchTable, owner: str = "me", seconds: float = 60) -> Claim:
+    """Claim the next search, which there is."""
+    claim = await table.claim(owner, seconds)
+    assert claim is not None
+    return claim
+
+
+async def found_in(table: SearchTable, name: str = "a") -> SearchRecord:
+    """A search that is stored."""
+    record = await table.get(name)
+    assert record is not None
+    return record
+
+
+async def run_in(table: RunTable, name: str = "run") -> RunDocument:
+    """A run that is stored."""
+    record = await table.get(name)
+    assert record is not None
+    return record
 
 
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:
@@ -55,14 +82,22 @@ def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: A
             **changes,
         }
     )
-    return NewPlan(summary, b"document", problem)
+    return NewPlan(summary, b"document", problem, summary.lower_bound)
 
 
 PLAN = "f" * 64
 
 
-def an_agent(name: str, /, **changes: Any) -> NewAgent:
-    """An agent for one rank that allows every model."""
+def a_beat(
+    agent_id: str, port: int | None = None, run_id: str | None = None, places: Iterable[dict[str, Any]] = ()
+) -> tuple[str, Heartbeat]:
+    """A heartbeat of an agent with the places of its ranks; ids may be short."""
+    ranks = [RankPlace(**place) for place in places]
+    return agent_id, Heartbeat.model_construct(port=port, run_id=run_id, ranks=ranks)
+
+
+def an_agent(name: str, /, **changes: Any) -> tuple[AgentRequest, str]:
+    """An agent for one rank that allows every model, and its owner; ids may be short."""
     values: dict[str, Any] = {
         "id": name,
         "name": name,
@@ -71,11 +106,12 @@ def an_agent(name: str, /, **changes: Any) -> NewAgent:
         "slots": 1,
         "devices": [],
         "versions": {},
-        "allowed_models": ["*"],
-        "checkpoint_directories": None,
+        "allows": AllowsDocument(models=["*"]),
         "owner": "t",
+        **changes,
     }
-    return NewAgent(**{**values, **changes})
+    owner = values.pop("owner")
+    return AgentRequest.model_construct(**values), owner
 
 
 def a_run(name: str, /, nodes: int = 1, **changes: Any) -> NewRun:
@@ -101,7 +137,7 @@ async def begin(
     await PlanTable(database).add(a_plan(PLAN))
     agents, runs = AgentTable(database), RunTable(database)
     for index in range(nodes):
-        await agents.add(an_agent(f"{run_id}-{index}", **agent or {}))
+        await agents.add(*an_agent(f"{run_id}-{index}", **agent or {}))
     await runs.add(a_run(run_id, nodes, **changes))
     assert await runs.assign(decide) == [run_id]
     run = await runs.get(run_id)

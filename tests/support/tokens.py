@@ -6,9 +6,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
-from zbv_service.database import Database, TokenTable
-from zbv_service.records.tokens import NewToken
-from zbv_service.security.token_text import TokenText
+from zbv_service.database import Database
+from zbv_service.security.tokens import Token, TokenTable, TokenText
 
 from support.serving import Service
 
@@ -18,7 +17,7 @@ async def add_token(
 ) -> str:
     """A token, as ``zbv-service token create`` stores it."""
     text, now = TokenText.new(), datetime.now(UTC)
-    new = NewToken(
+    new = Token(
         id=text.id,
         kind="token",
         name=name,

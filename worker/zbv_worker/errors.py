@@ -71,10 +71,17 @@ class ModelError(WorkerError):
     """A model violated the protocol of :mod:`zbv_worker.model`."""
 
 
-def print_error(error: WorkerError) -> int:
-    """Print an error; returns the exit status: 2 if a retry with the same input is pointless, 130 after
-    Ctrl-C, else 1."""
-    print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - output of a command
+def print_error(error: BaseException) -> int:
+    """Describe an error in the log; returns the exit status."""
+    if isinstance(error, WorkerError):
+        print(f"zbv-worker: {error}", file=sys.stderr, flush=True)  # noqa: T201 - output of a command
+    else:
+        traceback.print_exception(error)
+    return status_of(error)
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status: 2 if a retry with the same input is pointless, 130 after Ctrl-C, else 1."""
     if isinstance(error, Interrupted):
         return EXIT_INTERRUPTED
     return 2 if isinstance(error, InvalidRun | Disagreement) else 1

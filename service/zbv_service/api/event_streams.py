@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 from fastapi import Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
@@ -14,8 +14,8 @@ from starlette.types import Send
 
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY
 from zbv_service.api.state import state_of
-from zbv_service.searches.events import EventFeed, Followed
-from zbv_service.security.scheme import READ_SCOPES
+from zbv_service.database.events import E, EventFeed
+from zbv_service.security.access import READ_SCOPES
 
 RETRY = format_sse_event(retry=1000)
 """The first bytes of a stream: clients reconnect after this many milliseconds."""
@@ -32,8 +32,6 @@ LastEventId = Annotated[
     Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As `after`; browsers send it."),
 ]
 DESCRIPTION = "The events so far, or a stream of them that ends after the event `end`."
-
-E = TypeVar("E", bound=Followed)
 
 
 def responses(what: str, example: str) -> dict[int | str, dict[str, Any]]:
@@ -73,7 +71,9 @@ async def _stream(
             if not await access.is_still_allowed(request, READ_SCOPES):
                 return  # a reader that reconnects learns why
             if len(batch) > FEW:
-                yield await asyncio.to_thread(lambda events: b"".join(map(encode, events)), batch)
+                async with feed.many:
+                    text = await asyncio.to_thread(lambda events: b"".join(map(encode, events)), batch)
+                yield text
             else:
                 yield b"".join(map(encode, batch)) or SIGN_OF_LIFE
 

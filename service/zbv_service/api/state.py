@@ -23,9 +23,8 @@ from zbv_service.database import (
     RunTable,
     SearchEventTable,
     SearchTable,
-    TokenTable,
 )
-from zbv_service.database.quotas import QuotaTable
+from zbv_service.database.events import EventFeed
 from zbv_service.database.retention import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
@@ -41,15 +40,13 @@ from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
-from zbv_service.searches.events import EventFeed
-from zbv_service.searches.kinds import Kind
+from zbv_service.searches.executors.task import Kind
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
-from zbv_service.security.grants import grant_of
 from zbv_service.security.quotas import Quotas
 from zbv_service.security.sign_in import SignIn
-from zbv_service.security.tokens import Tokens
+from zbv_service.security.tokens import TokenTable
 from zbv_service.settings import Settings
 
 
@@ -61,14 +58,15 @@ class ApplicationState:
     kinds
         What search processes run for each kind of search.
     assets
-        A text that changes with every version of the service; see :func:`zbv_service.api.caching.derived`.
+        A text that changes with every version of the service; see
+        :func:`zbv_service.api.routers.plans.derived`.
     """
 
     def __init__(
         self,
         database: Database,
         settings: Settings,
-        tokens: Tokens,
+        access: Access,
         kinds: Mapping[SearchKind, Kind],
         metrics: Metrics,
         assets: str,
@@ -106,9 +104,9 @@ class ApplicationState:
         keep = Keep(others=settings.keep_days, plans=settings.keep_plan_days)
         self.sweeper = Sweeper(Retention(database), keep, self.plans.used)
         self.readiness = Readiness(database, self.runner, dispatcher)
-        self.access = Access(tokens, is_open=settings.auth == "none")
-        self.quotas = Quotas(QuotaTable(database), settings)
-        self.sign_in = SignIn(TokenTable(database), tokens, 3600 * settings.session_hours, self.quotas)
+        self.access = access
+        self.quotas = Quotas(database, settings)
+        self.sign_in = SignIn(TokenTable(database), access, 3600 * settings.session_hours, self.quotas)
 
     async def start(self) -> None:
         """Start the parts that work in the background."""
@@ -124,7 +122,7 @@ class ApplicationState:
         await self.heartbeats.stop()
         await self.runner.stop()
         await self.sweeper.stop()
-        await self.access.tokens.close()
+        await self.access.close()
         await self.events.stop()
         await self.run_events.stop()
         self.computations.stop()
@@ -133,14 +131,3 @@ class ApplicationState:
 def state_of(request: Request) -> ApplicationState:
     """The state of the application that received the request."""
     return cast("ApplicationState", request.app.state.application)
-
-
-def caller_of(request: Request) -> str | None:
-    """The name of the caller's token; None if the service requires no token."""
-    return grant_of(request).name
-
-
-def most_searches(request: Request) -> int:
-    """The caller's limit of unfinished searches."""
-    own = grant_of(request).max_searches
-    return state_of(request).settings.max_searches_per_token if own is None else own

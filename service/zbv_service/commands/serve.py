@@ -64,7 +64,8 @@ async def _prepare(settings: Settings) -> bool:
     This happens before the server starts, because the server would report an unusable database with a
     traceback.
     """
-    from zbv_service.database import Database, DatabaseAway, DatabaseUnusable, TokenTable
+    from zbv_service.database import Database, DatabaseAway, DatabaseUnusable
+    from zbv_service.security.tokens import TokenTable
 
     database = Database(settings.database)
     try:

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from zbv_service.app import create_app
 from zbv_service.client.tokens import is_loopback
 from zbv_service.security.local_token import kept_token, left_behind
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import TokenText
 from zbv_service.settings import Settings
 
 BACKLOG = 2048
@@ -124,7 +124,7 @@ class _Server(uvicorn.Server):
         sys.setswitchinterval(SWITCH_SECONDS)
         print(f"zbv-service: listening on {self._address}", flush=True)
         application = self._app.state.application
-        if (grant := application.access.tokens.local_grant) is None:
+        if (grant := application.access.local_grant) is None:
             return
         if not sys.stdout.isatty():  # others may read a log, and the link permits everything
             print("zbv-service: for a link that signs a browser in: zbv-service token link", flush=True)

@@ -21,8 +21,7 @@ from zbv_service.commands.files import output
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:
-    from zbv_service.database import TokenTable
-    from zbv_service.records.tokens import TokenRecord
+    from zbv_service.security.tokens import Token, TokenTable
 
 T = TypeVar("T")
 _DURATION = re.compile(r"([1-9]\d{0,4})([dhm])", re.ASCII)
@@ -135,13 +134,11 @@ def _add_database(command: argparse.ArgumentParser) -> None:
 
 
 def _create(parsed: argparse.Namespace) -> int:
-    from zbv_service.database.tokens import TokenNameTaken
-    from zbv_service.records.tokens import NewToken
-    from zbv_service.security.token_text import TokenText
+    from zbv_service.security.tokens import Token, TokenNameTaken, TokenText
 
     name, now = _name(parsed.name), datetime.now(UTC)
     text = TokenText.new()
-    new = NewToken(
+    new = Token(
         id=text.id,
         kind="token",
         name=name,
@@ -220,8 +217,9 @@ def _with_table(
     parsed: argparse.Namespace, act: Callable[[TokenTable], Awaitable[T]], *, creates: bool = False
 ) -> T:
     """Call a function with the database's tokens. Only ``creates`` may create a new SQLite file."""
-    from zbv_service.database import Database, DatabaseAway, DatabaseUnusable, TokenTable
+    from zbv_service.database import Database, DatabaseAway, DatabaseUnusable
     from zbv_service.database.url import shown_url, sqlite_file
+    from zbv_service.security.tokens import TokenTable
 
     url = settings_of(parsed).database
     file = sqlite_file(url)
@@ -260,7 +258,7 @@ def _duration(text: str) -> timedelta:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def _state(record: TokenRecord, now: datetime) -> str:
+def _state(record: Token, now: datetime) -> str:
     if record.revoked_at is not None:
         return "revoked"
     return "valid" if record.is_live(now) else "expired"

@@ -1,7 +1,7 @@
-"""The database: tables, migrations, and the only code that speaks SQL.
+"""The database: tables, migrations, and nearly all code that speaks SQL.
 
-Tables and sessions stay inside this package. Callers pass and receive the frozen records of
-:mod:`zbv_service.records`.
+Callers pass and receive the frozen records of :mod:`zbv_service.records`. The tables of tokens and quotas are
+used in :mod:`zbv_service.security`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from zbv_service.database.run_parts import PartTable
 from zbv_service.database.run_plans import RunPlanTable
 from zbv_service.database.runs import AgentsTaken, KeyReused, RunTable, SearchGone
 from zbv_service.database.searches import SearchInUse, SearchTable, TooManySearches
-from zbv_service.database.tokens import TokenTable
 
 __all__ = [
     "AgentTable",
@@ -38,6 +37,5 @@ __all__ = [
     "SearchGone",
     "SearchInUse",
     "SearchTable",
-    "TokenTable",
     "TooManySearches",
 ]

@@ -15,7 +15,7 @@ from typing import Any
 
 from zbv_solver.frontiers.limits import Known, best_within, fits
 
-from zbv_service.compute.cache import Cache, wait_a_while
+from zbv_service.compute.waiting import Cache, wait_a_while
 from zbv_service.database import PlanTable, SearchTable
 from zbv_service.errors import TOO_MANY_SEARCHES, ApiError
 from zbv_service.frontier.points import CutSummary, Frontier, Point, newest, tightened
@@ -30,6 +30,7 @@ from zbv_service.frontier.problems import (
 from zbv_service.plans.plans import Plans
 from zbv_service.records.searches import FINISHED, SearchRecord
 from zbv_service.searches.searches import Searches
+from zbv_service.security.tokens import Grant
 from zbv_service.settings import Settings
 
 PATIENCE_SECONDS = 1.5
@@ -130,7 +131,7 @@ class Frontiers:
         )
 
     async def search_missing(
-        self, plan_id: str, effort: str, caller: str | None, most: int | None, *, again: bool = False
+        self, plan_id: str, effort: str, grant: Grant, *, again: bool = False
     ) -> SubmittedPoints:
         """Submit searches for points without one, or with ``again`` for all points that are not proven.
 
@@ -146,7 +147,7 @@ class Frontiers:
         known = 0
         for done, point in enumerate(wanted):
             try:
-                record = await self._submit.submit_read(searches[point.at], caller=caller, most=most)
+                record = await self._submit.submit_read(searches[point.at], grant)
             except ApiError as error:
                 if error.kind is not TOO_MANY_SEARCHES:
                     raise

@@ -16,8 +16,8 @@ from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.numeric import ROUNDING, exceeds
 from zbv_solver.problem.problem import Problem, Units
 
-from zbv_service.api.caching import derived
 from zbv_service.api.negotiation import root_of
+from zbv_service.api.routers.plans import derived
 from zbv_service.api.state import state_of
 from zbv_service.errors import NOT_FOUND, ApiError
 from zbv_service.pages.assets import assets
@@ -27,7 +27,7 @@ from zbv_service.pages.words import shape_of
 from zbv_service.plans.compared import USUAL, ComparedPlan
 from zbv_service.plans.renderings import actions_of, plan_of
 from zbv_service.records.plans import PlanSummaryDocument
-from zbv_service.security.scheme import READ
+from zbv_service.security.access import READ
 
 MOST_NAMES = 32
 LONGEST_NAME = 100

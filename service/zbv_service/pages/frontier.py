@@ -19,14 +19,15 @@ from zbv_solver.search.options import EFFORTS
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
-from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.api.state import state_of
 from zbv_service.frontier.points import CutSummary, Frontier, Point
 from zbv_service.frontier.problems import FrontierPlan
 from zbv_service.pages.charts import Line, Scale, Ticks
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import placement_name, shape_of
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 MAX_FORM_BYTES = 1024
 _MOST_POINTS = 1000
@@ -69,8 +70,7 @@ async def post_frontier(request: Request, plan_id: str) -> Response:
     asked = await found.frontiers.search_missing(
         plan_id,
         form.get("effort", ["standard"])[0],
-        caller_of(request),
-        most_searches(request),
+        grant_of(request),
         again="again" in form,
     )
     query = ""

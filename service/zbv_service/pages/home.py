@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from zbv_service.api.negotiation import root_of
-from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.api.state import state_of
 from zbv_service.database.tally import tally
 from zbv_service.pages.shell import NO_STORE, page
 from zbv_service.records.lists import RunListQuery, SearchListQuery
 from zbv_service.records.runs import RUN_ENDED, RunState
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 SHOWN_PLANS = 8
 SHOWN = 5
@@ -45,9 +46,7 @@ async def get_home(request: Request) -> HTMLResponse:
 @router.post("/example", dependencies=[needs("search"), STORES["searches"]])
 async def search_example(request: Request) -> Response:
     """Search the example, or find an earlier search of it, and show that search."""
-    record = await state_of(request).searches.submit(
-        {"problem": EXAMPLE}, caller=caller_of(request), most=most_searches(request)
-    )
+    record = await state_of(request).searches.submit({"problem": EXAMPLE}, grant_of(request))
     return RedirectResponse(f"{root_of(request)}/searches/{record.id}", 303, NO_STORE)
 
 

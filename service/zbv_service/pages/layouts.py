@@ -20,13 +20,14 @@ from zbv_solver.problem.layer import Recomputed
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
-from zbv_service.api.state import caller_of, most_searches, state_of
-from zbv_service.documents.packing import unpack
+from zbv_service.api.state import state_of
+from zbv_service.documents.problems import unpack
 from zbv_service.pages.shell import page
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.records.searches import LayoutSearchDocument
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 MAX_FORM_BYTES = 256 * 1024
 """Most bytes of a form, which may have a model and a cluster as JSON."""
@@ -53,9 +54,7 @@ async def post_layouts(request: Request) -> Response:
     form = LayoutForm.parse(parse_qs(await read_form(request, MAX_FORM_BYTES)))
     found = state_of(request)
     try:
-        record = await found.searches.submit(
-            form.document(), "layouts", caller=caller_of(request), most=most_searches(request)
-        )
+        record = await found.searches.submit(form.document(), grant_of(request), "layouts")
     except InvalidInput as error:
         return await _form_page(request, form.with_issues(error), 422)
     return RedirectResponse(f"{root_of(request)}/layouts/{quote(record.id)}", 303)

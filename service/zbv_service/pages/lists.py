@@ -23,7 +23,7 @@ from zbv_service.records.lists import (
     RunListQuery,
     SearchListQuery,
 )
-from zbv_service.security.scheme import READ
+from zbv_service.security.access import READ
 
 LISTED = 50
 """Rows on a page, unless the address says otherwise."""

@@ -27,7 +27,7 @@ from zbv_service.runs.measured.accounts import Parts, RankAccount
 from zbv_service.runs.measured.explain import Cause, Explanation, sentence, told
 from zbv_service.runs.measured.step import MeasuredStep
 from zbv_service.runs.measurements import Chosen, Measured, NothingMeasured, TraceSource
-from zbv_service.security.scheme import READ
+from zbv_service.security.access import READ
 
 router = APIRouter(include_in_schema=False)
 

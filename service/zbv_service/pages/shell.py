@@ -20,8 +20,7 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.pages import words
 from zbv_service.pages.assets import assets
-from zbv_service.security.grants import Grant
-from zbv_service.security.scopes import allows
+from zbv_service.security.tokens import Grant, allows
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (

@@ -23,13 +23,16 @@ from zbv_service.errors import (
 )
 from zbv_service.pages.shell import NO_STORE, html, render, shell_of
 from zbv_service.security.access import (
+    ANY_TOKEN,
+    ANYBODY,
     Unauthenticated,
+    is_from_elsewhere,
     require_same_origin,
+    session_of,
+    set_session,
 )
-from zbv_service.security.browsers import is_from_elsewhere, session_of, set_session
-from zbv_service.security.grants import grant_of
-from zbv_service.security.scheme import ANY_TOKEN, ANYBODY
 from zbv_service.security.sign_in import LINK_SECONDS, LinkUnusable, SignInLink
+from zbv_service.security.tokens import grant_of
 
 MAX_FORM_BYTES = 8192
 

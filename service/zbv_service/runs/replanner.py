@@ -22,14 +22,13 @@ from zbv_solver.problem.writing import problem_json
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.renderings import plan_of
 from zbv_service.records.runs import OfferDocument, Replanning, RunDocument
 from zbv_service.records.searches import FINISHED, NewSearch
 from zbv_service.runs.parts import parse_traces
-from zbv_service.searches.kinds import new_search
-from zbv_service.searches.searches import Searches
+from zbv_service.searches.searches import Searches, new_search
 from zbv_service.settings import Settings
 
 FRESH_STEPS = 3
@@ -210,7 +209,7 @@ class Replanner:
             return
         looked = known.model_copy(update={"generation": run.generation, "step": seen.step})
         if seen.search is not None:
-            search = await self._searches.submit_read(seen.search, caller=None, most=None)
+            search = await self._searches.submit_read(seen.search)
             logger.info("run %s: costs differ by %.1f %%", run.id, 100 * seen.change)
             opened = {"search_id": search.id, "is_open": True, "searches": known.searches + 1}
             looked = looked.model_copy(update=opened)

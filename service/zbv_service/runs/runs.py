@@ -19,6 +19,7 @@ from zbv_service.records.searches import NewSearch
 from zbv_service.runs.dispatch import Dispatcher
 from zbv_service.runs.requests import AskedRun, RunRequest, hash_of, read_run
 from zbv_service.searches.searches import Searches
+from zbv_service.security.tokens import Grant
 from zbv_service.settings import Settings
 
 
@@ -46,12 +47,7 @@ class Runs:
         self._settings = settings
 
     async def submit(
-        self,
-        body: bytes | bytearray,
-        *,
-        key: tuple[str, str] | None = None,
-        caller: str | None = None,
-        most: int | None = None,
+        self, body: bytes | bytearray, grant: Grant, key: tuple[str, str] | None = None
     ) -> RunDocument:
         """Accept the run of a request body, or return the run that this request created before.
 
@@ -61,10 +57,6 @@ class Runs:
             JSON text.
         key
             Names the request: the caller's name and its Idempotency-Key.
-        caller
-            The name of the caller.
-        most
-            The caller's limit of unfinished searches; None for no limit.
 
         Raises
         ------
@@ -78,16 +70,14 @@ class Runs:
         try:
             # A repeated request gets its run, even if the plan was removed since.
             known = None if named is None else await self._runs.of_request(named)
-            return known or await self._add(asked, named, caller, most)
+            return known or await self._add(asked, named, grant)
         except KeyReused:
             raise ApiError(
                 IDEMPOTENCY_KEY_REUSED,
                 "This Idempotency-Key came with another body before; a new request needs a new key.",
             ) from None
 
-    async def _add(
-        self, asked: AskedRun, named: RequestKey | None, caller: str | None, most: int | None
-    ) -> RunDocument:
+    async def _add(self, asked: AskedRun, named: RequestKey | None, grant: Grant) -> RunDocument:
         request = asked.request
         new = NewRun(
             id=uuid.uuid4().hex,
@@ -100,12 +90,12 @@ class Runs:
             steps=request.steps,
             options=request.options,
             created_at=datetime.now(UTC),
-            created_by=caller,
+            created_by=grant.name,
         )
         if asked.search is None:
             record = await self._runs.add(new, named, asked.search_options)
         else:
-            record = await self._add_with_search(new, named, asked, asked.search, most)
+            record = await self._add_with_search(new, named, asked, asked.search, grant)
         self._dispatcher.wake()
         return record
 
@@ -115,10 +105,10 @@ class Runs:
         named: RequestKey | None,
         asked: AskedRun,
         wanted: NewSearch,
-        most: int | None,
+        grant: Grant,
     ) -> RunDocument:
         while True:
-            search = await self._searches.submit_read(wanted, caller=new.created_by, most=most, for_run=True)
+            search = await self._searches.submit_read(wanted, grant, for_run=True)
             with suppress(SearchGone):  # it was shared, and removed or cancelled just now; submit another
                 planning = new.model_copy(update={"search_id": search.id})
                 return await self._runs.add(planning, named, asked.search_options)

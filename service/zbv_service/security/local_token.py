@@ -22,7 +22,7 @@ from pathlib import Path
 
 from zbv_service.client.tokens import local_files, state_folder
 from zbv_service.database.url import shown_url, sqlite_file
-from zbv_service.security.token_text import TokenText
+from zbv_service.security.tokens import TokenText
 
 _KEPT = "secret-"
 _MOST_BYTES = 8192

@@ -5,14 +5,21 @@ and cannot resolve them as text.
 """
 
 import asyncio
-from typing import Literal, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
 
 from fastapi import Depends, Request, params
+from sqlalchemy import JSON, ColumnElement, Select, Text, false, func, literal, select, union_all
+from sqlalchemy import cast as as_type
 
-from zbv_service.compute.cache import Cache
-from zbv_service.database.quotas import Owner, QuotaTable, Stored
+from zbv_service.compute.waiting import Cache
+from zbv_service.database.engine import BaseTable, Database
+from zbv_service.database.models import AgentRow, PlanRow, RunRow, SearchRow, TokenRow
 from zbv_service.errors import TOO_MUCH_STORED, ApiError
-from zbv_service.security.grants import Grant, grant_of
+from zbv_service.records.agents import AGENT_ENDED
+from zbv_service.security.tokens import Grant, grant_of
 from zbv_service.settings import Settings
 
 Stores = Literal["searches", "plans", "runs", "agents", "sessions"]
@@ -31,11 +38,20 @@ _WAYS: dict[str, str] = {
 """How a token gets rid of each kind."""
 
 
-class Quotas:
-    """Counts what tokens have stored."""
+@dataclass
+class Stored:
+    """What a token has stored: the bytes of its searches with their plans, of its imported plans, runs and
+    agents; and the number of rows by kind."""
 
-    def __init__(self, table: QuotaTable, settings: Settings):
-        self._table = table
+    size: int
+    rows: dict[str, int]
+
+
+class Quotas(BaseTable):
+    """Counts what the tokens of one database have stored."""
+
+    def __init__(self, database: Database, settings: Settings):
+        super().__init__(database)
         self._bytes = settings.max_stored_bytes_per_token
         rows = settings.max_stored_rows_per_token
         self._rows = {**dict.fromkeys(_WAYS, rows), "agents": settings.max_agents_per_token}
@@ -49,12 +65,11 @@ class Quotas:
         ApiError
             429: the token has stored too much.
         """
-        owner = Owner(grant.name, grant.owner, grant.token_id, grant.local_id)
         refusal: ApiError | None = None
         for seconds in FRESH_SECONDS:
             period = int(asyncio.get_running_loop().time() / seconds)
-            key = f"{owner} {seconds} {period}"
-            stored = await self._known.get(key, lambda: self._table.stored(owner))
+            key = f"{grant.owner} {grant.name} {grant.local_id} {seconds} {period}"
+            stored = await self._known.get(key, partial(self.stored, grant))
             refusal = self._refusal(grant, stored, kind, size)
             if refusal is None:
                 break
@@ -62,6 +77,32 @@ class Quotas:
             raise refusal
         stored.rows[kind] += 1
         stored.size += size
+
+    async def stored(self, grant: Grant) -> Stored:
+        """What a token has stored now."""
+        theirs = SearchRow.created_by == grant.name
+        imported: ColumnElement[bool] = PlanRow.created_by == grant.name
+        # Plans of searches are nobody's, as are those that are imported without a token.
+        of_searches: ColumnElement[bool] = false()
+        if grant.name is not None:
+            of_searches = PlanRow.plan_id.in_(select(SearchRow.plan_id).where(theirs))
+        agents = AgentRow.owner == grant.owner
+        is_child = (
+            TokenRow.parent_id == grant.token_id if grant.token_id else TokenRow.local_id == grant.local_id
+        )
+        nodes = (AgentRow.devices, AgentRow.versions, AgentRow.allowed_models, AgentRow.allowed_scripts)
+        runs = (RunRow.model, RunRow.script, RunRow.options, RunRow.search_options)
+        counts = union_all(
+            _count("searches", theirs, SearchRow.problem, SearchRow.incumbent, SearchRow.answer),
+            _count("plans", imported, PlanRow.document),
+            _count("plans of searches", of_searches, PlanRow.document),
+            _count("runs", RunRow.created_by == grant.name, *runs),
+            _count("all agents", agents, *nodes),
+            _count("agents", agents & AgentRow.state.not_in(sorted(AGENT_ENDED))),
+            _count("sessions", is_child & (TokenRow.kind != "token")),
+        )
+        rows: Sequence[Any] = await self._database.rows(select(counts.subquery()))
+        return Stored(size=sum(int(row[2] or 0) for row in rows), rows={row[0]: row[1] for row in rows})
 
     def _refusal(self, grant: Grant, stored: Stored, kind: str, size: int) -> ApiError | None:
         if stored.rows[kind] >= self._rows[kind]:
@@ -76,6 +117,15 @@ class Quotas:
                 f"{_WAYS['searches']}. {_WAYS['plans']}",
             )
         return None
+
+
+def _count(kind: str, where: ColumnElement[bool], *columns: Any) -> Select[str, int, int]:
+    """The number of rows of a kind, and the bytes of these columns."""
+    size: ColumnElement[int] = literal(0)
+    for column in columns:  # databases know the length of a blob without reading it
+        content = as_type(column, Text) if isinstance(column.type, JSON) else column
+        size = size + func.coalesce(func.length(content), 0)
+    return select(literal(kind).label("kind"), func.count(), func.sum(size)).where(where)
 
 
 def _refused(grant: Grant, found: str, setting: str, most: int, way: str) -> ApiError:

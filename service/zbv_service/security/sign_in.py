@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import hmac
 from datetime import UTC, datetime, timedelta
 
 from pydantic import BaseModel, Field
 
-from zbv_service.database.tokens import TokenTable
 from zbv_service.errors import INSUFFICIENT_SCOPE, ApiError
-from zbv_service.records.tokens import NewToken, TokenKind
-from zbv_service.security.grants import Grant, grant_of_token
+from zbv_service.security.access import Access
 from zbv_service.security.quotas import Quotas
-from zbv_service.security.token_text import TokenText
-from zbv_service.security.tokens import Tokens
+from zbv_service.security.tokens import Grant, Token, TokenKind, TokenTable, TokenText
 
 LINK_SECONDS = 24 * 3600.0
 
@@ -42,10 +40,10 @@ class SessionCreatesNothing(ApiError):
 class SignIn:
     """Starts and ends sessions."""
 
-    def __init__(self, table: TokenTable, tokens: Tokens, session_seconds: float, quotas: Quotas):
+    def __init__(self, table: TokenTable, access: Access, session_seconds: float, quotas: Quotas):
         self._table = table
         self._quotas = quotas
-        self._tokens = tokens
+        self._access = access
         self.session_seconds = session_seconds
 
     async def new_link(self, grant: Grant) -> str:
@@ -62,15 +60,15 @@ class SignIn:
         """Start a session with a link; raises :class:`LinkUnusable`."""
         token = TokenText.parse(text)
         stored = None if token is None else await self._table.get(token.id)
-        is_right = token is not None and stored is not None and token.is_hashed_as(stored.secret_hash)
-        if token is None or stored is None or not is_right or stored.kind != "link":
+        if token is None or stored is None or stored.kind != "link":
             raise LinkUnusable("Unknown or expired link.")
-        is_live = await self._table.live(token.id) is not None and self._tokens.has_root(stored)
-        if not is_live:
+        if not hmac.compare_digest(token.hash, stored.secret_hash):
+            raise LinkUnusable("Unknown or expired link.")
+        if await self._table.live(token.id, self._access.local_id) is None:
             raise LinkUnusable("This link has expired, or its token was revoked.")
         if not await self._table.redeem(token.id):
             raise LinkUnusable("This link was already used; a link works once.")
-        return await self.begin(grant_of_token(stored))
+        return await self.begin(Grant.of(stored))
 
     async def begin(self, grant: Grant) -> str:
         """Start a session with a grant; it ends with the token of the grant at the latest.
@@ -87,7 +85,7 @@ class SignIn:
         token = TokenText.parse(text)
         if token is not None:
             await self._table.remove(token.id)
-            self._tokens.forget(token.id)
+            self._access.forget(token.id)
 
     async def _add(self, kind: TokenKind, grant: Grant, seconds: float) -> str:
         if grant.means == "session":
@@ -95,7 +93,7 @@ class SignIn:
         await self._quotas.require_room(grant, "sessions", 0)
         text, now = TokenText.new(), datetime.now(UTC)
         await self._table.add(
-            NewToken(
+            Token(
                 id=text.id,
                 kind=kind,
                 name=str(grant.name),

@@ -1,147 +1,250 @@
-"""Looks up tokens, and caches them briefly, because thousands of ranks fetch their plans at once."""
+"""Tokens: their text, what they allow, and the table of those that exist.
+
+The text of a token is ``zbv_<id>_<secret>``. The id names its row in the database and may be shown. The
+secret has 256 random bits, so the database stores its SHA-256: it cannot be guessed, and a slow hash, which
+protects passwords that people choose, would only slow down every request.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, cast, get_args
 
-from zbv_service.database import DatabaseAway, TokenTable
-from zbv_service.records.tokens import TokenRecord
-from zbv_service.security.grants import Grant, grant_of_token
-from zbv_service.security.scopes import SCOPES
-from zbv_service.security.token_text import TokenText
+from fastapi import Request
+from sqlalchemy import ColumnElement, CursorResult, and_, delete, or_, select, update
+from sqlalchemy.orm import aliased
 
-FRESH_SECONDS = 1.0
-"""Seconds for which a token is cached, and the longest time that a revoked token still works."""
-STALE_SECONDS = 60.0
-"""The same while the database is away, when tokens cannot be revoked either."""
-REMEMBERED = 4096
-USED_SECONDS = 60.0
-"""Seconds between updates of a token's last use."""
-LOCAL_NAME = "local"
+from zbv_service.database.engine import BaseTable, columns_of, record_of
+from zbv_service.database.models import TokenRow
 
-logger = logging.getLogger(__name__)
+Scope = Literal["read", "search", "agent", "launch", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""What a token may do.
+
+``read``: see searches, plans, runs, agents, traces, logs and metrics. ``search``: start, cancel and discard
+searches, and import plans. ``agent``: act as an agent: register a node, take its work, send measurements of
+its ranks; fetch plans. ``launch``: start, change and cancel runs, which execute code on agents; import plans.
+``admin``: everything.
+"""
+
+
+def allows(granted: Iterable[str], needed: Iterable[str]) -> bool:
+    """Whether these scopes include one of the needed ones."""
+    scopes = frozenset(granted)
+    return "admin" in scopes or not scopes.isdisjoint(needed)
+
+
+TokenKind = Literal["token", "session", "link"]
+PREFIX = "zbv"
+_FORM = re.compile(rf"{PREFIX}_([0-9a-f]{{12}})_([A-Za-z0-9_-]{{43}})", re.ASCII)
 
 
 @dataclass(frozen=True)
-class _Known:
-    """A valid token, as looked up at the time ``at``."""
+class TokenText:
+    """A parsed token."""
 
-    hash: str
-    grant: Grant
-    at: float
+    id: str
+    secret: str
 
+    @classmethod
+    def new(cls) -> TokenText:
+        """A new random token."""
+        return cls(secrets.token_hex(6), secrets.token_urlsafe(32))
 
-class Tokens:
-    """The tokens that a service accepts.
-
-    Parameters
-    ----------
-    local
-        The token for commands on this machine, which has all scopes and is not in the database.
-    """
-
-    def __init__(
-        self,
-        table: TokenTable,
-        local: TokenText | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._table = table
-        self._local = local
-        self._clock = clock
-        self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._looks: dict[str, asyncio.Task[_Known | None]] = {}
-        self._notes: set[asyncio.Task[None]] = set()
+    @classmethod
+    def parse(cls, text: str) -> TokenText | None:
+        """Parse a token; None if the text is not a token."""
+        found = _FORM.fullmatch(text)
+        return None if found is None else cls(found[1], found[2])
 
     @property
-    def local_grant(self) -> Grant | None:
-        """The grant of the local token; None without one."""
-        if self._local is None:
-            return None
-        return Grant(LOCAL_NAME, frozenset(SCOPES), "local", local_id=self._local.id)
+    def hash(self) -> str:
+        """The hash to store."""
+        return hashlib.sha256(self.secret.encode()).hexdigest()
 
-    async def close(self) -> None:
-        """Wait for queries and updates in progress."""
-        await asyncio.gather(*self._looks.values(), *self._notes, return_exceptions=True)
+    def __str__(self) -> str:
+        return f"{PREFIX}_{self.id}_{self.secret}"
 
-    async def grant(self, text: str) -> Grant | None:
-        """The grant of a token; None if it is not valid."""
-        token = TokenText.parse(text)
-        if token is None:
-            return None
-        if self._is_local(token):
-            return self.local_grant
-        known = self._known.get(token.id)
-        if known is None or self._clock() - known.at > FRESH_SECONDS:
-            known = await self._look(token.id)
-        if known is None or not token.is_hashed_as(known.hash):
-            return None
-        return known.grant
+    def __repr__(self) -> str:
+        return f"TokenText({self.id!r}, …)"  # tracebacks and logs show it
 
-    def forget(self, token_id: str) -> None:
-        """Drop a token from the cache."""
-        self._known.pop(token_id, None)
 
-    def _is_local(self, token: TokenText) -> bool:
-        return self._local is not None and token.id == self._local.id and token.is_hashed_as(self._local.hash)
+@dataclass(frozen=True)
+class Token:
+    """A token, session or link as it is stored."""
 
-    async def _look(self, token_id: str) -> _Known | None:
-        """Look up a token in the database; concurrent requests share one query."""
-        task = self._looks.get(token_id)
-        if task is None:
-            task = self._looks[token_id] = asyncio.create_task(self._ask(token_id))
-            task.add_done_callback(lambda done: self._done(token_id, done))
-        return await asyncio.shield(task)
+    id: str
+    kind: TokenKind
+    """A token of a user, a browser's session, or a link that becomes a session once."""
+    name: str
+    """Recorded with its searches and runs. The names of valid tokens are unique."""
+    secret_hash: str
+    scopes: Iterable[str]
+    created_at: datetime
+    parent_id: str | None = None
+    """The token that created a session or link; None if a local token did."""
+    local_id: str | None = None
+    """The local token that created a session or link; None if a stored token did."""
+    max_searches: int | None = None
+    """The limit of its unfinished searches; None for the service's default."""
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+    used_at: datetime | None = None
+    """Its last use; of a link, when it became a session."""
 
-    def _done(self, token_id: str, task: asyncio.Task[_Known | None]) -> None:
-        self._looks.pop(token_id, None)
-        if not task.cancelled():
-            task.exception()  # mark it as retrieved: all waiting requests may have been cancelled
+    def is_live(self, now: datetime) -> bool:
+        """Whether it is neither revoked nor expired."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
-    async def _ask(self, token_id: str) -> _Known | None:
-        try:
-            record = await self._table.live(token_id)
-        except DatabaseAway:
-            known = self._known.get(token_id)
-            if known is None or self._clock() - known.at > STALE_SECONDS:
-                raise
-            return known
-        if record is None or record.kind == "link" or not self.has_root(record):
-            self._known.pop(token_id, None)
-            return None
-        self._note_use(record)
-        known = self._known[token_id] = _Known(record.secret_hash, grant_of_token(record), self._clock())
-        self._known.move_to_end(token_id)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return known
 
-    def has_root(self, record: TokenRecord) -> bool:
-        """Whether the token behind a session or link is accepted here.
+@dataclass(frozen=True)
+class Grant:
+    """What a request may do, and on whose behalf."""
 
-        The database query has checked stored tokens. A session of a local token is accepted only by a service
-        with that local token.
+    name: str | None
+    """Name of the token; None if the service requires no token."""
+    scopes: frozenset[str]
+    means: Literal["token", "session", "local", "open"]
+    """A token, a browser session, the local token of this machine's user, or none if none is required."""
+    token_id: str | None = None
+    """The stored token; None for the last two means and for sessions of a local token."""
+    local_id: str | None = None
+    """The local token; None for all others."""
+    max_searches: int | None = None
+    """Limit of unfinished searches; None for the service's default."""
+
+    @classmethod
+    def of(cls, token: Token) -> Grant:
+        """The grant of a stored token; a session or link belongs to the token that created it."""
+        return cls(
+            token.name,
+            frozenset(token.scopes),
+            "session" if token.kind == "session" else "token",
+            token_id=token.id if token.kind == "token" else token.parent_id,
+            local_id=token.local_id,
+            max_searches=token.max_searches,
+        )
+
+    @property
+    def owner(self) -> str:
+        """The owner of created resources: a token with all its sessions, ``local`` or ``open``."""
+        return self.token_id or ("open" if self.means == "open" else "local")
+
+
+OPEN = Grant(None, frozenset(SCOPES), "open")
+"""The grant of every request to a service that requires no token."""
+
+
+def grant_of(request: Request) -> Grant:
+    """The grant of a request; raises RuntimeError in a route that declares no scope."""
+    grant = getattr(request.state, "grant", None)
+    if not isinstance(grant, Grant):
+        raise RuntimeError(f"{request.url.path} needs the caller, but declares no scope.")
+    return grant
+
+
+class TokenNameTaken(Exception):
+    """A valid token already has this name."""
+
+
+class TokenTable(BaseTable):
+    """The tokens, browser sessions and sign-in links of one database."""
+
+    async def add(self, new: Token) -> None:
+        """Store a token, session or link, and remove expired sessions and links.
+
+        Raises
+        ------
+        TokenNameTaken
+            A valid token already has this name.
         """
-        if record.kind == "token" or record.parent_id is not None:
-            return True
-        return self._local is not None and record.local_id == self._local.id
-
-    def _note_use(self, record: TokenRecord) -> None:
+        row = TokenRow(**{**asdict(new), "scopes": list(new.scopes)})
         now = datetime.now(UTC)
-        if record.used_at is not None and now - record.used_at < timedelta(seconds=USED_SECONDS):
-            return
-        task = asyncio.create_task(self._used(record.id))
-        self._notes.add(task)
-        task.add_done_callback(self._notes.discard)
+        async with self._database.writing() as session:
+            await session.execute(
+                delete(TokenRow).where(TokenRow.kind != "token", TokenRow.expires_at <= now)
+            )
+            named = select(TokenRow.id).where(TokenRow.kind == "token", TokenRow.name == new.name, _live(now))
+            if new.kind == "token" and await session.scalar(named.limit(1)) is not None:
+                raise TokenNameTaken(new.name)
+            session.add(row)
 
-    async def _used(self, token_id: str) -> None:
-        try:
-            await self._table.used(token_id)
-        except DatabaseAway as error:
-            logger.warning("%s The last use of token %s was not stored.", error, token_id)
+    async def live(self, token_id: str, local_id: str | None = None) -> Token | None:
+        """A valid token, None otherwise; a session or link needs a valid parent.
+
+        Parameters
+        ----------
+        local_id
+            The local token of this service: a session or link of another one is not valid here.
+        """
+        parent = aliased(TokenRow)
+        now = datetime.now(UTC)
+        query = select(*_TOKEN).outerjoin(parent, TokenRow.parent_id == parent.id)
+        has_parent = and_(
+            parent.revoked_at.is_(None), or_(parent.expires_at.is_(None), parent.expires_at > now)
+        )
+        is_rooted = or_(
+            TokenRow.kind == "token", TokenRow.parent_id.is_not(None), TokenRow.local_id == (local_id or "")
+        )
+        rows = await self._database.rows(
+            query.where(TokenRow.id == token_id, _live(now), has_parent, is_rooted)
+        )
+        return Token(*rows[0]) if rows else None
+
+    async def get(self, token_id: str) -> Token | None:
+        """A token by id, valid or not."""
+        rows = await self._database.rows(select(*_TOKEN).where(TokenRow.id == token_id))
+        return Token(*rows[0]) if rows else None
+
+    async def tokens(self) -> list[Token]:
+        """All tokens without sessions and links, oldest first."""
+        query = select(*_TOKEN).where(TokenRow.kind == "token").order_by(TokenRow.created_at, TokenRow.id)
+        return [Token(*row) for row in await self._database.rows(query)]
+
+    async def has_any(self) -> bool:
+        """Whether a valid token exists."""
+        query = select(TokenRow.id).where(TokenRow.kind == "token", _live(datetime.now(UTC))).limit(1)
+        return bool(await self._database.rows(query))
+
+    async def revoke(self, name_or_id: str) -> list[Token]:
+        """Revoke the valid tokens with this name or id, together with their sessions and links."""
+        now = datetime.now(UTC)
+        either = or_(TokenRow.id == name_or_id, TokenRow.name == name_or_id)
+        query = select(TokenRow).where(TokenRow.kind == "token", either, _live(now))
+        async with self._database.writing() as session:
+            rows = list(await session.scalars(query))
+            for row in rows:
+                row.revoked_at = now
+        return [record_of(Token, row) for row in rows]
+
+    async def remove(self, token_id: str) -> None:
+        """Remove a session or link."""
+        statement = delete(TokenRow).where(TokenRow.id == token_id, TokenRow.kind != "token")
+        async with self._database.writing() as session:
+            await session.execute(statement)
+
+    async def redeem(self, link_id: str) -> bool:
+        """Use a link; False if it was already used."""
+        unused = and_(TokenRow.id == link_id, TokenRow.kind == "link", TokenRow.used_at.is_(None))
+        statement = update(TokenRow).where(unused).values(used_at=datetime.now(UTC))
+        async with self._database.writing() as session:
+            return cast("CursorResult[Any]", await session.execute(statement)).rowcount == 1
+
+    async def used(self, token_id: str) -> None:
+        """Record that a token was used."""
+        statement = update(TokenRow).where(TokenRow.id == token_id).values(used_at=datetime.now(UTC))
+        async with self._database.writing() as session:
+            await session.execute(statement)
+
+
+_TOKEN = columns_of(Token, TokenRow)
+
+
+def _live(now: datetime) -> ColumnElement[bool]:
+    unexpired = or_(TokenRow.expires_at.is_(None), TokenRow.expires_at > now)
+    return and_(TokenRow.revoked_at.is_(None), unexpired)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.problems import uniform
+from zbv_solver.plans.plan import Spans
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import compare
 from zbv_solver.search.jitter import simulate
@@ -15,13 +16,14 @@ from zbv_solver.search.run import search
 
 from benchmarks.cli import main
 from benchmarks.planner import jitter
-from benchmarks.planner.jitter import Behaviour, JitterRow, instances, jitter_findings, measure_jitter
+from benchmarks.planner.jitter import JitterRow, instances, jitter_findings, measure_jitter
 
 QUICK = SearchOptions(effort="quick")
 
 
 def row(planned: float, chosen: float, fitting: float | None, any: float) -> JitterRow:
-    return JitterRow("x", 1.0, Behaviour(1.0, planned), Behaviour(1.0, chosen), fitting, any, 1.0, 2.0)
+    of_planned, of_chosen = (Spans(1.0, p95, 1.0, p95) for p95 in (planned, chosen))
+    return JitterRow("x", 1.0, of_planned, of_chosen, fitting, any, 1.0, 2.0)
 
 
 def test_the_memory_of_1f1b_is_the_larger_limit() -> None:
@@ -50,7 +52,7 @@ def test_the_gain_is_a_mean_and_the_worst_ratio_to_a_fitting_schedule_counts() -
 def test_schedules_are_simulated_in_the_same_scenarios() -> None:
     problem = uniform(2, 4, p2p=0.2)
     found = measure_jitter("small", problem, QUICK, scenarios=32)
-    ours = [found.planned.p95, found.chosen.p95]
+    ours = [found.planned.p95_span, found.chosen.p95_span]
     of_plan = simulate(search(problem, QUICK), jitter.JITTER, scenarios=32, seed=jitter.SCENARIOS_SEED)
     assert ours[0] == of_plan.spans.p95_span
     p95s = [each.spans.p95_span for each in of_plan.baselines]
@@ -61,7 +63,7 @@ def test_schedules_are_simulated_in_the_same_scenarios() -> None:
 def test_the_command_writes_a_row_per_instance_and_the_verdicts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def small(only: str | None) -> tuple[tuple[str, Problem], ...]:
+    def small() -> tuple[tuple[str, Problem], ...]:
         return (("small", uniform(2, 3)),)
 
     monkeypatch.setattr(jitter, "instances", small)
@@ -76,7 +78,7 @@ def test_the_command_writes_a_row_per_instance_and_the_verdicts(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--only", "other"], "matches none of the 18"),
+        (["--only", "other"], "which matches none of the 18 names"),
         (["--scenarios", "0"], "--scenarios: found 0"),
         (["--time-limit", "0"], "/time_limit"),
     ],

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from threading import Event
@@ -22,18 +22,15 @@ from support.problems import uniform_document
 from support.suites import BENCHMARKS, entry, peer, suite
 from zbv_solver.bounds import lower_bound
 from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import PHASES, SearchOptions
 
 from benchmarks.cli import main
-from benchmarks.planner import speed
 from benchmarks.planner.ablation import MECHANISMS, Mechanism, contributions
-from benchmarks.planner.measure import Outcome, Point, measure
-from benchmarks.planner.report import Report, Run, report_json
-from benchmarks.planner.run import bench
-from benchmarks.planner.suite import Instance, generated, parse_suite
-from benchmarks.planner.tables import WIDTH, Table, figure
-from benchmarks.planner.tally import tally
-from benchmarks.planner.verdicts import judge, reached, reached_after
+from benchmarks.planner.outcome import Outcome, Point, measure, tally
+from benchmarks.planner.report import WIDTH, Report, Run, Table, figure, report_json
+from benchmarks.planner.run import bench, generated
+from benchmarks.planner.suite import Instance, parse_suite
 
 Capture = pytest.CaptureFixture[str]
 
@@ -73,21 +70,21 @@ def no_spinner(_text: str) -> Iterator[Callable[[str], None]]:
     ("ours", "verdict"), [(99, "win"), (99.9999999, "tie"), (100, "tie"), (100.00005, "tie"), (101, "loss")]
 )
 def test_the_smaller_value_wins_and_values_within_a_millionth_tie(ours: float, verdict: str) -> None:
-    found = judge(outcome((1, ours, 90), of=instance(peers={"a": peer(100)})))
+    found = outcome((1, ours, 90), of=instance(peers={"a": peer(100)}))
     assert found.verdict == verdict
     assert found.ratio == pytest.approx(ours / 100)
 
 
 def test_the_best_contender_decides() -> None:
     peers = {"slow": peer(120), "best": peer(100), "loop": peer(105, placement="loop")}
-    found = judge(outcome((1, 110, 90), of=instance(peers=peers)))
+    found = outcome((1, 110, 90), of=instance(peers=peers))
     assert found.best is not None
-    assert (found.best.peer.name, found.best.value, found.verdict) == ("best", 100, "loss")
+    assert (found.best.name, found.best.value, found.verdict) == ("best", 100, "loss")
 
 
 def test_peers_that_fail_or_do_not_fit_are_ignored() -> None:
     peers = {"large": peer(50, fits=False), "failed": {"placement": "v", "error": "no"}, "null": peer(None)}
-    found = judge(outcome((1, 110, 90), of=instance(peers=peers)))
+    found = outcome((1, 110, 90), of=instance(peers=peers))
     assert (found.verdict, found.best, found.ratio) == ("no peer", None, None)
 
 
@@ -95,16 +92,16 @@ def test_a_peer_with_another_placement_counts_unless_it_is_below_the_bound() -> 
     def with_single_at(value: float) -> Outcome:
         return outcome((1, 110, 100), of=instance(peers={"zb": peer(value, placement="single")}))
 
-    assert judge(with_single_at(100)).verdict == "loss"
-    assert judge(with_single_at(99.9999999)).verdict == "loss"  # below by rounding only
-    below = judge(with_single_at(99))
+    assert with_single_at(100).verdict == "loss"
+    assert with_single_at(99.9999999).verdict == "loss"  # below by rounding only
+    below = with_single_at(99)
     assert below.verdict == "no peer"
     assert [entry.value for entry in below.below_bound] == [99]
-    assert below.contradicting == ()
+    assert below.contradicting == []
 
 
 def test_a_peer_with_the_same_placement_below_the_bound_is_a_loss_and_a_contradiction() -> None:
-    found = judge(outcome((1, 110, 100), of=instance(peers={"v": peer(95)})))
+    found = outcome((1, 110, 100), of=instance(peers={"v": peer(95)}))
     assert found.verdict == "loss"
     assert [entry.value for entry in found.contradicting] == [95]
 
@@ -112,7 +109,7 @@ def test_a_peer_with_the_same_placement_below_the_bound_is_a_loss_and_a_contradi
 def test_peers_are_compared_by_the_objective_of_the_problem() -> None:
     problem = uniform_document(2, 4, limit=4, objective="makespan")
     peers = {"a": {"placement": "v", "span": 50, "makespan": 100, "fits": True}}
-    assert judge(outcome((1, 90, 80), of=instance(problem=problem, peers=peers))).verdict == "win"
+    assert outcome((1, 90, 80), of=instance(problem=problem, peers=peers)).verdict == "win"
 
 
 @pytest.mark.parametrize(
@@ -121,14 +118,14 @@ def test_peers_are_compared_by_the_objective_of_the_problem() -> None:
 def test_a_target_is_reached_when_the_gap_is_proven_in_time(seconds: float | None, is_reached: bool) -> None:
     target = instance(reach={"gap": 0.02, "seconds": seconds})
     found = outcome((1, 110, 100), (3, 102, 100), (9, 101, 100), of=target)
-    assert reached_after(found) == 3
-    assert reached(found) is is_reached
+    assert found.reached_after == 3
+    assert found.is_reached is is_reached
 
 
 def test_an_unproven_target_is_missed() -> None:
     found = outcome((1, 110, 100), of=instance(reach={"gap": 0}))
-    assert reached_after(found) is None
-    assert not reached(found)
+    assert found.reached_after is None
+    assert not found.is_reached
 
 
 def test_the_summary_counts_every_instance_once() -> None:
@@ -183,8 +180,8 @@ def test_a_measurement_records_the_progress_of_the_search() -> None:
 
 def test_options_of_an_instance_override_those_of_the_command() -> None:
     own = instance(options={"effort": "quick", "time_limit": 5})
-    assert own.options(SearchOptions(effort="thorough", seed=3)) == SearchOptions("quick", 5, seed=3)
-    assert instance(options={"effort": None}).options(QUICK) == QUICK
+    assert own.search_options(SearchOptions(effort="thorough", seed=3)) == SearchOptions("quick", 5, seed=3)
+    assert instance(options={"effort": None}).search_options(QUICK) == QUICK
 
 
 def test_an_infeasible_instance_is_an_outcome() -> None:
@@ -195,9 +192,9 @@ def test_an_infeasible_instance_is_an_outcome() -> None:
 
 def test_a_peer_that_fits_an_infeasible_instance_is_a_contradiction() -> None:
     impossible = instance(problem=uniform_document(2, 4, limit=1.5), peers={"v": peer(24)})
-    found = judge(measure(impossible, QUICK))
+    found = measure(impossible, QUICK)
     assert found.verdict == "loss"
-    assert [entry.peer.name for entry in found.contradicting] == ["v"]
+    assert [entry.name for entry in found.contradicting] == ["v"]
 
 
 def test_ctrl_c_keeps_the_results_so_far() -> None:
@@ -256,24 +253,36 @@ def test_an_ablation_of_a_reduced_search_leaves_out_one_more_mechanism() -> None
     assert [run.without for run in report.runs] == [PHASES[:1], *others]
 
 
+@pytest.fixture(scope="module")
+def examples() -> list[Problem]:
+    """Problems that, together, need every family of bounds."""
+    random = parse_suite(json.loads((BENCHMARKS / "random.json").read_text()), "random.json")
+    found = [each.problem for each in (*random, *generated("unequal")) if each.name in TELLING]
+    assert len(found) == len(TELLING)
+    return found
+
+
+@pytest.fixture(scope="module")
+def full_bounds(examples: list[Problem]) -> list[float]:
+    return [lower_bound(problem, "thorough").value for problem in examples]
+
+
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.name)
-def test_a_mechanism_is_back_after_it_was_left_out(mechanism: Mechanism) -> None:
-    assert mechanism.lines > 0
-    before = bounds_of_examples()
+def test_a_mechanism_is_left_out_and_comes_back(
+    mechanism: Mechanism, examples: list[Problem], full_bounds: list[float]
+) -> None:
+    def parts() -> list[object]:
+        pairs = (target.split(":") for target in mechanism.replaced)
+        return [getattr(import_module(f"zbv_solver.{module}"), name) for module, name in pairs]
+
+    before = parts()
     with mechanism.left_out(QUICK) as options:
         assert options.without == ((mechanism.name,) if mechanism.name in PHASES else ())
-        without = bounds_of_examples()
-    assert all(bound <= full for bound, full in zip(without, before, strict=True))
-    assert (without != before) == mechanism.name.startswith("bound")
-    assert bounds_of_examples() == before
-
-
-def bounds_of_examples() -> list[float]:
-    """Bounds of problems that, together, need every family of bounds."""
-    random = parse_suite(json.loads((BENCHMARKS / "random.json").read_text()), "random.json")
-    examples = [each for each in (*random, *generated("unequal")) if each.name in TELLING]
-    assert len(examples) == len(TELLING)
-    return [lower_bound(each.problem, "thorough").value for each in examples]
+        if mechanism.name.startswith("bound"):
+            without = [lower_bound(problem, "thorough").value for problem in examples]
+            assert all(bound <= full for bound, full in zip(without, full_bounds, strict=True))
+            assert without != full_bounds
+    assert parts() == before
 
 
 def test_the_problems_of_other_benchmarks_can_be_planned(tmp_path: Path, capsys: Capture) -> None:
@@ -415,17 +424,6 @@ def test_wrong_input_has_status_2_before_the_first_search(
     out, err = capsys.readouterr()
     assert out == ""
     assert says in err
-
-
-def test_the_speed_table_has_a_row_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "measure_speed", partial(speed.measure_speed, seconds=0.02))
-    lines = speed.speed_table(((2, 4), (4, 4))).splitlines()
-    assert len(lines) == 3
-    for line, actions in zip(lines[1:], (48, 96), strict=True):
-        size, figures = line[:20].strip(), line[20:].split()
-        assert size.split(" × ")[1] == "4"
-        assert figures[0] == str(actions)
-        assert all(float(figure.replace(",", "")) > 0 for figure in figures[1:])
 
 
 def test_a_file_is_required(capsys: pytest.CaptureFixture[str]) -> None:

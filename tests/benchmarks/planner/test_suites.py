@@ -11,7 +11,6 @@ from support.problems import uniform_document
 from support.suites import BENCHMARKS, entry, peer, suite
 from zbv_solver.errors import InvalidInput
 
-from benchmarks.planner import generate
 from benchmarks.planner.suite import parse_suite, select
 
 
@@ -53,25 +52,18 @@ def test_a_wrong_suite_is_refused_with_a_pointer_and_the_rule(document: object, 
 def test_names_are_distinct_within_and_across_files() -> None:
     once = parse_suite(suite(entry()), "one.json")
     twice = parse_suite(suite(entry(), entry()), "two.json")
-    with pytest.raises(InvalidInput, match=r"two.json#/instances: found 1 name twice: small"):
+    with pytest.raises(InvalidInput, match=r"two.json#/instances: found the name small twice"):
         select([twice])
-    with pytest.raises(InvalidInput, match=r"two.json#/instances: found 2 names also in one.json"):
+    with pytest.raises(InvalidInput, match=r"two.json#/instances: found the name small also in one.json"):
         select([once, twice])
 
 
 def test_only_selects_by_name() -> None:
     instances = parse_suite(suite(entry("a1"), entry("a2"), entry("b1")), "s")
     assert [found.name for found in select([instances], "a*")] == ["a1", "a2"]
-    with pytest.raises(InvalidInput, match=r"found 'c\*', which matches none of the 3 instances \(a1, a2"):
-        select([instances], "c*")
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.json")), ids=lambda path: path.name)
 def test_the_suites_of_the_repository_can_be_read(path: Path) -> None:
     document = json.loads(path.read_text(encoding="utf-8"))
     assert len(select([parse_suite(document, path.name)])) == len(document["instances"])
-
-
-def test_generated_suites_are_up_to_date() -> None:
-    for name in generate.FILES:
-        assert (BENCHMARKS / name).read_text(encoding="utf-8") == generate.text_of(name), name

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 from zbv_solver.search.options import SearchOptions
 
-from benchmarks.errors import WrongInput
-from benchmarks.lengths.distributions import MADE
-from benchmarks.lengths.instances import PlanningInstance
-from benchmarks.planner.exact_cases import SAME_PERCENT, ExactCase, exact_findings, exact_table
+from benchmarks.planner.lengths import LAWS, PlanningInstance
 from benchmarks.planner.unequal import (
     HEADER,
     Rival,
     UnequalRow,
-    instances,
     unequal_findings,
     unequal_line,
     unequal_table,
@@ -26,7 +22,9 @@ def row(value: float, *rivals: Rival) -> UnequalRow:
 
 def test_a_row_compares_the_plan_with_what_fits_and_with_mean_plans() -> None:
     lines: list[str] = []
-    findings = unequal_table([PlanningInstance(MADE[1], 4, 6, 0.6)], SearchOptions("quick"), lines.append)
+    findings = unequal_table(
+        [PlanningInstance(LAWS["bimodal"], 4, 6, 0.6)], SearchOptions("quick"), lines.append
+    )
     header, line = lines
     assert header == HEADER
     values = line.split()
@@ -49,28 +47,3 @@ def test_only_schedules_that_fit_can_win() -> None:
     losses, *_ = unequal_findings([row(100, Rival("zb-h1", 80, 1.0, fits=True), mean)])
     assert losses.value == 1
     assert losses.excess > 0
-
-
-def test_unknown_instances_are_refused() -> None:
-    assert len(instances("tail-p8-*")) == 18
-    with pytest.raises(WrongInput, match="matches none of the 120 instances"):
-        instances("p9")
-
-
-def test_small_problems_show_whether_the_plan_or_the_bound_is_weak() -> None:
-    lines: list[str] = []
-    instance = PlanningInstance(MADE[2], 4, 3, 0.6, "max")
-    findings = exact_table([instance], 1.0, SearchOptions("quick"), lines.append)
-    assert len(lines) == 2
-    load, bound, proved, found = map(float, lines[1].split()[2:])
-    assert load <= bound <= proved <= found <= 0
-    assert findings[0].value == (found - proved <= SAME_PERCENT)
-
-
-def test_only_solved_problems_count_as_optima() -> None:
-    solved = ExactCase("solved", 0, load=0.5, bound=0.8, proved=0.98, found=0.98)
-    other = ExactCase("other", 1, load=0.5, bound=0.8, proved=0.9, found=1.0)
-    count, mean, largest, below = exact_findings([solved, other])
-    assert (count.value, other.is_solved) == (1, False)
-    assert mean.value == largest.value == pytest.approx(100 * (1 / 0.98 - 1))
-    assert below.value == pytest.approx(100 * (1 - 0.8 / 0.98))

@@ -12,7 +12,7 @@ from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_solver.errors import InvalidInput
 
 from benchmarks.cli import main
-from benchmarks.published.judge import Judged, findings
+from benchmarks.published.judge import Judged, Throughput, findings, of_layouts, of_runs, spearman
 from benchmarks.published.predict import Prediction, predict, published_step
 from benchmarks.published.runs import MeasuredRun, load_runs, parse_runs
 
@@ -220,3 +220,25 @@ def test_wrong_input_has_status_2(
         arguments = ["--runs", str(path)]
     assert main(["published", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+# --- ranks
+
+
+def runs_of(*measured: tuple[str, float]) -> list[Throughput]:
+    """Runs of layouts with measured throughputs; predictions are in the order of the names."""
+    return [Throughput(layout, float(ord(layout[0])), value) for layout, value in measured]
+
+
+def test_ranks_correlate_with_ties() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # Ranks 0, 1.5, 1.5, 3 and 0, 2, 1, 3: covariance 4.5, variances 4.5 and 5.
+    assert spearman([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_two_runs_have_no_correlation() -> None:
+    assert of_runs(runs_of(("a", 1), ("b", 2))) is None
+    assert of_layouts(runs_of(("a", 1), ("b", 2), ("b", 3))) is None
+    assert of_runs(runs_of(("a", 1), ("b", 2), ("c", 3))) == pytest.approx(1)

@@ -18,7 +18,6 @@ from zbv_service.settings import Settings
 
 from benchmarks.cli import main
 from benchmarks.service import served
-from benchmarks.service.fuzz import is_unshaped
 from benchmarks.service.load import get, offer, saturate
 
 
@@ -52,11 +51,13 @@ def test_the_command_measures_a_new_service(
     monkeypatch.setenv("ZBV_DATABASE", f"sqlite:///{tmp_path}/mine.db")
     monkeypatch.setenv("ZBV_TOKEN", "of-another-service")
     output = tmp_path / "found.json"
-    status = main(["service", "fuzz", "--bodies", "20", "-o", str(output)])
-    found = json.loads(output.read_text())["fuzz"]["findings"]
-    assert {row["what"]: row["value"] for row in found}["malformed bodies answered"] == 20
-    assert status == int(any(row["missed_by"] > 0 for row in found)) == 0
-    assert "Malformed bodies" in capsys.readouterr().out
+    size = ["--seconds", "0.3", "--connections", "2", "--offered", "20"]
+    status = main(["service", "ranks", *size, "-o", str(output)])
+    found = {row["what"]: row for row in json.loads(output.read_text())["ranks"]["findings"]}
+    assert found["responses other than 200"]["value"] == 0
+    assert found["rank plans, 2 connections"]["value"] > 0
+    assert status == int(any(row["missed_by"] > 0 for row in found.values()))
+    assert "Rank plans fetched" in capsys.readouterr().out
     assert not (tmp_path / "mine.db").exists()
     assert os.environ["ZBV_TOKEN"] == "of-another-service"
 
@@ -70,19 +71,11 @@ def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str], flags: li
     assert f"found '{flags[1]}'" in capsys.readouterr().err
 
 
-def test_errors_that_are_not_problem_documents_are_counted() -> None:
-    document = {"type": "t", "title": "T", "status": 422, "detail": "D"}
-    assert not is_unshaped((422, json.dumps(document)))
-    assert not is_unshaped((200, "whatever"))
-    assert is_unshaped((422, json.dumps({**document, "type": None} | {"title": "T"}).replace("detail", "d")))
-    assert is_unshaped((400, "Invalid HTTP request received."))
-
-
 def test_the_log_of_a_service_that_does_not_start_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no reason')"))
-    assert main(["service", "stored"]) == 1
+    assert main(["service", "queue"]) == 1
     assert "the service did not start; its log:\nno reason" in capsys.readouterr().err
 
 

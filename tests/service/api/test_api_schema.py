@@ -23,13 +23,12 @@ from schemathesis.specs.openapi.checks import (
 from support import fake_searches
 from support.fake_kinds import kinds
 from support.live import listening
+from support.malformed import AGENT, PLAN
 from support.paths import ROOT
 from support.serving import DEADLINE
 from zbv_service.app import create_app
 from zbv_service.client import AgentClient
 from zbv_service.settings import Settings
-
-from benchmarks.service.malformed import AGENT, PLAN
 
 DOCUMENT = json.loads((ROOT / "service" / "openapi.json").read_text())
 CHECKS = [
@@ -82,7 +81,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
 def test_every_operation_responds_as_documented(label: str, known: Known) -> None:
     @given(OPERATIONS[label].as_strategy())
     @examples(
-        max_examples=10,
+        max_examples=6,
         deadline=None,
         derandomize=True,
         database=None,

@@ -17,16 +17,12 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from support.largest_objects import SMALLEST, Amounts, Read, Stored, reads, store
 from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
 from support.serving import DEADLINE, Serving
-
-from benchmarks.service.largest import SMALLEST, Amounts, Read, Stored, reads, store
-
-pytestmark = pytest.mark.anyio
 
 LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=16, nodes=64)
 MOST_UNITS = 1.5
@@ -41,16 +37,14 @@ LIMITS = {
 }
 
 
-async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(
-    serving: Serving, any_database_url: str
-) -> None:
+async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(serving: Serving) -> None:
     def apart(make: Callable[[], Any]) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(client, make)
 
     # What this client does in its own thread is not the service's work.
     client = ThreadPoolExecutor(1, initializer=sys.setprofile, initargs=(None,))
     with client, watching_threads():
-        async with serving("honest", database=any_database_url, **LIMITS) as service:
+        async with serving("honest", **LIMITS) as service:
             reader = httpx.AsyncClient(
                 transport=httpx.ASGITransport(without_bodies(service.app), raise_app_exceptions=False),
                 base_url=service.http.base_url,
@@ -116,4 +110,21 @@ async def test_every_route_that_reads_is_measured(serving: Serving) -> None:
         routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
         paths = {route.path for route in routes if "GET" in (route.methods or ())}
     some = Stored("s", "p", "l", "r", "f", "a", "w")
-    assert {each.route for each in reads(some)} == paths, "add new routes to benchmarks/service/largest.py"
+    assert {each.route for each in reads(some)} == paths, "add new routes to tests/support/largest_objects.py"
+
+
+async def test_long_lists_take_turns_and_short_requests_need_none(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        lists = [each for each in reads(await store(service.http, SMALLEST)) if is_long_list(each)]
+        async with service.app.state.application.computations.listing(1_000):
+            asked = (service.http.get(each.path, headers={"Accept": each.accept}) for each in lists)
+            waiting = [*map(asyncio.create_task, asked)]
+            for path in ("/healthz", "/v1/searches?limit=10", "/v1/runs?limit=10"):
+                assert (await service.http.get(path)).status_code == 200
+            await asyncio.sleep(0.1)
+            assert [each.path for each, task in zip(lists, waiting, strict=True) if task.done()] == []
+        assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+
+
+def is_long_list(each: Read) -> bool:
+    return each.accept != "text/event-stream" and ("limit=" in each.path or each.path.endswith("/events"))

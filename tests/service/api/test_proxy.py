@@ -48,7 +48,6 @@ def passed_on(headers: httpx.Headers, *, over_tls: bool) -> httpx.Headers:
     return found
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("over_tls", [True, False])
 async def test_the_load_balancer_forwards_the_scheme(settings: Settings, over_tls: bool) -> None:
     settings = settings.model_copy(update={"auth": "tokens", "trusted_proxies": "*"})

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.malformed import PLAN
 from support.serving import Service, Serving
 from support.tokens import add
 
-from benchmarks.service.malformed import PLAN
-
-pytestmark = pytest.mark.anyio
 SCOPES = ("search", "read", "agent", "launch")
 OWN = {"x-request-id", "date"}
 
@@ -37,33 +35,32 @@ def fast_fetches(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 
 async def test_the_fast_path_returns_the_same_response(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving("immediate") as service:
-        path = f"/v1/plans/{await stored(service)}/ranks/1"
-        short = fast_fetches(service, monkeypatch)
-        first, second = [await service.http.get(path) for _ in range(2)]
-        assert short == [1]  # only the second one
-        assert (first.status_code, second.status_code) == (200, 200)
-        assert first.content == second.content
-        headers = [{*answer.headers.multi_items()} for answer in (first, second)]
-        assert {item for item in headers[0] ^ headers[1] if item[0] not in OWN} == set()
+    path = f"/v1/plans/{await stored(service)}/ranks/1"
+    short = fast_fetches(service, monkeypatch)
+    first, second = [await service.http.get(path) for _ in range(2)]
+    assert short == [1]  # only the second one
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert first.content == second.content
+    assert "public" not in first.headers["cache-control"]
+    headers = [{*answer.headers.multi_items()} for answer in (first, second)]
+    assert {item for item in headers[0] ^ headers[1] if item[0] not in OWN} == set()
 
 
-async def test_other_requests_take_the_ordinary_path(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        plan_id = await stored(service)
-        path = f"/v1/plans/{plan_id}/ranks/1"
-        known = await service.http.get(path)
-        etag = known.headers["etag"]
-        assert (await service.http.get(path, headers={"If-None-Match": etag})).status_code == 304
-        assert (await service.http.get(path, headers={"If-None-Match": '"other"'})).status_code == 200
-        head = await service.http.head(path)
-        assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", etag)
-        assert (await service.http.post(path)).status_code == 405
-        for wrong in ("2", "-1", "01", "x", "1/"):
-            answer = await service.http.get(f"/v1/plans/{plan_id}/ranks/{wrong}")
-            assert answer.status_code == (422 if wrong == "x" else 200 if wrong == "01" else 404), wrong
+async def test_other_requests_take_the_ordinary_path(service: Service) -> None:
+    plan_id = await stored(service)
+    path = f"/v1/plans/{plan_id}/ranks/1"
+    known = await service.http.get(path)
+    etag = known.headers["etag"]
+    assert (await service.http.get(path, headers={"If-None-Match": etag})).status_code == 304
+    assert (await service.http.get(path, headers={"If-None-Match": '"other"'})).status_code == 200
+    head = await service.http.head(path)
+    assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", etag)
+    assert (await service.http.post(path)).status_code == 405
+    for wrong in ("2", "-1", "01", "x", "1/"):
+        answer = await service.http.get(f"/v1/plans/{plan_id}/ranks/{wrong}")
+        assert answer.status_code == (422 if wrong == "x" else 200 if wrong == "01" else 404), wrong
 
 
 async def test_the_fast_path_requires_a_token(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

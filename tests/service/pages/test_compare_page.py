@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from support.cut_models import cut_problem
 from support.problems import problems, uniform
-from support.runs_over_http import import_plan
-from support.serving import PROBLEM, Service, Serving
+from support.serving import PROBLEM, Service
 from zbv_service.pages.compare import differences
 from zbv_service.plans import compared as compared_plans
 from zbv_service.plans.compared import MOST, USUAL
@@ -51,73 +50,69 @@ def chosen(page: str) -> list[str]:
     return re.findall(r'value="([^"]+)" checked', page)
 
 
-@pytest.mark.anyio
 async def test_a_plan_is_compared_with_the_schedules_that_are_chosen(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actions that are drawn are those schedules' own; stored plans are offered, those alike first."""
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service)
-        with monkeypatch.context() as patch:
-            patch.setattr(compared_plans, "PATIENCE_SECONDS", 0.0)
-            address = f"/plans/{plan_id}/compare?with=1f1b&with=gpipe"
-            awaited = (await service.http.get(address)).text
-        assert AGAIN in awaited
-        assert "Computing 1f1b, gpipe for this problem" in awaited
-        assert chosen(awaited) == ["gpipe", "1f1b"]
-        assert titles(await page_of(service, plan_id)) == ["this plan", *USUAL]
-        assert titles(await page_of(service, plan_id, *BASELINES)) == ["this plan", *BASELINES]
-        page = await page_of(service, plan_id, "gpipe", "gpipe", "")
-        assert (titles(page), chosen(page)) == (["this plan", "gpipe"], ["gpipe"])
-        assert len(re.findall(r'<th scope="row">', page.split('<h2 id="numbers">')[1])) == 2
-        assert titles(await page_of(service, plan_id, "")) == ["this plan"], "none is wanted"
+    plan_id = await service.import_plan()
+    with monkeypatch.context() as patch:
+        patch.setattr(compared_plans, "PATIENCE_SECONDS", 0.0)
+        address = f"/plans/{plan_id}/compare?with=1f1b&with=gpipe"
+        awaited = (await service.http.get(address)).text
+    assert AGAIN in awaited
+    assert "Computing 1f1b, gpipe for this problem" in awaited
+    assert chosen(awaited) == ["gpipe", "1f1b"]
+    assert titles(await page_of(service, plan_id)) == ["this plan", *USUAL]
+    assert titles(await page_of(service, plan_id, *BASELINES)) == ["this plan", *BASELINES]
+    page = await page_of(service, plan_id, "gpipe", "gpipe", "")
+    assert (titles(page), chosen(page)) == (["this plan", "gpipe"], ["gpipe"])
+    assert len(re.findall(r'<th scope="row">', page.split('<h2 id="numbers">')[1])) == 2
+    assert titles(await page_of(service, plan_id, "")) == ["this plan"], "none is wanted"
 
-        url = lanes(await page_of(service, plan_id, "zb-h1"))[1]["url"]
-        answer = await service.http.get(url)
-        expected = timeline(baseline_plan("zb-h1", parse_problem(PROBLEM)))
-        assert answer.content == timeline_bytes(expected)
-        again = await service.http.get(url, headers={"If-None-Match": answer.headers["etag"]})
-        assert again.status_code == 304
-        for missing in (f"/plans/{plan_id}/baselines/2f2b/actions", f"/plans/{'0' * 64}/compare"):
-            assert (await service.http.get(missing)).status_code == 404
+    url = lanes(await page_of(service, plan_id, "zb-h1"))[1]["url"]
+    answer = await service.http.get(url)
+    expected = timeline(baseline_plan("zb-h1", parse_problem(PROBLEM)))
+    assert answer.content == timeline_bytes(expected)
+    again = await service.http.get(url, headers={"If-None-Match": answer.headers["etag"]})
+    assert again.status_code == 304
+    for missing in (f"/plans/{plan_id}/baselines/2f2b/actions", f"/plans/{'0' * 64}/compare"):
+        assert (await service.http.get(missing)).status_code == 404
 
-        alike = await import_plan(service, {**PROBLEM, "objective": "makespan"})
-        other = await import_plan(service, {**PROBLEM, "microbatches": 6})
-        page = await page_of(service, plan_id)
-        groups = dict(re.findall(r'<optgroup label="([^"]+)">(.*?)</optgroup>', page, re.DOTALL))
-        assert alike in groups["Same shape"]
-        assert other in groups["Others"]
-        assert plan_id not in "".join(groups.values())
+    alike = await service.import_plan({**PROBLEM, "objective": "makespan"})
+    other = await service.import_plan({**PROBLEM, "microbatches": 6})
+    page = await page_of(service, plan_id)
+    groups = dict(re.findall(r'<optgroup label="([^"]+)">(.*?)</optgroup>', page, re.DOTALL))
+    assert alike in groups["Same shape"]
+    assert other in groups["Others"]
+    assert plan_id not in "".join(groups.values())
 
 
-@pytest.mark.anyio
 async def test_differences_of_problems_are_listed_and_schedules_that_fail_have_a_reason(
-    serving: Serving,
+    service: Service,
 ) -> None:
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service)
-        costs = {"forward": 2, "backward_input": 1, "backward_weight": 1}
-        other = await import_plan(service, {**PROBLEM, "costs": costs, "microbatches": 6})
-        page = await page_of(service, plan_id, other)
-        assert titles(page) == ["this plan", f"plan {other[:12]}"]
-        assert "solves a different problem" in page
-        lines = re.findall(r'<tr><th scope="row">([^<]+)</th><td>([^<]+)</td><td>([^<]+)</td></tr>', page)
-        assert lines == [("microbatches", "4", "6"), ("forward F", "1", "2")]
+    plan_id = await service.import_plan()
+    costs = {"forward": 2, "backward_input": 1, "backward_weight": 1}
+    other = await service.import_plan({**PROBLEM, "costs": costs, "microbatches": 6})
+    page = await page_of(service, plan_id, other)
+    assert titles(page) == ["this plan", f"plan {other[:12]}"]
+    assert "solves a different problem" in page
+    lines = re.findall(r'<tr><th scope="row">([^<]+)</th><td>([^<]+)</td><td>([^<]+)</td></tr>', page)
+    assert lines == [("microbatches", "4", "6"), ("forward F", "1", "2")]
 
-        weighed = await import_plan(service, {**PROBLEM, "units": {"memory": "bytes"}})
-        page = await page_of(service, plan_id, weighed)
-        (line,) = re.findall(rf'<th scope="row"><a href="/plans/{weighed}">.*?</tr>', page, re.DOTALL)
-        assert re.search(r"<td>[\d.]+ B</td>", line), "the other plan's own unit"
-        assert not re.search('class="(yes|no)"', line), "nobody knows whether bytes fit another limit"
+    weighed = await service.import_plan({**PROBLEM, "units": {"memory": "bytes"}})
+    page = await page_of(service, plan_id, weighed)
+    (line,) = re.findall(rf'<th scope="row"><a href="/plans/{weighed}">.*?</tr>', page, re.DOTALL)
+    assert re.search(r"<td>[\d.]+ B</td>", line), "the other plan's own unit"
+    assert not re.search('class="(yes|no)"', line), "nobody knows whether bytes fit another limit"
 
-        timed = await import_plan(service, {**PROBLEM, "units": {"time": "us"}})
-        page = await page_of(service, plan_id, timed, "0" * 64, '"><script>', "1f1b")
-        assert titles(page) == ["this plan", "1f1b"]
-        assert "its times are in us, those of this plan in no unit" in page
-        assert "found no plan" in page
-        assert not re.search("<script>['&]", page)
-        page = await page_of(service, plan_id, *(f"{digit:064x}" for digit in range(MOST)), "1f1b")
-        assert f"at most {MOST} schedules" in page
+    timed = await service.import_plan({**PROBLEM, "units": {"time": "us"}})
+    page = await page_of(service, plan_id, timed, "0" * 64, '"><script>', "1f1b")
+    assert titles(page) == ["this plan", "1f1b"]
+    assert "its times are in us, those of this plan in no unit" in page
+    assert "found no plan" in page
+    assert not re.search("<script>['&]", page)
+    page = await page_of(service, plan_id, *(f"{digit:064x}" for digit in range(MOST)), "1f1b")
+    assert f"at most {MOST} schedules" in page
 
 
 @given(problems(), problems())
@@ -152,26 +147,16 @@ EVEN, UNEVEN = (cut_problem("abcd", sizes) for sizes in ([1, 1, 1, 1], [2, 0, 1,
         (forward(2, 1, 2, 1, 1), forward(2, 1, 2 + 1e-14, 1, 1), []),  # rounding
         (EVEN, replace(EVEN, model=None), [("layers", "4 in 4 stages", "none")]),
         (by_tokens([1, 3]), by_tokens([1, 3], 2), [("forward F", "1 to 3", "2 to 6")]),
-    ],
-)  # fmt: skip
-def test_a_difference_has_both_sides(
-    one: Problem, other: Problem, expected: list[tuple[str, str, str]]
-) -> None:
-    assert differences(one, other) == expected
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
+        # These differ in more.
         (forward(2, 1, 1, 1, 2), forward(3, 1, 1, 1, 1, 1, 2),
-         ("forward F", "1 to 2, 4 values", "1 to 2, 6 values")),
-        (EVEN, UNEVEN, ("layers", "4 in 4 stages", "4 in 4 stages, different layers or stages")),
-        (uniform(2, 4), merge_stages(uniform(2, 4)), ("forward F", "1", "2")),
-        (by_tokens([1, 3]), by_tokens([3, 1]), ("forward F", "1 to 3", "1 to 3, 8 of 8 differ")),
-        (by_tokens([1, 3]), replace(by_tokens([1, 3]), features=()), ("features", "tokens 1 to 3", "none")),
+         [..., ("forward F", "1 to 2, 4 values", "1 to 2, 6 values")]),
+        (EVEN, UNEVEN, [..., ("layers", "4 in 4 stages", "4 in 4 stages, different layers or stages")]),
+        (uniform(2, 4), merge_stages(uniform(2, 4)), [..., ("forward F", "1", "2")]),
+        (by_tokens([1, 3]), by_tokens([3, 1]), [..., ("forward F", "1 to 3", "1 to 3, 8 of 8 differ")]),
+        (by_tokens([1, 3]), replace(by_tokens([1, 3]), features=()),
+         [..., ("features", "tokens 1 to 3", "none")]),
     ],
 )  # fmt: skip
-def test_differences_of_several_kinds_are_all_there(
-    one: Problem, other: Problem, expected: tuple[str, str, str]
-) -> None:
-    assert expected in differences(one, other)
+def test_a_difference_has_both_sides(one: Problem, other: Problem, expected: list[Any]) -> None:
+    found = differences(one, other)
+    assert expected[-1] in found if expected[:1] == [...] else found == expected

@@ -10,9 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from support.contrast import contrast
-from support.runs_over_http import import_plan
-from support.serving import PROBLEM, Serving
-from zbv_service.api.caching import IMMUTABLE
+from support.serving import PROBLEM, Service
+from zbv_service.api.routers.plans import IMMUTABLE
 from zbv_service.pages import shell
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets
 from zbv_service.pages.plan import plan_page
@@ -26,78 +25,72 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import baseline_plan
 
 
-@pytest.mark.anyio
-async def test_a_page_loads_the_actions_of_its_plan_and_leads_on(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        plan_id = await import_plan(service)
-        plan = parse_plan((await service.http.get(f"/v1/plans/{plan_id}")).json())
-        page = (await service.http.get(f"/plans/{plan_id}")).text
-        [facts] = re.findall(r'id="chart-timeline">([^<]+)<', page)
-        assert json.loads(facts) == timeline_facts(timeline(plan), plan.problem)
-        [address] = re.findall(r'data-actions="([^"]+)"', page)
-        assert f'<link rel="preload" as="fetch" href="{address}"' in page
-        actions = await service.http.get(address)
-        assert actions.content == timeline_bytes(timeline(plan))
-        assert actions.headers["content-type"] == "application/octet-stream"
-        assert actions.headers["cache-control"] == IMMUTABLE
-        again = await service.http.get(address, headers={"If-None-Match": actions.headers["etag"]})
-        assert (again.status_code, again.content) == (304, b"")
-        exports = re.findall(
-            r'<a class="button" href="([^"]+)"[^>]*>([\w-]+)</a>', page.split('"exports"')[1]
-        )
-        assert [name for _, name in exports] == [
-            *("json", "torch-csv", "torch-comms-csv", "torchtitan", "chrome-trace", "svg", "html")
-        ]
-        for url, name in exports:
-            answer = await service.http.get(url)
-            assert answer.status_code == 200, url
-            assert "attachment" in answer.headers.get("content-disposition", "") or name == "json"
-        for path in (f"/new?from={plan_id}", f"/plans/{plan_id}/compare", f"/plans/{plan_id}/frontier"):
-            assert f'href="{path}"' in page
-        for path in ("", "/actions"):
-            assert (await service.http.get(f"/plans/{'0' * 64}{path}")).status_code == 404
-        transport = httpx.ASGITransport(service.app, root_path="/planner")
-        async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as behind:
-            page = (await behind.get(f"/planner/plans/{plan_id}")).text
-        addresses = re.findall(r'(?:src|href|action|data-actions)="(/[^"]*)"', page)
-        assert len(addresses) > 20
-        assert [address for address in addresses if not address.startswith("/planner/")] == []
+async def test_a_page_loads_the_actions_of_its_plan_and_leads_on(service: Service) -> None:
+    plan_id = await service.import_plan()
+    plan = parse_plan(await service.get(f"/v1/plans/{plan_id}"))
+    page = (await service.http.get(f"/plans/{plan_id}")).text
+    [facts] = re.findall(r'id="chart-timeline">([^<]+)<', page)
+    assert json.loads(facts) == timeline_facts(timeline(plan), plan.problem)
+    [address] = re.findall(r'data-actions="([^"]+)"', page)
+    assert f'<link rel="preload" as="fetch" href="{address}"' in page
+    actions = await service.http.get(address)
+    assert actions.content == timeline_bytes(timeline(plan))
+    assert actions.headers["content-type"] == "application/octet-stream"
+    assert actions.headers["cache-control"] == IMMUTABLE
+    again = await service.http.get(address, headers={"If-None-Match": actions.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    exports = re.findall(r'<a class="button" href="([^"]+)"[^>]*>([\w-]+)</a>', page.split('"exports"')[1])
+    assert [name for _, name in exports] == [
+        *("json", "torch-csv", "torch-comms-csv", "torchtitan", "chrome-trace", "svg", "html")
+    ]
+    for url, name in exports:
+        answer = await service.http.get(url)
+        assert answer.status_code == 200, url
+        assert "attachment" in answer.headers.get("content-disposition", "") or name == "json"
+    for path in (f"/new?from={plan_id}", f"/plans/{plan_id}/compare", f"/plans/{plan_id}/frontier"):
+        assert f'href="{path}"' in page
+    for path in ("", "/actions"):
+        assert (await service.http.get(f"/plans/{'0' * 64}{path}")).status_code == 404
+    transport = httpx.ASGITransport(service.app, root_path="/planner")
+    async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as behind:
+        page = (await behind.get(f"/planner/plans/{plan_id}")).text
+    addresses = re.findall(r'(?:src|href|action|data-actions)="(/[^"]*)"', page)
+    assert len(addresses) > 20
+    assert [address for address in addresses if not address.startswith("/planner/")] == []
 
 
-@pytest.mark.anyio
-async def test_scripts_and_styles_are_compressed_and_immutable_below_their_version(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        page = await service.http.get(f"/plans/{await import_plan(service)}")
-        addresses = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
-        names = [address.removeprefix(f"/static/{assets()}/") for address in addresses]
-        assert [name for name in names if name in report.MODULES] == [*report.MODULES, "plan.js"]
-        assert {"zbv.css", "pages.css", "chart.css", "theme.js", "icon.svg"} <= set(names)
-        for address in addresses:
-            kept = await service.http.get(address)
-            assert kept.status_code == 200, address
-            assert "immutable" in kept.headers["cache-control"], address
-        for other in ("plan.js", f"{'0' * 12}/plan.js", f"plan.js?v={assets()}"):
-            changing = await service.http.get(f"/static/{other}")
-            assert (changing.status_code, changing.headers["cache-control"]) == (200, "no-cache"), other
-        missing = await service.http.get(f"/static/{assets()}/nothing.js")
-        assert missing.status_code == 404
-        assert "immutable" not in missing.headers.get("cache-control", "")
+async def test_scripts_and_styles_are_compressed_and_immutable_below_their_version(service: Service) -> None:
+    page = await service.http.get(f"/plans/{await service.import_plan()}")
+    addresses = re.findall(r'(?:src|href)="(/static/[^"]+)"', page.text)
+    names = [address.removeprefix(f"/static/{assets()}/") for address in addresses]
+    assert [name for name in names if name in report.MODULES] == [*report.MODULES, "plan.js"]
+    assert {"zbv.css", "pages.css", "chart.css", "theme.js", "icon.svg"} <= set(names)
+    for address in addresses:
+        kept = await service.http.get(address)
+        assert kept.status_code == 200, address
+        assert "immutable" in kept.headers["cache-control"], address
+    for other in ("plan.js", f"{'0' * 12}/plan.js", f"plan.js?v={assets()}"):
+        changing = await service.http.get(f"/static/{other}")
+        assert (changing.status_code, changing.headers["cache-control"]) == (200, "no-cache"), other
+    missing = await service.http.get(f"/static/{assets()}/nothing.js")
+    assert missing.status_code == 404
+    assert "immutable" not in missing.headers.get("cache-control", "")
 
-        for at, name in enumerate(report.MODULES):
-            text = (await service.http.get(f"/static/{assets()}/{name}")).text
-            imported = re.findall(r'^import .* from "\./([^"]+)";', text, re.MULTILINE)
-            assert set(imported) <= set(report.MODULES[:at]), f"{name} imports what the page preloads"
-        address = f"/static/{assets()}/timeline.js"
-        plain = await service.http.get(address, headers={"Accept-Encoding": "identity"})
-        packed = await service.http.get(address, headers={"Accept-Encoding": "gzip"})
-        assert packed.content == plain.content
-        assert packed.headers["content-encoding"] == "gzip"
-        assert packed.headers["vary"] == "Accept-Encoding"
-        assert "content-encoding" not in plain.headers
-        again = await service.http.get(address, headers={"If-None-Match": plain.headers["etag"]})
-        assert (again.status_code, again.content) == (304, b"")
-        head = await service.http.head(address)
-        assert (head.status_code, head.content) == (200, b"")
+    for at, name in enumerate(report.MODULES):
+        text = (await service.http.get(f"/static/{assets()}/{name}")).text
+        imported = re.findall(r'^import .* from "\./([^"]+)";', text, re.MULTILINE)
+        assert set(imported) <= set(report.MODULES[:at]), f"{name} imports what the page preloads"
+    address = f"/static/{assets()}/timeline.js"
+    plain = await service.http.get(address, headers={"Accept-Encoding": "identity"})
+    packed = await service.http.get(address, headers={"Accept-Encoding": "gzip"})
+    assert packed.content == plain.content
+    assert packed.headers["content-encoding"] == "gzip"
+    assert packed.headers["vary"] == "Accept-Encoding"
+    assert "content-encoding" not in plain.headers
+    again = await service.http.get(address, headers={"If-None-Match": plain.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    head = await service.http.head(address)
+    assert (head.status_code, head.content) == (200, b"")
 
 
 def test_a_reader_without_the_scope_search_gets_no_link_to_the_form() -> None:

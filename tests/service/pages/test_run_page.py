@@ -10,18 +10,6 @@ from typing import Any
 import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
-from support.runs_over_http import (
-    beat,
-    end,
-    events,
-    import_plan,
-    page_of,
-    run_of,
-    started,
-    submit,
-    words,
-    work,
-)
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages import run as pages
 from zbv_service.pages.measured import measured_values
@@ -70,7 +58,7 @@ class Run:
         return made
 
     async def words(self, path: str = "") -> str:
-        return await words(self.service, self.url + path)
+        return await self.service.words(self.url + path)
 
     async def post(self, path: str, **data: str) -> tuple[int, str | None]:
         answer = await self.service.http.post(self.url + path, data=data, headers=SAME_ORIGIN)
@@ -78,22 +66,21 @@ class Run:
 
 
 async def begun(service: Service, **options: Any) -> Run:
-    plan_id = await import_plan(service, TIMED)
-    return Run(service, plan_id, *await started(service, plan_id=plan_id, **options))
+    plan_id = await service.import_plan(TIMED)
+    return Run(service, plan_id, *await service.started_run(plan_id=plan_id, **options))
 
 
-@pytest.mark.anyio
 async def test_a_waiting_run_shows_the_reason(serving: Serving) -> None:
     async with serving("held") as service:
-        run_id = (await submit(service)).json()["id"]
-        seen = await words(service, f"/runs/{run_id}")
+        run_id = (await service.submit_run()).json()["id"]
+        seen = await service.words(f"/runs/{run_id}")
         assert "waiting Waiting for 2 agents" in seen
         assert "Ranks send measurements a few seconds after their first steps" in seen
-        assert 'data-live="state" data-open' in await page_of(service, f"/runs/{run_id}")
-        planning = (await submit(service, problem=TIMED, plan_id=None)).json()
-        assert "Searching for a plan" in await words(service, f"/runs/{planning['id']}")
-        assert "Nothing measured yet" in await words(service, f"/runs/{run_id}/measured")
-        assert "http-equiv" in await page_of(service, f"/runs/{run_id}/measured")
+        assert 'data-live="state" data-open' in await service.page(f"/runs/{run_id}")
+        planning = (await service.submit_run(problem=TIMED, plan_id=None)).json()
+        assert "Searching for a plan" in await service.words(f"/runs/{planning['id']}")
+        assert "Nothing measured yet" in await service.words(f"/runs/{run_id}/measured")
+        assert "http-equiv" in await service.page(f"/runs/{run_id}/measured")
         for path in ("", "/measured"):
             assert (await service.http.get(f"/runs/{'e' * 32}{path}")).status_code == 404
         run = await service.app.state.application.runs.get(run_id)
@@ -112,116 +99,108 @@ async def test_a_waiting_run_shows_the_reason(serving: Serving) -> None:
         assert part in text
 
 
-@pytest.mark.anyio
 async def test_a_running_run_shows_its_ranks_steps_and_losses(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving("immediate") as service:
-        run = await begun(service)
-        for agent in run.agents:
-            await beat(service, agent, run.id, 3)
-        traces = run.traces(SLOW, steps=3)
-        await run.send(1, traces[1])
-        assert "Rank 0 has not sent this step" in await run.words("/measured")
-        traces[0]["steps"][2]["loss"] = None
-        await run.send(0, traces[0])
-        await run.send(1, "a log", "log")
-        seen = await run.words()
-        assert "All ranks have reported step 3 of 5" in seen
-        assert re.search(r"Step time [\d.]+ µs median|Step time [\d.]+ µs planned", seen)
-        assert "Loss 3 of step 1" in seen, "a loss belongs to its step"
-        assert "rank 1 host-b node 1 running" in seen
-        text = await page_of(service, run.url)
-        assert f'href="/v1{run.url}/ranks/1/log?generation=0"' in text
-        assert f'href="{run.url}/measured"' in text
-        assert (text.count('class="step"'), text.count('class="dot"')) == (3, 2)
-        monkeypatch.setattr(pages, "EVENTS", 1)
-        told = [event["kind"] for event in await events(service, run.id)]
-        assert len(told) > 1
-        assert re.findall(r'class="kind">([^<]+)<', await page_of(service, run.url)) == told[-1:]
+    run = await begun(service)
+    for agent in run.agents:
+        await service.beat(agent, run.id, 3)
+    traces = run.traces(SLOW, steps=3)
+    await run.send(1, traces[1])
+    assert "Rank 0 has not sent this step" in await run.words("/measured")
+    traces[0]["steps"][2]["loss"] = None
+    await run.send(0, traces[0])
+    await run.send(1, "a log", "log")
+    seen = await run.words()
+    assert "All ranks have reported step 3 of 5" in seen
+    assert re.search(r"Step time [\d.]+ µs median|Step time [\d.]+ µs planned", seen)
+    assert "Loss 3 of step 1" in seen, "a loss belongs to its step"
+    assert "rank 1 host-b node 1 running" in seen
+    text = await service.page(run.url)
+    assert f'href="/v1{run.url}/ranks/1/log?generation=0"' in text
+    assert f'href="{run.url}/measured"' in text
+    assert (text.count('class="step"'), text.count('class="dot"')) == (3, 2)
+    monkeypatch.setattr(pages, "EVENTS", 1)
+    told = [event["kind"] for event in await service.events_of_run(run.id)]
+    assert len(told) > 1
+    assert re.findall(r'class="kind">([^<]+)<', await service.page(run.url)) == told[-1:]
 
-        measured = await run.words("/measured")
-        assert "F took 3.00 × what was planned, over all ranks" in measured
-        assert "Step 1, the median of the 3 newest steps by length, generation 0." in measured
-        assert "Step 2, generation 0." in await run.words("/measured?step=2")
-        for query in ("step=9", "generation=4", "replica=2"):
-            assert "Not found" in await run.words(f"/measured?{query}")
-        for query in ("step=x", "generation=-1"):
-            assert (await service.http.get(f"{run.url}/measured?{query}")).status_code == 422
-        download = re.search(r'href="([^"]+)" download="[^"]+-trace.json"', text)
-        assert download is not None
-        assert (await service.http.get(download[1])).status_code == 200
+    measured = await run.words("/measured")
+    assert "F took 3.00 × what was planned, over all ranks" in measured
+    assert "Step 1, the median of the 3 newest steps by length, generation 0." in measured
+    assert "Step 2, generation 0." in await run.words("/measured?step=2")
+    for query in ("step=9", "generation=4", "replica=2"):
+        assert "Not found" in await run.words(f"/measured?{query}")
+    for query in ("step=x", "generation=-1"):
+        assert (await service.http.get(f"{run.url}/measured?{query}")).status_code == 422
+    download = re.search(r'href="([^"]+)" download="[^"]+-trace.json"', text)
+    assert download is not None
+    assert (await service.http.get(download[1])).status_code == 200
 
-        for entry in traces[0]["steps"]:
-            entry["actions"] = [
-                [row[0], *(at + 50_000 for at in row[1:4]), row[4]] for row in entry["actions"]
-            ]
-        await run.send(0, traces[0])
-        assert "The clocks of the ranks disagree" in await run.words("/measured")
-        for rank, other in enumerate(run.traces(TIMED, first_step=7)):
-            actions = other["steps"][0]["actions"]
-            other["steps"][0]["actions"] = [[row[0], 0, 0, 0, 0] for row in actions[::-1]]
-            await run.send(rank, other)
-        seen = await run.words("/measured?step=7")
-        assert "These traces cannot be used" in seen
-        assert "not its list of plan" in seen
+    for entry in traces[0]["steps"]:
+        entry["actions"] = [[row[0], *(at + 50_000 for at in row[1:4]), row[4]] for row in entry["actions"]]
+    await run.send(0, traces[0])
+    assert "The clocks of the ranks disagree" in await run.words("/measured")
+    for rank, other in enumerate(run.traces(TIMED, first_step=7)):
+        actions = other["steps"][0]["actions"]
+        other["steps"][0]["actions"] = [[row[0], 0, 0, 0, 0] for row in actions[::-1]]
+        await run.send(rank, other)
+    seen = await run.words("/measured?step=7")
+    assert "These traces cannot be used" in seen
+    assert "not its list of plan" in seen
 
 
-@pytest.mark.anyio
-async def test_a_failed_run_shows_the_reason_and_earlier_generations_are_kept(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run = await begun(service, retries=1)
-        await run.measured(TIMED, steps=2)
-        for rank in (0, 1):
-            await run.send(rank, "the log", "log")
-        await end(service, run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
-        await end(service, run.agents[1], run.id, "stopped")
-        run.generation = 1
-        for agent in run.agents:
-            await work(service, agent)
-        await run.measured(SLOW, first_step=1)
-        seen = await run.words()
-        for text in ("log of generation 0 , trace", "restarted 1 time", "Generations 0 , 1"):
-            assert text in seen
-        assert "generation 1." in await run.words("/measured")
-        assert "as long as planned" in await run.words("/measured?generation=0")
-        failure = {"kind": "error", "rank": 0, "step": 3, "action": "0F1", "detail": "<b>boom</b>"}
-        await end(service, run.agents[0], run.id, "failed", failure, generation=1)
-        await end(service, run.agents[1], run.id, "stopped", generation=1)
-        seen, text = await run.words(), await page_of(service, run.url)
-        assert "failed <b>boom</b>" in seen
-        assert "Rank 0 on host-a error step 3, at 0F1" in seen
-        for absent in ("<b>boom", "data-open", "Cancel run"):
-            assert absent not in text
+async def test_a_failed_run_shows_the_reason_and_earlier_generations_are_kept(service: Service) -> None:
+    run = await begun(service, retries=1)
+    await run.measured(TIMED, steps=2)
+    for rank in (0, 1):
+        await run.send(rank, "the log", "log")
+    await service.end_node(run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
+    await service.end_node(run.agents[1], run.id, "stopped")
+    run.generation = 1
+    for agent in run.agents:
+        await service.work(agent)
+    await run.measured(SLOW, first_step=1)
+    seen = await run.words()
+    for text in ("log of generation 0 , trace", "restarted 1 time", "Generations 0 , 1"):
+        assert text in seen
+    assert "generation 1." in await run.words("/measured")
+    assert "as long as planned" in await run.words("/measured?generation=0")
+    failure = {"kind": "error", "rank": 0, "step": 3, "action": "0F1", "detail": "<b>boom</b>"}
+    await service.end_node(run.agents[0], run.id, "failed", failure, generation=1)
+    await service.end_node(run.agents[1], run.id, "stopped", generation=1)
+    seen, text = await run.words(), await service.page(run.url)
+    assert "failed <b>boom</b>" in seen
+    assert "Rank 0 on host-a error step 3, at 0F1" in seen
+    for absent in ("<b>boom", "data-open", "Cancel run"):
+        assert absent not in text
 
 
-@pytest.mark.anyio
-async def test_a_browser_cancels_a_run_and_takes_an_offer(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run = await begun(service, replan="ask")
-        for agent in run.agents:
-            await beat(service, agent, run.id, 0)
-        await run.measured(SLOW, steps=3)
-        replanner = service.app.state.application.dispatcher.replanner
-        for _ in range(200):
-            await replanner.step()
-            if (await run_of(service, run.id))["offer"]:
-                break
-        offer = (await run_of(service, run.id))["offer"]["plan_id"]
-        seen = await page_of(service, run.url)
-        assert f'name="plan_id" value="{offer}"' in seen
-        assert f"/plans/{run.plan_id}/compare?with={offer}" in seen
-        assert (await run.post("/plan", plan_id="0" * 64))[0] == 422
-        assert await run.post("/plan", plan_id=offer) == (303, run.url)
-        assert (await run_of(service, run.id))["target_plan_id"] == offer
-        assert "switch to it between two steps" in await run.words()
-        assert await run.post("/cancel") == (303, run.url)
-        assert (await run_of(service, run.id))["cancel_requested"]
-        assert "Cancelling: its ranks are stopping" in await run.words()
-        for agent in run.agents:
-            await end(service, agent, run.id, "stopped")
-        unknown = await service.http.post(f"/runs/{'e' * 32}/cancel", headers=SAME_ORIGIN)
-        assert unknown.status_code == 404
+async def test_a_browser_cancels_a_run_and_takes_an_offer(service: Service) -> None:
+    run = await begun(service, replan="ask")
+    for agent in run.agents:
+        await service.beat(agent, run.id, 0)
+    await run.measured(SLOW, steps=3)
+    replanner = service.app.state.application.dispatcher.replanner
+    for _ in range(200):
+        await replanner.step()
+        if (await service.run(run.id))["offer"]:
+            break
+    offer = (await service.run(run.id))["offer"]["plan_id"]
+    seen = await service.page(run.url)
+    assert f'name="plan_id" value="{offer}"' in seen
+    assert f"/plans/{run.plan_id}/compare?with={offer}" in seen
+    assert (await run.post("/plan", plan_id="0" * 64))[0] == 422
+    assert await run.post("/plan", plan_id=offer) == (303, run.url)
+    assert (await service.run(run.id))["target_plan_id"] == offer
+    assert "switch to it between two steps" in await run.words()
+    assert await run.post("/cancel") == (303, run.url)
+    assert (await service.run(run.id))["cancel_requested"]
+    assert "Cancelling: its ranks are stopping" in await run.words()
+    for agent in run.agents:
+        await service.end_node(agent, run.id, "stopped")
+    unknown = await service.http.post(f"/runs/{'e' * 32}/cancel", headers=SAME_ORIGIN)
+    assert unknown.status_code == 404
 
 
 def test_steps_measured_by_the_most_ranks_count() -> None:

@@ -20,8 +20,8 @@ from zbv_service.pages.search import Shortage, search_values
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.words import facts_of_layers, recomputed
 from zbv_service.problems.check import check
-from zbv_service.records.searches import SearchDocument
-from zbv_service.records.shared import OptionsDocument, ProblemSummary
+from zbv_service.records.searches import OptionsDocument, SearchDocument
+from zbv_service.records.shared import ProblemSummary
 from zbv_service.settings import Settings
 from zbv_solver.export import export
 from zbv_solver.export.report.sections import layers_view
@@ -150,7 +150,6 @@ def test_an_earlier_limit_becomes_a_fraction_if_it_is_round() -> None:
         assert (start.limit_fraction, start.problem["memory"].get("limit")) == expected
 
 
-@pytest.mark.anyio
 async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(serving: Serving) -> None:
     async with serving("honest") as service:
 
@@ -162,7 +161,7 @@ async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(ser
             found: dict[str, Any] = json.loads(data[1])["start"]
             return found
 
-        found = await service.ended((await service.submit()).json()["id"])
+        found = await service.done()
         free = parse_problem({**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}})
         for source, words in ((found["id"], "search"), (found["plan_id"], "plan")):
             begun = await start(**{"from": source})

@@ -2,291 +2,154 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-from support.runs_over_http import (
-    MODEL,
-    beat,
-    end,
-    events,
-    register,
-    run_of,
-    started,
-    submit,
-    until_run,
-    words,
-    work,
-)
-from support.serving import Service, Serving
-from zbv_service.documents.parsing import parse_body
-from zbv_service.runs.requests import RunRequest
-from zbv_solver.errors import InvalidInput
-
-pytestmark = pytest.mark.anyio
+from support.serving import Service
 
 KILLED = {"kind": "killed", "rank": 1, "detail": "rank 1 was killed"}
 
 
 async def kinds(service: Service, run_id: str) -> list[str]:
-    return [event["kind"] for event in await events(service, run_id)]
+    return [event["kind"] for event in await service.events_of_run(run_id)]
 
 
 async def fail(service: Service, run_id: str, first: str, second: str, generation: int) -> None:
-    await end(service, second, run_id, "failed", KILLED, generation=generation)
-    assert (await beat(service, first, run_id))["cause"] == "failed"
-    await end(service, first, run_id, "stopped", generation=generation)
+    await service.end_node(second, run_id, "failed", KILLED, generation=generation)
+    assert (await service.beat(first, run_id))["cause"] == "failed"
+    await service.end_node(first, run_id, "stopped", generation=generation)
 
 
-async def test_a_failed_generation_is_retried_until_retries_are_used_up(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=2)
-        for generation in range(2):
-            await fail(service, run_id, first, second, generation)
-            for agent in (first, second):
-                found = await work(service, agent)
-                assert (found["run_id"], found["generation"]) == (run_id, generation + 1)
-            assert not (await beat(service, first, run_id))["stop"]
-        await fail(service, run_id, first, second, 2)
-        ended = await run_of(service, run_id)
-        assert (ended["state"], ended["generation"]) == ("failed", 2)
-        assert ended["error"]["detail"] == "rank 1 was killed"
-        once = ["starting", "failure"]
-        assert await kinds(service, run_id) == ["waiting", *once, "retry", *once, "retry", *once, "failed"]
-        retries = [event["detail"] for event in await events(service, run_id) if event["kind"] == "retry"]
-        assert retries == [f"retry {n} of 2 after: rank 1 was killed" for n in (1, 2)]
-
-
-async def test_a_retried_run_that_succeeds_has_no_error(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=1)
-        await fail(service, run_id, first, second, 0)
+async def test_a_failed_generation_is_retried_until_retries_are_used_up(service: Service) -> None:
+    run_id, first, second = await service.started_run(retries=2)
+    for generation in range(2):
+        await fail(service, run_id, first, second, generation)
         for agent in (first, second):
-            await work(service, agent)
-            await end(service, agent, run_id, "succeeded", generation=1)
-        ended = await run_of(service, run_id)
-        assert (ended["state"], ended["generation"], ended["error"]) == ("succeeded", 1, None)
+            found = await service.work(agent)
+            assert (found["run_id"], found["generation"]) == (run_id, generation + 1)
+        assert not (await service.beat(first, run_id))["stop"]
+    await fail(service, run_id, first, second, 2)
+    ended = await service.run(run_id)
+    assert (ended["state"], ended["generation"]) == ("failed", 2)
+    assert ended["error"]["detail"] == "rank 1 was killed"
+    once = ["starting", "failure"]
+    assert await kinds(service, run_id) == ["waiting", *once, "retry", *once, "retry", *once, "failed"]
+    retries = [event["detail"] for event in await service.events_of_run(run_id) if event["kind"] == "retry"]
+    assert retries == [f"retry {n} of 2 after: rank 1 was killed" for n in (1, 2)]
 
 
-async def test_a_late_report_of_an_earlier_generation_is_ignored(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=1)
-        await fail(service, run_id, first, second, 0)
-        for agent in (first, second):
-            await work(service, agent)
-        await end(service, second, run_id, "failed", KILLED, generation=0)
-        found = await run_of(service, run_id)
-        assert (found["state"], found["generation"]) == ("starting", 1)
-        assert [node["state"] for node in found["members"]] == ["assigned", "assigned"]
+async def test_a_late_report_of_an_earlier_generation_is_ignored(service: Service) -> None:
+    run_id, first, second = await service.started_run(retries=1)
+    await fail(service, run_id, first, second, 0)
+    for agent in (first, second):
+        await service.work(agent)
+    await service.end_node(second, run_id, "failed", KILLED, generation=0)
+    found = await service.run(run_id)
+    assert (found["state"], found["generation"]) == ("starting", 1)
+    assert [node["state"] for node in found["members"]] == ["assigned", "assigned"]
 
 
-async def test_invalid_input_is_not_retried(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=5)
-        await end(service, first, run_id, "failed", {"kind": "peer", "rank": 0, "detail": "rank 1 is gone"})
-        await end(service, second, run_id, "failed", {"kind": "invalid", "rank": 1, "detail": "wrong"})
-        found = await run_of(service, run_id)
-        assert (found["state"], found["generation"], found["error"]["detail"]) == ("failed", 0, "wrong")
+async def test_invalid_input_is_not_retried(service: Service) -> None:
+    run_id, first, second = await service.started_run(retries=5)
+    await service.end_node(first, run_id, "failed", {"kind": "peer", "rank": 0, "detail": "rank 1 is gone"})
+    await service.end_node(second, run_id, "failed", {"kind": "invalid", "rank": 1, "detail": "wrong"})
+    found = await service.run(run_id)
+    assert (found["state"], found["generation"], found["error"]["detail"]) == ("failed", 0, "wrong")
 
 
-async def test_a_refused_run_waits_for_another_agent_without_using_a_retry(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=0)
-        refusal = {"kind": "refused", "detail": "agent host-b does not load model a.b:c."}
-        await end(service, second, run_id, "failed", refusal)
-        assert (await beat(service, first, run_id))["cause"] == "failed"
-        await end(service, first, run_id, "stopped")
-        found = await until_run(service, run_id, lambda run: run["waits_for"])
-        assert (found["state"], found["generation"], found["failures"]) == ("waiting", 1, [])
-        assert [(each["agent"], each["message"]) for each in found["refusals"]] == [
-            ("host-b", refusal["detail"])
-        ]
-        assert "1 of 2 agents can take it, 1 having refused it" in found["waits_for"]
-        assert "1 of 2 agents can take it" in await words(service, f"/runs/{run_id}")
-        assert "host-b refused the run" in await words(service, f"/runs/{run_id}")
-        third = await register(service, "c")
-        assert {(await work(service, agent))["generation"] for agent in (first, third)} == {1}
-        # The refusal did not count as a retry; this run has none.
-        await end(service, first, run_id, "failed", KILLED, generation=1)
-        await end(service, third, run_id, "stopped", generation=1)
-        found = await run_of(service, run_id)
-        assert (found["state"], found["waits_for"], len(found["failures"])) == ("failed", None, 1)
+async def test_a_refused_run_waits_for_another_agent_without_using_a_retry(service: Service) -> None:
+    run_id, first, second = await service.started_run(retries=0)
+    refusal = {"kind": "refused", "detail": "agent host-b does not load model a.b:c."}
+    await service.end_node(second, run_id, "failed", refusal)
+    assert (await service.beat(first, run_id))["cause"] == "failed"
+    await service.end_node(first, run_id, "stopped")
+    found = await service.until_run(run_id, lambda run: run["waits_for"])
+    assert (found["state"], found["generation"], found["failures"]) == ("waiting", 1, [])
+    assert [(each["agent"], each["message"]) for each in found["refusals"]] == [("host-b", refusal["detail"])]
+    assert "1 of 2 agents can take it, 1 having refused it" in found["waits_for"]
+    assert "1 of 2 agents can take it" in await service.words(f"/runs/{run_id}")
+    assert "host-b refused the run" in await service.words(f"/runs/{run_id}")
+    third = await service.register("c")
+    assert {(await service.work(agent))["generation"] for agent in (first, third)} == {1}
+    # The refusal did not count as a retry; this run has none.
+    await service.end_node(first, run_id, "failed", KILLED, generation=1)
+    await service.end_node(third, run_id, "stopped", generation=1)
+    found = await service.run(run_id)
+    assert (found["state"], found["waits_for"], len(found["failures"])) == ("failed", None, 1)
 
 
-async def test_a_run_is_assigned_only_to_agents_that_allow_it(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        closed = [await register(service, digit, allows={}, slots=2) for digit in "ab"]
-        allows = {"models": ["a.*"], "checkpoint_directories": ["/elsewhere"]}
-        await register(service, "c", allows=allows, slots=2)
-        checkpoint = {"directory": "/data/run", "every": 5}
-        run_id = (await submit(service, nodes=1, options={"checkpoint": checkpoint})).json()["id"]
-        found = await until_run(service, run_id, lambda run: run["waits_for"])
-        assert "0 of 3 agents can take it, 2 not allowing the model, 1 not" in found["waits_for"]
-        fitting = await register(
-            service, "d", allows={**allows, "checkpoint_directories": ["/data"]}, slots=2
-        )
-        assert (await work(service, fitting))["run_id"] == run_id
-        for agent in closed:
-            assert (await service.http.get(f"/v1/agents/{agent}")).json()["run_id"] is None
-        shown = (await service.http.get(f"/v1/agents/{fitting}")).json()
-        assert (shown["allowed_models"], shown["checkpoint_directories"]) == (["a.*"], ["/data"])
+async def test_a_run_is_assigned_only_to_agents_that_allow_it(service: Service) -> None:
+    closed = [await service.register(digit, allows={}, slots=2) for digit in "ab"]
+    allows = {"models": ["a.*"], "checkpoint_directories": ["/elsewhere"]}
+    await service.register("c", allows=allows, slots=2)
+    checkpoint = {"directory": "/data/run", "every": 5}
+    run_id = (await service.submit_run(nodes=1, options={"checkpoint": checkpoint})).json()["id"]
+    found = await service.until_run(run_id, lambda run: run["waits_for"])
+    assert "0 of 3 agents can take it, 2 not allowing the model, 1 not" in found["waits_for"]
+    fitting = await service.register("d", allows={**allows, "checkpoint_directories": ["/data"]}, slots=2)
+    assert (await service.work(fitting))["run_id"] == run_id
+    for agent in closed:
+        assert (await service.get(f"/v1/agents/{agent}"))["run_id"] is None
+    shown = await service.get(f"/v1/agents/{fitting}")
+    assert (shown["allowed_models"], shown["checkpoint_directories"]) == (["a.*"], ["/data"])
 
 
-async def test_the_cause_of_each_failed_generation_is_kept(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=3)
-        await beat(service, second, run_id, 7)
-        hang = {"rank": 0, "peer": 1, "detail": "no answer for 20 s"}
-        await end(service, second, run_id, "failed", {"kind": "peer", **hang})
-        await end(service, first, run_id, "failed", {"kind": "peer", "rank": 1, "detail": "d"})
-        for agent in (first, second):
-            await work(service, agent)
-        without_step = {"kind": "error", "rank": 0, "detail": "a thread ended"}
-        error = {"kind": "error", "rank": 1, "step": 9, "action": "1B2", "detail": "out of memory"}
-        await end(service, first, run_id, "failed", without_step, error, generation=1)
-        await end(service, second, run_id, "stopped", generation=1)
-        for agent in (first, second):
-            await work(service, agent)
-            await end(service, agent, run_id, "succeeded", generation=2)
-        found = await run_of(service, run_id)
-        assert (found["state"], found["error"]) == ("succeeded", None)
-        named = ("generation", "kind", "agent", "rank", "step", "action", "peer", "last_step", "message")
-        assert [tuple(cause[name] for name in named) for cause in found["failures"]] == [
-            (0, "peer", "host-a", 1, None, None, None, None, "d"),
-            (1, "error", "host-a", 1, 9, "1B2", None, None, "out of memory"),
-        ]
-        told = [event["detail"] for event in await events(service, run_id) if event["kind"] == "failure"]
-        assert told == [
-            "node 1 (host-b), rank 0, last reported step 7, at 3F1, waiting for rank 1: no answer for 20 s",
-            "node 0 (host-a), rank 1: d",
-            "node 0 (host-a), rank 0: a thread ended",
-            "node 0 (host-a), rank 1, step 9, at 1B2: out of memory",
-        ]
-        seen = await words(service, f"/runs/{run_id}")
-        assert "Generation 1" in seen
-        assert "rank 1 on host-a error step 9, at 1B2 log out of memory" in seen
+async def test_the_cause_of_each_failed_generation_is_kept(service: Service) -> None:
+    run_id, first, second = await service.started_run(retries=3)
+    await service.beat(second, run_id, 7)
+    hang = {"rank": 0, "peer": 1, "detail": "no answer for 20 s"}
+    await service.end_node(second, run_id, "failed", {"kind": "peer", **hang})
+    await service.end_node(first, run_id, "failed", {"kind": "peer", "rank": 1, "detail": "d"})
+    for agent in (first, second):
+        await service.work(agent)
+    without_step = {"kind": "error", "rank": 0, "detail": "a thread ended"}
+    error = {"kind": "error", "rank": 1, "step": 9, "action": "1B2", "detail": "out of memory"}
+    await service.end_node(first, run_id, "failed", without_step, error, generation=1)
+    await service.end_node(second, run_id, "stopped", generation=1)
+    for agent in (first, second):
+        await service.work(agent)
+        await service.end_node(agent, run_id, "succeeded", generation=2)
+    found = await service.run(run_id)
+    assert (found["state"], found["error"]) == ("succeeded", None)
+    named = ("generation", "kind", "agent", "rank", "step", "action", "peer", "last_step", "message")
+    assert [tuple(cause[name] for name in named) for cause in found["failures"]] == [
+        (0, "peer", "host-a", 1, None, None, None, None, "d"),
+        (1, "error", "host-a", 1, 9, "1B2", None, None, "out of memory"),
+    ]
+    told = [event["detail"] for event in await service.events_of_run(run_id) if event["kind"] == "failure"]
+    assert told == [
+        "node 1 (host-b), rank 0, last reported step 7, at 3F1, waiting for rank 1: no answer for 20 s",
+        "node 0 (host-a), rank 1: d",
+        "node 0 (host-a), rank 0: a thread ended",
+        "node 0 (host-a), rank 1, step 9, at 1B2: out of memory",
+    ]
+    seen = await service.words(f"/runs/{run_id}")
+    assert "Generation 1" in seen
+    assert "rank 1 on host-a error step 9, at 1B2 log out of memory" in seen
 
 
-async def test_a_cancelled_run_is_not_retried(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=5)
-        await service.http.post(f"/v1/runs/{run_id}/cancel")
-        await end(service, first, run_id, "failed", KILLED)
-        await end(service, second, run_id, "stopped")
-        assert (await run_of(service, run_id))["state"] == "cancelled"
+async def test_a_cancelled_run_is_not_retried_and_can_be_cancelled_between_generations(
+    service: Service,
+) -> None:
+    run_id, first, second = await service.started_run(retries=5)
+    await service.http.post(f"/v1/runs/{run_id}/cancel")
+    await service.end_node(first, run_id, "failed", KILLED)
+    await service.end_node(second, run_id, "stopped")
+    assert (await service.run(run_id))["state"] == "cancelled"
+    other = (await service.submit_run(options={"retries": 5})).json()["id"]
+    for agent in (first, second):
+        await service.work(agent)
+    await service.http.post(f"/v1/agents/{first}/drain")
+    await fail(service, other, first, second, 0)
+    assert (await service.run(other))["state"] == "waiting"
+    answer = await service.http.post(f"/v1/runs/{other}/cancel")
+    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
 
 
-async def test_a_run_can_be_cancelled_between_generations(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=5)
-        await service.http.post(f"/v1/agents/{first}/drain")
-        await fail(service, run_id, first, second, 0)
-        assert (await run_of(service, run_id))["state"] == "waiting"
-        answer = await service.http.post(f"/v1/runs/{run_id}/cancel")
-        assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
-
-
-async def test_any_idle_agent_replaces_a_lost_one(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run_id, first, second = await started(service, retries=1)
-        spare = await register(service, "c")
-        assert (await service.http.delete(f"/v1/agents/{second}")).status_code == 204
-        assert (await beat(service, first, run_id))["cause"] == "failed"
-        await end(service, first, run_id, "stopped")
-        found = [await work(service, agent) for agent in (first, spare)]
-        assert [(each["generation"], each["node_rank"]) for each in found] == [(1, 0), (1, 1)]
-        lost = next(event for event in await events(service, run_id) if event["kind"] == "failure")
-        assert "agent host-b" in lost["detail"]
-
-
-async def test_the_heartbeat_of_an_unknown_run_is_answered_with_stop(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        agent = await register(service, "a")
-        answer = await beat(service, agent, "f" * 32)
-        assert (answer["stop"], answer["cause"]) == (True, "unknown-run")
-
-
-async def test_replicas_multiply_the_ranks(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        answer = await submit(service, nodes=3, options={"data_parallel": 3})
-        assert (answer.status_code, answer.json()["ranks_per_node"]) == (202, 2)
-        refused = await submit(service, nodes=4, options={"data_parallel": 3})
-        assert refused.json()["errors"][0]["pointer"] == "/nodes"
-        assert "2 ranks of a pipeline times 3 replicas" in refused.json()["errors"][0]["detail"]
-
-
-async def test_options_reach_agents_with_their_defaults(serving: Serving) -> None:
-    options = {
-        "precision": "bfloat16",
-        "clip_norm": 1.0,
-        "evaluate_every": 10,
-        "checkpoint": {"directory": "/shared/run", "every": 5, "timeout": 60.0, "sync": True},
-        "startup_timeout": 900.0,
-        "compile": True,
-        "replan": "ask",
-        "shard": True,
-    }
-    async with serving("immediate") as service:
-        agent = await register(service, "a", slots=2)
-        await submit(service, nodes=1, options=options)
-        found = (await work(service, agent))["options"]
-        assert {name: found[name] for name in options} == options
-        rest = {name: value for name, value in found.items() if name not in options}
-        assert rest == {
-            "backend": "gloo",
-            "timeout": 120.0,
-            "threads": None,
-            "data_parallel": 1,
-            "main_gradients": True,
-            "accumulate": 1,
-            "non_finite": "fail",
-            "retries": 3,
-            "replan_threshold": 0.05,
-        }
-
-
-@pytest.mark.parametrize(
-    ("options", "pointer"),
-    [
-        ({"data_parallel": 0}, "/options/data_parallel"),
-        ({"data_parallel": 1.5}, "/options/data_parallel"),
-        ({"shard": 1}, "/options/shard"),
-        ({"startup_timeout": 0}, "/options/startup_timeout"),
-        ({"compile": "yes"}, "/options/compile"),
-        ({"main_gradients": 1}, "/options/main_gradients"),
-        ({"checkpoint": {"directory": "/a", "every": 1, "sync": 1}}, "/options/checkpoint/sync"),
-        ({"precision": "float8"}, "/options/precision"),
-        ({"clip_norm": 0}, "/options/clip_norm"),
-        ({"accumulate": 0}, "/options/accumulate"),
-        ({"evaluate_every": 0}, "/options/evaluate_every"),
-        ({"checkpoint": {"directory": "relative", "every": 1}}, "/options/checkpoint/directory"),
-        ({"checkpoint": {"directory": "/a"}}, "/options/checkpoint/every"),
-        ({"checkpoint": {"directory": "/a", "every": 1, "keep": 2}}, "/options/checkpoint/keep"),
-        ({"retries": 101}, "/options/retries"),
-        ({"retries": -1}, "/options/retries"),
-        ({"replan": "yes"}, "/options/replan"),
-        ({"replan_threshold": 0}, "/options/replan_threshold"),
-        ({"replicas": 2}, "/options/replicas"),
-    ],
-)
-def test_a_wrong_option_is_refused_with_a_pointer(options: dict[str, Any], pointer: str) -> None:
-    body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
-    with pytest.raises(InvalidInput) as found:
-        parse_body(RunRequest, body)
-    assert [issue.pointer for issue in found.value.issues] == [pointer]
-
-
-def test_a_relative_checkpoint_directory_is_refused_with_a_suggestion() -> None:
-    options = {"checkpoint": {"directory": "ck", "every": 1}}
-    body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
-    with pytest.raises(InvalidInput, match=r"must be an absolute path, .* such as /shared/ck") as found:
-        parse_body(RunRequest, body)
-    assert "pattern" not in str(found.value)
-
-
-@pytest.mark.parametrize("directory", ["/shared/../etc", "/shared/run/.."])
-def test_a_checkpoint_directory_with_dots_is_refused(directory: str) -> None:
-    options = {"checkpoint": {"directory": directory, "every": 1}}
-    body = {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5, "options": options}
-    with pytest.raises(InvalidInput, match=r"must not contain '\.\.'"):
-        parse_body(RunRequest, body)
+async def test_any_idle_agent_replaces_a_lost_one(service: Service) -> None:
+    run_id, first, second = await service.started_run(retries=1)
+    spare = await service.register("c")
+    assert (await service.http.delete(f"/v1/agents/{second}")).status_code == 204
+    assert (await service.beat(first, run_id))["cause"] == "failed"
+    await service.end_node(first, run_id, "stopped")
+    found = [await service.work(agent) for agent in (first, spare)]
+    assert [(each["generation"], each["node_rank"]) for each in found] == [(1, 0), (1, 1)]
+    lost = next(event for event in await service.events_of_run(run_id) if event["kind"] == "failure")
+    assert "agent host-b" in lost["detail"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import pytest
 from support.event_streams import Told, events_of
 from support.serving import PROBLEM, Service, Serving, until
 from support.tokens import add
-from zbv_service.database import TokenTable
-from zbv_service.records.searches import SearchEventDocument, SearchEventList
-from zbv_service.searches import events as hub
-from zbv_service.security import tokens
-
-pytestmark = pytest.mark.anyio
+from zbv_service.database import events as hub
+from zbv_service.records.searches import SearchEventDocument
+from zbv_service.security import access
+from zbv_service.security.tokens import TokenTable
 
 STREAM = {"accept": "text/event-stream"}
 JSON = {"accept": "application/json"}
@@ -72,27 +69,19 @@ async def test_a_stream_has_the_events_of_a_search_from_start_to_end(
         SearchEventDocument.model_validate({**event.data, "search_id": search_id})
 
 
-async def test_polling_gives_the_same_events(serving: Serving, directory: Path) -> None:
-    async with serving("held") as service:
-        search_id, events = await a_search(service, directory)
-        address = f"/v1/searches/{search_id}/events"
-        whole = await service.http.get(address, headers=JSON)
-        assert whole.json()["events"] == [event.data for event in events]
-        assert (whole.json()["last_id"], whole.json()["is_over"]) == (5, True)
-        rest = (await service.http.get(address, params={"after": 3})).json()  # JSON is the default
-        assert rest["events"] == whole.json()["events"][3:]
-        none = (await service.http.get(address, params={"after": 5})).json()
-        assert (none["events"], none["last_id"], none["is_over"]) == ([], 5, True)
-        late = (await service.http.get(address, params={"after": 77})).json()
-        assert (late["events"], late["last_id"], late["is_over"]) == ([], 77, True)
-        assert {whole.headers["vary"], (await following(service, search_id)).headers["vary"]} == {"Accept"}
-
-
-def test_a_list_is_over_if_the_search_has_ended_between_two_queries() -> None:
-    end = SearchEventDocument(search_id="s", id=7, at=datetime.now(UTC), event="end", state="done")
-    listed = SearchEventList.of("s", [end], 3, is_over=False)
-    assert (listed.is_over, listed.last_id) == (True, 7)
-    assert SearchEventList.of("s", [], 3, is_over=False).last_id == 3
+async def test_polling_gives_the_same_events(held: Service, directory: Path) -> None:
+    search_id, events = await a_search(held, directory)
+    address = f"/v1/searches/{search_id}/events"
+    whole = await held.http.get(address, headers=JSON)
+    assert whole.json()["events"] == [event.data for event in events]
+    assert (whole.json()["last_id"], whole.json()["is_over"]) == (5, True)
+    rest = (await held.http.get(address, params={"after": 3})).json()  # JSON is the default
+    assert rest["events"] == whole.json()["events"][3:]
+    none = (await held.http.get(address, params={"after": 5})).json()
+    assert (none["events"], none["last_id"], none["is_over"]) == ([], 5, True)
+    late = (await held.http.get(address, params={"after": 77})).json()
+    assert (late["events"], late["last_id"], late["is_over"]) == ([], 77, True)
+    assert {whole.headers["vary"], (await following(held, search_id)).headers["vary"]} == {"Accept"}
 
 
 async def test_a_stream_resumes_at_the_position_of_a_broken_one(serving: Serving, directory: Path) -> None:
@@ -110,25 +99,22 @@ async def test_another_service_on_the_same_database_streams_the_events_too(
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held") as runs:
-        search_id = (await runs.submit()).json()["id"]
-        await runs.until(search_id, lambda found: found["objective"] is not None)
+        search_id = await runs.begun()
         async with serving("held") as tells:
             stream = following(tells, search_id)
             (directory / "release").touch()
             assert kinds(events_of((await stream).text))[-1] == ("end", "done")
 
 
-async def test_a_search_that_is_discarded_ends_its_streams(serving: Serving, directory: Path) -> None:
-    async with serving("held") as service:
-        search_id = (await service.submit()).json()["id"]
-        await service.until(search_id, lambda found: found["objective"] is not None)
-        stream = following(service, search_id)
-        await until(lambda: service.app.state.application.events.readers == 1, "it follows")
-        assert (await service.http.delete(f"/v1/searches/{search_id}")).status_code == 204
-        events = events_of((await stream).text)
-        assert kinds(events)[-1] == ("end", "discarded")
-        SearchEventDocument.model_validate({**events[-1].data, "search_id": search_id})
-        assert (await following(service, search_id)).status_code == 404
+async def test_a_search_that_is_discarded_ends_its_streams(held: Service, directory: Path) -> None:
+    search_id = await held.begun()
+    stream = following(held, search_id)
+    await until(lambda: held.app.state.application.events.readers == 1, "it follows")
+    assert (await held.http.delete(f"/v1/searches/{search_id}")).status_code == 204
+    events = events_of((await stream).text)
+    assert kinds(events)[-1] == ("end", "discarded")
+    SearchEventDocument.model_validate({**events[-1].data, "search_id": search_id})
+    assert (await following(held, search_id)).status_code == 404
 
 
 @pytest.mark.parametrize("asked_with", ["token", "session"])
@@ -136,7 +122,7 @@ async def test_a_stream_ends_when_its_token_is_revoked(
     serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch, asked_with: str
 ) -> None:
     monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(tokens, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(access, "FRESH_SECONDS", 0.0)
     async with serving("held", auth="tokens") as service:
         owner = await add(service, "search", "read", name="owner")
         submitted = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=owner)
@@ -172,23 +158,13 @@ async def test_the_event_of_a_requeued_search_has_the_reason(serving: Serving, d
         assert [event.data["attempts"] for event in events if event.kind == "state"] == [0, 1, 1, 2]
 
 
-async def test_an_end_without_a_plan_has_an_error(serving: Serving) -> None:
-    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
-    async with serving("immediate") as service:
-        search_id = (await service.submit(tight)).json()["id"]
-        end = events_of((await following(service, search_id)).text)[-1]
-    assert (end.data["state"], end.data["plan_id"]) == ("infeasible", None)
-    assert end.data["error"]["smallest_limit"] == [2, 2]
-
-
-async def test_a_wrong_position_is_refused(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        search_id = (await service.submit()).json()["id"]
-        address = f"/v1/searches/{search_id}/events"
-        for wrong in ("x", "-1", "1.5", "99999999999", ""):
-            asked = await service.http.get(address, params={"after": wrong})
-            assert asked.status_code == 422, wrong
-            assert asked.json()["errors"][0]["parameter"] == "after"
-            resumed = await following(service, search_id, **{"last-event-id": wrong})
-            assert resumed.status_code == 422, wrong
-            assert resumed.json()["errors"][0]["parameter"] == "Last-Event-ID"
+async def test_a_wrong_position_is_refused(service: Service) -> None:
+    search_id = (await service.submit()).json()["id"]
+    address = f"/v1/searches/{search_id}/events"
+    for wrong in ("x", "-1", "1.5", "99999999999", ""):
+        asked = await service.http.get(address, params={"after": wrong})
+        assert asked.status_code == 422, wrong
+        assert asked.json()["errors"][0]["parameter"] == "after"
+        resumed = await following(service, search_id, **{"last-event-id": wrong})
+        assert resumed.status_code == 422, wrong
+        assert resumed.json()["errors"][0]["parameter"] == "Last-Event-ID"

@@ -91,9 +91,12 @@ def address(certificates: Certificates) -> Iterator[str]:
             process.wait(timeout=30)
 
 
-def test_a_client_with_a_certificate_is_served(certificates: Certificates, address: str) -> None:
+def test_a_client_with_a_certificate_is_served_if_it_has_a_token(
+    certificates: Certificates, address: str
+) -> None:
     context = certificates.context(certificates.client)
     with httpx.Client(base_url=address, verify=context) as http:
+        assert http.get("/v1/searches").status_code == 401
         answer = http.get("/healthz")
     assert answer.status_code == 200
     assert "max-age=" in answer.headers["strict-transport-security"]
@@ -108,11 +111,6 @@ def test_a_client_without_valid_certificate_is_refused(
     context = certificates.context(None if shown == "nothing" else certificates.stranger)
     with httpx.Client(base_url=address, verify=context) as http, pytest.raises(httpx.TransportError):
         http.get("/healthz")
-
-
-def test_a_certificate_does_not_replace_a_token(certificates: Certificates, address: str) -> None:
-    with httpx.Client(base_url=address, verify=certificates.context(certificates.client)) as http:
-        assert http.get("/v1/searches").status_code == 401
 
 
 def test_commands_take_certificates_by_flags(
@@ -135,21 +133,8 @@ def test_commands_take_certificates_by_flags(
     assert "--tls-ca" in refused
     assert main([*command, *flags]) == 0
     assert json.loads(plan.read_text())["objective"] == "span"
-
-
-def test_the_worker_takes_certificates_by_flags(
-    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in (tls.CA_VARIABLE, tls.CERT_VARIABLE, tls.KEY_VARIABLE):
-        monkeypatch.setenv(name, "")  # the command sets them; monkeypatch restores them
-    arguments = [
-        "agent",
-        "--server",
-        "https://127.0.0.1:9",
-        "--tls-ca",
-        str(certificates.folder / "none.pem"),
-    ]
-    assert worker(arguments) == 2
+    agent = ["agent", "--server", "https://127.0.0.1:9", "--tls-ca", str(certificates.folder / "none.pem")]
+    assert worker(agent) == 2
     assert "cannot read" in capsys.readouterr().err
 
 
@@ -167,29 +152,19 @@ def test_an_unusable_tls_file_is_an_error_that_names_it(
     assert isinstance(tls.find(), ssl.SSLContext)
 
 
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
+def test_a_service_with_unusable_certificates_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for flags, complaint in (
         (
             ["--tls-cert", "absent.pem", "--tls-key", "absent.key"],
             "cannot use absent.pem, absent.key for TLS",
         ),
         (["--host", "0.0.0.0"], "zbv-service token create --name admin --scope admin --database sqlite:///"),
-    ],
-)
-def test_an_unsafe_service_does_not_start(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    complaint: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    database = f"sqlite:///{tmp_path}/zbv.db"
-    status, said = refusal(capsys, "serve", "--port", "0", "--database", database, *flags)
-    assert status == 2, said
-    assert complaint in said
-    assert "Traceback" not in said
+    ):
+        status, said = refusal(capsys, "serve", "--port", "0", *flags)
+        assert (status, complaint in said, "Traceback" in said) == (2, True, False), said
 
 
 def test_a_client_that_never_begins_tls_is_disconnected(address: str) -> None:

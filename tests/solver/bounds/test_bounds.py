@@ -28,9 +28,9 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.timing.start_times import evaluate, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
+from benchmarks.soak.checks import all_heads_and_tails
 from benchmarks.soak.optimum import optimum
 from benchmarks.soak.pipeline import read
-from benchmarks.soak.windows import all_heads_and_tails
 
 KINDS = ("v", "loop", "single")
 EFFORTS = get_args(BoundEffort)

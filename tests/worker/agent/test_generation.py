@@ -17,8 +17,8 @@ from zbv_service.client import NodeWork
 from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation
 from zbv_worker.agent.heartbeat import Pulse
-from zbv_worker.agent.orphans import ABANDONED
 from zbv_worker.agent.policy import AgentOptions
+from zbv_worker.failures.liveness import ABANDONED
 
 WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
 """Node 1 of two with two ranks each: ranks 2 and 3."""
@@ -134,9 +134,10 @@ def test_a_node_may_report_its_own_failure_before_it_is_stopped(launching: Any) 
 def test_a_rank_ends_when_its_agent_is_stopped_and_not_before(tmp_path: Path) -> None:
     """This process plays the agent: it stops its pulse."""
     rank = (
-        "import pathlib, sys, time; from zbv_worker.agent.orphans import end_with_pulse; "
+        "import pathlib, sys, time; from zbv_worker.failures.liveness import AgentWatch, Liveness; "
         "folder = pathlib.Path(sys.argv[1]); "
-        "end_with_pulse(folder, 1.5, lambda silent: (folder / 'said').write_text(str(silent))); "
+        "watch = AgentWatch(folder, 1.5, lambda silent: (folder / 'said').write_text(str(silent))); "
+        "Liveness().add(watch.look); "
         "(folder / 'ready').touch(); time.sleep(600)"
     )
     pulse = Pulse(tmp_path, 60.0, lambda _: None)
@@ -159,7 +160,7 @@ def test_a_rank_ends_when_its_agent_is_stopped_and_not_before(tmp_path: Path) ->
 
 def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) -> None:
     child = (
-        "import os, pathlib, time; from zbv_worker.agent.orphans import end_with_parent; end_with_parent(); "
+        "import os, pathlib, time; from zbv_worker.host.process import end_with_parent; end_with_parent(); "
         "pathlib.Path('pid.part').write_text(str(os.getpid())); os.replace('pid.part', 'pid'); time.sleep(60)"
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

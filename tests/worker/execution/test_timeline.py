@@ -14,7 +14,6 @@ from torch import Tensor
 from zbv_solver.plans.orders import Action, Orders
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.execution.executor import Executor, ExecutorOptions
-from zbv_worker.execution.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.execution.rank_plan import Instruction, RankPlan
 from zbv_worker.execution.timeline import (
     CudaTimeline,
@@ -25,6 +24,7 @@ from zbv_worker.execution.timeline import (
     QueuedWork,
     Record,
 )
+from zbv_worker.failures.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches
 from zbv_worker.transport.channels import ChannelKey, Receive, key_of
 

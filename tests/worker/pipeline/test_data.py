@@ -15,12 +15,11 @@ from support.thread_transport import ThreadHub
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.failures.failures import Failures
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.connecting import PipelineOptions
 from zbv_worker.pipeline.data import SharedData
-from zbv_worker.pipeline.failures import Failures
-from zbv_worker.pipeline.preparing import Prepared
-from zbv_worker.pipeline.recorded_loss import RecordedLoss
+from zbv_worker.pipeline.preparing import Prepared, RecordedLoss
 from zbv_worker.stage.layers import Keywords
 
 MASK = Keywords(frozenset({"x", "mask"}), frozenset({"mask"}))
@@ -67,7 +66,7 @@ class World:
             transport.control = Control(rank, queues, self.sent[rank])
             plan = RankPlan.of("0" * 64, problem, orders, hub.layout.pp_rank(rank))
             prepared = Prepared(plan, {}, RecordedLoss(None, is_recomputed=False), keywords)
-            self._shared.append(SharedData(options, prepared, transport, Failures(transport)))
+            self._shared.append(SharedData(options, prepared, transport, Failures(transport, 60, 60)))
         self._pool = ThreadPoolExecutor(len(ranks))
 
     def exchange(self, batches: dict[int, list[Microbatch]]) -> list[Any]:

@@ -10,8 +10,8 @@ from support.leaving_pipeline_rank import TIMEOUT
 from support.plans import unit_problem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
+from zbv_worker.failures.failures import LEAVE_SECONDS
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.pipeline.failures import CLOSE_SECONDS
 
 P = 3
 LOST = P - 1
@@ -28,7 +28,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_other_ranks_name_the_rank_that_has_left_and_end(plan: Path, tmp_path: Path, way: str) -> None:
     command = python_command("support.leaving_pipeline_rank", str(plan), way)
     with LocalRanks([command] * P, tmp_path / "logs") as ranks:
-        deadline = time.monotonic() + 60 + 4 * TIMEOUT + CLOSE_SECONDS
+        deadline = time.monotonic() + 60 + 4 * TIMEOUT + LEAVE_SECONDS
         while any(ranks.processes[rank].poll() is None for rank in range(P) if rank != LOST):
             assert time.monotonic() < deadline, "\n".join(ranks.log(rank) for rank in range(P))
             time.sleep(0.05)

@@ -107,14 +107,6 @@ class Pulse:
             logger.warning("cannot write %s: %s", self._path, error)
 
 
-def silence(folder: Path) -> float:
-    """Seconds since a generation's agent wrote its pulse; 0 if there is no pulse to read."""
-    try:
-        return max(0.0, time.monotonic() - float((folder / PULSE).read_text()))
-    except (OSError, ValueError):
-        return 0.0
-
-
 def check(state_dir: Path, now: float) -> str:
     """Describe the agent of a state directory in a sentence.
 

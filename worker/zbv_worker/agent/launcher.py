@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zbv_worker.agent.orphans import PARENT_VARIABLE, end_with_parent
+from zbv_worker.host.process import PARENT_VARIABLE, end_with_parent
 from zbv_worker.host.state_files import OUTCOME, SPEC, read_json, write_json
 
 _MEETING_SECONDS = 120

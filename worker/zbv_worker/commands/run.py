@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +15,9 @@ from zbv_worker.commands.arguments import (
     positive,
     positive_number,
 )
-from zbv_worker.errors import Interrupted, WorkerError, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
-    from zbv_worker.training.options import RunOptions
+    from zbv_worker.run.options import RunOptions
     from zbv_worker.transport.world import Backend
 
 _RUN_EXAMPLES = """\
@@ -34,9 +31,9 @@ examples:
 
 def execute(parsed: argparse.Namespace) -> int:
     """Run one rank; returns the exit status."""
+    from zbv_worker.failures.failures import OwnProcess
     from zbv_worker.host.cores import pin_to_core
-    from zbv_worker.training.ending import Ending
-    from zbv_worker.training.run import run
+    from zbv_worker.run.run import run
     from zbv_worker.transport.world import World, default_backend
 
     world = World.from_environment()
@@ -44,34 +41,15 @@ def execute(parsed: argparse.Namespace) -> int:
     options = _options(parsed, parsed.backend or default_backend(local_ranks))
     if parsed.pin:
         pin_to_core(world.local_rank)
-    ending = Ending(lambda error: None, _report)
-    try:
-        run(options, world, ending=ending)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun and the terminal may both send it
-        if ending.is_needed:
-            ending.fail(Interrupted(f"rank {world.rank} was interrupted."))
-        raise
-    except Exception as error:
-        if ending.is_needed:
-            ending.fail(error)
-        raise
+    run(options, world, OwnProcess())
     return 0
 
 
-def _report(error: Exception) -> int:
-    """Describe a failure in the rank's log; returns the exit status."""
-    if isinstance(error, WorkerError):
-        return print_error(error)
-    traceback.print_exception(error)
-    return 1
-
-
 def _options(parsed: argparse.Namespace, backend: Backend) -> RunOptions:
+    from zbv_worker.checkpoints.checkpoint import CheckpointOptions
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
-    from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import RunOptions, TrainingOptions
+    from zbv_worker.run.options import RunOptions, TrainingOptions
 
     fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
     sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))

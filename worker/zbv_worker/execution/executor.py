@@ -27,31 +27,35 @@ from zbv_worker.execution.binding import (
     WalkState,
     evaluation_of,
     keywords_of,
+    overdue,
+    send_failed,
 )
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
-from zbv_worker.execution.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
-from zbv_worker.execution.step import DeviceWaits, Launched, StepResult
 from zbv_worker.execution.timeline import (
     CudaTimeline,
+    DeviceWaits,
     HostTimeline,
+    Launched,
     Overdue,
     Patience,
     Queued,
     QueuedWork,
     Record,
+    StepResult,
     Timeline,
 )
-from zbv_worker.execution.wait_errors import overdue, send_failed
+from zbv_worker.failures.progress import CurrentProgress, Place, Progress, attach_progress
 from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.crossings import Crossings
-from zbv_worker.transport.endpoints import Inbox, Outbox
+from zbv_worker.transport.endpoints import Crossings, Inbox, Outbox
 from zbv_worker.values.structure import Structure, bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
+DEFAULT_STARTUP_TIMEOUT = 1800.0
+"""Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
 Walk = Literal["step", "evaluation"]
 
@@ -268,7 +272,7 @@ class Executor:
         if before is not None:
             before.end()
         fetch = self._data.begin(number)
-        state = WalkState(step, lambda _, index: fetch(number, index), self._patience)
+        state = WalkState(step, number, fetch, self._patience)
         with self._trying("step"):
             self._crossings.begin()
             for inbox in self._binding.inboxes.values():
@@ -312,7 +316,7 @@ class Executor:
         self._data.close()  # so that the model's methods never run at the same time
         if self._before is not None:
             self._before.result()
-        state = WalkState(step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
+        state = WalkState(step, step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
         program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
@@ -404,7 +408,7 @@ class Executor:
         if now is not None:
             self._checked(now[1])
 
-    def _checked(self, instruction: Instruction) -> None:
+    def _checked(self, instruction: Place) -> None:
         try:
             self._check()
         except (TimeoutError, ConnectionError) as error:

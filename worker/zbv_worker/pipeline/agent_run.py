@@ -13,14 +13,15 @@ from torch import Tensor
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.execution.progress import CurrentProgress, ProgressWriter
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import Launched
+from zbv_worker.execution.timeline import Launched
+from zbv_worker.failures.failures import Failures
+from zbv_worker.failures.liveness import Liveness
+from zbv_worker.failures.progress import CurrentProgress, ProgressFile
 from zbv_worker.host.script_environment import FOLDER, PLAN, SERVER
 from zbv_worker.host.state_files import progress_file
-from zbv_worker.pipeline.plans import PlanLike
-from zbv_worker.training.report import RankReport, StepLine
-from zbv_worker.training.trace_file import TraceFile
+from zbv_worker.pipeline.connecting import PlanLike
+from zbv_worker.tracing.report import RankReport, StepLine, TraceFile
 from zbv_worker.transport.channels import Transport
 
 
@@ -56,26 +57,36 @@ class RunReports:
         The agent's folder, from which it reads the reports.
     timeout
         Seconds to wait for other ranks.
+    progress, liveness
+        What the rank does, and its thread, which writes it.
     """
 
-    def __init__(self, folder: Path, plan: RankPlan, transport: Transport, timeout: float):
+    def __init__(
+        self,
+        folder: Path,
+        plan: RankPlan,
+        transport: Transport,
+        timeout: float,
+        progress: CurrentProgress,
+        liveness: Liveness,
+    ):
         self._plan_id = plan.plan_id
-        self.progress = CurrentProgress()
-        self._writer = ProgressWriter(
-            str(progress_file(folder, transport.rank)), transport.rank, self.progress
-        )
-        self._writer.__enter__()
+        self._file = ProgressFile(progress_file(folder, transport.rank), transport.rank, progress)
+        self._file.write()
+        liveness.add(self._file.write)
         self._trace = TraceFile(folder, transport, timeout)
         self._report = RankReport(plan.plan_id, transport.rank)
         self._newest: tuple[Launched, Tensor | None] | None = None
 
     @classmethod
-    def of_environment(cls, plan: RankPlan, transport: Transport, timeout: float) -> RunReports | None:
+    def of_environment(
+        cls, plan: RankPlan, transport: Transport, timeout: float, failures: Failures
+    ) -> RunReports | None:
         """The reports of a pipeline that runs the plan of an agent's run; None for all others. Collective."""
         folder = os.environ.get(FOLDER)
         if not folder or os.environ.get(PLAN) != plan.plan_id:
             return None
-        return cls(Path(folder), plan, transport, timeout)
+        return cls(Path(folder), plan, transport, timeout, failures.progress, failures.liveness)
 
     def add(self, launched: Launched, loss: Tensor | None) -> None:
         """Add a step. Its times are read after the next one is launched, so that a GPU need not wait."""
@@ -85,7 +96,7 @@ class RunReports:
     def finish(self) -> None:
         """Report the last step, and stop."""
         self._flush(is_last=True)
-        self._writer.__exit__()
+        self._file.write()
 
     def _flush(self, *, is_last: bool = False) -> None:
         if self._newest is None:

@@ -6,7 +6,6 @@ The measurement trains copies of the layers, so it changes neither the layers no
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,8 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, describe_error, naming_errors
-from zbv_worker.execution.whole_plan import asking_service
+from zbv_worker.execution.plan_source import asking_service
+from zbv_worker.host.process import say
 from zbv_worker.measure.profile.layers import to_layered_document
 from zbv_worker.measure.profile.profile import ProfileOptions, RankProfile, rank_json, read_rank
 from zbv_worker.measure.profile.rank import RankProfiler
@@ -101,7 +101,7 @@ def plan_layers(
         timeout=timeout,
     )
     if transport.rank == 0:
-        _say(f"zbv: measuring {len(layers.layer_names())} layers on {_ranks(p)}, to plan them")
+        say(f"zbv: measuring {len(layers.layer_names())} layers on {_ranks(p)}, to plan them")
     given = loss if loss is not None else getattr(layers, "loss", None)
     if given is None:
         raise InvalidRun("planning needs the loss, because the last rank computes it. Pass loss=.")
@@ -115,7 +115,7 @@ def plan_layers(
         raise InvalidRun(error)
     if transport.rank == 0:
         for line in described(parse_plan(document)):
-            _say(line)
+            say(line)
     return dict(document)
 
 
@@ -271,7 +271,3 @@ def _ranks(count: int) -> str:
 
 def _milliseconds(microseconds: float) -> str:
     return f"{microseconds / 1000:,.3g} ms"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log

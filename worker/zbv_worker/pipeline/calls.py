@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from zbv_solver.plans.channels import Channel
 
 from zbv_worker.errors import Disagreement
-from zbv_worker.execution.progress import CurrentProgress
+from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch
 from zbv_worker.transport.connected import ConnectedTransport

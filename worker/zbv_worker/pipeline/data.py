@@ -16,14 +16,14 @@ from torch import Tensor
 
 from zbv_worker.errors import InvalidRun, ModelError, WorkerError
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.failures.failures import Failures
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.connecting import PipelineOptions
-from zbv_worker.pipeline.failures import Failures
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.shapes import Given, Shapes
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.messages import MAX_BYTES
+from zbv_worker.transport.gloo_control import MAX_BYTES
 from zbv_worker.values.packing import Packing
 from zbv_worker.values.structure import Structure
 

@@ -14,32 +14,34 @@ from torch import Tensor
 from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
+from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.stated_shapes import ShapeOf
-from zbv_worker.execution.step import Launched
+from zbv_worker.execution.timeline import Launched
+from zbv_worker.failures.failures import Failures
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.optimizers import require_no_line_search
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import Batch, microbatches_of
 from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
-from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
+from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, connected_world
 from zbv_worker.pipeline.data import SharedData
-from zbv_worker.pipeline.failures import Failures
-from zbv_worker.pipeline.leaving import give_up, leave
-from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.shapes import Call, Given, Shapes
 from zbv_worker.pipeline.state import PipelineState
 from zbv_worker.pipeline.step_plans import PER_STEP, ProblemLike, StepPlans, Values
-from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
-from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_LEAVE_SECONDS = 10.0
+"""How long it waits for its peers to receive what it sent."""
 
 
 class Pipeline(PipelineState):
@@ -172,15 +174,14 @@ class Pipeline(PipelineState):
         )
         transport, place = connected_world(options, mesh)
         saving: list[PipelineCheckpoints] = []
-        failures = Failures(transport)
-        failures.watch_others(options.patience)
+        failures = Failures(transport.control, timeout, options.patience)
+        failures.connected(transport)
+        failures.watch()
         with failures.watched("starting"):
             prepared = prepare(options, layers, loss, transport, place)
-            self._reports = RunReports.of_environment(prepared.plan, transport, options.patience)
-            if self._reports is not None:
-                failures.progress = self._reports.progress
+            self._reports = RunReports.of_environment(prepared.plan, transport, options.patience, failures)
             own = PipelineRank(options, prepared, transport, place, failures.progress, plans)
-        failures.on_end = partial(give_up, saving, own)
+        failures.on_end = partial(_give_up, saving, own)
         super().__init__(prepared, own, transport, failures, saving, timeout)
         self._shared = None
         if data_rank is not None:
@@ -188,7 +189,7 @@ class Pipeline(PipelineState):
         self._keywords = prepared.keywords
         self._newest: Launched | None = None
         # A process may end right after its last step, before its peers have received its last tensors.
-        self._finalizer = weakref.finalize(self, leave, own, self._shared, self._reports, saving, failures)
+        self._finalizer = weakref.finalize(self, _leave, own, self._shared, self._reports, saving, failures)
 
     def step(
         self,
@@ -281,6 +282,8 @@ class Pipeline(PipelineState):
             own.take("step", found, given)
             own.loss.record(outputs)
             self._newest, loss = own.step()
+            if own.steps == 1:
+                self._failures.started()
             if self._reports is not None:
                 self._reports.add(self._newest, loss)
         return (loss, own.outputs()) if outputs else loss
@@ -409,3 +412,31 @@ class Pipeline(PipelineState):
         with self._failures.watched(f"calling {call}"):
             own.begin(call, batch, microbatches, given)
         return microbatches, given
+
+
+def _leave(
+    own: PipelineRank,
+    shared: SharedData | None,
+    reports: RunReports | None,
+    saving: Sequence[PipelineCheckpoints],
+    failures: Failures,
+) -> None:
+    """Complete this rank's checkpoints and reports, and let the peers receive what the rank has sent."""
+    if failures.has_failed:
+        return
+    failures.stop_watching()
+    for checkpoints in saving:
+        checkpoints.leave()
+    if shared is not None:
+        shared.leave(_LEAVE_SECONDS)
+    if reports is not None:
+        reports.finish()
+    own.leave(_LEAVE_SECONDS)
+    failures.close_transport()
+
+
+def _give_up(saving: Sequence[PipelineCheckpoints], own: PipelineRank) -> None:
+    """Give up what is being saved, and release the user's modules: the pipeline has failed."""
+    for checkpoints in saving:
+        checkpoints.give_up()
+    own.release()

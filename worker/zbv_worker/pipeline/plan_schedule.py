@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.failures.failures import Failures
+from zbv_worker.gradients.fully_sharded import FullySharded
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
-from zbv_worker.pipeline.failures import Failures
 from zbv_worker.stage.stage import Stage
-from zbv_worker.training.fully_sharded import FullySharded
-from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
 
 _LEAVE_SECONDS = 10.0
 """How long a process that ends waits for its peers to receive what it sent."""
@@ -59,8 +59,9 @@ class PlanSchedule:
         self._place = place
         self._data = StepData()
         self._steps = 0
-        self._failures = Failures(transport)
-        self._failures.watch_others(options.patience)
+        self._failures = Failures(transport.control, options.timeout, options.patience)
+        self._failures.connected(transport)
+        self._failures.watch()
         self._sharded: FullySharded | None = None
         self._executor: Executor | None = None
         self._finalizer = weakref.finalize(self, _leave, self._failures, transport)
@@ -106,6 +107,8 @@ class PlanSchedule:
             launched = executor.launch(self._steps)
             sharded.finish()
             launched.end()
+        if self._steps == 0:
+            self._failures.started()
         self._steps += 1
         if losses is not None:
             losses.extend(launched.losses[at].detach() for at in sorted(launched.losses))

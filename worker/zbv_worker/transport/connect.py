@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.host.process import HostClock
+from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.nccl import NcclTransport
-from zbv_worker.transport.torch_api import HostClock, TorchNccl, torch_cuda
+from zbv_worker.transport.torch_api import TorchNccl, torch_cuda
 from zbv_worker.transport.world import Backend, Layout, World
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]  # as torch does
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.transport.torch_errors import first_line
+from zbv_worker.host.process import say
+from zbv_worker.transport.torch_api import first_line
 
 _POLL_SECONDS = 0.05
 _REFUSE_SECONDS = 5.0
@@ -121,11 +121,6 @@ def refuse(rank: int, world_size: int, reason: str) -> None:
     with suppress(TimeoutError, ConnectionError, InvalidRun, RuntimeError):
         store = _connect(rank, world_size, _REFUSE_SECONDS, is_host=False)
         store.set("meeting/refusal", f"rank {rank} cannot start: {reason.rstrip('.')}")
-
-
-def say(text: str) -> None:
-    """Write a line to the rank's log."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a rank's log
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbv_worker.errors import InvalidRun
+from zbv_worker.host.process import say
 from zbv_worker.transport import nccl_environment
-from zbv_worker.transport.rendezvous import say
 
 Backend = Literal["gloo", "nccl"]
 

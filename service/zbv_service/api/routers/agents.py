@@ -30,10 +30,9 @@ from zbv_service.records.agents import (
 )
 from zbv_service.records.lists import AgentListQuery
 from zbv_service.runs.parts import MAX_LOG_BYTES, RankKey
-from zbv_service.security.grants import grant_of
+from zbv_service.security.access import READ, READ_SCOPES, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, READ_SCOPES, needs
-from zbv_service.security.scopes import allows
+from zbv_service.security.tokens import allows, grant_of
 
 MAX_WAIT = 60.0
 AGENT = needs("agent")

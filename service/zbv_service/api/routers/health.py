@@ -14,7 +14,7 @@ from zbv_service.api.openapi import operation_id
 from zbv_service.api.state import state_of
 from zbv_service.database.tally import tally
 from zbv_service.errors import NOT_READY, ApiError
-from zbv_service.security.scheme import ANYBODY, READ
+from zbv_service.security.access import ANYBODY, READ
 
 RETRY_SECONDS = 1
 COUNT_SECONDS = 5.0

@@ -23,7 +23,7 @@ from zbv_service.problems.documents import (
     ProblemPacking,
 )
 from zbv_service.problems.packing import pack_body
-from zbv_service.security.scheme import needs
+from zbv_service.security.access import needs
 
 SEARCH = needs("search")
 

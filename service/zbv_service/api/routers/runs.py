@@ -18,7 +18,7 @@ from zbv_service.api.event_streams import EventNumber, LastEventId
 from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import EVENT_STREAM, accepts
 from zbv_service.api.openapi import body_of, operation_id
-from zbv_service.api.state import most_searches, state_of
+from zbv_service.api.state import state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import (
@@ -31,9 +31,9 @@ from zbv_service.errors import (
 from zbv_service.records.lists import RunListQuery
 from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
 from zbv_service.runs.requests import PlanChange, RunRequest
-from zbv_service.security.grants import grant_of
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 RETRY_SECONDS = 1
 _MOST = 2**31 - 1
@@ -68,11 +68,11 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function
 async def submit_run(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """The run gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
     starts a second run."""
-    found, caller = state_of(request), grant_of(request)
+    found, grant = state_of(request), grant_of(request)
     # Each token has its own keys. Clients of the draft "The Idempotency-Key HTTP Header Field" quote them.
-    key = None if idempotency_key is None else (caller.owner, idempotency_key.strip('"'))
+    key = None if idempotency_key is None else (grant.owner, idempotency_key.strip('"'))
     async with read_text(request, min(MEDIUM, found.settings.max_body_bytes)) as body:
-        record = await found.runs.submit(body, key=key, caller=caller.name, most=most_searches(request))
+        record = await found.runs.submit(body, grant, key)
     return await _response(record, 202)
 
 
@@ -131,8 +131,9 @@ async def list_run_events(
     """
     found, number = state_of(request), max(after or 0, last_event_id or 0)
     if not accepts(request, EVENT_STREAM):
-        events = await found.runs.events(run_id, number, limit)
-        return await event_streams.listed(partial(EventList, events=events))
+        async with found.computations.listing(limit):
+            events = await found.runs.events(run_id, number, limit)
+            return await event_streams.listed(partial(EventList, events=events))
     is_over = (await found.runs.brief(run_id)).state in RUN_ENDED
     if is_over and not await found.runs.events(run_id, number, 1):
         return event_streams.over()

@@ -15,7 +15,8 @@ from zbv_service.api.event_streams import EventNumber, LastEventId
 from zbv_service.api.listing import list_response
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, accepts
 from zbv_service.api.openapi import body_of, operation_id
-from zbv_service.api.state import caller_of, most_searches, state_of
+from zbv_service.api.state import state_of
+from zbv_service.database.events import KEPT_EVENTS
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.errors import (
     INVALID_BODY,
@@ -31,13 +32,13 @@ from zbv_service.records.searches import (
     SearchDocument,
     SearchEventDocument,
     SearchEventList,
-    SearchKind,
     SearchList,
     SearchRecord,
 )
-from zbv_service.searches.kinds import SearchRequest
+from zbv_service.searches.searches import SearchRequest
+from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
-from zbv_service.security.scheme import READ, needs
+from zbv_service.security.tokens import grant_of
 
 RETRY_SECONDS = 1
 SEARCH = needs("search")
@@ -60,7 +61,10 @@ router = APIRouter(prefix="/v1", tags=["searches"], generate_unique_id_function=
 )
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
-    return await _submit(request, "plan", state_of(request).settings.max_body_bytes)
+    state = state_of(request)
+    async with read_text(request, state.settings.max_body_bytes) as body:
+        record = await state.searches.submit(body, grant_of(request))
+    return await _response(request, record)
 
 
 @router.post(
@@ -78,7 +82,10 @@ async def submit_search(request: Request) -> Response:
 )
 async def submit_layouts(request: Request) -> Response:
     """Equal requests share one search, until it is cancelled, fails or is discarded."""
-    return await _submit(request, "layouts", min(MEDIUM, state_of(request).settings.max_body_bytes))
+    state = state_of(request)
+    async with read_text(request, min(MEDIUM, state.settings.max_body_bytes)) as body:
+        record = await state.searches.submit(body, grant_of(request), "layouts")
+    return await _response(request, record)
 
 
 @router.get(
@@ -139,8 +146,9 @@ async def follow_search(
     record = await found.searches.get(search_id)
     is_over, is_list = record.state in FINISHED, accepts(request, JSON) or after is not None
     if is_list and not accepts(request, EVENT_STREAM):
-        events = await found.events.since(search_id, number)
-        return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
+        async with found.computations.listing(KEPT_EVENTS):
+            events = await found.events.since(search_id, number)
+            return await event_streams.listed(partial(SearchEventList.of, search_id, events, number, is_over))
     if is_over and not await found.events.since(search_id, number):
         return event_streams.over()
     return event_streams.followed(request, found.events, search_id, number, _encoded)
@@ -177,14 +185,6 @@ async def discard_search(request: Request, search_id: str) -> Response:
 def _encoded(event: SearchEventDocument) -> bytes:
     text = event.model_dump_json(exclude_unset=True)
     return format_sse_event(event=event.event, id=str(event.id), data_str=text)
-
-
-async def _submit(request: Request, kind: SearchKind, most_bytes: int) -> Response:
-    found = state_of(request)
-    async with read_text(request, most_bytes) as body:
-        caller, most = caller_of(request), most_searches(request)
-        record = await found.searches.submit(body, kind, caller=caller, most=most)
-    return await _response(request, record)
 
 
 async def _response(request: Request, record: SearchRecord, status: int | None = None) -> Response:

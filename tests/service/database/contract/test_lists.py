@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -21,16 +20,7 @@ from zbv_service.records.lists import (
 from zbv_service.records.searches import NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
-pytestmark = pytest.mark.anyio
-
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
-
-
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
 
 
 async def add(database: Database, search: NewSearch, created_at: datetime) -> None:
@@ -44,59 +34,33 @@ async def listed(table: SearchTable, wanted: SearchListQuery) -> list[str]:
     return [record.id for record in (await table.page(wanted)).items]
 
 
-async def test_pages_hold_every_search_once_newest_first(database: Database) -> None:
+async def test_pages_hold_every_search_once_newest_first_in_both_directions(database: Database) -> None:
     table = SearchTable(database)
     # Three share each time of creation, so the time alone does not order them.
-    for index in range(11):
-        await add(database, a_search(f"s{index:02}"), NOON + timedelta(microseconds=index // 3))
-    found: list[str] = []
-    position: Position | None = None
-    pages = 0
-    while pages == 0 or position is not None:
-        page = await table.page(SearchListQuery(limit=2), position)
-        found.extend(record.id for record in page.items)
-        position, pages = page.next, pages + 1
-        # Rows that are added meanwhile are newer, and move nothing.
-        await add(database, a_search(f"t{pages}"), NOON + timedelta(seconds=1))
-    assert found == [f"s{index:02}" for index in range(10, -1, -1)]
-    assert pages == 6
-
-
-async def test_a_full_last_page_has_no_next_page(database: Database) -> None:
-    table = SearchTable(database)
-    for name in "ab":
-        await table.add(a_search(name))
-    assert (await table.page(SearchListQuery(limit=2))).next is None
-    assert (await table.page(SearchListQuery(limit=1))).next is not None
-
-
-async def test_previous_pages_are_the_pages_before(database: Database) -> None:
-    table = SearchTable(database)
     for index in range(7):
         await add(database, a_search(f"s{index}"), NOON + timedelta(microseconds=index // 3))
 
     def ids(page: Page[SearchRecord]) -> str:
         return "".join(record.id[1] for record in page.items)
 
-    first = await table.page(SearchListQuery(limit=3))
-    second = await table.page(SearchListQuery(limit=3), first.next)
-    third = await table.page(SearchListQuery(limit=3), second.next)
+    async def page(position: Position | None) -> Page[SearchRecord]:
+        return await table.page(SearchListQuery(limit=3), position)
+
+    first = await page(None)
+    # Rows that are added meanwhile are newer, move nothing, and are on a page before the first one.
+    await add(database, a_search("s7"), NOON + timedelta(seconds=1))
+    second = await page(first.next)
+    third = await page(second.next)
     assert (ids(first), ids(second), ids(third)) == ("654", "321", "0")
     assert (first.previous, third.next) == (None, None)
-    back = await table.page(SearchListQuery(limit=3), third.previous)
+    back = await page(third.previous)
     assert ids(back) == "321"
     assert (back.next, back.previous) == (second.next, second.previous)
-    top = await table.page(SearchListQuery(limit=3), back.previous)
-    assert (ids(top), top.previous, top.next) == ("654", None, first.next)
-    # Newer rows that were added meanwhile are on a separate page.
-    await add(database, a_search("s7"), NOON + timedelta(seconds=1))
-    top = await table.page(SearchListQuery(limit=3), back.previous)
-    assert ids(top) == "654"
-    assert top.previous is not None
-    assert ids(await table.page(SearchListQuery(limit=3), top.previous)) == "7"
-    assert (
-        ids(await table.page(SearchListQuery(limit=3), Position(NOON + timedelta(days=1), "x", True))) == ""
-    )
+    top = await page(back.previous)
+    assert (ids(top), top.next) == ("654", first.next)
+    assert ids(await page(top.previous)) == "7"
+    assert ids(await page(Position(NOON + timedelta(days=1), "x", True))) == ""
+    assert (await table.page(SearchListQuery(limit=8))).next is None, "a full last page"
 
 
 async def test_searches_are_filtered_by_their_properties(database: Database) -> None:
@@ -133,10 +97,7 @@ async def test_plans_are_filtered_and_paged_like_searches(database: Database) ->
     assert [plan.plan_id for plan in (*first.items, *rest.items)] == ["p4", "p3", "p2", "p1", "p0"]
     assert rest.next is None
     assert [plan.plan_id for plan in (await table.page(PlanListQuery(status="optimal"))).items] == ["p3"]
-    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == [
-        "p3",
-        "p1",
-    ]
+    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == ["p3", "p1"]
 
 
 async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
@@ -181,7 +142,7 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
 async def test_ended_agents_are_listed_only_on_request(database: Database) -> None:
     table = AgentTable(database)
     for name in ("Gpu-1", "gpu-2", "cpu"):
-        await table.add(an_agent(name.lower(), name=name, address=f"{name}.cluster"))
+        await table.add(*an_agent(name.lower(), name=name, address=f"{name}.cluster"))
     await table.leave("cpu")
     await table.drain("gpu-2")
 
@@ -209,6 +170,11 @@ async def test_the_best_plan_of_a_problem_is_found_by_its_key(database: Database
     assert best is not None
     assert best.plan_id == "b"
     assert await table.best("z") is None
+    found = await table.best_of(["x", "y", "z"])
+    assert {key: (plan.plan_id, plan.value) for key, plan in found.items()} == {
+        **{"x": ("b", 4.0), "y": ("d", 1.0)}
+    }
+    assert await table.best_of([]) == {}
 
 
 async def test_a_list_reads_only_its_page_and_the_nodes_on_it(database: Database) -> None:
@@ -238,7 +204,7 @@ async def test_a_page_of_large_rows_ends_early_and_the_next_one_goes_on(
     monkeypatch.setattr(paging, "MOST_CHARACTERS", 5000)
     agents = AgentTable(database)
     for index in range(7):
-        await agents.add(an_agent(f"a{index}", devices=["x" * 1000]))
+        await agents.add(*an_agent(f"a{index}", devices=["x" * 1000]))
     page, pages = await agents.page(AgentListQuery()), []
     pages.append([each.id for each in page.items])
     while page.next is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -12,18 +12,9 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
-from support.stored import a_layout_search, a_plan, a_search
+from support.stored import a_layout_search, a_plan, a_search, claimed, next_of, run_in
 from support.stored import a_run as new_run
-from zbv_service.database import (
-    Database,
-    Keep,
-    PlanTable,
-    Retention,
-    RunPlanTable,
-    RunTable,
-    SearchEventTable,
-    SearchTable,
-)
+from zbv_service.database import Database, Keep, PlanTable, Retention, RunPlanTable, RunTable, SearchTable
 from zbv_service.database.models import (
     AgentRow,
     EventRow,
@@ -38,8 +29,6 @@ from zbv_service.database.models import (
 from zbv_service.database.retention import Sweeper
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, NewRanking, SearchState
-
-pytestmark = pytest.mark.anyio
 
 KEEP = Keep(others=10, plans=20)
 FOREVER = Keep(others=36_500, plans=36_500)
@@ -57,30 +46,27 @@ NAMES = {
 Stored = dict[str, set[str]]
 
 
-@pytest.fixture
-async def database(any_database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Database]:
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("BATCH", "LARGE_BATCH"):
         monkeypatch.setattr(f"zbv_service.database.retention.{name}", 2)
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
 
 
 async def stored(database: Database) -> Stored:
     return {name: {row[0] for row in await database.rows(select(column))} for name, column in NAMES.items()}
 
 
-def without(before: Stored, gone: Mapping[str, set[str]]) -> Stored:
-    assert all(names <= before[table] for table, names in gone.items()), "they were there"
-    return {table: names - gone.get(table, set()) for table, names in before.items()}
+def without(before: Stored, names: Mapping[str, str]) -> Stored:
+    gone = {table: {f"old-{name}" for name in text.split()} for table, text in names.items()}
+    assert all(rows <= before[table] for table, rows in gone.items()), "they were there"
+    return {table: rows - gone.get(table, set()) for table, rows in before.items()}
 
 
 async def ended(database: Database, name: str, state: SearchState, plan_id: str | None = None) -> None:
     """A search that was started and ends now."""
     table = SearchTable(database)
     await table.add(a_search(name))
-    claim = await table.claim("me", 60)
-    assert claim is not None
+    claim = await next_of(table)
     if state == "cancelled":
         await table.request_cancel(name)
     if plan_id is None:
@@ -91,36 +77,19 @@ async def ended(database: Database, name: str, state: SearchState, plan_id: str 
 
 def a_run(now: datetime, name: str, state: str, plan_id: str | None, **more: Any) -> RunRow:
     values: dict[str, Any] = {
-        "model": {"factory": "a.b:c"},
-        "nodes": 1,
-        "ranks_per_node": 1,
-        "steps": 5,
-        "options": {},
-        "generation": 0,
-        "stop_requested": False,
-        "cancel_requested": False,
-        "failures": [],
-        "refusals": [],
-        "created_at": now,
-        "updated_at": now,
+        **{"model": {"factory": "a.b:c"}, "nodes": 1, "ranks_per_node": 1, "steps": 5, "options": {}},
+        **{"generation": 0, "stop_requested": False, "cancel_requested": False},
+        **{"failures": [], "refusals": [], "created_at": now, "updated_at": now},
         "finished_at": now if state in ("succeeded", "failed", "cancelled") else None,
     }
     return RunRow(id=name, state=state, plan_id=plan_id, **{**values, **more})
 
 
-def an_agent(now: datetime, name: str, state: str) -> AgentRow:
-    values: dict[str, Any] = {"name": name, "address": "h", "port": 1, "slots": 1, "devices": []}
-    return AgentRow(
-        id=name,
-        state=state,
-        versions={},
-        allowed_models=[],
-        allowed_scripts=[],
-        owner="t",
-        created_at=now,
-        seen_at=now,
-        **values,
-    )
+def an_agent(now: datetime, name: str, state: str, run_id: str | None = None) -> AgentRow:
+    place: dict[str, Any] = {"name": name, "address": "h", "port": 1, "slots": 1, "devices": [], "owner": "t"}
+    allowed: dict[str, Any] = {"versions": {}, "allowed_models": [], "allowed_scripts": []}
+    times = {"created_at": now, "seen_at": now}
+    return AgentRow(id=name, state=state, run_id=run_id, **place, **allowed, **times)
 
 
 def parts_of(now: datetime, name: str, agent: str, plan_id: str) -> list[Any]:
@@ -143,93 +112,66 @@ def a_token(now: datetime, name: str, kind: str = "token", **more: Any) -> Token
 
 async def fill(database: Database, of: str) -> None:
     """One row of every kind; names begin with ``of``."""
-    async with database.reading() as session:
+    async with database.writing() as session:
         now = await database.now(session)
     table, plans = SearchTable(database), PlanTable(database)
-    await ended(database, f"{of}-done", "done", f"{of}-found")
+    for name in ("done", "waited", "measured"):
+        await ended(database, f"{of}-{name}", "done", f"{of}-found")
     for state in ("failed", "infeasible", "cancelled"):
         await ended(database, f"{of}-{state}", state)
-    await ended(database, f"{of}-waited", "done", f"{of}-found")
-    await ended(database, f"{of}-measured", "done", f"{of}-found")
-    await table.add(a_search(f"{of}-running"))
-    assert await table.claim("me", 60) is not None
+    await claimed(table, f"{of}-running")
     await table.add(a_search(f"{of}-queued"))
     for name in ("alone", "fetched", "ran", "traced", "earlier", "live", "target", "offered", "replanned"):
         await plans.add(a_plan(f"{of}-{name}", created_at=now))
 
     replanning = {"plan_id": f"{of}-replanned", "search_id": f"{of}-measured", "generation": 0, "step": 1}
-    async with database.writing() as session:
-        session.add_all(
-            [an_agent(now, f"{of}-{state}", state) for state in ("left", "lost", "live", "had", "clings")]
-        )
-        session.add_all([an_agent(now, f"{of}-of-run", "left"), an_agent(now, f"{of}-of-open", "lost")])
-        session.add_all(
-            [
-                a_run(now, f"{of}-ended", "succeeded", f"{of}-ran"),
-                a_run(now, f"{of}-held", "failed", None),
-                a_run(now, f"{of}-planning", "planning", None, search_id=f"{of}-waited"),
-                a_run(
-                    now,
-                    f"{of}-open",
-                    "running",
-                    f"{of}-live",
-                    target_plan_id=f"{of}-target",
-                    offer={"plan_id": f"{of}-offered"},
-                    replanning=replanning,
-                ),
-            ]
-        )
-        await session.flush()
-        session.add_all(parts_of(now, f"{of}-ended", f"{of}-of-run", f"{of}-traced"))
-        session.add_all(parts_of(now, f"{of}-open", f"{of}-of-open", f"{of}-earlier"))
-        expired, later = now + timedelta(minutes=1), now + timedelta(days=10_000)
-        session.add_all(
-            [
-                a_token(now, f"{of}-ever"),
-                a_token(now, f"{of}-later", expires_at=later),
-                a_token(now, f"{of}-expired", expires_at=expired),
-                a_token(now, f"{of}-revoked", revoked_at=now),
-            ]
-        )
-        await session.flush()
-        session.add_all(
-            [
-                a_token(now, f"{of}-s1", "session", parent_id=f"{of}-ever", expires_at=expired),
-                a_token(now, f"{of}-s2", "session", parent_id=f"{of}-ever", expires_at=later),
-                a_token(now, f"{of}-s3", "session", parent_id=f"{of}-revoked", expires_at=later),
-                a_token(now, f"{of}-l1", "link", parent_id=f"{of}-expired", expires_at=later),
-            ]
-        )
-        for agent, run in (("had", "open"), ("clings", "held")):
-            row = await session.get_one(AgentRow, f"{of}-{agent}")
-            row.state, row.run_id = "left", f"{of}-{run}"
+    offer = {"target_plan_id": f"{of}-target", "offer": {"plan_id": f"{of}-offered"}}
+    soon, later = now + timedelta(minutes=1), now + timedelta(days=10_000)
+    agents = {"left": "left", "lost": "lost", "live": "live", "of-run": "left", "of-open": "lost"}
+    for rows in (
+        [
+            *(an_agent(now, f"{of}-{name}", state) for name, state in agents.items()),
+            a_run(now, f"{of}-ended", "succeeded", f"{of}-ran"),
+            a_run(now, f"{of}-held", "failed", None),
+            a_run(now, f"{of}-planning", "planning", None, search_id=f"{of}-waited"),
+            a_run(now, f"{of}-open", "running", f"{of}-live", replanning=replanning, **offer),
+            a_token(now, f"{of}-ever"),
+            a_token(now, f"{of}-later", expires_at=later),
+            a_token(now, f"{of}-expired", expires_at=soon),
+            a_token(now, f"{of}-revoked", revoked_at=now),
+        ],
+        [
+            *parts_of(now, f"{of}-ended", f"{of}-of-run", f"{of}-traced"),
+            *parts_of(now, f"{of}-open", f"{of}-of-open", f"{of}-earlier"),
+            an_agent(now, f"{of}-had", "left", run_id=f"{of}-open"),
+            an_agent(now, f"{of}-clings", "left", run_id=f"{of}-held"),
+            a_token(now, f"{of}-s1", "session", parent_id=f"{of}-ever", expires_at=soon),
+            a_token(now, f"{of}-s2", "session", parent_id=f"{of}-ever", expires_at=later),
+            a_token(now, f"{of}-s3", "session", parent_id=f"{of}-revoked", expires_at=later),
+            a_token(now, f"{of}-l1", "link", parent_id=f"{of}-expired", expires_at=later),
+        ],
+    ):
+        async with database.writing() as session:
+            session.add_all(rows)
 
 
-AFTER: list[tuple[float, dict[str, set[str]]]] = [
+AFTER: list[tuple[float, dict[str, str]]] = [
     # Days since the old rows were stored, and the rows that the sweep of this day removes.
     (
         10.1,
         {
-            "searches": {"old-done", "old-infeasible", "old-cancelled"},
-            "events": {"old-done", "old-infeasible", "old-cancelled"},
-            "parts": {"old-ended"},
-            "agents": {"old-left", "old-lost"},
-            "tokens": {"old-expired", "old-revoked", "old-s1", "old-s3", "old-l1"},
+            **{"searches": "done infeasible cancelled", "events": "done infeasible cancelled"},
+            **{"parts": "ended", "agents": "left lost", "tokens": "expired revoked s1 s3 l1"},
         },
     ),
     (
         20.1,
         {
-            "runs": {"old-ended"},
-            "run events": {"old-ended"},
-            "nodes": {"old-ended"},
-            "searches": {"old-failed"},
-            "events": {"old-failed"},
-            "plans": {"old-alone", "old-traced", "old-ran"},
-            "agents": {"old-of-run"},
+            **{"runs": "ended", "run events": "ended", "nodes": "ended", "agents": "of-run"},
+            **{"searches": "failed", "events": "failed", "plans": "alone traced ran"},
         },
     ),
-    (32.1, {"plans": {"old-fetched"}}),
+    (32.1, {"plans": "fetched"}),
 ]
 
 
@@ -265,8 +207,7 @@ async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Da
 async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_layout_search("s"))
-    claim = await table.claim("me", 60)
-    assert claim is not None
+    claim = await next_of(table)
     plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan
     counts = {"considered": 3, "ruled_out": 0, "planned": 3}
     ranking = NewRanking(plans, b"answer", step_time=2.5, lower_bound=2.0, progress=counts)
@@ -307,31 +248,23 @@ async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None
         assert len((await stored(database))["searches"]) == 2
 
 
-async def test_a_plan_that_is_found_again_counts_as_used(database: Database) -> None:
-    plans = PlanTable(database)
-    for name in ("again", "not"):
+async def test_a_plan_that_is_found_again_or_fetched_counts_as_used(database: Database) -> None:
+    plans, used = PlanTable(database), {"fetched"}
+    for name in ("again", "fetched", "not"):
         await plans.add(a_plan(name))
+    sweeper = Sweeper(Retention(database), KEEP, used)
     with days_later(15):
         assert not await plans.add(a_plan("again"))
-    with days_later(25):
-        await Retention(database).sweep(KEEP)
-        assert (await stored(database))["plans"] == {"again"}
+    with days_later(21):
+        await sweeper.sweep()
+        assert used == set()
+        assert (await stored(database))["plans"] == {"again", "fetched"}
     with days_later(36):
-        await Retention(database).sweep(KEEP)
+        await sweeper.sweep()
+        assert (await stored(database))["plans"] == {"fetched"}
+    with days_later(42):
+        await sweeper.sweep()
         assert (await stored(database))["plans"] == set()
-
-
-async def test_a_request_after_its_search_was_removed_starts_a_new_search_for_the_same_plan(
-    database: Database,
-) -> None:
-    await ended(database, "old", "done", "plan")
-    with days_later(11):
-        await Retention(database).sweep(KEEP)
-        assert await SearchTable(database).get("old") is None
-        assert await SearchEventTable(database).after({"old": 0}) == []
-        assert await PlanTable(database).document("plan") == b"document"
-        _, is_new = await SearchTable(database).add(a_search("again", "old"))
-        assert is_new
 
 
 async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) -> None:
@@ -341,59 +274,36 @@ async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) ->
     await RunPlanTable(database).settle_planned()
     with days_later(11):
         await Retention(database).sweep(KEEP)
-    run = await runs.get("r")
-    assert run is not None
+    run = await run_in(runs, "r")
     assert (run.search_id, run.plan_id) == (None, "plan")
 
 
-async def test_the_sweeper_records_fetched_plans_and_removes_the_others(database: Database) -> None:
-    for name in ("fetched", "not"):
-        await PlanTable(database).add(a_plan(name))
-    used = {"fetched"}
-    sweeper = Sweeper(Retention(database), KEEP, used)
-    with days_later(21):
-        await sweeper.sweep()
-        assert used == set()
-        assert (await stored(database))["plans"] == {"fetched"}
-    with days_later(42):
-        await sweeper.sweep()
-        assert (await stored(database))["plans"] == set()
-
-
-async def test_concurrent_sweeps_remove_everything_once(database: Database, any_database_url: str) -> None:
+async def test_concurrent_sweeps_remove_everything_once(database: Database, second: Database) -> None:
     for index in range(9):
         await PlanTable(database).add(a_plan(f"p{index}"))
         await ended(database, f"s{index}", "infeasible")
-    second = Database(any_database_url)
-    try:
-        with days_later(25):
-            gone = await asyncio.gather(*(Retention(each).sweep(KEEP) for each in (database, second)))
-            assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
-    finally:
-        await second.close()
+    with days_later(25):
+        gone = await asyncio.gather(*(Retention(each).sweep(KEEP) for each in (database, second)))
+        assert [sum(each.get(kind, 0) for each in gone) for kind in ("plans", "searches")] == [9, 9]
     assert (await SearchTable(database).page(SearchListQuery())).items == ()
 
 
 async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_refused(
-    database: Database, any_database_url: str
+    database: Database, second: Database
 ) -> None:
     """A run is never stored without its plan."""
     names = [f"p{index}" for index in range(8)]
     for name in names:
         await PlanTable(database).add(a_plan(name))
-    second = Database(any_database_url)
-    try:
-        with days_later(25):
-            runs = RunTable(second)
-            new = [new_run(f"r-{p}", plan_id=p) for p in names]
-            outcomes = await asyncio.gather(
-                Retention(database).sweep(KEEP), *(runs.add(each) for each in new), return_exceptions=True
-            )
-        left = (await stored(database))["plans"]
-        assert isinstance(outcomes[0], dict)
-        for name, outcome in zip(names, outcomes[1:], strict=True):
-            run = await runs.get(f"r-{name}")
-            assert (name in left) == (run is not None) == (not isinstance(outcome, Exception))
-            assert isinstance(outcome, IntegrityError) or run is not None
-    finally:
-        await second.close()
+    runs = RunTable(second)
+    with days_later(25):
+        adding = [runs.add(new_run(f"r-{name}", plan_id=name)) for name in names]
+        swept, *outcomes = await asyncio.gather(
+            Retention(database).sweep(KEEP), *adding, return_exceptions=True
+        )
+    left = (await stored(database))["plans"]
+    assert isinstance(swept, dict)
+    for name, outcome in zip(names, outcomes, strict=True):
+        run = await runs.get(f"r-{name}")
+        assert (name in left) == (run is not None) == (not isinstance(outcome, Exception))
+        assert isinstance(outcome, IntegrityError) or run is not None

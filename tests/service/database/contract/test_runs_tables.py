@@ -11,13 +11,14 @@ from random import Random
 
 import pytest
 from sqlalchemy import delete
-from support.stored import PLAN, a_plan, a_run, a_search, an_agent
+from support.stored import PLAN, a_beat, a_plan, a_run, a_search, an_agent, run_in
 from zbv_service.database import (
     AgentsTaken,
     AgentTable,
     Database,
     HeartbeatTable,
     KeyReused,
+    PartTable,
     PlanTable,
     RunTable,
     SearchGone,
@@ -25,12 +26,9 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.models import AgentRow, EventRow, RunRow
-from zbv_service.records.agents import Beat
 from zbv_service.records.lists import AgentListQuery, RunListQuery
-from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, RequestKey, WaitingRun
+from zbv_service.records.runs import AvailableAgent, Decision, NewPart, NodeOutcome, RequestKey, WaitingRun
 from zbv_service.runs.scheduler import decide
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_url: str) -> None:
@@ -39,7 +37,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
     await PlanTable(databases[0]).add(a_plan(PLAN))
     tables = [RunTable(database) for database in databases]
     for index in range(4):
-        await AgentTable(databases[0]).add(an_agent(f"agent-{index}"))
+        await AgentTable(databases[0]).add(*an_agent(f"agent-{index}"))
     names = [f"run-{index}" for index in range(6)]
     await asyncio.gather(
         *(tables[index % 3].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
@@ -53,8 +51,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
                 continue
             await check(table)
             for name in names:
-                run = await table.get(name)
-                assert run is not None
+                run = await run_in(table, name)
                 for node in run.members:
                     await table.ended(node.agent_id, name, 0, "succeeded")
             if all(record.state == "succeeded" for record in (await table.page(RunListQuery())).items):
@@ -78,16 +75,16 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
 
 
 async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
-    any_database_url: str,
+    database: Database, second: Database
 ) -> None:
     """Two services; agents fail, report, get lost and return while runs are assigned and cancelled."""
-    databases = [Database(any_database_url) for _ in range(2)]
+    databases = [database, second]
     await PlanTable(databases[0]).add(a_plan(PLAN))
     names = [f"run-{index}" for index in range(8)]
     for name in names:
         await RunTable(databases[0]).add(a_run(name, 2))
     for index in range(6):
-        await AgentTable(databases[0]).add(an_agent(f"agent-{index}"))
+        await AgentTable(databases[0]).add(*an_agent(f"agent-{index}"))
 
     async def play(part: int) -> None:
         random = Random(part)
@@ -100,28 +97,25 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
                 if run is None:
                     continue
                 places = ({"rank": 0, "step": turn, "action": None},)
-                await HeartbeatTable(databases[part % 2]).store([Beat(agent.id, None, run.id, places)])
+                await HeartbeatTable(databases[part % 2]).store([a_beat(agent.id, None, run.id, places)])
                 match random.randrange(4):
                     case 0 | 1:
                         await runs.ended(agent.id, run.id, run.generation, random.choice(OUTCOMES))
                     case 2:
                         await agents.leave(agent.id)
-                        await agents.add(an_agent(f"{part}-{turn}-{agent.name[:10]}"))
+                        await agents.add(*an_agent(f"{part}-{turn}-{agent.name[:10]}"))
                     case _ if random.random() < 0.05:
                         await runs.request_cancel(run.id)
             await agents.lose(0.0, datetime.now(UTC) - timedelta(seconds=random.choice([0.05, 60.0])))
-            await agents.add(an_agent(f"more-{part}-{turn}"))
+            await agents.add(*an_agent(f"more-{part}-{turn}"))
 
     async with asyncio.timeout(120):
         await asyncio.gather(*map(play, range(4)))
     states = {record.state for record in (await RunTable(databases[0]).page(RunListQuery())).items}
     assert states & {"succeeded", "failed", "cancelled"}
-    for database in databases:
-        await database.close()
 
 
-async def test_a_run_cannot_wait_for_a_missing_search(any_database_url: str) -> None:
-    database = Database(any_database_url)
+async def test_a_run_cannot_wait_for_a_missing_search(database: Database) -> None:
     searches, runs = SearchTable(database), RunTable(database)
     waiting = a_run("waits", plan_id=None, search_id="search")
     with pytest.raises(SearchGone):
@@ -130,32 +124,41 @@ async def test_a_run_cannot_wait_for_a_missing_search(any_database_url: str) -> 
     assert (await runs.add(waiting)).state == "planning"
     with pytest.raises(SearchInUse):
         await searches.discard("search")
-    await database.close()
+
+
+async def test_the_artifacts_of_a_run_are_listed_without_their_content(database: Database) -> None:
+    await PlanTable(database).add(a_plan(PLAN))
+    await RunTable(database).add(a_run("run", ranks_per_node=2))
+    parts = PartTable(database)
+    await parts.put(NewPart("run", 1, 0, "log", b"text"))
+    await parts.put(NewPart("run", 0, 1, "trace", b"body", PLAN, 1, 0, 7))
+    await parts.put(NewPart("run", 0, 0, "trace", b"body", PLAN, 0, 0, 6))
+    listed = await parts.index("run")
+    found = [(each.generation, each.rank, each.kind, each.last_step) for each in listed]
+    assert found == [(0, 0, "trace", 6), (0, 1, "trace", 7), (1, 0, "log", None)]
+    assert all(each.updated_at.tzinfo is not None for each in listed)
+    assert await parts.index("other") == []
 
 
 OUTCOMES: tuple[NodeOutcome, ...] = ("succeeded", "failed", "stopped")
 
 
 async def test_simultaneous_equal_registrations_and_submissions_are_stored_once(
-    any_database_url: str,
+    database: Database, second: Database
 ) -> None:
-    databases = [Database(any_database_url) for _ in range(2)]
-    await PlanTable(databases[0]).add(a_plan(PLAN))
-    both = databases * 8
-    agents = await asyncio.gather(*(AgentTable(each).add(an_agent("same")) for each in both))
+    await PlanTable(database).add(a_plan(PLAN))
+    both = [database, second] * 8
+    agents = await asyncio.gather(*(AgentTable(each).add(*an_agent("same")) for each in both))
     assert sorted(is_new for _, is_new in agents) == [False] * 15 + [True]
     named = RequestKey("name", "body")
     adding = (RunTable(each).add(a_run(f"r{index}", 1), named) for index, each in enumerate(both))
     runs = await asyncio.gather(*adding)
     assert len({run.id for run in runs}) == 1
-    assert [run.id for run in (await RunTable(databases[0]).page(RunListQuery())).items] == [runs[0].id]
-    assert len(await RunTable(databases[0]).events(runs[0].id, 0, 9)) == 1
-    for database in databases:
-        await database.close()
+    assert [run.id for run in (await RunTable(database).page(RunListQuery())).items] == [runs[0].id]
+    assert len(await RunTable(database).events(runs[0].id, 0, 9)) == 1
 
 
-async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_url: str) -> None:
-    database = Database(any_database_url)
+async def test_a_run_and_its_key_are_stored_together_or_not_at_all(database: Database) -> None:
     await PlanTable(database).add(a_plan(PLAN))
     runs = RunTable(database)
     named = RequestKey("name", "body")
@@ -171,25 +174,13 @@ async def test_a_run_and_its_key_are_stored_together_or_not_at_all(any_database_
         await session.execute(delete(EventRow))
         await session.execute(delete(RunRow))
     assert (await runs.add(a_run("d", 1), named)).id == "d", "the key of a removed run is free"
-    await database.close()
 
 
-async def test_an_agent_keeps_the_owner_that_registered_it(any_database_url: str) -> None:
-    database = Database(any_database_url)
-    agents = AgentTable(database)
-    await agents.add(an_agent("a", owner="one"))
-    record, is_new = await agents.add(an_agent("a", owner="two"))
-    assert (record.owner, is_new) == ("one", False)
-    await database.close()
-
-
-async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(any_database_url: str) -> None:
+async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(database: Database, second: Database) -> None:
     """The heartbeat comes between the query and the loss: it locks the row, and the loss waits."""
-    database, other = Database(any_database_url), Database(any_database_url)
-    agents = AgentTable(database)
-    await agents.add(an_agent("quiet"))
-    before = datetime.now(UTC)
-    async with other.writing() as session:
+    agents, before = AgentTable(database), datetime.now(UTC)
+    await agents.add(*an_agent("quiet"))
+    async with second.writing() as session:
         row = await session.get_one(AgentRow, "quiet", with_for_update=True)
         losing = asyncio.create_task(agents.lose(1.0, before))
         await asyncio.sleep(0.3)
@@ -198,12 +189,10 @@ async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(any_database_url
     record = await agents.get("quiet")
     assert record is not None
     assert record.state == "live"
-    for each in (database, other):
-        await each.close()
 
 
-async def test_runs_are_matched_again_only_if_a_run_or_an_agent_changed(any_database_url: str) -> None:
-    database, passes = Database(any_database_url), list[tuple[int, int]]()
+async def test_runs_are_matched_again_only_if_a_run_or_an_agent_changed(database: Database) -> None:
+    passes: list[tuple[int, int]] = []
 
     def counted(waiting: Sequence[WaitingRun], agents: Sequence[AvailableAgent]) -> Decision:
         passes.append((len(waiting), len(agents)))
@@ -212,14 +201,12 @@ async def test_runs_are_matched_again_only_if_a_run_or_an_agent_changed(any_data
     await PlanTable(database).add(a_plan(PLAN))
     table = RunTable(database)
     await table.add(a_run("pair", 2))
-    await AgentTable(database).add(an_agent("first"))
+    await AgentTable(database).add(*an_agent("first"))
     for _ in range(3):
         assert await table.assign(counted) == []
     assert passes == [(1, 1)]
-    run = await table.get("pair")
-    assert run is not None
+    run = await run_in(table, "pair")
     assert "1 of 1 agent can take it" in (run.waits_for or "")
-    await AgentTable(database).add(an_agent("second"))
+    await AgentTable(database).add(*an_agent("second"))
     assert await table.assign(counted) == ["pair"]
     assert passes == [(1, 1), (1, 2)]
-    await database.close()

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-from support.stored import a_plan, a_search
+from support.stored import a_plan, a_search, claimed, found_in, next_of
 from zbv_service.database import Database, SearchEventTable, SearchTable
 from zbv_service.database import events as stored
 from zbv_service.records.searches import SearchEventDocument as Event
 from zbv_service.records.searches import Update
-
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
 
 
 def found(objective: float, lower_bound: float, ranks: bytes = b"ranks") -> Update:
@@ -33,23 +23,18 @@ async def stored_events(database: Database, search_id: str = "a", after: int = 0
 async def test_stored_results_never_get_worse(database: Database) -> None:
     """Reports that are worse than the results of an earlier attempt are not visible."""
     table = SearchTable(database)
-    await table.add(a_search("a"))
-    first = await table.claim("me", 60)
-    assert first is not None
+    first = await claimed(table)
     assert await table.progressed("a", first.fence, found(10, 5, b"ten"))
     assert await table.progressed("a", first.fence, found(8, 6, b"eight"))
     assert await table.requeue("a", first.fence, None)
-    second = await table.claim("me", 60)
-    assert second is not None
+    second = await next_of(table)
     assert second.incumbent == b"eight"
     assert await table.progressed("a", second.fence, found(12, 4, b"twelve"))
     assert await table.progressed("a", second.fence, found(9, 7, b"nine"))  # its bound still counts
-    record = await table.get("a")
-    assert record is not None
+    record = await found_in(table)
     assert (record.objective, record.lower_bound, record.gap) == (8, 7, 8 / 7 - 1)
     assert await table.finished("a", second.fence, a_plan("p", 7.5))  # its bound is 2
-    record = await table.get("a")
-    assert record is not None
+    record = await found_in(table)
     assert (record.objective, record.lower_bound, record.plan_id) == (7.5, 7, "p")
     seen = [(e.kind, e.objective, e.lower_bound) for e in await stored_events(database) if e.kind != "state"]
     assert seen == [
@@ -61,42 +46,29 @@ async def test_stored_results_never_get_worse(database: Database) -> None:
     ]
 
 
-async def test_a_report_without_progress_adds_no_event(database: Database) -> None:
-    table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 60)
-    assert claim is not None
+async def test_a_report_without_progress_and_a_rejected_change_add_no_event(database: Database) -> None:
+    heard: list[str] = []
+    table = SearchTable(database, heard.append)
+    claim = await claimed(table)
     for _ in range(3):
         assert await table.progressed("a", claim.fence, found(10, 5))
     assert [event.kind for event in await stored_events(database)] == ["state", "state", "improvement"]
-
-
-async def test_a_rejected_change_adds_no_event(database: Database) -> None:
-    heard: list[str] = []
-    table = SearchTable(database, heard.append)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 60)
-    assert claim is not None
     heard.clear()
-    assert not await table.progressed("a", claim.fence - 1, found(10, 5))
+    assert not await table.progressed("a", claim.fence - 1, found(9, 5))
     assert not await table.finished("a", claim.fence - 1, a_plan("p"))
-    assert (len(await stored_events(database)), heard) == (2, [])
-    assert await table.finished("a", claim.fence, a_plan("p"))
-    assert (len(await stored_events(database)), heard) == (4, ["a"])
+    assert (len(await stored_events(database)), heard) == (3, [])
+    assert await table.finished("a", claim.fence, a_plan("p", 6.0))
+    assert (len(await stored_events(database)), heard) == (5, ["a"])
 
 
-async def test_numbers_count_every_change_of_a_search(database: Database, any_database_url: str) -> None:
+async def test_numbers_count_every_change_of_a_search(database: Database, second: Database) -> None:
     """Also with simultaneous changes by several services."""
-    second = Database(any_database_url)
     tables = [SearchTable(database), SearchTable(second)]
-    for name in "ab":
-        await tables[0].add(a_search(name))
-    claims = [await tables[0].claim("me", 60) for _ in range(2)]
+    claims = [await claimed(tables[0], name) for name in "ab"]
     changes = [
         tables[step % 2].progressed(claim.id, claim.fence, found(100.0 - step, 1))
         for step in range(10)
         for claim in claims
-        if claim is not None
     ]
     assert all(await asyncio.gather(*changes))
     for name in "ab":
@@ -106,7 +78,6 @@ async def test_numbers_count_every_change_of_a_search(database: Database, any_da
         assert values == sorted(values, reverse=True)
         assert (await SearchEventTable(database).last_numbers([name])) == {name: len(events)}
         assert await stored_events(database, name, after=3) == events[3:]
-    await second.close()
 
 
 async def test_only_the_newest_improvements_are_kept(
@@ -115,9 +86,7 @@ async def test_only_the_newest_improvements_are_kept(
     monkeypatch.setattr(stored, "KEPT_EVENTS", 10)
     monkeypatch.setattr(stored, "PRUNED_EVERY", 5)
     table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 60)
-    assert claim is not None
+    claim = await claimed(table)
     for step in range(40):
         await table.progressed("a", claim.fence, found(100.0 - step, 1))
     numbers = [event.number for event in await stored_events(database)]
@@ -136,31 +105,9 @@ async def test_many_searches_are_read_at_once(database: Database) -> None:
     assert sorted(event.search_id for event in await events.after(everything)) == sorted(names)
 
 
-async def test_a_cancelled_search_with_an_incumbent_is_claimed_before_its_turn(database: Database) -> None:
-    table = SearchTable(database)
-    for name in "ab":
-        await table.add(a_search(name))
-    assert await table.claim("me", 60, cancelled_only=True) is None
-    first = await table.claim("me", 60)
-    second = await table.claim("me", 60)
-    assert first is not None
-    assert second is not None
-    await table.requeue("a", first.fence, None)
-    await table.requeue("b", second.fence, found(10, 5))
-    await table.request_cancel("b")
-    claim = await table.claim("me", 60, cancelled_only=True)
-    assert claim is not None
-    assert (claim.id, claim.cancel_requested, claim.incumbent) == ("b", True, b"ranks")
-
-
 async def test_cancelled_discarded_and_requeued_searches_are_unwanted(database: Database) -> None:
     table = SearchTable(database)
-    fences = {}
-    for name in "abcd":
-        await table.add(a_search(name))
-        claim = await table.claim("me", 60)
-        assert claim is not None
-        fences[name] = claim.fence
+    fences = {name: (await claimed(table, name)).fence for name in "abcd"}
     await table.request_cancel("b")
     await table.discard("c")
     await table.requeue("d", fences["d"], None)

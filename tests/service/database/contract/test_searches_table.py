@@ -1,32 +1,31 @@
-"""Searches and plans on every kind of database: transactions, leases and fences."""
+"""Searches and plans on every kind of database: transactions, leases, fences and submitters."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC
 
 import pytest
 from sqlalchemy import func, select, text
-from support.stored import a_layout_search, a_plan, a_search
-from zbv_service.database import Database, PlanTable, SearchTable, TooManySearches
+from sqlalchemy.orm import Session
+from support.serving import DEADLINE
+from support.stored import a_layout_search, a_plan, a_run, a_search, claimed, found_in, next_of
+from zbv_service.database import (
+    Database,
+    PlanTable,
+    RunTable,
+    SearchEventTable,
+    SearchGone,
+    SearchTable,
+    TooManySearches,
+)
 from zbv_service.database.models import SearchRow
-from zbv_service.documents.packing import pack
-from zbv_service.records.plans import NewPlan, Refusal
-from zbv_service.records.searches import NewRanking, Update
+from zbv_service.documents.problems import pack
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import NewRanking, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound
-
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
-
 
 BETTER = Update(5.0, 2.0, 1.5, "m", b"ranks")
 
@@ -39,47 +38,74 @@ async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
 
     with pytest.raises(LookupError):
         await change_and_fail()
-    async with database.reading() as session:
+    async with database.writing() as session:
         assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
 
 
-async def test_many_writers_at_once_all_succeed(database: Database, any_database_url: str) -> None:
-    second = Database(any_database_url)  # another process has other connections
+async def test_many_writers_at_once_all_succeed(database: Database, second: Database) -> None:
     tables = [SearchTable(database), SearchTable(second)]
     await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(16)))
     claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(17)))
     ids = [claim.id for claim in claims if claim is not None]
     assert sorted(ids) == sorted(f"s{index}" for index in range(16))
-    await second.close()
-
-
-async def test_searches_are_claimed_oldest_first(database: Database) -> None:
-    table = SearchTable(database)
-    for name in "bac":
-        await table.add(a_search(name))
-    claims = [await table.claim("me", 60) for _ in range(4)]
-    assert [claim and claim.id for claim in claims] == ["b", "a", "c", None]
 
 
 async def test_a_request_is_stored_once_until_it_is_given_up(database: Database) -> None:
     table = SearchTable(database)
-    _, first_is_new = await table.add(a_search("a", "key"))
-    second, second_is_new = await table.add(a_search("b", "key"))
-    assert (first_is_new, second_is_new, second.id) == (True, False, "a")
+    assert (await table.add(a_search("a", "key")))[1]
+    again, is_new = await table.add(a_search("b", "key"))
+    assert (again.id, is_new) == ("a", False)
     await table.request_cancel("a")
-    third, third_is_new = await table.add(a_search("c", "key"))
-    assert (third_is_new, third.id) == (True, "c")
+    assert (await table.add(a_search("c", "key")))[1]
+    await table.add(a_search("d", "other"))
+    found = await table.of_requests(["key", "other", "none"])
+    assert {key: record.id for key, record in found.items()} == {"key": "c", "other": "d"}
+
+
+async def test_discarding_removes_everything_except_the_plan(database: Database) -> None:
+    table = SearchTable(database)
+    claim = await claimed(table, "a", "key")
+    assert await table.finished("a", claim.fence, a_plan("p"))
+    assert await table.discard("a")
+    assert not await table.discard("a")
+    assert await table.get("a") is None
+    assert await SearchEventTable(database).after({"a": 0}) == []
+    assert await PlanTable(database).document("p") == b"document"
+    assert (await table.add(a_search("b", "key")))[1]
+
+
+async def test_writes_to_a_discarded_search_are_ignored(database: Database) -> None:
+    table = SearchTable(database)
+    claim = await claimed(table)
+    assert await table.discard("a")
+    assert await table.renew("me", {"a": claim.fence}, 60) == set()
+    assert not await table.finished("a", claim.fence, a_plan("p"))
+    assert await PlanTable(database).document("p") is None
+    assert not await table.requeue("a", claim.fence, None, "process-died", 1, {})
+    assert not await table.requeue("a", claim.fence, None)
+
+
+async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan(database: Database) -> None:
+    table = SearchTable(database)
+    await table.add(a_search("a", placement="auto", layers=8))
+    claim = await next_of(table)
+    found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), search_bound=4.0)
+    assert await table.finished("a", claim.fence, found)
+    record = await found_in(table)
+    assert (record.objective, record.lower_bound, record.gap) == (5.0, 4.0, 0.25)
+    assert isinstance(record, SearchDocument)
+    assert record.summary.layers == 8
+    (stored,) = await PlanTable(database).newest(1)
+    assert (stored.placement, stored.lower_bound) == ("loop", 4.5)
 
 
 async def test_only_the_current_owner_writes(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a"))
-    old = await table.claim("old", 60)
-    assert old is not None
+    old = await next_of(table, "old")
     assert await table.progressed("a", old.fence, BETTER)
-    assert await table.requeue_of({"old"}) == 1
-    new = await table.claim("new", 60)
-    assert new is not None
+    assert await table.requeue_lost({"old"}) == 1
+    new = await next_of(table, "new")
     assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
 
     assert await table.renew("old", {"a": old.fence}, 60) == set()
@@ -89,8 +115,7 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert not await table.requeue("a", old.fence, None, "worker-ended", 1, {})
     assert not await table.ended("a", old.fence, "failed", {})
     assert not await table.finished("a", old.fence, a_plan("p"))
-    record = await table.get("a")
-    assert record is not None
+    record = await found_in(table)
     assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
 
     assert await table.renew("new", {"a": new.fence}, 60) == {"a"}
@@ -99,62 +124,28 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert not await table.finished("a", new.fence, a_plan("p"))
 
 
-async def test_a_renewed_lease_does_not_expire(database: Database) -> None:
-    table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 0.0)
-    assert claim is not None
-    await table.renew("me", {"a": claim.fence}, 60)
-    assert await table.requeue_expired() == 0
-    await table.renew("me", {"a": claim.fence}, -1.0)
-    assert await table.requeue_expired() == 1
-
-
 async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database: Database) -> None:
     table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 60)
-    assert claim is not None
+    claim = await claimed(table)
     record = await table.request_cancel("a")
     assert record is not None
     assert record.state == "running"
     assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
     assert await table.finished("a", claim.fence, a_plan("p"))
-    ended = await table.get("a")
-    assert ended is not None
+    ended = await found_in(table)
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
-
-
-async def test_a_released_search_resumes_from_its_incumbent(database: Database) -> None:
-    table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 60)
-    assert claim is not None
-    assert await table.requeue("a", claim.fence, BETTER)
-    record = await table.get("a")
-    assert record is not None
-    assert (record.state, record.objective, record.crashes) == ("queued", 5, 0)
-    again = await table.claim("another", 60)
-    assert again is not None
-    assert (again.incumbent, again.fence) == (b"ranks", claim.fence + 1)
 
 
 async def test_a_search_fails_after_too_many_crashes(database: Database) -> None:
     table = SearchTable(database)
     await table.add(a_search("a", "key"))
     for death in range(3):
-        claim = await table.claim("me", 60)
-        assert claim is not None
+        claim = await next_of(table)
         assert claim.incumbent == (None if death == 0 else b"ranks")
         assert await table.requeue("a", claim.fence, BETTER, "process-died", 3, {"detail": "why"})
-    record = await table.get("a")
-    assert record is not None
-    assert (record.state, record.crashes, record.error, record.objective) == (
-        "failed",
-        3,
-        {"detail": "why"},
-        5,
-    )
+    record = await found_in(table)
+    assert (record.state, record.crashes, record.objective) == ("failed", 3, 5)
+    assert record.error == {"detail": "why"}
     assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
 
 
@@ -165,8 +156,7 @@ async def test_a_killed_search_is_cancelled_only_if_somebody_cancelled_it(
     table = SearchTable(database)
     for name in ("killed", "unplanned"):
         await table.add(a_layout_search(name))
-        claim = await table.claim("me", 60)
-        assert claim is not None
+        claim = await next_of(table)
         if is_cancelled:
             await table.request_cancel(name)
         if name == "killed":
@@ -174,53 +164,47 @@ async def test_a_killed_search_is_cancelled_only_if_somebody_cancelled_it(
         else:
             found = NewRanking((), b"answer", None, 0.0, {"considered": 5, "ruled_out": 0, "planned": 0})
             assert await table.ranked(name, claim.fence, found, {"detail": "why"})
-        record = await table.get(name)
-        assert record is not None
-        assert record.state == state
-        assert record.error == (None if is_cancelled else {"detail": "why"})
+        record = await found_in(table, name)
+        assert (record.state, record.error) == (state, None if is_cancelled else {"detail": "why"})
 
 
 async def test_a_search_fails_after_too_many_evictions_without_progress(database: Database) -> None:
     """Progress restarts the count."""
-    table = SearchTable(database)
+    table, states = SearchTable(database), []
     await table.add(a_search("a"))
-    ended = None
-    states = []
     for value in (None, None, 9.0, None, None, None):
-        claim = await table.claim("me", 60)
-        assert claim is not None
+        claim = await next_of(table)
         found = None if value is None else Update(value, 4.0, 1.0, "m", b"ranks")
         assert await table.requeue("a", claim.fence, found, "worker-ended", 4, {"detail": "why"})
-        ended = await table.get("a")
-        states.append(ended and ended.state)
+        states.append((await found_in(table)).state)
     assert states == ["queued"] * 5 + ["failed"]
-    assert ended is not None
+    ended = await found_in(table)
     assert (ended.crashes, ended.error) == (0, {"detail": "why"})
 
 
-async def test_a_reading_session_sees_one_consistent_state(database: Database, any_database_url: str) -> None:
-    writer = Database(any_database_url)
+async def test_a_reading_session_sees_one_consistent_state(database: Database, second: Database) -> None:
     count = select(func.count()).select_from(SearchRow)
-    async with database.reading() as session:
-        before = await session.scalar(count)
-        await SearchTable(writer).add(a_search("a"))
-        assert await session.scalar(count) == before
+    loop = asyncio.get_running_loop()
+
+    def find(session: Session) -> list[int | None]:
+        before = session.scalar(count)
+        added = asyncio.run_coroutine_threadsafe(SearchTable(second).add(a_search("a")), loop)
+        added.result(DEADLINE)
+        return [before, session.scalar(count)]
+
+    async with database.writing():
+        pass  # switches SQLite to write-ahead logging, as the migration of a service does
+    assert await database.read(find) == [0, 0]
     assert (await database.rows(count))[0][0] == 1
-    await writer.close()
 
 
-async def test_a_plan_is_stored_once(database: Database) -> None:
-    table = PlanTable(database)
-    assert await table.add(a_plan("p"))
-    assert not await table.add(NewPlan(a_plan("p").summary, b"another document", "problem"))
+async def test_a_plan_is_stored_once_with_its_time_in_utc(database: Database) -> None:
+    table, plan = PlanTable(database), a_plan("p")
+    assert await table.add(plan)
+    assert not await table.add(replace(a_plan("p"), document=b"another document"))
     assert await table.document("p") == b"document"
     assert await table.document("q") is None
-
-
-async def test_times_are_read_in_utc(database: Database) -> None:
-    plan = a_plan("p")
-    await PlanTable(database).add(plan)
-    (stored,) = await PlanTable(database).newest(1)
+    (stored,) = await table.newest(1)
     assert (stored.created_at, stored.created_at.tzinfo) == (plan.summary.created_at, UTC)
 
 
@@ -228,8 +212,7 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
     table = SearchTable(database)
     asked = pack({"pp_degree": 2})
     await table.add(replace(a_search("a", "key"), problem=asked))
-    claim = await table.claim("me", 60)
-    assert claim is not None
+    claim = await next_of(table)
     assert await table.progressed("a", claim.fence, Update(9.0, 8.5, 0.5 / 8.5, "m", b"ranks"))
     better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan("p")  # of value 3 and bound 2
     for store in (
@@ -243,14 +226,12 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
             await store
         assert raised.value.problem == {"pp_degree": 2}
         assert raised.value.bound == 8.5
-    before = await table.get("a")
-    assert before is not None
+    before = await found_in(table)
     assert (before.state, before.objective, before.lower_bound, before.crashes) == ("running", 9, 8.5, 0)
     assert await PlanTable(database).document("p") is None
 
     assert await table.contradicted("a", claim.fence, {"detail": "why"})
-    failed = await table.get("a")
-    assert failed is not None
+    failed = await found_in(table)
     assert (failed.state, failed.error, failed.crashes) == ("failed", {"detail": "why"}, 0)
     assert (failed.objective, failed.lower_bound, failed.gap, failed.method) == (None, None, None, None)
     assert await table.problem("a") == asked
@@ -259,13 +240,10 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
 
 async def test_a_bound_above_the_objective_by_rounding_is_lowered(database: Database) -> None:
     table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 60)
-    assert claim is not None
+    claim = await claimed(table)
     assert await table.progressed("a", claim.fence, Update(9.0, 3 * (1 + 1e-13), 2.0, "m", b"ranks"))
     assert await table.finished("a", claim.fence, a_plan("p"))
-    done = await table.get("a")
-    assert done is not None
+    done = await found_in(table)
     assert (done.state, done.lower_bound, done.gap) == ("done", 3.0, 0.0)
 
 
@@ -298,20 +276,84 @@ async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_
 
 
 async def test_callers_that_submit_at_once_do_not_exceed_their_limits(
-    database: Database, any_database_url: str
+    database: Database, second: Database
 ) -> None:
-    """Also on several services: each has its own connections."""
-    other = Database(any_database_url)
-    tables = [SearchTable(database), SearchTable(other)]
+    tables = [SearchTable(database), SearchTable(second)]
 
     async def add(number: int, caller: str) -> bool:
-        new = a_search(f"{caller}{number}", created_by=caller)
         try:
-            await tables[number % 2].add(new, most=5)
+            await tables[number % 2].add(a_search(f"{caller}{number}", created_by=caller), most=5)
         except TooManySearches:
             return False
         return True
 
     found = {caller: await asyncio.gather(*(add(number, caller) for number in range(20))) for caller in "ab"}
     assert {caller: sum(accepted) for caller, accepted in found.items()} == {"a": 5, "b": 5}
-    await other.close()
+
+
+KEY = "key"
+
+
+async def client_asks(database: Database, name: str) -> str:
+    record, _ = await SearchTable(database).add(a_search(name, KEY))
+    return record.id
+
+
+async def run_asks(database: Database, run_id: str) -> str:
+    while True:
+        record, _ = await SearchTable(database).add(a_search(f"of-{run_id}", KEY), for_run=True)
+        try:
+            await RunTable(database).add(a_run(run_id, 1, plan_id=None, search_id=record.id))
+        except SearchGone:
+            continue
+        return record.id
+
+
+async def cancel_run(database: Database, run_id: str, search_id: str) -> None:
+    record = await RunTable(database).request_cancel(run_id)
+    assert record is not None
+    assert record.state == "cancelled"
+    await SearchTable(database).cancel_unwanted(search_id)
+
+
+async def goes_on(database: Database, search_id: str) -> bool:
+    return not (await found_in(SearchTable(database), search_id)).cancel_requested
+
+
+async def test_the_last_run_that_waits_for_a_search_cancels_it(database: Database) -> None:
+    search = await run_asks(database, "one")
+    assert {await run_asks(database, "two"), await run_asks(database, "three")} == {search}
+    for run_id, left in (("two", True), ("one", True), ("three", False)):
+        await cancel_run(database, run_id, search)
+        assert await goes_on(database, search) == left
+    assert await run_asks(database, "later") == "of-later"
+
+
+@pytest.mark.parametrize("client_is_first", [True, False])
+async def test_a_cancelled_run_keeps_a_search_that_a_client_submitted_too(
+    database: Database, client_is_first: bool
+) -> None:
+    asking = [client_asks, run_asks] if client_is_first else [run_asks, client_asks]
+    first, search = [await asks(database, "run") for asks in asking]
+    assert search == first
+    await cancel_run(database, "run", search)
+    assert await goes_on(database, search)
+
+
+async def test_a_request_that_joins_a_search_during_its_cancellation_gets_a_live_search(
+    any_database_url: str,
+) -> None:
+    databases = [Database(any_database_url) for _ in range(3)]
+    first = await run_asks(databases[0], "first")
+    for turn in range(6):
+        _, theirs, mine = await asyncio.gather(
+            cancel_run(databases[0], "first" if turn == 0 else f"run-{turn - 1}", first),
+            run_asks(databases[1], f"run-{turn}"),
+            client_asks(databases[2], f"client-{turn}") if turn % 2 else asyncio.sleep(0),
+        )
+        assert await goes_on(databases[0], theirs)
+        if mine is not None:
+            assert await goes_on(databases[0], mine)
+        first = theirs
+    for database in databases:
+        await database.close()

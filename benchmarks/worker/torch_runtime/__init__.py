@@ -1,4 +1,0 @@
-"""Runs a plan on PyTorch's own pipelining runtime.
-
-It is an alternative to :mod:`zbv_worker.execution`, with fewer features.
-"""

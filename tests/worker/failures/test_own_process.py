@@ -1,0 +1,84 @@
+"""How the process of a failed rank ends: reason first, then the abort, in a bounded time."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+
+
+def end(what: str, folder: Path) -> tuple[int | None, list[str]]:
+    """Let a process end; returns its status and what it said."""
+    with LocalRanks([python_command("support.ending_rank", what)], folder) as ranks:
+        deadline = time.monotonic() + 60
+        while ranks.processes[0].poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return ranks.processes[0].returncode, ranks.log(0).splitlines()
+
+
+def test_the_reason_is_recorded_then_published_before_anything_is_aborted(tmp_path: Path) -> None:
+    status, said = end("own", tmp_path)
+    recorded, published, *others = said
+    assert recorded == "recorded wrong"
+    expected = {"rank": 1, "reason": "wrong", "is_input_wrong": True}
+    assert json.loads(published.removeprefix("published ")) == expected
+    assert others == ["reported wrong", "aborted"]
+    assert status == 2
+
+
+def test_a_failure_that_a_peer_caused_is_recorded_at_once_and_again_with_the_cause(tmp_path: Path) -> None:
+    status, said = end("peer", tmp_path)
+    reason = "it gives no sign of life; its process or host ended, or is stopped"
+    assert said[0] == "recorded rank 1 waited at 1F1."
+    assert json.loads(said[1].removeprefix("published "))["rank"] == 0
+    assert said[2:] == [
+        f"recorded rank 0 lost: {reason}. rank 1 waited at 1F1.",
+        f"reported rank 0 lost: {reason}. rank 1 waited at 1F1.",
+        "aborted",
+    ]
+    assert status == 1
+
+
+def test_a_rank_whose_update_waits_for_a_sum_blames_the_silent_rank_and_not_itself(tmp_path: Path) -> None:
+    status, said = end("update", tmp_path)
+    assert said[0].startswith("recorded rank 1: its GPU did not complete the update after step 4 within 60 s")
+    assert json.loads(said[1].removeprefix("published "))["rank"] == 2
+    assert said[2].startswith("recorded rank 2 lost: it gives no sign of life")
+    assert status == 1
+
+
+def test_a_rank_whose_action_waits_for_a_gather_blames_the_silent_sibling(tmp_path: Path) -> None:
+    status, said = end("gather", tmp_path)
+    assert said[0].startswith(
+        "recorded rank 1: its GPU did not complete 0F1 within 60 s. With --shard, it may"
+    )
+    assert "the parameters of rank 2, which holds the same stages" in said[0]
+    assert json.loads(said[1].removeprefix("published "))["rank"] == 2
+    assert said[2].startswith("recorded rank 2 lost: it gives no sign of life")
+    assert status == 1
+
+
+def test_a_complete_run_succeeds_even_if_its_connections_do_not_close(tmp_path: Path) -> None:
+    status, said = end("closes", tmp_path)
+    assert said == [
+        "rank 1: the run is complete, but its connections did not close within 1 s. The process "
+        "ends without them."
+    ]
+    assert status == 0
+
+
+def test_a_failure_that_cannot_be_recorded_is_published_all_the_same(tmp_path: Path) -> None:
+    status, said = end("unrecorded", tmp_path)
+    assert said[0] == "the reason of the failure could not be written: no space left"
+    assert json.loads(said[1].removeprefix("published "))["reason"] == "wrong"
+    assert said[2:] == ["reported wrong", "aborted"]
+    assert status == 2
+
+
+def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:
+    status, said = end("hangs", tmp_path)
+    assert "aborted" in said
+    assert "Timeout (0:00:01)!" in "\n".join(said)
+    assert status == 1

@@ -39,12 +39,14 @@ class PlayedRun:
     def measured(self, documents: Sequence[dict[str, Any]]) -> None:
         """These ranks send their measurements."""
         for document in documents:
-            (agent, work), text = self.agents[document["rank"]], json.dumps(document).encode()
-            self.client.put_trace(agent, work, document["rank"], text)
+            rank = document["rank"]
+            agent, work = self.agents[rank]
+            self.client.put_trace(agent, work, rank, json.dumps(document).encode())
 
     def log(self, rank: int, text: str) -> None:
         """A rank sends the end of its log."""
-        self.client.put_log(*self.agents[rank], rank, text.encode())
+        agent, work = self.agents[rank]
+        self.client.put_log(agent, work, rank, text.encode())
 
     def stop(self) -> None:
         """All nodes stop, and their agents leave. Agents that were silent for long are lost already."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.serving import Serving
+from support.serving import Service, Serving
 from zbv_service.observability import logs
 from zbv_service.observability.context import REQUEST_ID, SEARCH_ID
 from zbv_service.security.tokens import TokenText
@@ -48,17 +48,14 @@ async def test_a_request_has_one_id_everywhere(serving: Serving, log: io.StringI
     assert line["milliseconds"] >= 0
 
 
-@pytest.mark.parametrize(
-    "given", ["", "x" * 129, "two words", 'a"b', "<script>", "a,b", "\u00e9"], ids=range(7)
-)
-async def test_an_unsafe_request_id_is_replaced(serving: Serving, given: str) -> None:
-    async with serving("broken") as service:
-        for id_of_client, wanted in (
-            (given.encode(), "[0-9a-f]{32}"),
-            (b"A-z0.9:_/+=" + b"x" * 100, "A-z0.*"),
-        ):
-            answer = await service.http.get("/healthz", headers=[(b"x-request-id", id_of_client)])
-            assert re.fullmatch(wanted, answer.headers["x-request-id"])
+async def test_an_unsafe_request_id_is_replaced(service: Service) -> None:
+    unsafe = ("", "x" * 129, "two words", 'a"b', "<script>", "a,b", "\u00e9")
+    for given, wanted in (
+        *((text, "[0-9a-f]{32}") for text in unsafe),
+        ("A-z0.9:_/+=" + "x" * 100, "A-z0.*"),
+    ):
+        answer = await service.http.get("/healthz", headers=[(b"x-request-id", given.encode())])
+        assert re.fullmatch(wanted, answer.headers["x-request-id"]), given
 
 
 async def test_lines_about_a_search_name_it(serving: Serving, log: io.StringIO) -> None:

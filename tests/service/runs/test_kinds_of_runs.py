@@ -208,19 +208,3 @@ async def test_a_script_keeps_its_plan(service: Service) -> None:
     answer = await service.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": run["plan_id"]})
     assert answer.status_code == 409
     assert "runs a script, which keeps its plan" in answer.json()["detail"]
-
-
-async def test_a_failed_script_starts_again_as_often_as_asked(service: Service) -> None:
-    for digit in "ab":
-        await service.register(digit, allows={"scripts": ["*"]})
-    run_id = (await submit_script(service, options={"retries": 1})).json()["id"]
-    failure = {"kind": "error", "rank": 1, "detail": "rank 1: train.py ended with exit status 3."}
-    for generation in range(2):
-        for agent in ("a" * 32, "b" * 32):
-            assert (await service.work(agent))["generation"] == generation
-        await service.end_node("b" * 32, run_id, "failed", failure, generation=generation)
-        await service.end_node("a" * 32, run_id, "stopped", generation=generation)
-    run = await service.run(run_id)
-    assert (run["state"], run["generation"]) == ("failed", 1)
-    assert "ended with exit status 3" in run["error"]["detail"]
-    assert "ended with exit status 3" in await service.words(f"/runs/{run_id}")

@@ -103,13 +103,13 @@ async def test_what_a_rank_notes_becomes_one_event_each(ranks: Ranks) -> None:
         f"{place} 30: the checkpoint is skipped: checkpoints in /c: No space left.",
         f"{place} 31: the loss is nan",
     ]
-    nothing: dict[str, Any] = {}
-    for name, body, other, status in (
-        ("other rank", not_finite(1, rank=0), nothing, 422),
+    wrong: tuple[tuple[str, Any, dict[str, Any], int], ...] = (
+        ("other rank", not_finite(1, rank=0), {}, 422),
         ("other kind", {"rank": 1, "events": [{"kind": "failed", "step": 1}]}, {}, 422),
         ("too many", not_finite(*range(101)), {}, 422),
         ("other agent", not_finite(1), {"agent": ranks.agents[0]}, 404),
-    ):
+    )
+    for name, body, other, status in wrong:
         assert (await ranks.put(1, body, "events", **other)).status_code == status, name
 
 

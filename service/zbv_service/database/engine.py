@@ -62,8 +62,6 @@ _ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 """By default each statement of a PostgreSQL transaction sees the commits before that statement."""
 _MIGRATION_LOCK = 6_451_203
 """The advisory lock under which one service at a time migrates PostgreSQL; the number is arbitrary."""
-_NAMED_LOCK = 6_451_204
-"""The first key of the locks of :meth:`Database.one_at_a_time`."""
 
 
 logger = logging.getLogger(__name__)
@@ -215,15 +213,6 @@ class Database:
     async def now(self, session: AsyncSession) -> datetime:
         """The current time by the database's clock, the only one that several services can compare."""
         return (await session.execute(select(self.clock))).scalar_one()
-
-    async def one_at_a_time(self, session: AsyncSession, what: str) -> None:
-        """Wait until no other transaction that named the same ``what`` is open.
-
-        What the session reads from now on includes what those have written. SQLite has one writer at a time.
-        """
-        if not self.is_sqlite:
-            lock = text("SELECT pg_advisory_xact_lock(:kind, hashtext(:what))")
-            await session.execute(lock, {"kind": _NAMED_LOCK, "what": what})
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:

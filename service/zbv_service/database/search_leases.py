@@ -20,14 +20,15 @@ from sqlalchemy.orm import undefer
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.plans.plan import gap_of
 
-from zbv_service.database.engine import BaseTable, Database, record_of
-from zbv_service.database.events import tell_end, tell_found, tell_state, times_since_found
+from zbv_service.database.engine import BaseTable, Database, columns_of
+from zbv_service.database.events import add_event, times_since_found
 from zbv_service.database.models import SearchPlanRow, SearchRow
 from zbv_service.database.plans import insert_plan
-from zbv_service.documents.packing import finite_or_none, supported_bound, unpack
+from zbv_service.documents.problems import finite_or_none, supported_bound, unpack
 from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
 
+_CLAIM = columns_of(Claim, SearchRow)
 _CLAIM_LOCK = 7_321_009
 """The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
 
@@ -97,8 +98,8 @@ class SearchLeases(BaseTable):
             row.attempts += 1
             row.started_at = row.started_at or now
             row.updated_at = now
-            await tell_state(session, row, now, "started")
-            claim = record_of(Claim, row)
+            await add_event(session, row, now, "state", "started")
+            claim = Claim(**{column.key: getattr(row, column.key) for column in _CLAIM})
         self._changed(claim.id)
         return claim
 
@@ -211,7 +212,7 @@ class SearchLeases(BaseTable):
             row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
             row.plan_id, row.incumbent = summary.plan_id, None
             if is_better:
-                await tell_found(session, row, now, "improvement")
+                await add_event(session, row, now, "improvement")
             await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
 
         return await self._change(search_id, fence, change)
@@ -241,7 +242,7 @@ class SearchLeases(BaseTable):
                 best = found.plans[0].summary
                 row.plan_id, row.method = best.plan_id, best.method
             if row.objective != before:
-                await tell_found(session, row, now, "improvement")
+                await add_event(session, row, now, "improvement")
             if unplanned is not None and not found.plans and not row.cancel_requested:
                 await _fail(session, row, now, unplanned)
             else:
@@ -312,7 +313,7 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
     before, known = row.objective, row.lower_bound
     if found.objective is None or found.progress is not None:
         await _absorb_counts(session, row, found.objective, found.lower_bound, found.progress)
-        await tell_found(session, row, now, "progress" if row.objective == before else "improvement")
+        await add_event(session, row, now, "progress" if row.objective == before else "improvement")
         return
     if before is None or found.objective < before:
         row.objective, row.method, row.incumbent = found.objective, found.method, found.incumbent
@@ -320,9 +321,9 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
     row.lower_bound = await _best_bound(session, row, objective, found.lower_bound)
     row.gap = finite_or_none(gap_of(objective, row.lower_bound))
     if row.objective != before:
-        await tell_found(session, row, now, "improvement")
+        await add_event(session, row, now, "improvement")
     elif row.lower_bound != known:
-        await tell_found(session, row, now, "bound")
+        await add_event(session, row, now, "bound")
 
 
 async def _absorb_counts(
@@ -391,7 +392,7 @@ async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: s
     row.state, row.lease_owner, row.leased_until = "queued", None, None
     if row.kind == "layouts":
         _forget_found(row)  # it starts again, perhaps with another version's estimates
-    await tell_state(session, row, now, reason)
+    await add_event(session, row, now, "state", reason)
 
 
 async def _fail(session: AsyncSession, row: SearchRow, now: datetime, error: Mapping[str, Any]) -> None:
@@ -402,4 +403,4 @@ async def _fail(session: AsyncSession, row: SearchRow, now: datetime, error: Map
 
 async def _end(session: AsyncSession, row: SearchRow, now: datetime, state: SearchState) -> None:
     row.state, row.finished_at, row.lease_owner, row.leased_until = state, now, None, None
-    await tell_end(session, row, now)
+    await add_event(session, row, now, "end")

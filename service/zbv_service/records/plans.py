@@ -57,7 +57,7 @@ class NewPlan:
     document: bytes
     """The whole plan document, packed."""
     problem_key: str
-    """Hash of its problem (:func:`zbv_service.documents.packing.problem_key`); plans with equal keys can
+    """Hash of its problem (:func:`zbv_service.documents.problems.problem_key`); plans with equal keys can
     be compared."""
     search_bound: float
     """The lower bound of the search, which for a problem given by layers holds for every cut."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zbv_service.compute.computations import Computations
 from zbv_service.compute.waiting import Cache
 from zbv_service.database import PartTable
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.records.runs import PartInfo
 
 MOST_READ = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.estimates import Document
 from support.paths import ROOT
 from zbv_models.estimate import times
 from zbv_models.estimate.config import ParallelConfig, Precision, parse_config, problem_document
@@ -19,7 +20,6 @@ from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.reading import parse_any_problem
 
-Document = dict[str, Any]
 SECTIONS: dict[str, Document] = {
     "model": {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1000, "sequence": 128},
     "parallel": {"pp_degree": 2, "microbatches": 4},
@@ -181,9 +181,7 @@ def test_every_key_and_type_is_documented() -> None:
         assert f"| {', '.join(sorted(names))} |" in text
 
 
-# --- config.json of transformers
-
-# Sizes that a file leaves out are those of its type.
+# Files of transformers; sizes that a file leaves out are those of its type.
 LLAMA: Document = {"model_type": "llama"}
 HYBRID: Document = {"model_type": "nemotron_h"}
 SUPER = {

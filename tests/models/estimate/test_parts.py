@@ -8,23 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.estimates import but, gpt, llama, parts, preset_config
+from support.estimates import Document, but, gpt, llama, parts, preset_config
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import model_flops, parameters_of
 from zbv_models.estimate.part import Held, after_forward, after_input
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.estimate.shapes import Degrees, Parameters, PerAction
 
-Document = dict[str, Any]
-
 GPT = gpt(hidden=64, heads=4, sequence=32, vocabulary=400)
-gpts = st.builds(
-    lambda width, layers, vocabulary, sequence, b: gpt(
-        hidden=4 * width, heads=4, layers=layers, vocabulary=vocabulary, sequence=4 * sequence,
-        microbatch_size=b,
-    ),
-    *(st.integers(1, 100) for _ in range(5)),
-)  # fmt: skip
+SIZES = st.integers(1, 100)
+FOURS = SIZES.map(lambda size: 4 * size)
+of_gpts = {"hidden": FOURS, "heads": st.just(4), "sequence": FOURS, "microbatch_size": SIZES}
+gpts = st.builds(gpt, **of_gpts, layers=SIZES, vocabulary=SIZES)
 
 
 def published(tensors: Iterable[Held]) -> int:
@@ -119,7 +114,6 @@ def test_flash_attention_computes_the_pairs_of_its_mask(change: dict[str, object
     assert parts(but(model, causal=False))["attention"].core == core.scaled(2)
 
 
-PLAIN = but(GPT, dropout=False)
 LLAMA = llama(kv_heads=8)
 H, F = 1024, 512
 SPARSE = llama(hidden=H, layers=4, heads=8, experts=16, experts_per_token=4, expert_ffn=F)
@@ -188,7 +182,7 @@ def test_a_part_has_the_sizes_of_its_tensors(model: Transformer, name: str, size
     (GPT, {"dropout": False}, "attention", {"after_forward": -64 - 3 * 4 * 32, "after_input": 0}),
     (GPT, {"dropout": False}, "mlp", {"after_forward": -64, "moved": -5 * 64, "moved_back": -5 * 64}),
     # A normaliser of every row and head instead of the softmax (Dao et al. 2022, §3.1).
-    (PLAIN, {"attention": "flash"}, "attention", {"after_forward": 4 * 4 - 2 * 4 * 32}),
+    (but(GPT, dropout=False), {"attention": "flash"}, "attention", {"after_forward": 4 * 4 - 2 * 4 * 32}),
     (GPT, {"norm": "rmsnorm"}, "attention", {"parameters": -64, "after_forward": -4}),
     (LLAMA, {"qkv_bias": True}, "attention", {"parameters": 4096 + 2 * 1024, "flops": 0}),
     (LLAMA, {"positions": "none"}, "attention", {"moved": -2 * 2 * (4096 + 1024), "parameters": 0}),
@@ -287,19 +281,14 @@ def test_choices_add(base: Transformer, change: Document, name: str, added: dict
     (llama(prediction_layers=1), "joining", {}, {"tensor": 2}, {
         "sent": 3 / 2 * 8192, "sent_back": 4 / 2 * 8192}),
 ])  # fmt: skip
-def test_devices_divide(
-    model: Transformer, name: str, before: Document, more: Document, added: dict[str, float]
+def test_devices_add(
+    model: Transformer, name: str, before: Document, more: Document, added: Document
 ) -> None:
     first, then = sizes_of(model, name, **before), sizes_of(model, name, **before, **more)
     assert {key: then[key] - first[key] for key in added} == pytest.approx(added)
 
 
-# --- published models
-
-MODELS = [name for name in preset_names() if preset(name).model]
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in preset_names() if preset(name).model])
 def test_presets_have_the_published_parameters_and_6_operations_for_each(name: str) -> None:
     """Per token, without tables and scores (Kaplan et al. 2020, §2.1): with a window of one there are none.
 
@@ -327,3 +316,7 @@ def test_presets_have_the_published_parameters_and_6_operations_for_each(name: s
     left_out = positions + (0 if model.tied_embeddings else tables)  # a tied table is the head's, too
     operations = model_flops(but(without, window=1, attention="flash"))
     assert operations == pytest.approx(6 * without.sequence * (count.active - left_out), rel=5e-4)
+    if "gflop_per_token" in published:  # with the scores
+        sequence = published["gflop_per_token_at"]
+        operations = model_flops(but(without, sequence=sequence)) / sequence / 1e9
+        assert operations == pytest.approx(published["gflop_per_token"], rel=2e-3)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from support.estimates import but, estimate_config, llama, parts, preset_config
+from support.estimates import Document, but, estimate_config, llama, parts, preset_config
 from zbv_models.estimate.config import PRECISIONS, EstimateConfig, estimate_layers, problem_document
 from zbv_models.estimate.config import estimate_config as estimate
 from zbv_models.estimate.device import Device
@@ -19,8 +19,6 @@ from zbv_models.estimate.states import StateBytes, StaticBytes, by_zero
 from zbv_models.estimate.times import SUSTAINED_SHARE, filled_share, product_times
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
-
-Document = dict[str, Any]
 
 ACTIONS = ("forward", "backward_input", "backward_weight")
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -167,7 +165,7 @@ def test_embedding_and_head_move_tables_and_logits() -> None:
     ("head", False, (0, 2, 0), (0, 1, 0)),
     ("head", True, (1, 1, 1), (1, 1, 1)),
 ])  # fmt: skip
-def test_collectives_are_rings(
+def test_ring_times(
     name: str, sequence_parallel: bool, passes: tuple[int, ...], calls: tuple[int, ...]
 ) -> None:
     """A pass of four devices sends 3/4 of the stream at 100 GB/s in three steps; a call costs 5 us."""
@@ -199,10 +197,7 @@ def test_collectives_are_rings(
     ({"kv_heads": 8}, {"context_parallel": 4}, {"context_parallel_overlap": 1.0}, 0, (50, 0)),
     (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {"expert_parallel_overlap": 1.0}, 0, (50, 0)),
 ])  # fmt: skip
-def test_exchanges_take_time(
-    model: Document, parallel: dict[str, int], device: dict[str, float], sent: float,
-    rate: tuple[float, float],
-) -> None:  # fmt: skip
+def test_exchanges(model: Document, parallel: Document, device: Document, sent: float, rate: Any) -> None:
     """``sent`` is values per token, ``rate`` GB/s and microseconds of calls."""
     block = list(layers(estimate_config(llama(**model), **parallel), **device).values())[1]
     assert block.exchanged.forward == pytest.approx(2 * 4096 * sent / rate[0] / 1e9 * 1e6 + rate[1])
@@ -230,10 +225,9 @@ def test_bytes_per_parameter_and_those_of_zero_on_7_5_billion_and_64_replicas() 
 
 def test_muon_leaves_the_tables_to_adam() -> None:
     """Megatron-LM, ``_is_nonlinear_or_embedding``: matrices of blocks have one state, tables two."""
-    adam, muon = (
-        estimate_layers(estimate_config(llama(layers=2), optimizer=name, zero_stage=1, data_parallel=4))
-        for name in ("adam", "muon")
-    )
+    shared = {"zero_stage": 1, "data_parallel": 4}
+    configs = (estimate_config(llama(layers=2), optimizer=name, **shared) for name in ("adam", "muon"))
+    adam, muon = map(estimate_layers, configs)
     assert muon[0] == adam[0]
     less = [first.static.optimizer - then.static.optimizer for first, then in zip(adam, muon, strict=True)]
     assert less[1] == pytest.approx(4 * adam[1].parameters / 4, abs=4)
@@ -270,9 +264,7 @@ SHARE = 2 * COUNT * 3 / 4
     (2, 0, SHARE, 0, SHARE),  # shared gradients are reduced in every W
     (3, 0, 0, SHARE, SHARE),  # shared parameters are gathered in every F and I: 3 Ψ
 ])  # fmt: skip
-def test_volumes_of_zero(
-    stage: int, reduction: float, gathering: float, forward: float, weight: float
-) -> None:
+def test_zero_traffic(stage: int, reduction: float, gathering: float, forward: float, weight: float) -> None:
     """Rajbhandari et al. 2020, §7; compute hides none here, because the overlap is 0."""
     layer = block(stage)
     longer = layer.plain.times + block(0).plain.times.scaled(-1)
@@ -317,15 +309,11 @@ def test_the_optimizer_reads_and_writes_its_states(stage: int, precision: str, p
         assert offloaded == pytest.approx(COUNT * (moved / 1000e9 + (4 * 6 + 2 * 8) / shared / 38e9) * 1e6)
 
 
-TIED = {"tied_embeddings": True}
-
-
-@pytest.mark.parametrize(
-    ("model", "placement", "copies"),
-    [(TIED, "loop", True), ({"prediction_layers": 1}, "loop", True), (TIED, "v", False), ({}, "v", False)],
-)
+@pytest.mark.parametrize(("model", "placement", "copies"), [
+    ({"tied_embeddings": True}, "loop", True), ({"prediction_layers": 1}, "loop", True),
+    ({"tied_embeddings": True}, "v", False), ({}, "loop", False),
+])  # fmt: skip
 def test_copies_of_a_table_are_summed(model: Document, placement: str, copies: bool) -> None:
     """The ends of a V are on one rank."""
-    expected = 4 * 32000 * 4096 / 50e9 * 1e6 + 7 if copies else 0
     made = estimate(estimate_config(llama(**model), placement=placement))
-    assert made.table_reduction == pytest.approx(expected)
+    assert made.table_reduction == pytest.approx((4 * 32000 * 4096 / 50e9 * 1e6 + 7) * copies)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.executor_layers import flags_of, layer, layered
+from support.executor_layers import Document, flags_of, layer, layered
 from support.titan_configuration import configured
 from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut, free_plan, improved_plan
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
@@ -29,10 +29,6 @@ from zbv_solver.problem.problem import objective_value
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import PHASES, SearchOptions
 from zbv_solver.timing.start_times import evaluate
-
-Document = dict[str, Any]
-
-# --- all cuts of small models
 
 
 def random_layers(random: Random, unit: float) -> LayeredProblem:
@@ -113,9 +109,7 @@ UNITS = [1.0, 1 / 3, 123_456.7, 1e-6]
 
 @settings(max_examples=15, deadline=None)
 @given(st.randoms(use_true_random=True), st.sampled_from(RECOMPUTED), st.booleans(), st.sampled_from(UNITS))
-def test_equal_to_enumeration(
-    random: Random, recompute: Recompute | First, allow_empty: bool, unit: float
-) -> None:
+def test_best_cuts(random: Random, recompute: Recompute | First, allow_empty: bool, unit: float) -> None:
     problem = random_layers(random, unit)
     p, m = problem.pp_degree, problem.microbatches
     offered = [torch_schedule("GPipe", p, m), torch_schedule("1F1B", p, m), megatron_schedule(p, m, 1)]
@@ -134,9 +128,6 @@ def test_equal_to_enumeration(
     assert found.bound_of_all <= min(best.values()) * (1 + 1e-9)
     assert found.is_optimal
     assert found.even >= found.least * (1 - 1e-9) or problem.limit is not None
-
-
-# --- what executors recompute
 
 
 def blocks(limit: float, has_mtp: bool = True, ranks: int = 2, **more: Any) -> LayeredProblem:
@@ -183,22 +174,7 @@ def test_split_backwards_of_pytorch_recompute_nothing_and_torch_no_modules() -> 
     problem = blocks(1000.0, has_mtp=False, placement="v")
     split = cut_for_executor(problem, "torch", schedules=["ZBVZeroBubble"], effort="quick")
     assert {each.recompute for each in split.best.results} == {"none"}
-
-
-# --- settings
-
-
-def test_torchtitans_settings_are_of_the_cut() -> None:
-    found = cut_for_executor(ruled(9, 2), "torchtitan", effort="quick")
-    own, schedule = configured(found.settings or "", "newer").parallelism, found.best.schedule
-    assert own.module_fqns_per_model_part == module_names(found.stages or ())
-    assert (own.pipeline_parallel_schedule, own.num_pp_microbatches) == (schedule.name, schedule.microbatches)
-    assert found.best.orders == schedule.orders()
-    # Without a pipeline, it has multi-token prediction, and divides no model.
-    whole = alone(blocks(1000, ranks=1), "torchtitan").settings
-    assert configured(whole or "", "newer").parallelism.module_fqns_per_model_part is None
-    torch = alone(blocks(1000), "torch")
-    assert (torch.settings, "no settings of a cut" in torch.remark) == (None, True)
+    assert (split.settings, "no settings of a cut" in split.remark) == (None, True)
 
 
 def test_a_vision_encoder_stays_with_the_embedding() -> None:
@@ -210,10 +186,8 @@ def test_a_vision_encoder_stays_with_the_embedding() -> None:
     assert (layout[0], layout.count("v")) == ("E", 0)
     found = cut_for_executor(problem, "torchtitan", effort="quick")
     parts = configured(found.settings or "", "0.3.0").parallelism.module_fqns_per_model_part
+    assert parts == module_names(found.stages or ())
     assert [part.count("vision_encoder") for part in parts] == [1] + [0] * (len(parts) - 1)
-
-
-# --- rules of a cut, and refusals
 
 
 def ruled(blocks: int, ranks: int, **cut: Any) -> LayeredProblem:
@@ -251,8 +225,7 @@ def test_first_and_last_are_transformer_layers_of_ranks() -> None:
         ruled(8, 1, first=3)
 
 
-TWO: Document = {"recompute_layers": 2}
-ALL: Document = {"recompute": "all"}
+TWO, ALL = {"recompute_layers": 2}, {"recompute": "all"}
 OP: Document = {"has_mtp": False, "recompute_modules": ["op"]}
 
 
@@ -271,13 +244,13 @@ OP: Document = {"has_mtp": False, "recompute_modules": ["op"]}
      "24 of 48 transformer layers, so 24 of the model's layers"),
     (blocks(1000), "torchtitan", {}, "found 'mtp', which belongs to multi-token prediction; tor"),
     (blocks(9.0), "torch", TWO, "found 2 and executor torch; only Megatron-LM does"),
-    (blocks(9.0), "megatron", TWO | {"recompute": "none"}, "found 2 and --recompute none"),
+    (blocks(9.0), "megatron", {**TWO, "recompute": "none"}, "found 2 and --recompute none"),
     (blocks(9.0), "megatron", {"recompute_layers": 0}, "found 0; must be at least 1"),
     (ruled(8, 2), "megatron", TWO, "every transformer layer needs recompute"),
     (blocks(20.0, recompute_modules=["mlp"]), "torch", ALL, "found mlp; only Megatron-LM does that"),
     (blocks(20.0, **OP), "megatron", ALL, "found op; only torchtitan does that"),
     # PyTorch would compute a stage again in I and for every gradient of W, which no cost has.
-    (blocks(99.0, has_mtp=False), "torch", ALL | {"schedules": ["ZBVZeroBubble"]},
+    (blocks(99.0, has_mtp=False), "torch", {**ALL, "schedules": ["ZBVZeroBubble"]},
      "computes a recomputed stage again in I and for every"),
 ])  # fmt: skip
 def test_impossible_requests(problem: LayeredProblem, executor: str, more: Document, message: str) -> None:
@@ -290,13 +263,12 @@ def test_schedules_that_do_not_fit_are_refused_with_the_closest_cut() -> None:
     problem, schedule = blocks(19, has_mtp=False), megatron_schedule(2, 4, 1)
     with pytest.raises(InvalidInput, match="a schedule for 2 ranks"):
         best_cut(ruled(8, 4), [schedule])
-    with pytest.raises(InfeasibleMemory, match="closest cut") as raised:
-        best_cut(problem, [schedule], effort="quick")
-    assert raised.value.is_proved
-    assert best_cut(replace(problem, limit=raised.value.smallest), [schedule], effort="quick").objective > 0
+    for tried in ([schedule], [torch_schedule("GPipe", 2, 4), schedule]):
+        with pytest.raises(InfeasibleMemory, match="closest cut") as raised:
+            best_cut(problem, tried, effort="quick")
+        assert (raised.value.is_proved, raised.value.smallest) == (True, (24, 28)), "those of 1F1B"
+    assert best_cut(replace(problem, limit=(24, 28)), [schedule], effort="quick").objective > 0
 
-
-# --- free orders
 
 NO_SEARCH = SearchOptions("quick", without=PHASES)
 TIMES = st.one_of(st.just([9, 1, 1, 9]), st.lists(st.integers(1, 9), min_size=4, max_size=7))

@@ -117,8 +117,7 @@ def test_flags_of_a_layout_and_of_recomputation(recompute: tuple[Any, ...], flag
 def test_layers_become_modules() -> None:
     halves = ("block.0.attention", "block.0.mlp", "block.1.attention", "block.1.mlp")
     modules = modules_of("embedding", *halves, "mtp", "norm", "head")
-    assert modules.letters == ("E", "t", "", "t", "", "m", "", "L")
-    assert modules.late == "mtp"
+    assert (modules.letters, modules.late) == (("E", "t", "", "t", "", "m", "", "L"), "mtp")
     assert modules.bounds(("Et", "t", "", "m", "L")) == (0, 3, 5, 5, 7, 8)
     # Models without embedding and head get them.
     alone = modules_of("a", "b")
@@ -235,9 +234,6 @@ def test_even_cuts_of_executors(
     assert all(word in found.remark for word in remarks)
 
 
-# --- orders
-
-
 @pytest.mark.parametrize(("m", "group", "microbatches", "chunks"), [
     # megatron/core/model_parallel_config.py, microbatch_group_size_per_vp_stage: two examples. The second
     # has its chunks in forward_backward_pipelining_with_interleaving of schedules.py ("PP2 N3M5").
@@ -256,10 +252,7 @@ def test_megatrons_examples(m: int, group: int, microbatches: list[int], chunks:
 
 
 def test_megatrons_warm_up() -> None:
-    """get_pp_rank_microbatches: 2 (p - rank - 1) + (chunks - 1) group forwards before the first backward.
-
-    The forward of the first 1F1B step follows them.
-    """
+    """get_pp_rank_microbatches: 2 (p - rank - 1) + (chunks - 1) group forwards, and that of 1F1B's first."""
     orders = megatron_schedule(4, 16, 3, 6).orders()
     for rank in range(4):
         letters = orders.letter[orders.slice_of(rank)].tolist()

@@ -17,7 +17,7 @@ from zbv_models.fixed_orders.schedules import Schedule, torch_schedule
 from zbv_models.layouts.cluster import equal_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_memory import STATES, fsdp, in_order, megatron, torch, worker
-from zbv_models.layouts.given_cut import score_given_cut
+from zbv_models.layouts.executor_search import score_given_cut
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import Request, parse_request
 from zbv_solver.problem.cut import Cut
@@ -25,7 +25,7 @@ from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.verify.verifier import verify
 
-# --- bytes per parameter
+WIDE = "mixed-fp32-gradients"
 
 
 def chosen(name: str, **changes: Any) -> StateBytes:
@@ -40,7 +40,7 @@ def held(kept: HeldBytes, replicas: int, *, is_shared: bool) -> float:
 @pytest.mark.parametrize(("state", "alone", "distributed"), [
     # The table of Megatron-LM, docs/user-guide/features/dist_optimizer.md.
     (chosen("mixed", dtype="float16"), 20, (4, 16)),
-    (chosen("mixed-fp32-gradients"), 18, (6, 12)),
+    (chosen(WIDE), 18, (6, 12)),
     (chosen("single", dtype="float32"), 16, (8, 8)),
     # --grad-reduce-in-bf16: as with fp16, the update works on a copy in float32.
     (chosen("mixed"), 20, (4, 16)),
@@ -48,12 +48,10 @@ def held(kept: HeldBytes, replicas: int, *, is_shared: bool) -> float:
     (chosen("bf16-states"), 6 + 2 + 4, (6, 6)),
     (chosen("bf16-states", gradients=2), 4 + 2 + 4, (4, 6)),
     (chosen("fp8-states"), 6 + 2 + 2, (6, 4)),
-    (chosen("mixed-fp32-gradients", optimizer="muon"), 14, (6, 8)),
     # FusedSGD makes a momentum even if it is 0; SGD is not distributed.
-    (chosen("mixed-fp32-gradients", optimizer="sgd"), 14, (6, 8)),
-    (chosen("mixed-fp32-gradients", optimizer="sgd-momentum"), 14, (6, 8)),
-    (chosen("mixed-fp32-gradients", offloaded=0.5), 12, (6, 6)),
-    (chosen("mixed-fp32-gradients", offloaded=1.0), 6, (6, 0)),
+    *((chosen(WIDE, optimizer=name), 14, (6, 8)) for name in ("muon", "sgd", "sgd-momentum")),
+    (chosen(WIDE, offloaded=0.5), 12, (6, 6)),
+    (chosen(WIDE, offloaded=1.0), 6, (6, 0)),
 ])  # fmt: skip
 def test_bytes_of_megatron(state: StateBytes, alone: float, distributed: tuple[float, float]) -> None:
     assert held(megatron(state, 0), 8, is_shared=False) == alone
@@ -63,7 +61,7 @@ def test_bytes_of_megatron(state: StateBytes, alone: float, distributed: tuple[f
         assert held(megatron(state, 1), replicas, is_shared=True) == pytest.approx(expected)
 
 
-STATE = chosen("mixed-fp32-gradients")
+STATE = chosen(WIDE)
 
 
 @pytest.mark.parametrize(("kept", "expected"), [
@@ -84,9 +82,6 @@ def test_bytes_of_other_programs(kept: HeldBytes, expected: float) -> None:
     assert (gathered.buffers, gathered.reduced) == (2 + 4 + 2 * 1, 4)
 
 
-# --- settings ask for the states that the account holds
-
-
 def flags_to_state(flags: dict[str, str]) -> StateBytes:
     """What Megatron-LM makes of flags (arguments.py, ``validate_args``; ``OptimizerConfig``)."""
     dtype = "bfloat16" if "--bf16" in flags else "float16" if "--fp16" in flags else "float32"
@@ -97,14 +92,13 @@ def flags_to_state(flags: dict[str, str]) -> StateBytes:
         is_half = "--accumulate-allreduce-grads-in-fp32" not in flags
     assert is_aware or not {"--main-grads-dtype", "--exp-avg-dtype", "--optimizer-cpu-offload"} & set(flags)
     optimizer = flags.get("--optimizer", "adam")
-    if optimizer == "sgd" and flags.get("--sgd-momentum") != "0":
-        optimizer = "sgd-momentum"
+    has_momentum = optimizer == "sgd" and flags.get("--sgd-momentum") != "0"
     return StateBytes(
         parameters=4.0 if dtype == "float32" else 2.0,
         gradients=2.0 if is_half and dtype != "float32" else 4.0,
         master=0.0 if dtype == "float32" else bytes_of[flags.get("--main-params-dtype", "fp32")],
         state=bytes_of[flags.get("--exp-avg-dtype", "fp32")],
-        optimizer=optimizer,
+        optimizer="sgd-momentum" if has_momentum else optimizer,
         dtype=dtype,
         offloaded=float(flags.get("--optimizer-offload-fraction", "0")),
     )
@@ -140,10 +134,9 @@ def asked(nodes: int, fixed: Fixed, executor: str, **document: Any) -> Request:
     return parse_request(document, equal_cluster(cluster), fixed, executor=executor)
 
 
-@pytest.mark.parametrize(
-    ("cut", "schedule", "published"),
-    [("15,16x6,15", "1F1B", 82.5), ("7,8x14,7", "Interleaved1F1B", 72.7)],
-)
+@pytest.mark.parametrize(("cut", "schedule", "published"), [
+    ("15,16x6,15", "1F1B", 82.5), ("7,8x14,7", "Interleaved1F1B", 72.7),
+])  # fmt: skip
 def test_torchtitans_table_of_llama_405b_is_met(cut: str, schedule: str, published: float) -> None:
     """Table 5 of benchmarks/llama3_h100_202412_torchtitan.md, with the cuts of commit 9dec370.
 
@@ -157,9 +150,6 @@ def test_torchtitans_table_of_llama_405b_is_met(cut: str, schedule: str, publish
     assert scored.score.schedule.name == schedule
     assert scored.reserved_memory == pytest.approx(published * 2**30, rel=0.1)
     assert (scored.score.settings, "enable_fsdp_float8_all_gather" in scored.score.remark) == (None, True)
-
-
-# --- gradients that pass
 
 
 def layered(blocks: int, ranks: int, microbatches: int) -> LayeredProblem:
@@ -223,13 +213,9 @@ def test_the_plan_of_one_round_of_an_interleaved_schedule_holds_the_gradients_of
     assert whole == halves > 0
 
 
-# --- parameters gathered in float8
-
-
 def test_experts_and_tables_are_not_gathered_in_float8() -> None:
     model = {**EXPERTS, "hidden": 512, "product_dtype": "fp8", "kv_heads": 8, "gated": False}
-    parts = Fixed(1, 1, 1, 2, 2, 1, 1, "none")
-    states = {"precision": "float8-gather"}
+    parts, states = Fixed(1, 1, 1, 2, 2, 1, 1, "none"), {"precision": "float8-gather"}
     cluster = cluster_of(1, 4, 80, fp8_tflops=600)
     request = request_of(model, cluster, 8, "torch", parallel=states, **vars(parts))
     narrow = request.setting.of_executor("torch")

@@ -25,9 +25,6 @@ from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import AMONG, TOO_LARGE, changes, nearest, outcomes
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
 
-# --- enumeration
-
-
 PARTS: list[Document] = [
     {}, {"tensor_parallel": 2}, {"context_parallel": 2, "expert_parallel": 4}, {"microbatch_size": 2},
     {"data_parallel": 4, "zero_stage": 3}, {"pipeline_parallel": 4, "placement": "tp-cp-pp-dp"},
@@ -88,8 +85,6 @@ def test_large_clusters_have_few_families_and_large_numbers_are_enumerated_by_th
     with pytest.raises(InvalidInput, match=f"found more than {len(few.layouts) - 1} layouts of 2 devices"):
         list(few.families(len(few.layouts) - 1))
 
-
-# --- bounds, and the search
 
 LOADS = st.lists(st.tuples(st.floats(0.01, 1e3), st.floats(0.01, 1e3)), max_size=5)
 
@@ -171,13 +166,9 @@ def test_points_and_sensitivity_end_with_the_search() -> None:
     )
     assert some == whole[: len(some)]
     assert len(some) < len(whole) == len(list(changes(request))), "it ended in the middle"
-    for is_stopped in (False, True):
-        for seconds in (None, 1000.0):
-            assert Ends(partial(bool, is_stopped), seconds)() is is_stopped
-    assert Ends(lambda: False, 0.0)()
+    over = [Ends(partial(bool, end), limit)() for end, limit in product((0, 1), (None, 1000.0, 0.0))]
+    assert over == [False, False, True, True, True, True]
 
-
-# --- recomputation
 
 PIPED: Document = {**LONE, "pipeline_parallel": 2, "microbatch_size": 4}
 
@@ -191,7 +182,6 @@ def test_recomputation_is_chosen_where_memory_is_scarce() -> None:
     assert rows[0]["step_time"] < rows[1]["step_time"]
     assert rows[1]["peak_memory"] <= 4.5e9
     assert 0 < rows[1]["model_flops_utilisation"] < rows[0]["model_flops_utilisation"] < 1
-    assert all(rows[0]["partition"])
 
 
 def test_selective_recomputation_is_another_layout() -> None:
@@ -206,9 +196,7 @@ def test_selective_recomputation_is_another_layout() -> None:
         steps.append(best.step_time)
         held.append(-block.costs.memory.forward)
     assert (steps, held) == (sorted(set(steps)), sorted(set(held)))
-
-
-def test_a_dense_model_has_selective_layouts_where_they_are_asked_for() -> None:
+    # A dense model has selective layouts where they are asked for.
     assert {each.recompute for each in request_of(MODEL, cluster_of(1, 2), 16).layouts} == {"per-stage"}
     asked = request_of(MODEL, cluster_of(1, 2), 16, recompute="selective").layouts
     assert {(each.recompute, "mlp" in each.recompute_modules) for each in asked} == {("selective", True)}
@@ -221,8 +209,6 @@ def test_prediction_modules_are_dropped_or_added() -> None:
     requests = (parse_request(document, cluster_of(1, 2), prediction_layers=n) for n in (None, 0, 2))
     assert [request.setting.model.prediction_layers for request in requests] == [1, 0, 2]
 
-
-# --- what the answer says besides the order
 
 SIZES = {"hidden": 512, "layers": 4, "vocabulary": 8_000, "sequence": 1024}
 NARROW = {**MODEL, **SIZES}

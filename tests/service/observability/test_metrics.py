@@ -9,7 +9,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 from support.paths import ROOT
 from support.serving import PROBLEM, Service, Serving, until
-from zbv_service.observability.metrics import Metrics, family
+from zbv_service.observability.metrics import Metrics
+from zbv_service.searches.runner import family
 
 DOCUMENTED = {
     row[1]: row[2]

@@ -13,10 +13,10 @@ from sqlalchemy import Engine, event
 from support.serving import until
 from support.stored import a_search, next_of
 from zbv_service.database import Database, SearchEventTable, SearchTable
+from zbv_service.database import events as hub
+from zbv_service.database.events import EventFeed
 from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
-from zbv_service.searches import events as hub
-from zbv_service.searches.events import EventFeed
 
 
 @pytest.fixture
@@ -193,6 +193,6 @@ async def test_readers_of_old_events_take_turns(
     readers = [cast("Any", events.follow("a", 0)) for _ in range(16)]
     monkeypatch.setattr(SearchEventTable, "after", counted)
     await asyncio.wait_for(asyncio.gather(*map(anext, readers)), 30)
-    assert most <= 2, "one reader of old events at a time, beside the loop that reads new ones"
+    assert most <= 2, "one reader of old events at a time, next to the loop that reads new ones"
     for reader in readers:
         await reader.aclose()

@@ -20,8 +20,7 @@ from pydantic import ValidationError
 from support.fake_searches import orders_of, plan_of, stages_of
 from support.serving import PROBLEM
 from zbv_service.compute.executor_choice import ExecutorChoice, parse_choice
-from zbv_service.documents.packing import pack
-from zbv_service.documents.problems import question_json
+from zbv_service.documents.problems import pack, question_json
 from zbv_service.records.plans import NewPlan
 from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.cluster import worker

@@ -11,8 +11,7 @@ from support.fake_searches import plan_of, stages_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.serving import Service, Serving
 from zbv_service.client.answers import read_plan, read_rank
-from zbv_service.documents.packing import incumbent_of, pack, pack_plan
-from zbv_service.documents.problems import question_json
+from zbv_service.documents.problems import incumbent_of, pack, pack_plan, question_json
 from zbv_service.records.plans import NewPlan
 from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.task import search_plan, solver_search

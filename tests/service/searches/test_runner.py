@@ -16,7 +16,7 @@ from support.serving import DEADLINE, PROBLEM, Service, Serving, until
 from support.stored import next_of
 from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
-from zbv_service.documents.packing import pack
+from zbv_service.documents.problems import pack
 from zbv_service.records.searches import NewSearch, Update
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.runner import new_owner
@@ -276,7 +276,7 @@ async def test_a_search_runs_again_if_the_service_is_killed_before_storing_its_r
     serving: Serving, settings: Settings, directory: Path
 ) -> None:
     """The kill comes at the end of the transaction: the plan is written but not committed."""
-    with fake_service("honest", directory, "zbv_service.database.search_leases.tell_end") as killed:
+    with fake_service("honest", directory, "zbv_service.database.search_leases._end") as killed:
         async with httpx.AsyncClient(base_url=killed.address, timeout=DEADLINE) as http:
             answer = await http.post("/v1/searches", json={"problem": PROBLEM})
         assert await asyncio.to_thread(killed.process.wait, DEADLINE) == -signal.SIGKILL

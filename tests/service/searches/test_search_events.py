@@ -11,8 +11,8 @@ import pytest
 from support.event_streams import Told, events_of
 from support.serving import PROBLEM, Service, Serving, until
 from support.tokens import add
+from zbv_service.database import events as hub
 from zbv_service.records.searches import SearchEventDocument
-from zbv_service.searches import events as hub
 from zbv_service.security import access
 from zbv_service.security.tokens import TokenTable
 

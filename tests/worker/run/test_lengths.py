@@ -14,7 +14,7 @@ from support.selfcheck import random_orders
 from support.trained import CPU, Remembering, train_in_threads
 from torch import Tensor
 from zbv_service.client.answers import read_rank
-from zbv_service.documents.packing import pack
+from zbv_service.documents.problems import pack
 from zbv_service.plans.renderings import ranks_of
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json

@@ -22,7 +22,7 @@ from zbv_service.database import (
     TooManySearches,
 )
 from zbv_service.database.models import SearchRow
-from zbv_service.documents.packing import pack
+from zbv_service.documents.problems import pack
 from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import NewRanking, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound

@@ -111,6 +111,18 @@ def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, 
     return (output - target).square().sum(), 3 * len(output)
 
 
+def test_the_norm_of_the_gradients_is_that_of_the_parameters_that_are_trained_now(plan: Plan) -> None:
+    layers = model()
+    layers[2].requires_grad_(False)
+    with zbv.Pipeline(plan, layers, nnf.mse_loss) as pipe:
+        pipe.step(*batch())
+        layers.zero_grad()
+        layers[2].requires_grad_(True)
+        pipe.step(*batch())
+        expected = torch.nn.utils.get_total_norm([p.grad for p in layers.parameters() if p.grad is not None])
+        torch.testing.assert_close(pipe.clip_grad_norm_(1e9), expected)
+
+
 def test_parameters_may_be_added_frozen_and_unfrozen_between_steps(plan: Plan) -> None:
     inputs, targets = batch()
     layers = model()

@@ -15,9 +15,10 @@ import pytest
 import torch
 import zbv_worker.run.plan_change
 from support.gradients import relative_error
+from support.plans import unit_problem
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
-from support.trained import Remembering, Trained, train_alone, train_in_threads
+from support.trained import CPU, Remembering, Trained, train_alone, train_in_threads
 from torch import nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import identity
@@ -25,7 +26,9 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.run.options import TrainingOptions
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.run.loop import Loop
+from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.run.plan_change import NextPlan, PlanFile, Swaps
 
 STEPS = 40
@@ -99,6 +102,22 @@ def test_all_ranks_change_plan_at_the_same_step_without_changing_the_training(
     newest = found.reports[0].newest()
     assert len(newest) == STEPS - changed
     assert {str(r.action) for r in newest[0].records} == {str(r.action) for r in newest[-1].records}
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_plan_that_recomputes_other_stages_trains_alike(is_changed: bool) -> None:
+    orders = Orders.from_text([["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]])
+    plan = RankPlan.of("plan", unit_problem(1, 2), orders, 0)
+    run = RunOptions((), ModelSpec("tests:model"), 2)
+    loop = Loop(run, plan, Remembering(), ThreadHub(1).transport(0), CPU)
+    loop.step(0)
+    if is_changed:
+        loop._stages.change(replace(plan, cut=replace(plan.cut, recompute=(True, False))), ())
+    loop.step(1)
+    loop.end()
+    loop.close()
+    assert [stage.is_recomputed for stage in loop._stages.stages.values()] == [is_changed, False]
+    assert [line.loss for line in loop.report.lines] == pytest.approx(train_alone(2, 2)[1], rel=1e-5)
 
 
 def test_the_warnings_about_a_plan_are_repeated_for_the_next_one(

@@ -67,7 +67,7 @@ class Failures:
         A rank without a sign of life for somewhat longer is lost: ranks that wait for it notice it first, and
         know more.
     startup_timeout
-        The same until :meth:`started`.
+        The same until :meth:`started`, and in a process of the user's always.
     progress
         Where the rank is, and which rank it waits for; others read it in its signs of life.
     process
@@ -123,10 +123,11 @@ class Failures:
         if notes is None and isinstance(self._control, GlooControl) and self._layout.world_size > 1:
             notes = self._control.other_notes()
         if notes is not None:
+            least = 0.0 if self._process is not None else _LEAST_PATIENCE
             self._watch = PeerWatch(
                 FailureNotes(notes, self.rank),
                 (self.rank + 1) % self._layout.world_size,
-                self._patience(self._startup_timeout),
+                max(self._startup_timeout, least) + 2 * SILENT_SECONDS,
                 self._now,
                 self._lose,
                 # Without the store of a rank 0 that has left, the last step may still succeed.
@@ -145,8 +146,9 @@ class Failures:
     def started(self) -> None:
         """The first step is complete."""
         self._start.done()
-        if self._watch is not None:
-            self._watch.patience = self._patience(self._timeout)
+        # Code of the user may keep the interpreter busy for long, for instance to load data.
+        if self._watch is not None and self._process is not None:
+            self._watch.patience = self._timeout + 2 * SILENT_SECONDS
 
     def stop_watching(self) -> None:
         """Stop to watch, before this rank leaves. The others then expect no sign of life from it."""
@@ -220,10 +222,6 @@ class Failures:
             )
             leave(0)
         self._leave_open("did not close", LEAVE_SECONDS)
-
-    def _patience(self, timeout: float) -> float:
-        least = 0.0 if self._process is not None else _LEAST_PATIENCE
-        return max(timeout, least) + 2 * SILENT_SECONDS
 
     def _now(self) -> Doing:
         """What this rank does, as other ranks see it."""

@@ -111,7 +111,7 @@ def test_every_rank_of_a_zero_bubble_schedule_has_the_memory_of_the_first() -> N
 def test_repeated_runs_of_a_layout_count_once() -> None:
     def judged(batch: int, measured: float, predicted: float) -> Judged:
         run = own(id=f"{batch} {measured}", global_batch=batch, step_time_s=measured)
-        return Judged(run, measured, Prediction(predicted, 1.0, False, "none"))
+        return Judged(run, measured, Prediction(predicted, 1.0, False))
 
     # Per token, 8 is slowest and 32 is fastest, as predicted, except for one outlier of three repetitions.
     runs = [judged(8, 8.0, 8.0), judged(8, 0.1, 8.0), judged(8, 8.1, 8.0), judged(16, 12.0, 12.0)]
@@ -124,7 +124,7 @@ def test_repeated_runs_of_a_layout_count_once() -> None:
 def test_held_out_runs_are_also_counted_by_themselves() -> None:
     def judged(batch: int, ratio: float, held_out: bool) -> Judged:
         run = own(id=str(batch), global_batch=batch, step_time_s=1.0, memory_gb=1.0, held_out=held_out)
-        return Judged(run, 1.0, Prediction(ratio, ratio * 1e9, False, "none"))
+        return Judged(run, 1.0, Prediction(ratio, ratio * 1e9, False))
 
     # Throughput is predicted in the measured order for runs held out, and in reverse for the others.
     held_out = [judged(8, 1.1, True), judged(16, 1.1, True), judged(24, 1.1, True)]
@@ -147,8 +147,8 @@ def test_flops_of_the_model_stand_for_a_step() -> None:
 
 
 def test_findings_count_runs_that_are_wrongly_called_too_large() -> None:
-    right = Judged(own(out_of_memory=True), None, Prediction(1.0, 1.0, True, "none"))
-    wrong = Judged(own(step_time_s=2.0), 2.0, Prediction(1.0, 1.0, True, "none"))
+    right = Judged(own(out_of_memory=True), None, Prediction(1.0, 1.0, True))
+    wrong = Judged(own(step_time_s=2.0), 2.0, Prediction(1.0, 1.0, True))
     found = {each.what.strip(): each for each in findings([right, wrong, replace(wrong)], [])}
     assert found["1 runs out of memory: predicted"].value == 100
     assert found["2 others, recomputation unknown: wrongly predicted"].value == 100

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_solver.errors import InvalidInput
 
 from benchmarks.cli import main
@@ -42,20 +41,6 @@ def test_every_published_run_has_a_source_and_a_result() -> None:
     for run in PUBLISHED.values():
         assert run.source
         assert run.out_of_memory or run.memory_gb or published_step(run)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "stages", "expected"),
-    [
-        (32, 4, [8] * 4),
-        (126, 32, [3, *[4] * 30, 3]),  # Llama 3.1 405B: embedding and head count as blocks
-        (61, 16, [*[4] * 15, 1]),  # DeepSeek-V3 in Megatron-Bridge, whose last stage also predicts
-        (2, 4, [0, 1, 1, 0]),
-        (3, 4, [1, 1, 1, 0]),
-    ],
-)
-def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: list[int]) -> None:
-    assert dealt(blocks, stages) == expected
 
 
 def test_a_run_of_the_zero_bubble_paper_is_near() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.executor_layers import PUBLISHED
-from zbv_models.fixed_orders.executor_cut import even_cut
+from zbv_models.fixed_orders.executor_cut import dealt, even_cut
 from zbv_models.fixed_orders.megatron_layout import (
     check_layout,
     layout_flags,
@@ -250,3 +250,17 @@ def test_the_even_cut_is_that_of_the_executor(
     assert all(letter for letter in (letters[begin] for begin in found.bounds[:-1]))
     assert bool(found.remark) == bool(remarks)
     assert all(word in found.remark for word in remarks)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "expected"),
+    [
+        (32, 4, [8] * 4),
+        (126, 32, [3, *[4] * 30, 3]),  # Llama 3.1 405B: embedding and head count as blocks
+        (61, 16, [*[4] * 15, 1]),  # DeepSeek-V3 in Megatron-Bridge, whose last stage also predicts
+        (2, 4, [0, 1, 1, 0]),
+        (3, 4, [1, 1, 1, 0]),
+    ],
+)
+def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: list[int]) -> None:
+    assert dealt(blocks, stages) == expected

@@ -31,7 +31,7 @@ LINES = {
     "solver/zbv_models": "__init__ estimate fixed_orders layouts",
     "worker/zbv_worker": (
         "errors host values model models transport failures stage adapters execution tracing measure "
-        "training pipeline check agent commands __init__ __main__"
+        "gradients checkpoints pipeline run check agent commands __init__ __main__"
     ),
     "service/zbv_service": (
         "__init__ client observability errors records documents compute database settings security plans "

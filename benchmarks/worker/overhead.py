@@ -26,8 +26,8 @@ from torch import Tensor
 from typing_extensions import override
 from zbv_solver.plans.plan import plan_json
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
+from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
-from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.split_backward import defer_weight_gradients
@@ -35,7 +35,7 @@ from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.gloo import GlooTransport
-from zbv_worker.transport.sends import SendWork
+from zbv_worker.transport.gloo_ends import SendWork
 
 from benchmarks.findings import Finding, Target, median_interval
 from benchmarks.worker.ranks import MEETING_SECONDS, Workload, bare_executor, meeting, on_ranks, plan_of

@@ -16,7 +16,7 @@ import torch
 import zbv_worker as zbv
 from torch import nn
 from zbv_solver.plans.plan import plan_json
-from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.pipeline.batch import StepData, split_batch
 from zbv_worker.transport.world import World
 

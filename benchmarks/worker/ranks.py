@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
     from zbv_worker.execution.binding import Batches
     from zbv_worker.execution.executor import Executor
-    from zbv_worker.execution.whole_plan import WholePlan
+    from zbv_worker.execution.plan_source import WholePlan
 
 
 class Workload(BaseModel):

@@ -32,7 +32,7 @@ from zbv_worker.host.cores import usable_cores
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.training.report import RunSummary, read_reports, summarise
+from zbv_worker.tracing.report import RunSummary, read_reports, summarise
 
 from examples.demo.example import run_example
 from examples.demo.local_service import LocalService, port_or_free

@@ -16,8 +16,7 @@ from zbv_service.api import openapi
 from zbv_service.api.bodies import BodyMemory
 from zbv_service.api.error_handlers import install as install_error_handlers
 from zbv_service.api.error_handlers import on_crash
-from zbv_service.api.rank_fetches import RankFetches
-from zbv_service.api.responses import Responses
+from zbv_service.api.requests import Requests
 from zbv_service.api.routers import (
     agents,
     health,
@@ -30,11 +29,11 @@ from zbv_service.api.state import ApplicationState
 from zbv_service.compute.processes import preload
 from zbv_service.database import Database
 from zbv_service.observability.metrics import Metrics
-from zbv_service.observability.requests import Observed
 from zbv_service.pages import errors, sign_in
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets, assets_app
 from zbv_service.records.searches import SearchKind
-from zbv_service.searches.kinds import KINDS, Kind
+from zbv_service.searches.executors.task import Kind
+from zbv_service.searches.searches import KINDS
 from zbv_service.security.access import Access, require_declared
 from zbv_service.security.tokens import TokenTable, TokenText
 from zbv_service.settings import Settings
@@ -99,13 +98,12 @@ def create_app(
         lifespan=lifespan,
         routes=[route for router in _ROUTERS for route in router.routes],
         middleware=[
-            Middleware(Observed, metrics),
-            Middleware(Responses),
+            Middleware(Requests, metrics),
             Middleware(TrustedHostMiddleware, settings.host_names, www_redirect=False),
             # Starlette's own handler of crashes is outside of all middleware, so its response would lack the
             # request's id and the security headers.
             Middleware(ExceptionMiddleware, handlers={Exception: errors.as_page(on_crash)}),
-            Middleware(RankFetches),
+            Middleware(plans.RankFetches),
         ],
         openapi_url=None,  # replaced by a route that requires a token
         docs_url=None,

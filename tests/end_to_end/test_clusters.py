@@ -26,7 +26,7 @@ from zbv_solver.plans.plan import plan_json
 from zbv_worker.commands.cli import _parser as worker_parser
 from zbv_worker.host.local_ranks import free_port
 from zbv_worker.models.gpt import gpt
-from zbv_worker.training.options import TrainingOptions
+from zbv_worker.run.options import TrainingOptions
 
 SCRIPT = ROOT / "examples" / "slurm.sbatch"
 BIN = Path(sys.executable).parent

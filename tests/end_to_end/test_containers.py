@@ -24,8 +24,8 @@ from zbv_service.api.routers.agents import MAX_WAIT
 from zbv_service.client.tokens import FILE_VARIABLE
 from zbv_service.commands.cli import _parser as service_parser
 from zbv_service.commands.settings import settings_of
+from zbv_service.database.events import KEEP_ALIVE_SECONDS
 from zbv_service.errors import NOT_READY, error_document
-from zbv_service.searches.events import KEEP_ALIVE_SECONDS
 from zbv_service.settings import Settings
 from zbv_worker.commands.cli import _parser as worker_parser
 

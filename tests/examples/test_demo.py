@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from zbv_worker.training.report import RunSummary
+from zbv_worker.tracing.report import RunSummary
 
 from examples.demo.example import run_example
 from examples.demo.local_service import port_or_free

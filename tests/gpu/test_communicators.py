@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.on_devices import TIMEOUT, Bench, Run, is_filled
 from zbv_worker.check import waiting_receives
-from zbv_worker.transport.communicators import CHANNEL_OPTIONS
+from zbv_worker.transport.nccl_operations import CHANNEL_OPTIONS
 from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, NcclWork
 
 DELAY = 50.0

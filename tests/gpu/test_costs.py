@@ -20,8 +20,7 @@ from zbv_worker.model.checks import build_stage
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import gpt
 from zbv_worker.stage.main_gradients import use_main_gradients
-from zbv_worker.stage.precision import AUTOCAST, Precision
-from zbv_worker.stage.program import Program
+from zbv_worker.stage.program import AUTOCAST, Precision, Program
 from zbv_worker.stage.stage import Stage
 from zbv_worker.tracing.merged_trace import END, START
 

@@ -66,25 +66,21 @@ def test_every_setting_is_a_flag_and_a_variable_and_the_flag_wins(
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--tls-cert", "x.pem"], "TLS needs both"),
-        (["--tls-ca", "x.pem"], "clients present certificates only with TLS"),
-        (["--host", "0.0.0.0", "--auth", "none"], "found --auth none and --host 0.0.0.0"),
-        (["--database", "zbv.db"], "must be a database URL"),
-        (
-            ["--allowed-hosts", "zbv,a*b"],
-            "(ZBV_ALLOWED_HOSTS): found 'a*b'; * stands alone or before a domain",
-        ),
-        (["--executor", "threads"], "(ZBV_EXECUTOR): found 'threads'; must be processes"),
-        (
-            ["--max-connections", "0"],
-            "--max-connections (ZBV_MAX_CONNECTIONS): found 0; must be greater than or equal to 1.",
-        ),
+        ("--tls-cert x.pem", "TLS needs both"),
+        ("--tls-ca x.pem", "clients present certificates only with TLS"),
+        ("--host 0.0.0.0 --auth none", "found --auth none and --host 0.0.0.0"),
+        ("--database zbv.db", "must be a database URL"),
+        ("--allowed-hosts zbv,a*b", "(ZBV_ALLOWED_HOSTS): found 'a*b'; * stands alone or before a domain"),
+        ("--executor threads", "(ZBV_EXECUTOR): found 'threads'; must be processes"),
+        ("--max-connections 0", "--max-connections (ZBV_MAX_CONNECTIONS): found 0; must be greater than"),
+        ("--lease-seconds 1 --heartbeat-seconds 1", "lease_seconds must be at least 2 times"),
+        ("--agent-heartbeat-seconds 1 --agent-timeout-seconds 2", "agent_timeout_seconds must be at least 3"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_names_the_flag(
-    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    flags: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", *flags]) == 2
+    assert main(["serve", *flags.split()]) == 2
     printed = capsys.readouterr()
     assert complaint in printed.err
     assert printed.out == ""
@@ -109,43 +105,22 @@ def test_by_default_the_service_is_local_with_its_database_in_the_working_direct
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "variable",
     [
-        ("PORT", "x"),
-        ("PORT", "-1"),
-        ("DATABASE", "zbv.db"),
-        ("SEARCHES", "0"),
-        ("LEASE_SECONDS", "0"),
-        ("LOG_LEVEL", "loud"),
-        ("MAX_CELLS", "nan"),
-        ("SESSION_HOURS", "1e9"),
-        ("SHUTDOWN_SECONDS", "inf"),
-        ("LEASE_SECONDS", "1e300"),
-        ("REQUEST_SECONDS", "nan"),
+        *("PORT=x", "PORT=-1", "PORT=70000", "DATABASE=zbv.db", "DATABASE=mysql://x/y", "SEARCHES=0"),
+        *("LEASE_SECONDS=0", "LEASE_SECONDS=1e300", "LOG_LEVEL=loud", "MAX_CELLS=nan", "SESSION_HOURS=1e9"),
+        *("SHUTDOWN_SECONDS=inf", "REQUEST_SECONDS=nan"),
     ],
 )
-def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    name, value = variable.split("=")
     monkeypatch.setenv(f"ZBV_{name}", value)
     with pytest.raises(ValidationError):
         Settings()
 
 
-def test_a_lease_must_outlive_its_heartbeat() -> None:
-    with pytest.raises(ValidationError, match="lease_seconds must be at least 2 times"):
-        Settings(lease_seconds=1.0, heartbeat_seconds=1.0)
-
-
-def test_an_agent_must_not_be_lost_over_one_missed_heartbeat() -> None:
-    with pytest.raises(ValidationError, match="agent_timeout_seconds must be at least 3 times"):
-        Settings(agent_heartbeat_seconds=1.0, agent_timeout_seconds=2.0)
-
-
-@pytest.mark.parametrize(
-    ("gibibytes", "cores", "mebibytes"), [(1, 2, 512), (3.75, 2, 640), (64, 2, 768), (64, 127, 512)]
-)
-def test_searches_share_half_of_the_memory_within_bounds(
-    gibibytes: float, cores: int, mebibytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zbv_service.settings.memory_bytes", lambda: int(gibibytes * 1024**3))
-    monkeypatch.setattr("zbv_service.settings.cores", lambda: cores)
-    assert Settings().search_memory == mebibytes
+def test_searches_share_half_of_the_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gibibytes, cores, mebibytes in ((1, 2, 512), (3.75, 2, 640), (64, 2, 768), (64, 127, 512)):
+        monkeypatch.setattr("zbv_service.settings.memory_bytes", lambda size=gibibytes: int(size * 1024**3))
+        monkeypatch.setattr("zbv_service.settings.cores", lambda count=cores: count)
+        assert Settings().search_memory == mebibytes

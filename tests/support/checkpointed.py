@@ -15,14 +15,14 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
+from zbv_worker.checkpoints.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
+from zbv_worker.checkpoints.checkpoint_state import TrainedState
+from zbv_worker.checkpoints.fence import checkpoints
+from zbv_worker.gradients.gradients import Gradients
+from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.stage.precision import Precision
-from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
-from zbv_worker.training.checkpoint_state import TrainedState
-from zbv_worker.training.fence import checkpoints
-from zbv_worker.training.gradients import Gradients
-from zbv_worker.training.loss_scale import LossScale
-from zbv_worker.training.update import Update
+from zbv_worker.run.update import Update
+from zbv_worker.stage.program import Precision
 
 from support.agents import DEADLINE
 from support.selfcheck import random_orders

@@ -17,8 +17,8 @@ from typing import Literal
 from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 from zbv_service import database
+from zbv_service.database.engine import Base
 from zbv_service.database.migrate import upgrade
-from zbv_service.database.models import Base
 from zbv_service.database.url import async_url
 
 Kind = Literal["sqlite", "postgresql"]

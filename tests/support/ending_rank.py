@@ -10,15 +10,14 @@ from unittest.mock import Mock
 
 from zbv_solver.plans.orders import Action
 from zbv_worker.errors import InvalidRun, PeerLost
+from zbv_worker.execution.binding import overdue
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.execution.timeline import Overdue, Patience, QueuedWork
-from zbv_worker.execution.wait_errors import overdue
 from zbv_worker.failures import failures
 from zbv_worker.failures.blame import Doing, FailureNotes
 from zbv_worker.failures.failures import Failures, OwnProcess
 from zbv_worker.failures.progress import Progress, attach_progress
-from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.world import Layout
 
 

@@ -13,6 +13,7 @@ from zbv_models.estimate.part import Part
 from zbv_models.estimate.sections import with_presets
 from zbv_models.estimate.shapes import Degrees
 
+Document = dict[str, Any]
 Config = TypeVar("Config", bound=BaseModel)
 
 DEVICE = {

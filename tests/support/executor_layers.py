@@ -11,6 +11,7 @@ from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 
+Document = dict[str, Any]
 PUBLISHED: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "models/fixed_orders/published_layouts.json").read_text(encoding="utf-8")
 )

@@ -17,6 +17,8 @@ MODEL: Document = {
 EXPERTS = {**MODEL, "experts": 8, "experts_per_token": 2}
 TIED, PREDICTING = {**MODEL, "tied_embeddings": True}, {**MODEL, "prediction_layers": 1}
 SEEING = {**MODEL, "vision": {"hidden": 256, "layers": 4, "heads": 4, "patches": 64}}
+LONE: Document = {"tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1, "microbatch_size": 1}
+"""Parts of layouts whose ranks are single devices, for one sequence at a time."""
 
 
 def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.0, **device: Any) -> Cluster:
@@ -44,7 +46,7 @@ def request_of(
     return parse_request(document, cluster, Fixed(**fixed), executor=executor)
 
 
-def best_of(request: Request, executor: str) -> ExecutorLayout:
-    (best,) = executor_layouts(request.layouts, request.setting, executor).best
+def best_of(request: Request) -> ExecutorLayout:
+    (best,) = executor_layouts(request.layouts, request.setting, request.executor).best
     assert isinstance(best, ExecutorLayout)
     return best

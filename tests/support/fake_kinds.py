@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zbv_models.layouts.progress import LayoutProgress
-from zbv_service.documents.packing import pack, pack_plan, unpack
+from zbv_service.documents.problems import pack, pack_plan, unpack
 from zbv_service.records.searches import Claim, NewRanking, SearchKind
 from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
-from zbv_service.searches.executors.task import Compute, Reporter, SearchFunction, search_plan
-from zbv_service.searches.kinds import KINDS, Kind
+from zbv_service.searches.executors.task import Compute, Kind, Reporter, SearchFunction, search_plan
+from zbv_service.searches.searches import KINDS
 from zbv_solver.errors import NoLayoutFits
 from zbv_solver.problem.reading import parse_problem
 

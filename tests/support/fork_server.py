@@ -36,7 +36,7 @@ PRELOADED = (
     "zbv_worker.models.gpt",
     "zbv_worker.measure.rehearse.rehearse",
     "zbv_worker.pipeline.pipeline",
-    "zbv_worker.training.run",
+    "zbv_worker.run.run",
 )
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1

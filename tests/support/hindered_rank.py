@@ -12,8 +12,8 @@ import sys
 import threading
 from pathlib import Path
 
+from zbv_worker.checkpoints.checkpoint_files import RankFiles
 from zbv_worker.commands.cli import main
-from zbv_worker.training.checkpoint_files import RankFiles
 
 _write = RankFiles.write
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.model.protocol import Microbatch
-from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
+from zbv_worker.stage.loss import add_auxiliary_loss
 from zbv_worker.transport.channels import ChannelKey, key_of
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from zbv_worker.check import Gpu
 from zbv_worker.measure.ranks import answer, measure_on_ranks
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ControlPlane
 from zbv_worker.transport.gloo_control import GlooControl
-from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.gloo_ends import Staging
 from zbv_worker.transport.torch_api import NcclApi, TorchNccl
 from zbv_worker.transport.world import Backend, World, select_device
 

@@ -27,7 +27,7 @@ from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import StepResult
+from zbv_worker.execution.timeline import StepResult
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.connect import connect

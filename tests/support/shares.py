@@ -12,8 +12,8 @@ SHARES = {
     "waiting": (
         "service/compute/test_processes.py",
         "worker/agent/",
-        "worker/training/test_lost_ranks.py",
-        "worker/training/test_run.py",
+        "worker/run/test_lost_ranks.py",
+        "worker/run/test_run.py",
     ),
 }
 """Files and folders that one process runs. Every other file is one share."""

@@ -11,8 +11,8 @@ import signal
 import sys
 import threading
 
+from zbv_worker.checkpoints.fence import Fence
 from zbv_worker.commands.cli import main
-from zbv_worker.training.fence import Fence
 
 _check, _publish = Fence.check, Fence.publish
 _left = [0]

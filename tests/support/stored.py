@@ -11,10 +11,10 @@ from typing import Any
 
 from sqlalchemy import Engine, event
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
-from zbv_service.database.models import Base
+from zbv_service.database.engine import Base
 from zbv_service.records.agents import NewAgent
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
-from zbv_service.records.runs import NewRun
+from zbv_service.records.runs import NewRun, RunDocument
 from zbv_service.records.searches import Claim, NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
@@ -55,6 +55,13 @@ async def found_in(table: SearchTable, name: str = "a") -> SearchRecord:
     return record
 
 
+async def run_in(table: RunTable, name: str = "run") -> RunDocument:
+    """A run that is stored."""
+    record = await table.get(name)
+    assert record is not None
+    return record
+
+
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:
     """A plan with an objective and a problem's key; ``changes`` are of its summary."""
     summary = PlanSummaryDocument(
@@ -75,7 +82,7 @@ def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: A
             **changes,
         }
     )
-    return NewPlan(summary, b"document", problem)
+    return NewPlan(summary, b"document", problem, summary.lower_bound)
 
 
 PLAN = "f" * 64

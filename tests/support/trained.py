@@ -15,9 +15,9 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.training.options import RunOptions, TrainingOptions
-from zbv_worker.training.report import RankReport
-from zbv_worker.training.run import train
+from zbv_worker.run.options import RunOptions, TrainingOptions
+from zbv_worker.run.run import train
+from zbv_worker.tracing.report import RankReport
 
 from support.selfcheck import HardModel
 from support.thread_transport import ThreadHub

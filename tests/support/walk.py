@@ -1,7 +1,9 @@
 """Counts the functions of the service that a request passes through; as a program, it lists them.
 
 ``python -m tests.support.walk`` walks from ``POST /v1/searches`` through the search to the fetch of a rank,
-in this process over ASGI. What the process of the search runs is not counted.
+in this process over ASGI, and with ``tokens`` with a token. What the process of the search runs is not
+counted, nor what a service does at intervals: it renews leases, and looks for requests to stop, runs and old
+rows, and at its memory.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from contextlib import contextmanager
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import httpx
 import zbv_service
 from zbv_service.app import create_app
+from zbv_service.compute import computations
 from zbv_service.settings import Settings
 
 from support.fake_kinds import kinds_of
@@ -27,8 +31,10 @@ from support.serving import DEADLINE, Service
 from support.tokens import add
 
 PACKAGE = str(Path(zbv_service.__file__).parent)
-PIECES = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
-"""Comprehensions belong to the function that they are in."""
+PIECES = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
+"""Comprehensions and lambdas belong to the function that they are in."""
+AT_INTERVALS = ("zbv-leases", "zbv-requests to stop")
+"""The tasks that are not counted."""
 FETCH = "fetch of a rank"
 """The part that fetches a rank from memory."""
 REPEATED = [f"fetch {number}" for number in range(5)]
@@ -79,7 +85,10 @@ class Walk:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         calls = self._calls
         if event == "call" and calls is not None:
-            calls.add(frame.f_code)
+            loop = asyncio._get_running_loop()  # None in the other threads
+            task = None if loop is None else asyncio.current_task(loop)
+            if task is None or task.get_name() not in AT_INTERVALS:
+                calls.add(frame.f_code)
 
 
 def _is_counted(code: CodeType) -> bool:
@@ -98,23 +107,22 @@ def modules(functions: set[Function]) -> list[str]:
     return sorted({function.module for function in functions})
 
 
-async def walk(place: Path) -> Walk:
-    """Submit a search, follow it to its end, and fetch a rank twice, with a token of the database."""
+async def walk(place: Path, auth: Literal["tokens", "none"] = "none") -> Walk:
+    """Submit a search, follow it to its end, and fetch a rank twice; ``tokens``: with one of the database."""
     walk = Walk()
-    settings = Settings(
-        database=f"sqlite:///{place}/zbv.db", allowed_hosts=("zbv",), searches=1, heartbeat_seconds=0.1
-    )
-    with walk.watching():
+    settings = Settings(database=f"sqlite:///{place}/zbv.db", allowed_hosts=("zbv",), searches=1, auth=auth)
+    with walk.watching(), patch.object(computations, "LOOK_SECONDS", DEADLINE):
         app = create_app(settings, kinds=kinds_of("honest", place))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://zbv", timeout=DEADLINE)
         async with app.router.lifespan_context(app), client as http:
             state, service = app.state.application, Service(app, http)
-            http.headers.update(await add(service, "read", "search"))
-            # Background work for runs and old rows is no part of the walk.
+            if auth == "tokens":
+                http.headers.update(await add(service, "read", "search"))
             await state.dispatcher.stop()
             await state.sweeper.stop()
-            await http.get("/readyz")  # builds the middleware
+            # Builds the middleware, and opens a connection in each thread that reads.
+            await asyncio.gather(*(http.get("/v1/plans") for _ in range(8)))
             with walk.part("POST"):
                 search_id = (await service.submit()).json()["id"]
             with walk.part("search"):
@@ -141,4 +149,5 @@ def listing(done: Walk) -> Iterator[str]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        sys.stdout.writelines(f"{line}\n" for line in listing(asyncio.run(walk(Path(folder)))))
+        done = asyncio.run(walk(Path(folder), "tokens" if "tokens" in sys.argv else "none"))
+        sys.stdout.writelines(f"{line}\n" for line in listing(done))

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import selectors
+import shutil
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from playwright.sync_api import FloatRect, Locator, Page, TimeoutError
+from playwright.sync_api import Browser, FloatRect, Locator, Page, TimeoutError, sync_playwright
+from zbv_service.client import AgentClient
 from zbv_service.client.tokens import find
-from zbv_solver.plans.plan import Plan, plan_json
-from zbv_solver.plans.reading import parse_plan
+from zbv_solver.plans.plan import Plan
 
 BROWSERS = (
     "chromium-headless-shell",  # the same without windows, which nobody sees here: a third less work
@@ -44,7 +42,6 @@ BROWSER_FLAGS = (
     "--disable-sync",
 )
 SCRIPT = Path(sys.executable).with_name("zbv-service")
-START_SECONDS = 120.0
 SEARCH_SECONDS = 120.0
 SOON_SECONDS = 60.0
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -69,11 +66,8 @@ class Look:
 
     def sign_in(self) -> None:
         """Sign in with a link that works once, like the user who started the service."""
-        request = urllib.request.Request(
-            f"{self.origin}/v1/sign-in-links", b"", {"Authorization": f"Bearer {find(self.origin)}"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            self.page.goto(json.load(answer)["url"])
+        with AgentClient(self.origin) as client:
+            self.page.goto(client.sign_in_link())
         self.page.get_by_role("button", name="Sign in").click()
         self.page.wait_for_url(f"{self.origin}/")
 
@@ -146,41 +140,30 @@ class Look:
         return self.page.locator(".tip").filter(visible=True).first
 
 
+Open = Callable[..., Look]
+"""Opens a new profile: ``look(origin, …)``."""
+
+
 @dataclass(frozen=True)
 class Service:
     """The running service."""
 
     url: str
-
-    def import_plan(self, plan: Plan) -> str:
-        """Store a plan; its page's address."""
-        self.call("/v1/plans", plan_json(plan))
-        return f"{self.url}/plans/{plan.plan_id}"
+    client: AgentClient
 
     def search(self, problem: Any) -> Plan:
         """Have a problem searched, and wait for the plan."""
-        begun = self.call("/v1/searches", {"problem": problem, "options": {"effort": "quick"}})
-        found = self.ended(begun["id"])
-        assert found["state"] == "done", found
-        return parse_plan(self.call(f"/v1/plans/{found['plan_id']}"))
-
-    def ended(self, search_id: str) -> dict[str, Any]:
-        """Wait for a search to end."""
-        until = time.monotonic() + SEARCH_SECONDS
-        while True:
-            found: dict[str, Any] = self.call(f"/v1/searches/{search_id}")
-            if found["state"] not in ("queued", "running"):
-                return found
-            assert time.monotonic() < until, f"the search did not end in time: {found}"
-            time.sleep(0.1)
+        asked = self.client.submit(problem, {"effort": "quick"})
+        ended = self.client.wait(asked.id, timeout=SEARCH_SECONDS)
+        return self.client.plan(str(ended.plan_id))
 
     def call(self, path: str, body: Any = None) -> Any:
         """GET a document, or POST one."""
-        data = None if body is None else json.dumps(body).encode()
-        fields = {"Content-Type": "application/json", "Authorization": f"Bearer {find(self.url)}"}
-        request = urllib.request.Request(self.url + path, data, fields)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
+        fields = {"Authorization": f"Bearer {find(self.url)}"}
+        method = "GET" if body is None else "POST"
+        answer = httpx.request(method, self.url + path, json=body, headers=fields, timeout=30)
+        assert answer.is_success, answer.text
+        return answer.json()
 
 
 @contextmanager
@@ -194,23 +177,25 @@ def serving(directory: Path) -> Iterator[Service]:
         text=True,
     ) as process:
         try:
-            yield Service(_announced_address(process))
+            assert process.stdout is not None
+            found = re.search(r"listening on (http://\S+)", process.stdout.readline())
+            assert found, "the service did not start (see its standard error)"
+            with AgentClient(found[1]) as client:
+                yield Service(found[1], client)
         finally:
             process.terminate()
             process.wait(timeout=30)
 
 
-def _announced_address(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    until = time.monotonic() + START_SECONDS
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while time.monotonic() < until and process.poll() is None:
-            if selector.select(timeout=1.0):
-                found = re.search(r"listening on (http://\S+)", process.stdout.readline())
-                if found:
-                    return found[1]
-    pytest.fail("the service ended, or did not announce its address in time (see its standard error)")
+@contextmanager
+def a_browser() -> Iterator[Browser]:
+    """The first of the browsers that is installed."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    assert path is not None, f"No browser found (looked for {', '.join(BROWSERS)}). Run: make browser"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
+        yield browser
+        browser.close()
 
 
 PROBLEM: dict[str, Any] = {

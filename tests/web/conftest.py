@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, StorageState, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, StorageState
 from zbv_service.pages.layouts import LayoutForm
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 
-from web.browsing import BROWSER_FLAGS, BROWSERS, HARMLESS, LAYOUTS, PROBLEM, Look, Service, serving
+from web.browsing import HARMLESS, LAYOUTS, PROBLEM, SEARCH_SECONDS, Look, Service, a_browser, serving
 
 
 @pytest.fixture(scope="session")
@@ -27,16 +26,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 # the same process start other loops.
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.fail(
-            f"No browser found (looked for {', '.join(BROWSERS)}); the page is tested in a real one. "
-            "Run: make browser"
-        )
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
-        yield browser
-        browser.close()
+    with a_browser() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
@@ -84,14 +75,12 @@ def look(browser: Browser, profiles: list[Look], signed_in: dict[str, StorageSta
         if has_clock:
             page.clock.install()
         page.on("pageerror", lambda error: found.complaints.append(str(error)))
-        page.on(
-            "console",
-            lambda message: (
-                None
-                if HARMLESS.search(message.text)
-                else found.complaints.append(f"{message.type}: {message.text}")
-            ),
-        )
+
+        def note(message: ConsoleMessage) -> None:
+            if not HARMLESS.search(message.text):
+                found.complaints.append(f"{message.type}: {message.text}")
+
+        page.on("console", note)
         page.on("request", lambda request: found.requests.append(request.url))
         profiles.append(found)
         if is_known and known is None and origin.startswith("http"):
@@ -112,9 +101,9 @@ def plan(service: Service) -> Plan:
 def layout_search(service: Service) -> dict[str, Any]:
     """A finished search for the layouts of the form with the fields above, with a sensitivity."""
     form = LayoutForm.parse({name: [value] for name, value in LAYOUTS.items()})
-    asked = service.call("/v1/layouts", form.document())
-    found = service.ended(asked["id"])
-    assert found["state"] == "done", found
+    search_id = service.client.submit_layouts(form.document()).id
+    assert service.client.wait(search_id, timeout=SEARCH_SECONDS).state == "done"
+    found: dict[str, Any] = service.call(f"/v1/searches/{search_id}")
     return found
 
 

@@ -6,20 +6,18 @@ In ``tests``, ``python -m web.pictures ../docs`` writes ``page-NAME-light.png`` 
 from __future__ import annotations
 
 import io
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 from PIL import Image
-from playwright.sync_api import TimeoutError, ViewportSize, sync_playwright
+from playwright.sync_api import TimeoutError, ViewportSize
 
-from web.browsing import BROWSER_FLAGS, BROWSERS, Look, Service, serving
+from web.browsing import Look, Service, a_browser, serving
 
 SIZE: ViewportSize = {"width": 1280, "height": 800}
 SCALE = 1.5
@@ -31,10 +29,8 @@ LIVE_SECONDS = 40.0
 WAIT_SECONDS = 300.0
 
 _COSTS: dict[str, Any] = {
-    "forward": [11, 10, 10, 10, 10, 10, 10, 9],
-    "backward_input": [11, 11, 11, 11, 11, 11, 11, 12],
-    "backward_weight": [8, 7, 7, 7, 7, 7, 7, 7],
-    "p2p": 1,
+    **{"forward": [11, 10, 10, 10, 10, 10, 10, 9], "backward_input": [11] * 7 + [12]},
+    **{"backward_weight": [8] + [7] * 7, "p2p": 1},
 }
 _MEMORY: dict[str, Any] = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 16}
 PROBLEM: dict[str, Any] = {
@@ -72,17 +68,12 @@ def main() -> None:
 @contextmanager
 def browsing(service: Service) -> Iterator[Look]:
     """A signed-in browser."""
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        raise SystemExit(f"No browser found (looked for {', '.join(BROWSERS)}). Run: make browser")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
+    with a_browser() as browser:
         page = browser.new_page(viewport=SIZE, device_scale_factor=SCALE, reduced_motion="reduce")
         page.set_default_timeout(1000 * WAIT_SECONDS)
         seen = Look(page, service.url)
         seen.sign_in()
         yield seen
-        browser.close()
 
 
 def take(seen: Look, directory: Path, name: str, show: Callable[[], None]) -> None:
@@ -136,14 +127,10 @@ def the_search(seen: Look, service: Service) -> None:
 
 def _of_few_colours(picture: Image.Image) -> Image.Image:
     """The picture in its own most frequent colours: flat surfaces stay exactly as they are."""
-    pixels = np.asarray(picture).reshape(-1, 3)
-    colours, places, counts = np.unique(pixels, axis=0, return_inverse=True, return_counts=True)
-    most = colours[np.argsort(-counts)[:COLOURS]]
-    distances = np.square(colours[:, None].astype(np.int64) - most[None]).sum(axis=2)
-    indices = distances.argmin(axis=1).astype(np.uint8)[places.ravel()]
-    found = Image.fromarray(indices.reshape(picture.height, picture.width), "P")
-    found.putpalette(most.tobytes())
-    return found
+    counted = cast("list[tuple[int, tuple[int, ...]]]", picture.getcolors(picture.width * picture.height))
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for _, colour in sorted(counted, reverse=True)[:COLOURS] for part in colour])
+    return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,8 +11,8 @@ from random import Random
 from typing import Any
 
 from support.rank_traces import trace_documents
-from zbv_service.client.tokens import find
-from zbv_solver.plans.plan import Plan
+from zbv_service.client import AgentClient, AgentGone, NodeWork
+from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.problem import Problem
 
 from web.browsing import Service
@@ -24,70 +22,53 @@ MODEL = {"factory": "a.b:c", "arguments": {"layers": 8}}
 
 @dataclass
 class PlayedRun:
-    """A run, and the agents that the test plays: one per rank."""
+    """A run, and the agents that the test plays: one per rank, each with its work."""
 
-    service: Service
-    plan: Plan
+    client: AgentClient
     id: str
-    agents: list[str]
+    url: str
+    """Its page."""
+    agents: list[tuple[str, NodeWork]]
 
-    @property
-    def url(self) -> str:
-        """Its page."""
-        return f"{self.service.url}/runs/{self.id}"
-
-    def beat(self, step: int | None) -> None:
+    def beat(self, step: int) -> None:
         """Every rank is in a step."""
-        for rank, agent in enumerate(self.agents):
-            places = [] if step is None else [{"rank": rank, "step": step, "action": f"{rank}F1"}]
-            self.service.call(f"/v1/agents/{agent}/heartbeat", {"run_id": self.id, "ranks": places})
+        for rank, (agent, _) in enumerate(self.agents):
+            places = [{"rank": rank, "step": step, "action": f"{rank}F1"}]
+            self.client.heartbeat(agent, {"run_id": self.id, "ranks": places})
 
     def measured(self, documents: Sequence[dict[str, Any]]) -> None:
         """These ranks send their measurements."""
         for document in documents:
-            self._put(document["rank"], "trace", json.dumps(document).encode(), "application/json")
+            rank = document["rank"]
+            agent, work = self.agents[rank]
+            self.client.put_trace(agent, work, rank, json.dumps(document).encode())
 
     def log(self, rank: int, text: str) -> None:
         """A rank sends the end of its log."""
-        self._put(rank, "log", text.encode(), "text/plain")
+        agent, work = self.agents[rank]
+        self.client.put_log(agent, work, rank, text.encode())
 
-    def end(self, outcome: str, rank: int | None = None, **failure: Any) -> None:
-        """All nodes end; ``failure`` is that of a rank. Agents that were silent for long are lost already."""
-        for index, agent in enumerate(self.agents):
-            failed = [{"rank": rank, **failure}] if index == rank else []
-            own = "failed" if failed else "stopped" if failure else outcome
-            body = {"run_id": self.id, "generation": 0, "outcome": own, "failures": failed}
-            with suppress(urllib.error.HTTPError):
-                _send(self.service, "POST", f"/v1/agents/{agent}/ended", json.dumps(body).encode())
-            _send(self.service, "DELETE", f"/v1/agents/{agent}")
-
-    def _put(self, rank: int, kind: str, body: bytes, media_type: str) -> None:
-        path = f"/v1/agents/{self.agents[rank]}/runs/{self.id}/generations/0/ranks/{rank}/{kind}"
-        _send(self.service, "PUT", path, body, media_type)
+    def stop(self) -> None:
+        """All nodes stop, and their agents leave. Agents that were silent for long are lost already."""
+        for agent, _ in self.agents:
+            with suppress(AgentGone):
+                end = {"run_id": self.id, "generation": 0, "outcome": "stopped", "failures": []}
+                self.client.report_end(agent, end)
+            self.client.remove_agent(agent)
 
 
-def play(service: Service, plan: Plan, *, steps: int = 40, **options: Any) -> PlayedRun:
+def play(service: Service, plan: Plan, *, steps: int = 40) -> PlayedRun:
     """Have a plan run, and take its work: the run is starting then."""
-    service.import_plan(plan)
-    agents = []
-    for rank in range(plan.problem.pp_degree):
-        body = {"id": secrets.token_hex(16), "name": f"node-{rank}", "address": "10.0.0.1", "port": 29500}
-        service.call("/v1/agents", {**body, "slots": 1, "allows": {"models": ["a.*"]}})
-        agents.append(body["id"])
-    run = service.call(
-        "/v1/runs",
-        {
-            "plan_id": plan.plan_id,
-            "model": MODEL,
-            "nodes": len(agents),
-            "steps": steps,
-            "options": {"retries": 0, **options},
-        },
-    )
-    for agent in agents:
-        service.call(f"/v1/agents/{agent}/work?wait=20")
-    nodes = sorted(service.call(f"/v1/runs/{run['id']}")["members"], key=lambda node: node["node_rank"])
-    return PlayedRun(service, plan, str(run["id"]), [str(node["agent_id"]) for node in nodes])
+    client = service.client
+    client.import_plan(plan_json(plan))
+    names = [secrets.token_hex(16) for _ in range(plan.problem.pp_degree)]
+    for rank, name in enumerate(names):
+        node = {"id": name, "name": f"node-{rank}", "address": "10.0.0.1", "port": 29500, "slots": 1}
+        client.register_agent({**node, "allows": {"models": ["a.*"]}})
+    run = client.submit_run(plan.plan_id, MODEL, nodes=len(names), steps=steps, options={"retries": 0})
+    works = [(name, work) for name in names if (work := client.next_work(name, 20)) is not None]
+    works.sort(key=lambda agent: agent[1].node_rank)
+    return PlayedRun(client, run.id, f"{service.url}/runs/{run.id}", works)
 
 
 def slower(problem: Problem, rank: int, factor: float) -> Problem:
@@ -99,26 +80,13 @@ def slower(problem: Problem, rank: int, factor: float) -> Problem:
     return replace(problem, costs=replace(costs, backward_weight=weights))
 
 
-def traces(
-    plan: Plan, problem: Problem, *, steps: int = 6, first_step: int = 0, ahead: Sequence[int] | None = None
-) -> list[dict[str, Any]]:
-    """The traces of a plan's ranks under the costs of a problem, with losses and a little noise."""
-    made = trace_documents(
-        problem, plan.orders, plan_id=plan.plan_id, steps=steps, first_step=first_step, ahead=ahead
-    )
-    noise = Random(first_step)
+def traces(plan: Plan, problem: Problem) -> list[dict[str, Any]]:
+    """The traces of six steps of a plan's ranks under a problem's costs, with losses and a little noise."""
+    made = trace_documents(problem, plan.orders, plan_id=plan.plan_id, steps=6)
+    noise = Random(0)
     for document in made:
         for entry in document["steps"]:
             entry["seconds"] *= 1 + 0.01 * noise.random()
             if document["pp_rank"] == 0:
                 entry["loss"] = round(4.0 / (1 + 0.1 * entry["step"]), 4)
     return made
-
-
-def _send(
-    service: Service, method: str, path: str, body: bytes = b"", kind: str = "application/json"
-) -> None:
-    fields = {"Content-Type": kind, "Authorization": f"Bearer {find(service.url)}"}
-    request = urllib.request.Request(service.url + path, body or None, fields, method=method)
-    with urllib.request.urlopen(request, timeout=30):
-        pass

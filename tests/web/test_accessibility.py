@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, ViewportSize
 from zbv_solver.plans.plan import Plan
 
-from web.browsing import PHONE, Look, Service
+from web.browsing import PHONE, Look, Open, Service
 from web.played_runs import play, slower, traces
 
 KINDS = (
@@ -46,7 +45,7 @@ def addresses(service: Service, plan: Plan, layout_search: dict[str, Any]) -> di
 
 
 @pytest.fixture(scope="module")
-def reader(look: Callable[..., Look], service: Service) -> Look:
+def reader(look: Open, service: Service) -> Look:
     return look(service.url, reduced_motion="reduce")
 
 
@@ -105,7 +104,7 @@ def go_through(page: Page) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_is_accessible_by_keyboard_in_both_themes_and_on_a_phone(
-    reader: Look, look: Callable[..., Look], addresses: dict[str, str], kind: str
+    reader: Look, look: Open, addresses: dict[str, str], kind: str
 ) -> None:
     seen = look(reader.origin, is_known=False) if kind == "sign-in" else reader
     page = seen.page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from playwright.sync_api import Page, Route
 from zbv_solver.plans.plan import Plan
 
-from web.browsing import PHONE, PROBLEM, Look, Service
+from web.browsing import PHONE, PROBLEM, Open, Service
 from web.played_runs import play, slower, traces
 
 LONG: dict[str, Any] = {
@@ -103,9 +103,7 @@ def going_on(service: Service, **changes: Any) -> Iterator[str]:
         service.call(f"/v1/searches/{search_id}/cancel", {})
 
 
-def test_a_search_is_followed_and_stopped_and_keeps_its_best(
-    look: Callable[..., Look], service: Service
-) -> None:
+def test_a_search_is_followed_and_stopped_and_keeps_its_best(look: Open, service: Service) -> None:
     found, waits = look(service.url), look(service.url)
     page = found.page
     with going_on(service) as search_id:
@@ -144,7 +142,7 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(
 
 
 def test_scripts_write_the_numbers_of_an_ended_search_as_the_service_does(
-    look: Callable[..., Look], service: Service, plan: Plan
+    look: Open, service: Service, plan: Plan
 ) -> None:
     search_id = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
     found = look(service.url)
@@ -159,9 +157,7 @@ def test_scripts_write_the_numbers_of_an_ended_search_as_the_service_does(
     assert found.complaints == []
 
 
-def test_a_broken_stream_is_resumed_and_a_deleted_search_is_announced(
-    look: Callable[..., Look], service: Service
-) -> None:
+def test_a_broken_stream_is_resumed_and_a_deleted_search_is_announced(look: Open, service: Service) -> None:
     found, other = look(service.url), look(service.url)
     page = found.page
     line = Line(service.url)
@@ -192,7 +188,7 @@ def test_a_broken_stream_is_resumed_and_a_deleted_search_is_announced(
     assert other.complaints == []
 
 
-def test_without_streams_pages_and_lists_poll(look: Callable[..., Look], service: Service) -> None:
+def test_without_streams_pages_and_lists_poll(look: Open, service: Service) -> None:
     def no_streams(route: Route) -> None:
         if "text/event-stream" in route.request.headers["accept"]:
             route.fulfill(status=502, body="a proxy that knows no streams")
@@ -218,9 +214,7 @@ def test_without_streams_pages_and_lists_poll(look: Callable[..., Look], service
     assert reader.complaints == []
 
 
-def test_the_page_follows_a_run_and_can_stop_it(
-    look: Callable[..., Look], service: Service, plan: Plan
-) -> None:
+def test_the_page_follows_a_run_and_can_stop_it(look: Open, service: Service, plan: Plan) -> None:
     run, found = play(service, plan), look(service.url, has_clock=True)
     page = found.page
     found.open(run.url)
@@ -238,16 +232,14 @@ def test_the_page_follows_a_run_and_can_stop_it(
     assert page.get_by_role("button", name="Stop all ranks").is_visible(), "open details stay open"
     page.get_by_role("button", name="Stop all ranks").click()
     page.get_by_text("Cancelling: its ranks are stopping").wait_for()
-    run.end("stopped")
+    run.stop()
     found.soon(page.locator("[data-live=state] .state.cancelled"))
     assert page.locator("[data-open]").count() == 0
     assert found.complaints == []
     assert found.strangers() == []
 
 
-def test_missing_points_are_searched_and_the_frontier_fills_in(
-    look: Callable[..., Look], service: Service
-) -> None:
+def test_missing_points_are_searched_and_the_frontier_fills_in(look: Open, service: Service) -> None:
     tight = service.search({**PROBLEM, "pp_degree": 2, "microbatches": 5})
     found = look(service.url, has_clock=True)
     page = found.page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +10,14 @@ from playwright.sync_api import Page, expect
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan
 
-from web.browsing import LAYOUTS, Look, Service
+from web.browsing import LAYOUTS, Look, Open, Service
 from web.played_runs import play, slower, traces
 
 UNAUTHORISED = "error: Failed to load resource: the server responded with a status of 401 (Unauthorized)"
 
 
 @pytest.fixture(scope="module")
-def reader(look: Callable[..., Look], service: Service, plan: Plan) -> Look:
+def reader(look: Open, service: Service, plan: Plan) -> Look:
     """A signed-in reader of a service with a plan in it."""
     return look(service.url)
 
@@ -29,9 +28,7 @@ def bars(page: Page) -> list[int]:
     return [int(count) for count in (page.get_attribute("#chart", "data-bars") or "").split()]
 
 
-def test_a_token_signs_in_and_opens_the_requested_page(
-    look: Callable[..., Look], service: Service, plan: Plan
-) -> None:
+def test_a_token_signs_in_and_opens_the_requested_page(look: Open, service: Service, plan: Plan) -> None:
     found = look(service.url, is_known=False)
     page = found.page
     for token in ("zbv_wrong", str(find(service.url))):
@@ -108,12 +105,12 @@ def test_a_measured_action_has_its_planned_time(reader: Look, service: Service, 
     told = "".join(tip.inner_text().split())
     assert "planned1000µs" in told
     assert "measured1000µs(1×)" in told
-    run.end("stopped")
+    run.stop()
     assert reader.complaints == []
 
 
 def test_the_form_leads_to_the_best_layouts_and_comes_back(
-    look: Callable[..., Look], service: Service, layout_search: dict[str, Any]
+    look: Open, service: Service, layout_search: dict[str, Any]
 ) -> None:
     found = look(service.url, java_script_enabled=False, color_scheme="dark")
     page = found.page
@@ -146,9 +143,7 @@ def test_the_form_leads_to_the_best_layouts_and_comes_back(
     page.wait_for_url(f"**/plans/{layout_search['answer']['layouts'][0]['plan_id']}")
 
 
-def test_the_theme_is_the_systems_until_the_reader_chooses(
-    look: Callable[..., Look], service: Service
-) -> None:
+def test_the_theme_is_the_systems_until_the_reader_chooses(look: Open, service: Service) -> None:
     found = look(service.url, color_scheme="dark")
     page = found.page
 
@@ -180,9 +175,7 @@ def test_the_theme_is_the_systems_until_the_reader_chooses(
     assert found.complaints == []
 
 
-def test_without_javascript_pages_say_what_they_lack(
-    look: Callable[..., Look], service: Service, plan: Plan
-) -> None:
+def test_without_javascript_pages_say_what_they_lack(look: Open, service: Service, plan: Plan) -> None:
     page = look(service.url, java_script_enabled=False).page
     for path, words in (
         (f"/plans/{plan.plan_id}/compare", "The chart needs JavaScript"),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zbv_worker.model.protocol import Microbatch, Whole
     from zbv_worker.pipeline.agent_run import run_plan
     from zbv_worker.pipeline.pipeline import Pipeline
-    from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
+    from zbv_worker.stage.loss import add_auxiliary_loss
 
 __all__ = [
     "ChannelTimeout",
@@ -59,7 +59,7 @@ _HOMES = {
     "Model": "model.model",
     "Pipeline": "pipeline.pipeline",
     "Whole": "model.protocol",
-    "add_auxiliary_loss": "stage.auxiliary_loss",
+    "add_auxiliary_loss": "stage.loss",
     "from_transformers": "adapters.transformers",
     "run_plan": "pipeline.agent_run",
 }

@@ -31,24 +31,24 @@ from zbv_worker.model.layer_list import whole_name
 from zbv_worker.models.gpt import gpt
 from zbv_worker.pipeline.pipeline import Pipeline
 from zbv_worker.transport import nccl_environment
-from zbv_worker.transport.communicators import CHANNEL_OPTIONS
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ControlPlane
 from zbv_worker.transport.gloo_control import GlooControl
+from zbv_worker.transport.nccl_operations import CHANNEL_OPTIONS
 from zbv_worker.transport.torch_api import (
     CudaApi,
     NcclApi,
     NcclWork,
     TorchNccl,
+    first_line,
     torch_cuda,
 )
-from zbv_worker.transport.torch_errors import first_line
 from zbv_worker.transport.world import Backend, World, select_device
 
 Device = Literal["cuda", "cpu"]
 
 KERNELS = 6
 """The most communication kernels that wait on a device at once: a middle rank of a V, with all sums
-(:func:`zbv_worker.transport.communicators.kernels_at_once`)."""
+(:func:`zbv_worker.transport.nccl_environment.kernels_at_once`)."""
 
 TOLERANCE = 1e-3
 """Relative error per parameter: a GPU sums in another order, in single precision."""

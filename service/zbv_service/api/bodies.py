@@ -66,11 +66,10 @@ async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
         413: the body is larger. 415: it is not declared as JSON, or compressed. 503: too many bodies are in
         memory.
     """
-    kind = _media_type(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind == "application/json" or kind.endswith("+json")):
         raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json.")
-    _encoding(request)
-    async with _reading(request, limit) as body:
+    async with _reading(request, limit) as (body, _):
         yield body
 
 
@@ -83,8 +82,7 @@ async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytea
     ApiError
         413: the body is larger. 415: it has another encoding. 503: too many bodies are in memory.
     """
-    encoding = _encoding(request, "gzip")
-    async with _reading(request, limit) as body:
+    async with _reading(request, limit, "gzip") as (body, encoding):
         yield body, encoding == "gzip"
 
 
@@ -96,32 +94,15 @@ async def read_form(request: Request, limit: int) -> str:
     ApiError
         413: the body is larger. 415: it is not a form.
     """
-    kind = _media_type(request)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/x-www-form-urlencoded":
         raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does.")
-    _encoding(request)
-    async with _reading(request, limit) as body:
+    async with _reading(request, limit) as (body, _):
         return body.decode("latin-1")
 
 
 def _read_medium(read: Callable[[Any], T], body: bytes | bytearray) -> T:
     return read(parse_medium(body))
-
-
-def _encoding(request: Request, *more: str) -> str:
-    """The content encoding of a body: identity or one of ``more``; raises :class:`ApiError` 415."""
-    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
-    if encoding not in ("identity", *more):
-        raise ApiError(
-            UNSUPPORTED_MEDIA_TYPE,
-            f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *more))}.",
-            headers={"Accept-Encoding": ", ".join(("identity", *more))},  # RFC 9110, section 12.5.3
-        )
-    return encoding
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 class BodyMemory:
@@ -156,34 +137,39 @@ class BodyMemory:
 
 
 @asynccontextmanager
-async def _reading(request: Request, limit: int) -> AsyncIterator[bytearray]:
-    """Within the block, the body of a request; its bytes stay reserved."""
+async def _reading(request: Request, limit: int, *encodings: str) -> AsyncIterator[tuple[bytearray, str]]:
+    """Within the block, the body of a request, whose bytes stay reserved, and its content encoding.
+
+    It is ``identity`` or one of ``encodings``.
+    """
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
+    if encoding not in ("identity", *encodings):
+        raise ApiError(
+            UNSUPPORTED_MEDIA_TYPE,
+            f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *encodings))}.",
+            headers={"Accept-Encoding": ", ".join(("identity", *encodings))},  # RFC 9110, section 12.5.3
+        )
     declared = request.headers.get("content-length", "")
     is_declared = declared.isdecimal() and len(declared) < 20
     if is_declared and int(declared) > limit:
         raise too_large(limit)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserved(int(declared) if is_declared else limit):
-        body = await _read(request, limit)
-        yield body
-
-
-async def _read(request: Request, limit: int) -> bytearray:
-    body, loop = bytearray(), asyncio.get_running_loop()
-    until = loop.time() + request.app.state.settings.request_seconds
-    try:
-        async with asyncio.timeout_at(until) as patience:
-            async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise too_large(limit)
-                patience.reschedule(until + len(body) / SLOWEST)
-    except TimeoutError:
-        raise ApiError(
-            BODY_TOO_SLOW,
-            f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
-            headers={"Connection": "close"},
-        ) from None
-    except ClientDisconnect:
-        raise malformed("it ends before its declared length") from None
-    return body
+        body, loop = bytearray(), asyncio.get_running_loop()
+        until = loop.time() + request.app.state.settings.request_seconds
+        try:
+            async with asyncio.timeout_at(until) as patience:
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large(limit)
+                    patience.reschedule(until + len(body) / SLOWEST)
+        except TimeoutError:
+            raise ApiError(
+                BODY_TOO_SLOW,
+                f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
+                headers={"Connection": "close"},
+            ) from None
+        except ClientDisconnect:
+            raise malformed("it ends before its declared length") from None
+        yield body, encoding

@@ -77,7 +77,7 @@ async def _on_invalid_plan(_request: Request, error: Exception) -> Response:
 
 async def _on_contradicted_bound(request: Request, error: Exception) -> Response:
     error = cast("ContradictedBound", error)
-    request.app.state.metrics.bound_contradicted()
+    request.app.state.metrics.contradicted_bounds.inc()
     logger.error("%s; the problem is %s", error, canonical_json(error.problem))
     return error_response(contradicted(error))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 from fastapi import Header, Query, Request, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
@@ -14,7 +14,7 @@ from starlette.types import Send
 
 from zbv_service.api.negotiation import EVENT_STREAM, JSON, VARY
 from zbv_service.api.state import state_of
-from zbv_service.searches.events import EventFeed, Followed
+from zbv_service.database.events import E, EventFeed
 from zbv_service.security.access import READ_SCOPES
 
 RETRY = format_sse_event(retry=1000)
@@ -32,8 +32,6 @@ LastEventId = Annotated[
     Header(alias="Last-Event-ID", ge=0, le=_MAX_NUMBER, description="As `after`; browsers send it."),
 ]
 DESCRIPTION = "The events so far, or a stream of them that ends after the event `end`."
-
-E = TypeVar("E", bound=Followed)
 
 
 def responses(what: str, example: str) -> dict[int | str, dict[str, Any]]:

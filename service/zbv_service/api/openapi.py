@@ -30,7 +30,7 @@ from zbv_service.plans.documents import PlanDocument, RankDocument
 from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest, PackRequest
 from zbv_service.records.agents import AgentRequest, Heartbeat, NodeEnd, RankEvents
 from zbv_service.runs.requests import PlanChange, RunRequest
-from zbv_service.searches.kinds import SearchRequest
+from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.access import SCHEME
 from zbv_service.security.tokens import SCOPES
 

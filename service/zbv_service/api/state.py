@@ -24,6 +24,7 @@ from zbv_service.database import (
     SearchEventTable,
     SearchTable,
 )
+from zbv_service.database.events import EventFeed
 from zbv_service.database.retention import Sweeper
 from zbv_service.frontier.frontier import Frontiers
 from zbv_service.observability.metrics import Metrics
@@ -39,8 +40,7 @@ from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
-from zbv_service.searches.events import EventFeed
-from zbv_service.searches.kinds import Kind
+from zbv_service.searches.executors.task import Kind
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
@@ -58,7 +58,8 @@ class ApplicationState:
     kinds
         What search processes run for each kind of search.
     assets
-        A text that changes with every version of the service; see :func:`zbv_service.api.caching.derived`.
+        A text that changes with every version of the service; see
+        :func:`zbv_service.api.routers.plans.derived`.
     """
 
     def __init__(

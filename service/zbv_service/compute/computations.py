@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from zbv_service.compute.fair_queue import FairQueue, QueueFull
 from zbv_service.compute.processes import IsolatedProcesses, memory_exceeds
-from zbv_service.compute.waiting import happened, while_client_waits
+from zbv_service.compute.waiting import RETRY_SECONDS, FairQueue, happened, while_client_waits
 from zbv_service.documents.parsing import has_more_values, parse_json
 from zbv_service.errors import NOT_READY, TOO_MUCH_MEMORY, ApiError
 from zbv_service.observability.context import CALLER
@@ -40,7 +39,6 @@ SMALL = 128 * 1024**2
 """A computation that holds no more bytes than this is not ended for the memory of all."""
 LOOK_SECONDS = 0.1
 """Time between two looks at the memory of all."""
-RETRY_SECONDS = 5
 SHORT_LIST = 50
 """Lists of up to this many rows are read without queueing."""
 ROWS_OF_NODE = 16
@@ -127,7 +125,7 @@ class Computations:
         ApiError
             503: too many of all callers or of this one are waiting.
         """
-        async with self._turn(self._writing):
+        async with self._writing.turn(CALLER.get() or ""):
             return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
 
     @asynccontextmanager
@@ -142,7 +140,7 @@ class Computations:
         if limit <= SHORT_LIST:
             yield
             return
-        async with self._turn(self._listing):
+        async with self._listing.turn(CALLER.get() or ""):
             yield
 
     def stop(self) -> None:
@@ -150,27 +148,10 @@ class Computations:
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._processes.kill()
 
-    @asynccontextmanager
-    async def _turn(self, turns: FairQueue) -> AsyncIterator[None]:
-        try:
-            async with turns.turn(CALLER.get() or ""):
-                yield
-        except QueueFull as error:
-            whose = "Your token has" if error.is_own else "This service has"
-            raise ApiError(
-                NOT_READY,
-                f"{whose} {error.waiting} waiting computations, which is the limit. Send this request "
-                f"again in {RETRY_SECONDS} seconds.",
-                headers={"Retry-After": str(RETRY_SECONDS)},
-            ) from None
-
     async def _in_turn(self, function: Callable[[Any], T], argument: Any, seconds: float) -> T:
-        async with self._turn(self._turns):
-            return await self._compute(function, argument, seconds)
-
-    async def _compute(self, function: Callable[[Any], T], argument: Any, seconds: float) -> T:
         try:
-            return await self._in_time(self._processes.submit(function, argument), seconds)
+            async with self._turns.turn(CALLER.get() or ""):
+                return await self._in_time(self._processes.submit(function, argument), seconds)
         except BrokenExecutor:
             raise _refused("Its process died, most often because memory ran out.") from None
         except MemoryError:
@@ -210,9 +191,11 @@ class Computations:
         """End the largest computation if all processes together hold too much memory."""
         # Two threads that see the same excess would end two computations.
         with self._relieving:
+            if not all(ended.done() for ended in self._ended_for_memory):
+                return  # its process still releases its memory
             ended = self._processes.kill_largest(SMALL) if memory_exceeds(self._memory) else None
-        if ended is not None:
-            self._ended_for_memory.add(ended)
+            if ended is not None:
+                self._ended_for_memory.add(ended)
 
     async def _end(self, future: Future[Any]) -> None:
         ended = asyncio.Event()

@@ -11,8 +11,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import AgentRow, ListenerRow, NodeRow, RunRow, record_of
+from zbv_service.database.engine import BaseTable, record_of
+from zbv_service.database.models import AgentRow, ListenerRow, NodeRow, RunRow
 from zbv_service.database.paging import begins, read_page
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
 from zbv_service.records.agents import AGENT_PRESENT, AgentDocument, AgentState, NewAgent

@@ -1,33 +1,47 @@
-"""One database: its engine, its transactions and its migration."""
+"""One database: its engine, its transactions and its migration; and what all tables share."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-import os
 import sqlite3
-import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import cache
 from typing import Any, TypeVar, TypeVarTuple
 
 from alembic.util.exc import CommandError
-from sqlalchemy import URL, Connection, Engine, Row, Select, create_engine, event, text
+from sqlalchemy import (
+    JSON,
+    URL,
+    ColumnElement,
+    Connection,
+    DateTime,
+    Dialect,
+    Double,
+    Engine,
+    Row,
+    Select,
+    TypeDecorator,
+    create_engine,
+    event,
+    func,
+    select,
+    text,
+    type_coerce,
+)
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Session
 from sqlalchemy.util import await_only
 
-from zbv_service.database.migrate import upgrade
+from zbv_service.database.migrate import BUSY_SECONDS, make_private, open_once, upgrade
 from zbv_service.database.url import async_url, sqlite_file
-
-BUSY_SECONDS = 30.0
-"""How long a SQLite writer waits for another writer before it gives up."""
 
 POOLED, MORE_POOLED = 10, 20
 """Connections to a PostgreSQL server that the pool keeps, and how many more it may open under load."""
@@ -39,6 +53,7 @@ STATEMENT_SECONDS = 30.0
 FILE_READERS = 4
 """Threads that read a SQLite file. Most queries take less than a millisecond; those of long lists queue."""
 
+R = TypeVar("R")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -47,11 +62,50 @@ _ONE_STATE = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 """By default each statement of a PostgreSQL transaction sees the commits before that statement."""
 _MIGRATION_LOCK = 6_451_203
 """The advisory lock under which one service at a time migrates PostgreSQL; the number is arbitrary."""
-_NAMED_LOCK = 6_451_204
-"""The first key of the locks of :meth:`Database.one_at_a_time`."""
 
 
 logger = logging.getLogger(__name__)
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A moment in UTC. Reading adds the time zone for databases that do not store it."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Reject naive moments, because their meaning depends on the machine."""
+        if value is not None and value.tzinfo is None:
+            raise ValueError(f"found the naive moment {value}; only moments with a time zone are stored.")
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Return moments in UTC."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class Base(DeclarativeBase):
+    """The declarative base of all tables."""
+
+    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
+
+
+def record_of(kind: Callable[..., R], row: Base, **values: Any) -> R:
+    """A record with the values of a row's columns of the same names, and with other values."""
+    known = {name: getattr(row, name) for name in _names(kind, type(row)) if name not in values}
+    return kind(**known, **values)
+
+
+def columns_of(kind: Callable[..., Any], table: type[Base]) -> tuple[Any, ...]:
+    """The columns of a table that have the names of a record's fields, in their order."""
+    return tuple(getattr(table, name) for name in _names(kind, table))
+
+
+@cache
+def _names(kind: Callable[..., Any], table: type[Base]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(kind).parameters if name in table.__table__.columns)
 
 
 class DatabaseUnusable(Exception):
@@ -78,13 +132,14 @@ class Database:
             self._engine = create_async_engine(
                 parsed, connect_args={"timeout": BUSY_SECONDS}, pool_reset_on_return=None
             )
-            _prepare_sqlite(self._engine)
+            _begin_explicitly(self._engine.sync_engine, writes=True)
         else:
             self._engine = create_async_engine(parsed, **_postgres_options())
         self._failed_write: DatabaseAway | None = None
-        # A database in memory has a single connection.
-        has_readers = self._file is not None or not self.is_sqlite
-        self._readers = _Readers(parsed) if has_readers else None
+        self._readers = _Readers(parsed)
+        clock = func.strftime("%Y-%m-%d %H:%M:%f000", "now") if self.is_sqlite else func.clock_timestamp()
+        self.clock: ColumnElement[datetime] = type_coerce(clock, UtcDateTime())
+        """The current time, in a query. Microseconds on PostgreSQL, milliseconds on SQLite."""
 
     async def migrate(self) -> None:
         """Migrate the tables to the newest version, from any older version or an empty database.
@@ -96,7 +151,7 @@ class Database:
         """
         try:
             if self.is_sqlite:
-                await asyncio.to_thread(_open_once, self._engine.url.database or ":memory:")
+                await asyncio.to_thread(open_once, str(self._file))
             async with self._engine.connect() as connection:
                 await connection.execution_options(zbv_writes=True, zbv_migrates=True)
                 async with connection.begin():
@@ -108,7 +163,7 @@ class Database:
                 if self.is_sqlite:
                     await connection.invalidate()  # nobody may reuse a connection without foreign keys
             if self._file is not None:
-                await asyncio.to_thread(_make_private, self._file)
+                await asyncio.to_thread(make_private, self._file)
         except (SQLAlchemyError, CommandError, sqlite3.Error) as error:
             shown = self._engine.url.render_as_string(hide_password=True)
             reason = getattr(error, "orig", None) or error
@@ -131,8 +186,7 @@ class Database:
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._readers is not None:
-            self._readers.close()
+        self._readers.close()
         await self._engine.dispose()
 
     async def rows(self, query: Select[*Ts], **values: Any) -> Sequence[Row[*Ts]]:
@@ -141,10 +195,7 @@ class Database:
         A single statement sees one consistent state, so it needs no transaction.
         """
         with _away():
-            if self._readers is not None:
-                return await self._readers.call(self._readers.rows, query, values)
-            async with self._engine.connect() as connection:
-                return (await connection.execute(query, values)).all()
+            return await self._readers.call(self._readers.rows, query, values)
 
     async def read(self, function: Callable[[Session], T]) -> T:
         """Call a function with a read-only session that sees one consistent state.
@@ -157,39 +208,11 @@ class Database:
             The database does not answer.
         """
         with _away():
-            if self._readers is not None:
-                return await self._readers.call(self._readers.read, function)
-            async with AsyncSession(self._engine, expire_on_commit=False) as session:
-                return await session.run_sync(function)
+            return await self._readers.call(self._readers.read, function)
 
     async def now(self, session: AsyncSession) -> datetime:
-        """The current time by the database's clock, the only one that several services can compare.
-
-        Microseconds on PostgreSQL, milliseconds on SQLite.
-        """
-        if not self.is_sqlite:
-            moment: datetime = (await session.execute(text("SELECT clock_timestamp()"))).scalar_one()
-            return moment.astimezone(UTC)
-        shown: str = (await session.execute(text("SELECT strftime('%Y-%m-%d %H:%M:%f', 'now')"))).scalar_one()
-        return datetime.fromisoformat(shown).replace(tzinfo=UTC)
-
-    async def one_at_a_time(self, session: AsyncSession, what: str) -> None:
-        """Wait until no other transaction that named the same ``what`` is open.
-
-        What the session reads from now on includes what those have written. SQLite has one writer at a time.
-        """
-        if not self.is_sqlite:
-            lock = text("SELECT pg_advisory_xact_lock(:kind, hashtext(:what))")
-            await session.execute(lock, {"kind": _NAMED_LOCK, "what": what})
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[AsyncSession]:
-        """A read-only session that sees one consistent state; raises :class:`DatabaseAway`."""
-        with _away():
-            async with AsyncSession(self._engine, expire_on_commit=False) as session:
-                if not self.is_sqlite:  # SQLite transactions are serializable anyway
-                    await session.connection(execution_options=_ONE_STATE)
-                yield session
+        """The current time by the database's clock, the only one that several services can compare."""
+        return (await session.execute(select(self.clock))).scalar_one()
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
@@ -229,7 +252,7 @@ class _Readers:
         if self._is_sqlite:
             url = url.set(drivername="sqlite")
             self._engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS})
-            _begin_explicitly(self._engine)
+            _begin_explicitly(self._engine, writes=False)
         else:
             self._engine = create_engine(url, **_postgres_options())
         count = FILE_READERS if self._is_sqlite else POOLED
@@ -300,67 +323,24 @@ def _postgres_options() -> dict[str, Any]:
     }
 
 
-def _open_once(path: str) -> None:
-    """Create a new file with private permissions, or raise the error of opening it.
+def _begin_explicitly(engine: Engine, *, writes: bool) -> None:
+    """Make each transaction of a SQLite engine see one state.
 
-    The asynchronous driver would raise the same error, but its thread then outlives the event loop and
-    writes a traceback to standard error.
+    The driver begins a transaction only before the first write, and as a reader that may fail to become
+    a writer. So its transactions are switched off, and ``begin`` starts the right kind.
     """
-    with suppress(OSError):  # sqlite3 reports the reason
-        if path != ":memory:":
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    sqlite3.connect(path, timeout=BUSY_SECONDS).close()
-
-
-def _make_private(path: Path) -> None:
-    """Make a database file and its ``-wal`` and ``-shm`` files private to this user.
-
-    New files are private from the start, because SQLite copies the permissions of the main file. A file that
-    somebody copied here, such as a backup, may not be.
-    """
-    for suffix in ("", "-wal", "-shm", "-journal"):
-        file = path.with_name(path.name + suffix)
-        try:
-            mode = stat.S_IMODE(file.stat().st_mode)
-            if mode & 0o077:
-                file.chmod(0o600)
-                logger.warning("%s had mode %o, so other users could read it; changed to 600.", file, mode)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            logger.warning(
-                "other users of this machine can use %s, and its mode cannot be changed (%s). It holds all "
-                "problems and plans: have its owner run chmod 600.",
-                file,
-                error.strerror,
-            )
-
-
-def _begin_explicitly(engine: Engine) -> None:
-    """Make each transaction of a SQLite engine see one state. The driver begins none before a read."""
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: Any) -> None:
         connection.isolation_level = None
+        if writes:
+            cursor = connection.cursor()
+            _write_ahead(cursor)
+            for pragma in ("synchronous=NORMAL", "foreign_keys=ON"):
+                cursor.execute(f"PRAGMA {pragma}")
+            cursor.close()
 
     @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN")
-
-
-def _prepare_sqlite(engine: AsyncEngine) -> None:
-    @event.listens_for(engine.sync_engine, "connect")
-    def configure(connection: Any, _record: Any) -> None:
-        # The driver begins a transaction only before the first write, and as a reader that may fail to
-        # become a writer. So its transactions are switched off, and begin() below starts the right kind.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        _write_ahead(cursor)
-        for pragma in ("synchronous=NORMAL", "foreign_keys=ON"):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "begin")
     def begin(connection: Connection) -> None:
         options = connection.get_execution_options()
         if options.get("zbv_migrates", False):

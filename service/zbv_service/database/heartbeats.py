@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
 
-from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import AgentRow, NodeRow, RunRow, columns_of
+from zbv_service.database.engine import BaseTable, columns_of
+from zbv_service.database.models import AgentRow, NodeRow, RunRow
 from zbv_service.database.run_end import add_event, lock_run
 from zbv_service.records.agents import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
 

@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from datetime import UTC, datetime
-from functools import cache
-from typing import Any, TypeVar
+from datetime import datetime
+from typing import Any
 
-from sqlalchemy import JSON, DateTime, Dialect, Double, ForeignKey, Index, LargeBinary, String, TypeDecorator
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, String
+from sqlalchemy.orm import Mapped, mapped_column
 
-R = TypeVar("R")
-
-
-class UtcDateTime(TypeDecorator[datetime]):
-    """A moment in UTC. Reading adds the time zone for databases that do not store it."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Reject naive moments, because their meaning depends on the machine."""
-        if value is not None and value.tzinfo is None:
-            raise ValueError(f"found the naive moment {value}; only moments with a time zone are stored.")
-        return None if value is None else value.astimezone(UTC)
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Return moments in UTC."""
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
-
-class Base(DeclarativeBase):
-    """The declarative base of all tables."""
-
-    type_annotation_map = {datetime: UtcDateTime(), dict[str, Any]: JSON(), float: Double()}  # noqa: RUF012
-
-
-def record_of(kind: Callable[..., R], row: Base, **values: Any) -> R:
-    """A record with the values of a row's columns of the same names, and with other values."""
-    known = {name: getattr(row, name) for name in _names(kind, type(row)) if name not in values}
-    return kind(**known, **values)
-
-
-def columns_of(kind: Callable[..., Any], table: type[Base]) -> tuple[Any, ...]:
-    """The columns of a table that have the names of a record's fields, in their order."""
-    return tuple(getattr(table, name) for name in _names(kind, table))
-
-
-@cache
-def _names(kind: Callable[..., Any], table: type[Base]) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(kind).parameters if name in table.__table__.columns)
+from zbv_service.database.engine import Base
 
 
 class PlanRow(Base):

@@ -9,8 +9,8 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import PlanRow, columns_of
+from zbv_service.database.engine import BaseTable, columns_of
+from zbv_service.database.models import PlanRow
 from zbv_service.database.paging import begins, of_shape, page_after, page_of
 from zbv_service.records.lists import Page, PlanListQuery, Position
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument

@@ -17,10 +17,9 @@ from datetime import datetime, timedelta
 from sqlalchemy import ColumnElement, delete, func, inspect, or_, select, tuple_, update
 
 from zbv_service.compute.waiting import happened
-from zbv_service.database.engine import BaseTable, DatabaseAway
+from zbv_service.database.engine import Base, BaseTable, DatabaseAway
 from zbv_service.database.models import (
     AgentRow,
-    Base,
     NodeRow,
     PartRow,
     PlanRow,
@@ -68,7 +67,7 @@ class Retention(BaseTable):
 
     async def sweep(self, keep: Keep, is_enough: Callable[[], bool] = lambda: False) -> dict[str, int]:
         """Remove old rows until ``is_enough`` returns True; returns the number of removed rows by kind."""
-        async with self._database.reading() as session:
+        async with self._database.writing() as session:
             now = await self._database.now(session)
 
         def before(days: float) -> datetime:

@@ -10,8 +10,8 @@ from typing import cast
 from sqlalchemy import func, select
 from sqlalchemy.orm import undefer
 
-from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import EventRow, NodeRow, PartRow, RunRow, columns_of, record_of
+from zbv_service.database.engine import BaseTable, columns_of, record_of
+from zbv_service.database.models import EventRow, NodeRow, PartRow, RunRow
 from zbv_service.database.run_end import add_event, change_plan, lock_run
 from zbv_service.records.runs import RUN_ENDED, NewPart, PartInfo, PartKind
 

@@ -16,9 +16,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.engine import BaseTable
+from zbv_service.database.engine import BaseTable, record_of
 from zbv_service.database.events import RUN_EVENT
-from zbv_service.database.models import AgentRow, EventRow, NodeRow, RunRow, SearchRow, record_of
+from zbv_service.database.models import AgentRow, EventRow, NodeRow, RunRow, SearchRow
 from zbv_service.database.paging import begins, created_between, read_page
 from zbv_service.database.run_end import (
     add_event,

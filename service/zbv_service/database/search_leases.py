@@ -17,16 +17,18 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import undefer
+from zbv_solver.errors import ContradictedBound
 from zbv_solver.plans.plan import gap_of
 
-from zbv_service.database.engine import BaseTable, Database
-from zbv_service.database.events import tell_end, tell_found, tell_state, times_since_found
-from zbv_service.database.models import SearchPlanRow, SearchRow, record_of
+from zbv_service.database.engine import BaseTable, Database, columns_of
+from zbv_service.database.events import add_event, times_since_found
+from zbv_service.database.models import SearchPlanRow, SearchRow
 from zbv_service.database.plans import insert_plan
-from zbv_service.documents.packing import contradicts, finite_or_none, supported_bound, unpack
+from zbv_service.documents.problems import finite_or_none, supported_bound, unpack
 from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
 
+_CLAIM = columns_of(Claim, SearchRow)
 _CLAIM_LOCK = 7_321_009
 """The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
 
@@ -96,8 +98,8 @@ class SearchLeases(BaseTable):
             row.attempts += 1
             row.started_at = row.started_at or now
             row.updated_at = now
-            await tell_state(session, row, now, "started")
-            claim = record_of(Claim, row)
+            await add_event(session, row, now, "state", "started")
+            claim = Claim(**{column.key: getattr(row, column.key) for column in _CLAIM})
         self._changed(claim.id)
         return claim
 
@@ -123,15 +125,23 @@ class SearchLeases(BaseTable):
         found = await self._database.rows(query)
         return set(fences) - {search_id for search_id, fence in found if fence == fences[search_id]}
 
-    async def requeue_expired(self) -> int:
-        """Requeue every running search with an expired lease; returns their number."""
-        async with self._database.reading() as session:
-            now = await self._database.now(session)
-        return await self._requeue(SearchRow.leased_until < now)
-
-    async def requeue_of(self, owners: Collection[str]) -> int:
-        """Requeue every running search of dead owners; returns their number."""
-        return await self._requeue(SearchRow.lease_owner.in_(owners))
+    async def requeue_lost(self, owners: Collection[str] | None = None) -> int:
+        """Requeue the running searches with an expired lease, or of dead owners; returns their number."""
+        is_lost = SearchRow.leased_until < self._database.clock
+        if owners is not None:
+            is_lost = SearchRow.lease_owner.in_(owners)
+        condition = (SearchRow.state == "running", is_lost)
+        if not await self._database.rows(select(SearchRow.id).where(*condition).limit(1)):
+            return 0
+        async with self._database.writing() as session:
+            query = select(SearchRow).where(*condition).with_for_update(skip_locked=True)
+            rows, now = list(await session.scalars(query)), await self._database.now(session)
+            for row in rows:
+                row.updated_at = now
+                await _queue(session, row, now, "service-lost")
+        for row in rows:
+            self._changed(row.id)
+        return len(rows)
 
     async def owners(self) -> set[str]:
         """The owners of running searches."""
@@ -191,7 +201,8 @@ class SearchLeases(BaseTable):
         """
 
         async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-            await _forget_refused(session, row, plan.refusal)
+            if plan.refusal is not None:
+                await _forget_refused(session, row, plan.refusal)
             summary = plan.summary
             is_better = row.objective is None or summary.value < row.objective
             # A bound proven by an earlier attempt still holds.
@@ -201,7 +212,7 @@ class SearchLeases(BaseTable):
             row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
             row.plan_id, row.incumbent = summary.plan_id, None
             if is_better:
-                await tell_found(session, row, now, "improvement")
+                await add_event(session, row, now, "improvement")
             await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
 
         return await self._change(search_id, fence, change)
@@ -231,7 +242,7 @@ class SearchLeases(BaseTable):
                 best = found.plans[0].summary
                 row.plan_id, row.method = best.plan_id, best.method
             if row.objective != before:
-                await tell_found(session, row, now, "improvement")
+                await add_event(session, row, now, "improvement")
             if unplanned is not None and not found.plans and not row.cancel_requested:
                 await _fail(session, row, now, unplanned)
             else:
@@ -291,31 +302,18 @@ class SearchLeases(BaseTable):
         self._changed(search_id)
         return True
 
-    async def _requeue(self, lost: ColumnElement[bool]) -> int:
-        condition = (SearchRow.state == "running", lost)
-        if not await self._database.rows(select(SearchRow.id).where(*condition).limit(1)):
-            return 0
-        async with self._database.writing() as session:
-            query = select(SearchRow).where(*condition).with_for_update(skip_locked=True)
-            rows, now = list(await session.scalars(query)), await self._database.now(session)
-            for row in rows:
-                row.updated_at = now
-                await _queue(session, row, now, "service-lost")
-        for row in rows:
-            self._changed(row.id)
-        return len(rows)
-
 
 _Change = Callable[[AsyncSession, SearchRow, datetime], Awaitable[None]]
 
 
 async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: Update) -> None:
     """Store the parts of an update that are better than the stored ones."""
-    await _forget_refused(session, row, found.refusal)
+    if found.refusal is not None:
+        await _forget_refused(session, row, found.refusal)
     before, known = row.objective, row.lower_bound
     if found.objective is None or found.progress is not None:
         await _absorb_counts(session, row, found.objective, found.lower_bound, found.progress)
-        await tell_found(session, row, now, "progress" if row.objective == before else "improvement")
+        await add_event(session, row, now, "progress" if row.objective == before else "improvement")
         return
     if before is None or found.objective < before:
         row.objective, row.method, row.incumbent = found.objective, found.method, found.incumbent
@@ -323,9 +321,9 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
     row.lower_bound = await _best_bound(session, row, objective, found.lower_bound)
     row.gap = finite_or_none(gap_of(objective, row.lower_bound))
     if row.objective != before:
-        await tell_found(session, row, now, "improvement")
+        await add_event(session, row, now, "improvement")
     elif row.lower_bound != known:
-        await tell_found(session, row, now, "bound")
+        await add_event(session, row, now, "bound")
 
 
 async def _absorb_counts(
@@ -347,16 +345,15 @@ async def _best_bound(session: AsyncSession, row: SearchRow, objective: float, b
     source = "this attempt's bound"
     if row.lower_bound is not None and row.lower_bound > bound:
         bound, source = row.lower_bound, "the bound of an earlier report"
-    packed = b""
-    if contradicts(objective, bound):
+    try:
+        return supported_bound(objective, bound, source)
+    except ContradictedBound as error:
         packed = (await session.execute(select(SearchRow.problem).where(SearchRow.id == row.id))).scalar_one()
-    return supported_bound(objective, bound, source, lambda: unpack(packed))
+        raise ContradictedBound(unpack(packed), error.objective, error.bound, source) from None
 
 
-async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusal | None) -> None:
+async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusal) -> None:
     """Remove a stored incumbent that an attempt refused, with its objective and bound."""
-    if refusal is None:
-        return
     stored = await session.scalar(select(SearchRow.incumbent).where(SearchRow.id == row.id))
     if stored is not None and hashlib.sha256(stored).hexdigest() == refusal.digest:
         _forget_found(row)
@@ -395,7 +392,7 @@ async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: s
     row.state, row.lease_owner, row.leased_until = "queued", None, None
     if row.kind == "layouts":
         _forget_found(row)  # it starts again, perhaps with another version's estimates
-    await tell_state(session, row, now, reason)
+    await add_event(session, row, now, "state", reason)
 
 
 async def _fail(session: AsyncSession, row: SearchRow, now: datetime, error: Mapping[str, Any]) -> None:
@@ -406,4 +403,4 @@ async def _fail(session: AsyncSession, row: SearchRow, now: datetime, error: Map
 
 async def _end(session: AsyncSession, row: SearchRow, now: datetime, state: SearchState) -> None:
     row.state, row.finished_at, row.lease_owner, row.leased_until = state, now, None, None
-    await tell_end(session, row, now)
+    await add_event(session, row, now, "end")

@@ -8,22 +8,23 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Row, Select, bindparam, func, select, tuple_, update
+from pydantic import TypeAdapter
+from sqlalchemy import Row, Select, bindparam, func, select, text, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.database.events import first_event, tell_end, tell_state
-from zbv_service.database.models import RunRow, SearchRow, columns_of
+from zbv_service.database.engine import columns_of
+from zbv_service.database.events import add_event
+from zbv_service.database.models import RunRow, SearchRow
 from zbv_service.database.paging import begins, of_shape, read_page
 from zbv_service.database.run_end import changed
 from zbv_service.database.search_leases import SearchLeases
 from zbv_service.records.lists import Page, Position, SearchListQuery
 from zbv_service.records.searches import (
     FINISHED,
-    LayoutSearchDocument,
+    AnySearch,
     NewSearch,
-    SearchDocument,
     SearchRecord,
 )
 
@@ -74,16 +75,36 @@ class SearchTable(SearchLeases):
     async def _insert(self, new: NewSearch, most: int | None, for_run: bool) -> SearchRecord:
         async with self._database.writing() as session:
             if most is not None:
-                await self._database.one_at_a_time(session, f"searches of {new.created_by}")
-                if await _unfinished(session, new.created_by, most) >= most:
+                if not self._database.is_sqlite:  # which has one writer at a time
+                    await session.execute(_ONE_AT_A_TIME, {"caller": f"searches of {new.created_by}"})
+                unfinished = SearchRow.state.in_(["queued", "running"])
+                theirs = select(SearchRow.id).where(SearchRow.created_by == new.created_by, unfinished)
+                count = select(func.count()).select_from(theirs.limit(most).subquery())
+                if await session.scalar(count) == most:
                     raise TooManySearches
-            now = await _later_than_all(session, await self._database.now(session))
-            row = _new_row(new, now, await _turn(session, new.created_by))
-            row.is_wanted_by_client = not for_run
+            now, turn = await _moment_and_turn(session, new.created_by, await self._database.now(session))
+            summary = new.summary
+            row = SearchRow(
+                **asdict(new),
+                created_at=now,
+                turn=turn,
+                pp_degree=summary.get("pp_degree"),
+                microbatches=summary.get("microbatches"),
+                placement=summary.get("placement"),
+                problem_objective=summary.get("objective"),
+                state="queued",
+                cancel_requested=False,
+                is_wanted_by_client=not for_run,
+                attempts=0,
+                crashes=0,
+                fence=0,
+                last_event=0,
+                updated_at=now,
+            )
             session.add(row)
             await session.flush()  # the event refers to it
-            session.add(first_event(row))
-        return _record({column.key: getattr(row, column.key) for column in _COLUMNS})
+            await add_event(session, row, now, "state", "submitted")
+        return _RECORD.validate_python({column.key: getattr(row, column.key) for column in _COLUMNS})
 
     async def get(self, search_id: str) -> SearchRecord | None:
         """A search by id."""
@@ -92,7 +113,10 @@ class SearchTable(SearchLeases):
     async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
         """The searches of these request keys, by key; keys without a search are left out."""
         query = select(SearchRow.request_key, *_LISTED).where(SearchRow.request_key.in_(request_keys))
-        return {row.request_key: _record(row._mapping) for row in await self._database.rows(query)}
+        return {
+            row.request_key: _RECORD.validate_python(dict(row._mapping))
+            for row in await self._database.rows(query)
+        }
 
     async def queued_before(self, record: SearchRecord) -> int:
         """The number of queued searches that start before this queued one."""
@@ -126,7 +150,7 @@ class SearchTable(SearchLeases):
         def find(session: Session) -> Page[SearchRecord]:
             def load(ids: Sequence[str]) -> list[SearchRecord]:
                 rows = session.execute(select(*_LISTED).where(SearchRow.id.in_(ids)))
-                return [_record(row._mapping) for row in rows]
+                return [_RECORD.validate_python(dict(row._mapping)) for row in rows]
 
             row = SearchRow
             return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
@@ -199,43 +223,38 @@ async def _give_up(session: AsyncSession, row: SearchRow, now: datetime) -> None
     row.cancel_requested, row.request_key, row.updated_at = True, None, now
     if row.state == "queued" and row.objective is None:
         row.state, row.finished_at = "cancelled", now
-        await tell_end(session, row, now)
+        await add_event(session, row, now, "end")
     else:
-        await tell_state(session, row, now, "cancel-requested")
+        await add_event(session, row, now, "state", "cancel-requested")
 
 
-async def _unfinished(session: AsyncSession, caller: str | None, most: int) -> int:
-    """The number of a caller's unfinished searches, counted up to ``most``."""
-    theirs = select(SearchRow.id).where(
-        SearchRow.created_by == caller, SearchRow.state.in_(["queued", "running"])
-    )
-    return await session.scalar(select(func.count()).select_from(theirs.limit(most).subquery())) or 0
+async def _moment_and_turn(session: AsyncSession, caller: str | None, now: datetime) -> tuple[datetime, int]:
+    """The moment and the turn of a caller's next search.
 
-
-async def _later_than_all(session: AsyncSession, now: datetime) -> datetime:
-    """A moment later than that of every search: lists sort by it, and SQLite only has milliseconds."""
-    newest = await session.scalar(select(func.max(SearchRow.created_at)))
-    is_same = newest is not None and timedelta(0) <= newest - now < timedelta(milliseconds=1)
-    return newest + timedelta(microseconds=1) if newest is not None and is_same else now
-
-
-async def _turn(session: AsyncSession, caller: str | None) -> int:
-    """The turn of a caller's next search: after its other searches, and not before the current turn."""
+    The moment is later than that of every search: lists sort by it, and SQLite only has milliseconds. The
+    turn is after the caller's other searches, and not before the current turn.
+    """
     row = SearchRow
     queued, running, is_theirs = row.state == "queued", row.state == "running", row.created_by == caller
     looks = (
+        select(func.max(row.created_at)),
         select(func.min(row.turn)).where(queued),
         select(func.max(row.turn)).where(running),
         select(func.max(row.turn)).where(is_theirs, queued),
         select(func.max(row.turn)).where(is_theirs, running),
     )  # each subquery reads one index entry
-    found = await session.execute(select(*(look.scalar_subquery() for look in looks)))
-    turns: list[int | None] = list(found.one())
-    next_queued, last_running, *theirs = turns
+    result = await session.execute(select(*(look.scalar_subquery() for look in looks)))
+    newest, next_queued, last_running, *theirs = result.one()
+    if newest is not None and timedelta(0) <= newest - now < timedelta(milliseconds=1):
+        now = newest + timedelta(microseconds=1)
     served = last_running if next_queued is None else next_queued
-    return max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
+    return now, max(served or 0, *(turn + 1 for turn in theirs if turn is not None), 0)
 
 
+_ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(6451204, hashtext(:caller))")
+"""Until the transaction ends, no other one adds a search of this caller to PostgreSQL; the first number is
+arbitrary. What the session reads from now on includes what those have written."""
+_RECORD: TypeAdapter[AnySearch] = TypeAdapter(AnySearch)
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
 _COLUMNS = (*columns_of(SearchRecord, SearchRow), SearchRow.summary, SearchRow.options, SearchRow.progress)
 _RECORDS = select(*_COLUMNS)
@@ -245,31 +264,7 @@ _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
 
 def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
-    return _record(rows[0]._mapping) if rows else None
-
-
-def _new_row(new: NewSearch, now: datetime, turn: int) -> SearchRow:
-    summary = new.summary
-    return SearchRow(
-        **asdict(new),
-        created_at=now,
-        turn=turn,
-        pp_degree=summary.get("pp_degree"),
-        microbatches=summary.get("microbatches"),
-        placement=summary.get("placement"),
-        problem_objective=summary.get("objective"),
-        state="queued",
-        cancel_requested=False,
-        attempts=0,
-        crashes=0,
-        fence=0,
-        last_event=1,
-        updated_at=now,
-    )
-
-
-def _record(values: Any) -> SearchRecord:
-    return (SearchDocument if values["kind"] == "plan" else LayoutSearchDocument)(**values)
+    return _RECORD.validate_python(dict(rows[0]._mapping)) if rows else None
 
 
 def _place(record: SearchRecord) -> tuple[datetime, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sqlalchemy import func, select
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from zbv_service.database.engine import Database
 from zbv_service.database.models import AgentRow, RunRow, SearchRow
@@ -16,20 +16,21 @@ from zbv_service.records.searches import SEARCH_STATES
 async def tally(database: Database) -> Tally:
     """The number of searches, agents and runs in every state, zeros included; and the age of the queue."""
     oldest = select(func.min(SearchRow.created_at)).where(SearchRow.state == "queued")
-    async with database.reading() as session:
-        since, now = await session.scalar(oldest), await database.now(session)
+
+    def count(session: Session) -> Tally:
+        since, now = session.scalar(oldest), session.execute(select(database.clock)).scalar_one()
         return Tally(
-            searches=await _by_state(session, SearchRow, SEARCH_STATES),
-            agents=await _by_state(session, AgentRow, AGENT_STATES),
-            runs=await _by_state(session, RunRow, RUN_STATES),
+            searches=_by_state(session, SearchRow, SEARCH_STATES),
+            agents=_by_state(session, AgentRow, AGENT_STATES),
+            runs=_by_state(session, RunRow, RUN_STATES),
             queue_age=0.0 if since is None else max(0.0, (now - since).total_seconds()),
         )
 
+    return await database.read(count)
 
-async def _by_state(
-    session: AsyncSession,
-    table: type[SearchRow] | type[AgentRow] | type[RunRow],
-    states: tuple[str, ...],
+
+def _by_state(
+    session: Session, table: type[SearchRow] | type[AgentRow] | type[RunRow], states: tuple[str, ...]
 ) -> dict[str, int]:
-    counted = await session.execute(select(table.state, func.count()).group_by(table.state))
+    counted = session.execute(select(table.state, func.count()).group_by(table.state))
     return {**dict.fromkeys(states, 0), **{row[0]: row[1] for row in counted}}

@@ -36,6 +36,10 @@ def async_url(text: str) -> URL:
     drivername, module, extra = _DRIVERS[backend]
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"found {backend!r}; its driver is not installed. Run: pip install 'zbv[{extra}]'.")
+    if backend == "sqlite" and sqlite_file(text) is None:
+        raise ValueError(
+            f"found {text!r}; must name a file, because a database in memory ends with its process."
+        )
     return url.set(drivername=drivername)
 
 
@@ -45,7 +49,7 @@ def shown_url(text: str) -> str:
 
 
 def sqlite_file(text: str) -> Path | None:
-    """The file of a SQLite database; None for other databases and databases in memory."""
+    """The file of a SQLite database; None for other databases."""
     url = make_url(text)
     name = url.database or ":memory:"
     return Path(name) if url.get_backend_name() == "sqlite" and name != ":memory:" else None

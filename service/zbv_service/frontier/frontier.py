@@ -15,7 +15,7 @@ from typing import Any
 
 from zbv_solver.frontiers.limits import Known, best_within, fits
 
-from zbv_service.compute.cache import Cache, wait_a_while
+from zbv_service.compute.waiting import Cache, wait_a_while
 from zbv_service.database import PlanTable, SearchTable
 from zbv_service.errors import TOO_MANY_SEARCHES, ApiError
 from zbv_service.frontier.points import CutSummary, Frontier, Point, newest, tightened

@@ -11,7 +11,7 @@ from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.plan import gap_of
 from zbv_solver.problem.problem import Units
 
-from zbv_service.documents.packing import supported_bound
+from zbv_service.documents.problems import supported_bound
 from zbv_service.records.searches import FINISHED, SearchRecord
 
 

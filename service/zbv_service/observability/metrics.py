@@ -85,31 +85,6 @@ class Metrics:
         )
         self.event_streams = Gauge("zbv_event_streams", "Event streams that are open.", registry=registry)
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count an answered request and its duration."""
-        self.requests.labels(method, route, status).inc()
-        self.request_seconds.labels(method, route).observe(seconds)
-
-    def search_ended(self, state: str, method: str | None, gap: float | None, seconds: float) -> None:
-        """Count the end of a search that this service ran.
-
-        Parameters
-        ----------
-        method
-            The method that found the plan; only its first word becomes a label. None without a plan.
-        """
-        self.search_seconds.labels(state, family(method)).observe(seconds)
-        if gap is not None:
-            self.search_gap.observe(gap)
-
-    def bound_contradicted(self) -> None:
-        """Count a plan that undercuts a lower bound."""
-        self.contradicted_bounds.inc()
-
-    def incumbent_refused(self) -> None:
-        """Count a stored incumbent that does not fit its problem."""
-        self.refused_incumbents.inc()
-
     def take(self, tally: Tally) -> None:
         """Set the gauges to these counts."""
         for gauge, counts in (
@@ -120,9 +95,3 @@ class Metrics:
             for state, count in counts.items():
                 gauge.labels(state).set(count)
         self.queue_age.set(tally.queue_age)
-
-
-def family(method: str | None) -> str:
-    """The first word of a method, which gives few labels however methods are combined and numbered."""
-    words = (method or "").replace(":", " ").replace("+", " ").split()
-    return words[0].lower()[:40] if words else "none"

@@ -16,8 +16,8 @@ from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.numeric import ROUNDING, exceeds
 from zbv_solver.problem.problem import Problem, Units
 
-from zbv_service.api.caching import derived
 from zbv_service.api.negotiation import root_of
+from zbv_service.api.routers.plans import derived
 from zbv_service.api.state import state_of
 from zbv_service.errors import NOT_FOUND, ApiError
 from zbv_service.pages.assets import assets

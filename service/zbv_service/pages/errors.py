@@ -11,7 +11,6 @@ from typing import Any, cast
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
-from zbv_service.api.caching import HOUR
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import VARY, root_of, wants_page
 from zbv_service.errors import MEDIA_TYPE, NOT_FOUND, ApiError, kinds
@@ -41,7 +40,7 @@ async def get_error_type(request: Request, name: str) -> HTMLResponse:
     if kind is None:
         raise ApiError(NOT_FOUND, f"found no type of error {name!r}; there are {', '.join(kinds())}.")
     content = render("error_type.html.j2", shell_of(request), name=name, kind=kind, advice=ADVICE[name])
-    return html(content, headers={"Cache-Control": HOUR})
+    return html(content, headers={"Cache-Control": "public, max-age=3600"})
 
 
 def as_page(handler: Handler) -> Callable[[Request, Exception], Awaitable[Response]]:

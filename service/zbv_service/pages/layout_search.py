@@ -13,7 +13,7 @@ from zbv_models.layouts.cluster import parse_cluster
 
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.pages.charts import Scale, percent
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import gigabytes, seconds

@@ -21,7 +21,7 @@ from zbv_solver.problem.layer import Recomputed
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.pages.shell import page
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.records.searches import LayoutSearchDocument

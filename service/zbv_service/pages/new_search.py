@@ -27,7 +27,7 @@ from zbv_service.errors import ApiError
 from zbv_service.pages.shell import Shell, html, render, shell_of
 from zbv_service.plans.renderings import plan_of
 from zbv_service.records.searches import SearchDocument
-from zbv_service.searches.kinds import parse_packed
+from zbv_service.searches.searches import parse_packed
 from zbv_service.security.access import READ
 
 PLAN_ID = 64

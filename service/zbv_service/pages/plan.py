@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse
 from zbv_solver.export import FORMATS, report
 
-from zbv_service.api.caching import derived
+from zbv_service.api.routers.plans import derived
 from zbv_service.api.state import state_of
 from zbv_service.pages.assets import assets
 from zbv_service.pages.shell import Shell, html, render, shell_of

@@ -20,12 +20,11 @@ from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem
 
 from zbv_service.api.state import state_of
-from zbv_service.documents.packing import unpack
-from zbv_service.documents.problems import Question
+from zbv_service.documents.problems import Question, unpack
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import facts_of_layers, shape_of
 from zbv_service.records.searches import FINISHED, SearchDocument
-from zbv_service.searches.kinds import parse_packed
+from zbv_service.searches.searches import parse_packed
 from zbv_service.security.access import READ
 
 router = APIRouter(include_in_schema=False)

@@ -10,9 +10,8 @@ from functools import partial
 from zbv_solver.errors import InvalidInput
 from zbv_solver.plans.plan import plan_json
 
-from zbv_service.compute.cache import Cache, wait_a_while
-from zbv_service.documents.packing import pack
-from zbv_service.documents.problems import require_stages
+from zbv_service.compute.waiting import Cache, wait_a_while
+from zbv_service.documents.problems import pack, require_stages
 from zbv_service.errors import ApiError
 from zbv_service.plans.plans import CACHED_BYTES, Plans
 from zbv_service.plans.renderings import PlanFacts, plan_of

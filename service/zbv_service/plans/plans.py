@@ -15,12 +15,11 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_orders, parse_plan_document, to_plan
 from zbv_solver.search.claims import Claim
 
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.compute.waiting import Cache
 from zbv_service.database import PlanTable
-from zbv_service.documents.packing import pack_plan, unpack_text
 from zbv_service.documents.parsing import parse_json
-from zbv_service.documents.problems import require_size
+from zbv_service.documents.problems import pack_plan, require_size, unpack_text
 from zbv_service.errors import INVALID_PARAMETER, NOT_FOUND, ApiError
 from zbv_service.plans.documents import ClaimDocument, ImportedPlan, SimulationQuery
 from zbv_service.plans.renderings import (
@@ -121,19 +120,19 @@ class Plans:
 
     async def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`ApiError` 404."""
-        plan = await self._plans.get(plan_id, lambda: self.compute(plan_of, plan_id))
+        plan = await self._plans.get(plan_id, partial(self.compute, plan_of, plan_id))
         self.used.add(plan_id)
         return plan
 
     async def facts(self, plan_id: str) -> PlanFacts:
         """The few values of a plan; raises :class:`ApiError` 404."""
-        facts = await self._facts.get(plan_id, lambda: self.compute(facts_of, plan_id))
+        facts = await self._facts.get(plan_id, partial(self.compute, facts_of, plan_id))
         self.used.add(plan_id)
         return facts
 
     async def rank(self, plan_id: str, rank: int) -> bytes:
         """One rank's part of a plan, as JSON text; raises :class:`ApiError` 404."""
-        ranks = await self._ranks.get(plan_id, lambda: self.compute(ranks_of, plan_id))
+        ranks = await self._ranks.get(plan_id, partial(self.compute, ranks_of, plan_id))
         self.used.add(plan_id)
         if not 0 <= rank < len(ranks):
             raise ApiError(
@@ -173,7 +172,7 @@ class Plans:
 
     async def view(self, plan_id: str) -> PlanView:
         """The content of a plan's page, without links; raises :class:`ApiError` 404."""
-        return await self._views.get(plan_id, lambda: self.compute(view_of, plan_id))
+        return await self._views.get(plan_id, partial(self.compute, view_of, plan_id))
 
     async def simulation(self, plan_id: str, asked: SimulationQuery) -> bytes:
         """A plan when durations vary, as JSON text.
@@ -186,7 +185,7 @@ class Plans:
         simulate = partial(simulation_of, asked)
         key = f"{plan_id} {asked.model_dump_json()}"
         try:
-            return await self._simulations.get(key, lambda: self.compute(simulate, plan_id))
+            return await self._simulations.get(key, partial(self.compute, simulate, plan_id))
         except InvalidInput as error:
             (issue,) = error.issues[:1]
             name = "scenarios" if issue.pointer == "/scenarios" else "jitter"
@@ -198,11 +197,11 @@ class Plans:
 
     async def actions(self, plan_id: str) -> bytes:
         """A plan's actions for the script of its page; raises :class:`ApiError` 404."""
-        return await self._actions.get(plan_id, lambda: self.compute(actions_of, plan_id))
+        return await self._actions.get(plan_id, partial(self.compute, actions_of, plan_id))
 
     async def thumbnail(self, plan_id: str) -> bytes:
         """A thumbnail of a plan as PNG; raises :class:`ApiError` 404."""
-        return await self._thumbnails.get(plan_id, lambda: self.compute(thumbnail_of, plan_id))
+        return await self._thumbnails.get(plan_id, partial(self.compute, thumbnail_of, plan_id))
 
     async def export(self, plan_id: str, name: str) -> tuple[bytes, str, str]:
         """A plan in another format: its text, media type and file name; raises :class:`ApiError` 404."""
@@ -213,7 +212,7 @@ class Plans:
         if target is None:
             raise ApiError(NOT_FOUND, f"found no format {name!r}; there are {', '.join(sorted(FORMATS))}.")
         export = partial(export_of, name)
-        text = await self._exports.get(f"{plan_id} {name}", lambda: self.compute(export, plan_id))
+        text = await self._exports.get(f"{plan_id} {name}", partial(self.compute, export, plan_id))
         return text, target.media_type, f"plan-{plan_id[:12]}{target.suffix}"
 
 

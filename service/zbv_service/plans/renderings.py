@@ -20,7 +20,7 @@ from zbv_solver.plans.plan import Plan, simulation_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.problem import Problem, Units
 
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.plans.documents import SimulationQuery
 from zbv_service.records.shared import json_bytes
 

@@ -27,7 +27,7 @@ from zbv_service.problems.documents import (
     ProblemFacts,
 )
 from zbv_service.records.shared import ProblemSummary
-from zbv_service.searches.kinds import parse_request
+from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 
 

@@ -8,12 +8,17 @@ from typing import Any
 from zbv_solver.documents.files import plain
 from zbv_solver.problem.reading import parse_problem
 
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.compute.waiting import Cache
 from zbv_service.database import PlanTable
-from zbv_service.documents.packing import PackedQuestion, supported_bound, unpack
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.problems import read_problem, require_stages
+from zbv_service.documents.problems import (
+    PackedQuestion,
+    read_problem,
+    require_stages,
+    supported_bound,
+    unpack,
+)
 from zbv_service.problems.documents import CompareRequest, Comparison
 from zbv_service.problems.estimate import LONGEST_SECONDS
 from zbv_service.settings import Settings

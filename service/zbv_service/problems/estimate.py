@@ -17,11 +17,18 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_problem, to_layered
 from zbv_solver.search.options import SearchOptions
 
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
-from zbv_service.documents.packing import PackedQuestion, finite_or_none, supported_bound, unpack
+from zbv_service.compute.waiting import Cache
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.problems import largest_stages, read_question, require_stages
+from zbv_service.documents.problems import (
+    PackedQuestion,
+    finite_or_none,
+    largest_stages,
+    read_question,
+    require_stages,
+    supported_bound,
+    unpack,
+)
 from zbv_service.errors import INFEASIBLE_MEMORY, ApiError, infeasible
 from zbv_service.problems.documents import EstimateRequest, ProblemEstimate
 from zbv_service.settings import Settings

@@ -57,14 +57,9 @@ class NewPlan:
     document: bytes
     """The whole plan document, packed."""
     problem_key: str
-    """Hash of its problem (:func:`zbv_service.documents.packing.problem_key`); plans with equal keys can
+    """Hash of its problem (:func:`zbv_service.documents.problems.problem_key`); plans with equal keys can
     be compared."""
-    cut_bound: float | None = None
-    """For a problem given by layers: a lower bound on the objective over all cuts."""
+    search_bound: float
+    """The lower bound of the search, which for a problem given by layers holds for every cut."""
     refusal: Refusal | None = None
     """As in :class:`zbv_service.records.searches.Update`."""
-
-    @property
-    def search_bound(self) -> float:
-        """The lower bound of the search, which for layers holds for every cut."""
-        return self.summary.lower_bound if self.cut_bound is None else self.cut_bound

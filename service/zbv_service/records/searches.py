@@ -7,15 +7,22 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from zbv_solver.documents.fields import Number
+from zbv_solver.problem.jitter import (
+    LARGEST_QUANTILE,
+    LEAST_QUANTILE,
+    ActionsDocument,
+    JitterDocument,
+    SamplesDocument,
+)
 
 from zbv_service.errors import StoredError
 from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.shared import (
+    MAX_SEED,
     NEXT,
     PREVIOUS,
-    OptionsDocument,
     ProblemSummary,
     Record,
     RequestDocument,
@@ -28,8 +35,47 @@ SearchKind = Literal["plan", "layouts"]
 EventKind = Literal["state", "improvement", "bound", "progress", "end"]
 SEARCH_STATES: tuple[str, ...] = get_args(SearchState)
 
+MOST_SAMPLES = 20_000
+"""Most samples of the options of a search: they are read, sent and stored with it."""
+
 FINISHED: frozenset[str] = frozenset({"done", "cancelled", "failed", "infeasible"})
 """States that never change again."""
+
+
+def _require_few_samples(jitter: JitterDocument) -> JitterDocument:
+    spreads: list[Any] = [jitter.transfer]
+    spreads += (
+        [*vars(jitter.action).values()] if isinstance(jitter.action, ActionsDocument) else [jitter.action]
+    )
+    spreads += jitter.rank if isinstance(jitter.rank, list) else [jitter.rank]
+    found = sum(len(each.samples) for each in spreads if isinstance(each, SamplesDocument))
+    if found > MOST_SAMPLES:
+        raise ValueError(f"has {found} samples in all; this service takes at most {MOST_SAMPLES}")
+    return jitter
+
+
+class OptionsDocument(RequestDocument):
+    """How hard to search. Equal options and seed give equal plans, unless a time limit cuts them off."""
+
+    effort: Literal["quick", "standard", "thorough"] = "standard"
+    time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="Seconds; null means that effort alone decides."
+    )
+    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] = 0
+    jitter: Annotated[JitterDocument, AfterValidator(_require_few_samples)] | None = Field(
+        None,
+        description="By how much durations vary. With it, the plan is chosen for its simulated time, and has "
+        f"a `simulation`. At most {MOST_SAMPLES} samples in all. Lists of searches leave it out.",
+    )
+    quantile: Annotated[Number, Field(ge=LEAST_QUANTILE, le=LARGEST_QUANTILE)] | None = Field(
+        None,
+        description="With jitter, the quantile of the simulated times to choose for; null is their mean.",
+    )
+
+    def stored(self) -> dict[str, Any]:
+        """The options as they are stored and hashed: jitter and quantile only if they are given."""
+        absent = {name for name in ("jitter", "quantile") if getattr(self, name) is None}
+        return self.model_dump(exclude=absent)
 
 
 @dataclass(frozen=True)
@@ -88,7 +134,7 @@ class SearchRecord(Record):
     def whole(self, answer: bytes | None) -> bytes:
         """The document as JSON with its bulky parts; ``answer`` is the packed answer of this search."""
         if answer is None:
-            return self.text()
+            return self.model_dump_json().encode()
         return json_with(self.model_dump(mode="json"), answer=zlib.decompress(answer))
 
 
@@ -105,7 +151,7 @@ class SearchDocument(SearchRecord):
     def whole(self, answer: bytes | None = None) -> bytes:
         """The document as JSON, with its jitter."""
         if self.jitter is None:
-            return self.text()
+            return self.model_dump_json().encode()
         document = self.model_dump(mode="json")
         options = json_with(document["options"], jitter=zlib.decompress(self.jitter))
         return json_with(document, options=options)
@@ -183,7 +229,7 @@ class Claim:
     options: dict[str, Any]
     """Those of the request; the runner adds ``workers``, the number of threads."""
     incumbent: bytes | None
-    """The ranks of the best plan known (:func:`zbv_service.documents.packing.pack_incumbent`)."""
+    """The ranks of the best plan known (:func:`zbv_service.documents.problems.pack_incumbent`)."""
     attempts: int
     cancel_requested: bool
     kind: SearchKind = "plan"

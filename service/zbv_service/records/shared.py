@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from zbv_solver.documents.fields import Number
-from zbv_solver.problem.jitter import (
-    LARGEST_QUANTILE,
-    LEAST_QUANTILE,
-    ActionsDocument,
-    JitterDocument,
-    SamplesDocument,
-)
+from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.problem.problem import Objective
 
 MAX_SEED = 2**31 - 1
-MOST_SAMPLES = 20_000
-"""Most samples of the options of a search: they are read, sent and stored with it."""
 
 
 class RequestDocument(BaseModel):
@@ -38,42 +28,6 @@ class Record(BaseModel):
     def text(self) -> bytes:
         """The document as JSON."""
         return self.model_dump_json().encode()
-
-
-def _require_few_samples(jitter: JitterDocument) -> JitterDocument:
-    spreads: list[Any] = [jitter.transfer]
-    spreads += (
-        [*vars(jitter.action).values()] if isinstance(jitter.action, ActionsDocument) else [jitter.action]
-    )
-    spreads += jitter.rank if isinstance(jitter.rank, list) else [jitter.rank]
-    found = sum(len(each.samples) for each in spreads if isinstance(each, SamplesDocument))
-    if found > MOST_SAMPLES:
-        raise ValueError(f"has {found} samples in all; this service takes at most {MOST_SAMPLES}")
-    return jitter
-
-
-class OptionsDocument(RequestDocument):
-    """How hard to search. Equal options and seed give equal plans, unless a time limit cuts them off."""
-
-    effort: Literal["quick", "standard", "thorough"] = "standard"
-    time_limit: Annotated[Number, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="Seconds; null means that effort alone decides."
-    )
-    seed: Annotated[int, Field(strict=True, ge=0, le=MAX_SEED)] = 0
-    jitter: Annotated[JitterDocument, AfterValidator(_require_few_samples)] | None = Field(
-        None,
-        description="By how much durations vary. With it, the plan is chosen for its simulated time, and has "
-        f"a `simulation`. At most {MOST_SAMPLES} samples in all. Lists of searches leave it out.",
-    )
-    quantile: Annotated[Number, Field(ge=LEAST_QUANTILE, le=LARGEST_QUANTILE)] | None = Field(
-        None,
-        description="With jitter, the quantile of the simulated times to choose for; null is their mean.",
-    )
-
-    def stored(self) -> dict[str, Any]:
-        """The options as they are stored and hashed: jitter and quantile only if they are given."""
-        absent = {name for name in ("jitter", "quantile") if getattr(self, name) is None}
-        return self.model_dump(exclude=absent)
 
 
 class ProblemSummary(BaseModel):

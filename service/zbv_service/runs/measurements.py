@@ -12,8 +12,8 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import RankTrace
 from zbv_solver.plans.plan import Plan
 
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.compute.waiting import Cache
 from zbv_service.database import PartTable
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.renderings import plan_of

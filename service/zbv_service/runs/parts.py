@@ -21,8 +21,8 @@ from zbv_solver.problem.problem import LETTERS
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import PartTable
-from zbv_service.documents.packing import pack, unpack
 from zbv_service.documents.parsing import decompressed, parse_body
+from zbv_service.documents.problems import pack, unpack
 from zbv_service.errors import MALFORMED_JSON, NOT_FOUND, ApiError
 from zbv_service.records.agents import NonFinite, RankEvents
 from zbv_service.records.runs import NewPart, PartInfo, PartKind, RunDocument

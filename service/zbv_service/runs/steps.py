@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbv_service.compute.cache import Cache
 from zbv_service.compute.computations import Computations
+from zbv_service.compute.waiting import Cache
 from zbv_service.database import PartTable
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.records.runs import PartInfo
 
 MOST_READ = 16

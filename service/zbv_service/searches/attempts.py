@@ -18,7 +18,7 @@ from zbv_solver.errors import ContradictedBound, InfeasibleMemory, NoLayoutFits,
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
-from zbv_service.documents.packing import incumbent_of
+from zbv_service.documents.problems import incumbent_of
 from zbv_service.errors import (
     INFEASIBLE_MEMORY,
     INTERNAL,
@@ -189,13 +189,13 @@ class Endings:
             detail = str(error) if isinstance(error, ZbvError) else "The search failed; see the log."
             document = error_document(INTERNAL, detail)
             return partial(table.ended, claim.id, claim.fence, "failed", document)
-        if not isinstance(found, NewRanking):
+        if not isinstance(found, NewRanking) and found.refusal is not None:
             self.note_refusal(attempt, found.refusal)
         return partial(self._keep, attempt, found)
 
-    def note_refusal(self, attempt: Attempt, refusal: Refusal | None) -> None:
+    def note_refusal(self, attempt: Attempt, refusal: Refusal) -> None:
         """Log and count once that an attempt could not use its stored incumbent."""
-        if refusal is None or attempt.refusal is not None:
+        if attempt.refusal is not None:
             return
         attempt.refusal = refusal
         logger.warning(
@@ -203,7 +203,7 @@ class Endings:
             attempt.claim.id,
             refusal.reason,
         )
-        self._metrics.incumbent_refused()
+        self._metrics.refused_incumbents.inc()
 
     async def _fail_contradicted(self, attempt: Attempt, error: ContradictedBound) -> bool:
         """Fail a search with a plan that undercuts a bound. Another attempt would hide the bug."""
@@ -212,7 +212,7 @@ class Endings:
         is_ours = await self._table.contradicted(claim.id, claim.fence, document)
         if is_ours:
             logger.error("search %s failed: %s", claim.id, error)
-            self._metrics.bound_contradicted()
+            self._metrics.contradicted_bounds.inc()
         return is_ours
 
     async def _keep(self, attempt: Attempt, found: Outcome) -> bool:

@@ -28,7 +28,7 @@ from zbv_service.records.searches import FINISHED, Claim, SearchKind, Update
 from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings
 from zbv_service.searches.executors.executor import SearchExecutor
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.kinds import KINDS, Kind
+from zbv_service.searches.executors.task import Kind
 from zbv_service.settings import MEBIBYTE, Settings, cores
 
 POLL_SECONDS = 0.25
@@ -46,7 +46,7 @@ class Runner:
     Parameters
     ----------
     kinds
-        What search processes run for each kind; tests replace it.
+        What search processes run for each kind.
     """
 
     def __init__(
@@ -54,13 +54,14 @@ class Runner:
         table: SearchTable,
         settings: Settings,
         metrics: Metrics,
-        kinds: Mapping[SearchKind, Kind] = KINDS,
+        kinds: Mapping[SearchKind, Kind],
     ):
         self._table = table
         self._metrics = metrics
         self._settings = settings
         self._kinds = kinds
         self._owner = new_owner()
+        self._cores = cores()
         self._executor = make_executor(settings)
         self._attempts: set[Attempt] = set()
         self._queue_grew = asyncio.Event()
@@ -76,7 +77,7 @@ class Runner:
         await self._executor.start()
         dead = {owner for owner in await self._table.owners() if is_dead(owner, self._owner)}
         if dead:
-            count = await self._table.requeue_of(dead)
+            count = await self._table.requeue_lost(dead)
             logger.info("queued %d searches of a dead service again", count)
         for step, name in (
             (self._dispatch, "dispatch"),
@@ -148,8 +149,15 @@ class Runner:
         slots = self._executor.slots
         # A cancelled search only has to store its best plan, which need not wait for a free slot.
         while len(self._attempts) < 2 * slots and not self._stopped.is_set():
-            full = self._without_turn(slots)
-            claim = await self._claim(full) if len(self._attempts) < slots or full else None
+            claim, (full, most) = None, self._callers_without_turn(slots)
+            if len(self._attempts) < slots or full:
+                claim = await self._table.claim(
+                    self._owner,
+                    self._settings.lease_seconds,
+                    share=self._settings.max_running_per_token,
+                    full=full,
+                    most=most,
+                )
             if claim is None and len(self._attempts) >= slots:
                 claim = await self._table.claim(
                     self._owner, self._settings.lease_seconds, cancelled_only=True
@@ -159,42 +167,28 @@ class Runner:
             self._begin(claim)
         await happened(self._queue_grew, POLL_SECONDS)
 
-    async def _claim(self, full: Set[str | None]) -> Claim | None:
-        return await self._table.claim(
-            self._owner,
-            self._settings.lease_seconds,
-            share=self._settings.max_running_per_token,
-            full=full,
-            most=self._most_of_all,
-        )
+    def _callers_without_turn(self, slots: int) -> tuple[Set[str | None], int | None]:
+        """The caller that runs the searches of all slots, and the most searches that a caller may run.
 
-    def _without_turn(self, slots: int) -> Set[str | None]:
-        """The caller that runs the searches of all slots: one more slot is for others.
-
-        An attempt that was cancelled or lost counts until its computation has ended. Slots that services
-        share cannot be more, see :attr:`_most_of_all`.
+        One more slot is for others: an attempt that was cancelled or lost counts until its computation has
+        ended. Slots that services share cannot be more, so there a caller runs one search less, in all
+        services.
         """
+        shared = self._executor.shared_slots
+        if self._settings.auth != "tokens":
+            return frozenset(), None
+        if shared is not None:
+            return frozenset(), max(1, shared - 1)
         callers = {attempt.claim.created_by for attempt in self._attempts}
         is_alone = len(callers) == 1 and len(self._attempts) == slots
-        is_own = self._executor.shared_slots is None
-        return callers if self._has_callers and is_own and is_alone else frozenset()
-
-    @property
-    def _most_of_all(self) -> int | None:
-        """Most running searches of a caller in all services, if they share their slots."""
-        shared = self._executor.shared_slots if self._has_callers else None
-        return None if shared is None else max(1, shared - 1)
-
-    @property
-    def _has_callers(self) -> bool:
-        return self._settings.auth == "tokens"
+        return callers if is_alone else frozenset(), None
 
     async def _maintain(self) -> None:
         # Renew before requeueing expired leases, so that a pause of this process does not lose its own ones.
         held = list(self._attempts)
         kept = await self._table.renew(self._owner, _fences(held), self._settings.lease_seconds)
         _stop_lost(held, kept)
-        if self._may_judge() and await self._table.requeue_expired():
+        if self._may_judge() and await self._table.requeue_lost():
             logger.info("queued searches of a silent service again")
             self.wake()
         await happened(self._stopped, self._settings.heartbeat_seconds)
@@ -240,7 +234,8 @@ class Runner:
         def report(update: Update) -> None:
             attempt.latest = update
             attempt.is_unsaved = True
-            self._endings.note_refusal(attempt, update.refusal)
+            if update.refusal is not None:
+                self._endings.note_refusal(attempt, update.refusal)
             self._reported.set()
 
         claim = replace(claim, options={**claim.options, "workers": self._workers()})
@@ -257,7 +252,7 @@ class Runner:
         if not isinstance(self._executor, LocalExecutor):
             return 1  # a slot on a cluster is one thread
         used: int = sum(attempt.claim.options["workers"] for attempt in self._attempts)
-        return max(1, min(USEFUL_WORKERS, cores() - used))
+        return max(1, min(USEFUL_WORKERS, self._cores - used))
 
     async def _follow(self, attempt: Attempt) -> None:
         claim = attempt.claim
@@ -265,7 +260,13 @@ class Runner:
         logger.info("search %s starts (attempt %d)", claim.id, claim.attempts)
         try:
             if await self._endings.settle(attempt):
-                await self._note_end(attempt)
+                record = await self._table.get(claim.id)
+                if record is not None and record.state in FINISHED:
+                    seconds = time.monotonic() - attempt.made_at
+                    labels = record.state, family(record.method)
+                    self._metrics.search_seconds.labels(*labels).observe(seconds)
+                    if record.gap is not None:
+                        self._metrics.search_gap.observe(record.gap)
         except DatabaseAway as error:
             logger.warning("search %s: %s", claim.id, error)
         except Exception:
@@ -275,11 +276,11 @@ class Runner:
             self._attempts.remove(attempt)
             self.wake()
 
-    async def _note_end(self, attempt: Attempt) -> None:
-        record = await self._table.get(attempt.claim.id)
-        if record is not None and record.state in FINISHED:
-            seconds = time.monotonic() - attempt.made_at
-            self._metrics.search_ended(record.state, record.method, record.gap, seconds)
+
+def family(method: str | None) -> str:
+    """The first word of a method, which gives few labels however methods are combined and numbered."""
+    words = (method or "").replace(":", " ").replace("+", " ").split()
+    return words[0].lower()[:40] if words else "none"
 
 
 def _fences(attempts: Collection[Attempt]) -> dict[str, int]:

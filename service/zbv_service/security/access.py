@@ -98,6 +98,7 @@ class Access:
         self.is_open = is_open
         self._table = table
         self._clock = clock
+        self.local_id = None if local is None else local.id
         self._local: _Known | None = None
         if local is not None:
             grant = Grant("local", frozenset(SCOPES), "local", local_id=local.id)
@@ -110,11 +111,6 @@ class Access:
     def local_grant(self) -> Grant | None:
         """The grant of the local token; None without one."""
         return None if self._local is None else self._local.grant
-
-    @property
-    def local_id(self) -> str | None:
-        """The id of the local token; None without one."""
-        return None if self._local is None else self._local.grant.local_id
 
     async def require(self, request: Request, needed: Sequence[str]) -> Grant:
         """The grant of a request with one of these scopes, by its Authorization header or its cookie.
@@ -167,8 +163,7 @@ class Access:
         """
         token, known = TokenText.parse(text), None
         if token is not None:
-            is_local = self._local is not None and token.id == self._local.grant.local_id
-            known = self._local if is_local else self._known.get(token.id)
+            known = self._local if token.id == self.local_id else self._known.get(token.id)
             if known is None or self._clock() - known.at > FRESH_SECONDS:
                 look = self._looks.get(token.id)  # concurrent requests share one query
                 if look is None:

@@ -14,7 +14,7 @@ from fastapi import Depends, Request, params
 from sqlalchemy import JSON, ColumnElement, Select, Text, false, func, literal, select, union_all
 from sqlalchemy import cast as as_type
 
-from zbv_service.compute.cache import Cache
+from zbv_service.compute.waiting import Cache
 from zbv_service.database.engine import BaseTable, Database
 from zbv_service.database.models import AgentRow, PlanRow, RunRow, SearchRow, TokenRow
 from zbv_service.errors import TOO_MUCH_STORED, ApiError

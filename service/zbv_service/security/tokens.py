@@ -19,8 +19,8 @@ from fastapi import Request
 from sqlalchemy import ColumnElement, CursorResult, and_, delete, or_, select, update
 from sqlalchemy.orm import aliased
 
-from zbv_service.database.engine import BaseTable
-from zbv_service.database.models import TokenRow, record_of
+from zbv_service.database.engine import BaseTable, columns_of, record_of
+from zbv_service.database.models import TokenRow
 
 Scope = Literal["read", "search", "agent", "launch", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -184,30 +184,27 @@ class TokenTable(BaseTable):
         """
         parent = aliased(TokenRow)
         now = datetime.now(UTC)
-        query = select(TokenRow).outerjoin(parent, TokenRow.parent_id == parent.id)
+        query = select(*_TOKEN).outerjoin(parent, TokenRow.parent_id == parent.id)
         has_parent = and_(
             parent.revoked_at.is_(None), or_(parent.expires_at.is_(None), parent.expires_at > now)
         )
         is_rooted = or_(
             TokenRow.kind == "token", TokenRow.parent_id.is_not(None), TokenRow.local_id == (local_id or "")
         )
-        async with self._database.reading() as session:
-            row = await session.scalar(
-                query.where(TokenRow.id == token_id, _live(now), has_parent, is_rooted)
-            )
-            return None if row is None else record_of(Token, row)
+        rows = await self._database.rows(
+            query.where(TokenRow.id == token_id, _live(now), has_parent, is_rooted)
+        )
+        return Token(*rows[0]) if rows else None
 
     async def get(self, token_id: str) -> Token | None:
         """A token by id, valid or not."""
-        async with self._database.reading() as session:
-            row = await session.get(TokenRow, token_id)
-            return None if row is None else record_of(Token, row)
+        rows = await self._database.rows(select(*_TOKEN).where(TokenRow.id == token_id))
+        return Token(*rows[0]) if rows else None
 
     async def tokens(self) -> list[Token]:
         """All tokens without sessions and links, oldest first."""
-        query = select(TokenRow).where(TokenRow.kind == "token").order_by(TokenRow.created_at, TokenRow.id)
-        async with self._database.reading() as session:
-            return [record_of(Token, row) for row in await session.scalars(query)]
+        query = select(*_TOKEN).where(TokenRow.kind == "token").order_by(TokenRow.created_at, TokenRow.id)
+        return [Token(*row) for row in await self._database.rows(query)]
 
     async def has_any(self) -> bool:
         """Whether a valid token exists."""
@@ -243,6 +240,9 @@ class TokenTable(BaseTable):
         statement = update(TokenRow).where(TokenRow.id == token_id).values(used_at=datetime.now(UTC))
         async with self._database.writing() as session:
             await session.execute(statement)
+
+
+_TOKEN = columns_of(Token, TokenRow)
 
 
 def _live(now: datetime) -> ColumnElement[bool]:

@@ -15,8 +15,7 @@ from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.cluster import parse_cluster
 from zbv_models.layouts.executor_rules import FREE
-from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts
-from zbv_models.layouts.given_cut import score_given_cut
+from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts, score_given_cut
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.progress import Ends, LayoutProgress

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from support.estimates import but, estimate_config, llama, parts, preset_config
+from support.estimates import Document, but, estimate_config, llama, parts, preset_config
 from zbv_models.estimate.config import PRECISIONS, EstimateConfig, estimate_layers, problem_document
 from zbv_models.estimate.config import estimate_config as estimate
 from zbv_models.estimate.device import Device
@@ -97,25 +98,23 @@ def test_narrow_operands_are_faster_but_must_be_cast() -> None:
 
 def test_fused_gradients_make_w_of_few_tokens_longer_but_not_by_a_kernel() -> None:
     """4, 8 and 2 + 10 bytes: read and written; the gradient of the product, and its addition."""
-    choices = (("mixed", True), ("mixed-fp32-gradients", True), ("mixed-fp32-gradients", False))
     times = []
-    for precision, fused in choices:
+    wide = "mixed-fp32-gradients"
+    for precision, fused in (("mixed", True), (wide, True), (wide, False)):
         config = estimate_config(llama(sequence=128), precision=precision, fused_gradients=fused)
         block = layers(config, kernel_latency=6.0, achieved_tflops=10000.0)["block"]
         times.append(block.plain.times.backward_weight)
-    weights = 4 * 4096**2 + 3 * 4096 * 4 * 4096
-    assert times[1] - times[0] == pytest.approx(4 * weights / 1000e9 * 1e6)
-    assert times[2] - times[1] == pytest.approx(4 * weights / 1000e9 * 1e6)
+    added = 4 * (4 * 4096**2 + 3 * 4096 * 4 * 4096) / 1000e9 * 1e6
+    assert [later - earlier for earlier, later in pairwise(times)] == pytest.approx([added, added])
 
 
 def test_flash_attention_has_a_share_of_the_rate_and_launches_that_wait_lengthen_actions() -> None:
     config = preset_config("llama-3.1-8b")
     core = parts(config.model)["attention"].core
+    choices = ((0.5, 0.0), (1.0, 0.0), (1.0, 2.0))
     slower, block, waiting = (
-        layers(config, **change)["block"]
-        for change in ({"attention_share": 0.5}, {"attention_share": 1.0, "launch_time": 0.0},
-                       {"attention_share": 1.0, "launch_time": 2.0})
-    )  # fmt: skip
+        layers(config, attention_share=share, launch_time=time)["block"] for share, time in choices
+    )
     added = slower.plain.times.forward - block.plain.times.forward
     assert added == pytest.approx(core.forward / 600e12 * 1e6)
     longer = as_tuple(waiting.plain.times + block.plain.times.scaled(-1))
@@ -132,21 +131,16 @@ def test_misaligned_heads_are_slow_in_plain_attention_only() -> None:
         assert low < odd / even < high
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "groups", "processors", "share"),
-    [
+def test_the_last_wave_of_tiles_counts_as_a_full_one() -> None:
+    for rows, columns, groups, processors, share in (
         (256 * 10, 128 * 10, 1, 100, 1.0),
         (256 * 101, 128, 1, 100, 0.75 * 101 / 125),  # 404 tiles of 64 x 128 in five waves of 400 / 4
         (256 * 10, 128, 10, 100, 1.0),  # products of experts run at once
         (256 * 101, 128, 1, None, 1.0),
         (65, 65, 1, 1, 0.9 * 65**2 / 128**2),  # no part of a tile
-    ],
-)
-def test_the_last_wave_of_tiles_counts_as_a_full_one(
-    rows: int, columns: int, groups: int, processors: int | None, share: float
-) -> None:
-    device = Device(achieved_tflops=100.0, processors=processors)
-    assert filled_share(rows, columns, groups, device) == pytest.approx(share)
+    ):
+        device = Device(achieved_tflops=100.0, processors=processors)
+        assert filled_share(rows, columns, groups, device) == pytest.approx(share)
 
 
 def test_embedding_and_head_move_tables_and_logits() -> None:
@@ -161,20 +155,17 @@ def test_embedding_and_head_move_tables_and_logits() -> None:
     assert head.backward_input - product == pytest.approx((3 * row + (3 * 4 + 2) * logits) * per_byte)
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel", "passes", "calls"),
-    [
-        # An all-reduce of the stream in each half has two passes of the ring, a gather or a scatter one.
-        ("block", False, (4, 4, 0), (2, 2, 0)),
-        ("block", True, (4, 4, 2), (4, 4, 2)),
-        # The embedding sums parts of the vocabulary in F, and the head its input's gradient in I.
-        ("embedding", False, (2, 0, 0), (1, 0, 0)),
-        ("embedding", True, (1, 1, 0), (1, 1, 0)),
-        ("head", False, (0, 2, 0), (0, 1, 0)),
-        ("head", True, (1, 1, 1), (1, 1, 1)),
-    ],
-)
-def test_collectives_take_the_time_of_a_ring_and_can_be_hidden(
+@pytest.mark.parametrize(("name", "sequence_parallel", "passes", "calls"), [
+    # An all-reduce of the stream in each half has two passes of the ring, a gather or a scatter one.
+    ("block", False, (4, 4, 0), (2, 2, 0)),
+    ("block", True, (4, 4, 2), (4, 4, 2)),
+    # The embedding sums parts of the vocabulary in F, and the head its input's gradient in I.
+    ("embedding", False, (2, 0, 0), (1, 0, 0)),
+    ("embedding", True, (1, 1, 0), (1, 1, 0)),
+    ("head", False, (0, 2, 0), (0, 1, 0)),
+    ("head", True, (1, 1, 1), (1, 1, 1)),
+])  # fmt: skip
+def test_ring_times(
     name: str, sequence_parallel: bool, passes: tuple[int, ...], calls: tuple[int, ...]
 ) -> None:
     """A pass of four devices sends 3/4 of the stream at 100 GB/s in three steps; a call costs 5 us."""
@@ -194,25 +185,21 @@ def test_collectives_take_the_time_of_a_ring_and_can_be_hidden(
     assert as_tuple(slow + fast.scaled(-1)) == pytest.approx([each * 3 * 2.0 for each in passes])
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "device", "sent", "rate"),
-    [
-        # Dispatch and combination of four copies, 3 of 4 of which go elsewhere.
-        (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {}, 2 * 4 * 1024 * 3 / 4, (50, 2 * 7)),
-        (SPARSE, {"data_parallel": 4, "expert_parallel": 4},
-         {"expert_parallel_bandwidth": 10.0, "expert_parallel_latency": 1.0}, 2 * 4 * 1024 * 3 / 4, (10, 2)),
-        # Exchanges inside a node, half as long here, take place at the same time.
-        (SPARSE, {"data_parallel": 8, "expert_parallel": 8, "expert_parallel_in_node": 2}, {},
-         2 * 1024 * 4 * (1 - 0.75**4) * 3 / 4, (50, 2 * 7)),
-        ({"kv_heads": 8}, {"context_parallel": 4}, {}, 3 / 4 * 2 * 8 * 128, (50, 3 * 7)),
-        ({"kv_heads": 8}, {"context_parallel": 4}, {"context_parallel_overlap": 1.0}, 0, (50, 0)),
-        (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {"expert_parallel_overlap": 1.0}, 0, (50, 0)),
-    ],
-)  # fmt: skip
-def test_exchanges_take_the_time_of_their_links(
-    model: dict[str, Any], parallel: dict[str, int], device: dict[str, float], sent: float,
-    rate: tuple[float, float],
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(("model", "parallel", "device", "sent", "rate"), [
+    # Dispatch and combination of four copies, 3 of 4 of which go elsewhere.
+    (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {}, 2 * 4 * 1024 * 3 / 4, (50, 2 * 7)),
+    (SPARSE, {"data_parallel": 4, "expert_parallel": 4},
+     {"expert_parallel_bandwidth": 10.0, "expert_parallel_latency": 1.0}, 2 * 4 * 1024 * 3 / 4, (10, 2)),
+    # Exchanges inside a node, half as long here, take place at the same time.
+    (SPARSE, {"data_parallel": 8, "expert_parallel": 8, "expert_parallel_in_node": 2}, {},
+     2 * 1024 * 4 * (1 - 0.75**4) * 3 / 4, (50, 2 * 7)),
+    ({"kv_heads": 8}, {"context_parallel": 4}, {}, 3 / 4 * 2 * 8 * 128, (50, 3 * 7)),
+    ({"kv_heads": 8}, {"context_parallel": 4}, {"context_parallel_overlap": 1.0}, 0, (50, 0)),
+    (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {"expert_parallel_overlap": 1.0}, 0, (50, 0)),
+])  # fmt: skip
+def test_exchanges(
+    model: Document, parallel: Document, device: Document, sent: float, rate: tuple[float, float]
+) -> None:
     """``sent`` is values per token, ``rate`` GB/s and microseconds of calls."""
     block = list(layers(estimate_config(llama(**model), **parallel), **device).values())[1]
     assert block.exchanged.forward == pytest.approx(2 * 4096 * sent / rate[0] / 1e9 * 1e6 + rate[1])
@@ -230,9 +217,8 @@ def test_bytes_per_parameter_and_those_of_zero_on_7_5_billion_and_64_replicas() 
     """Of parameters, gradients and states. Rajbhandari et al. 2020, figure 1, for the stages of ZeRO."""
     of_adam = {"mixed": (2, 2, 12), "mixed-fp32-gradients": (2, 4, 12), "bf16-states": (2, 4, 8),
                "fp8-states": (2, 4, 6), "single": (4, 4, 8), "half": (2, 2, 4)}  # fmt: skip
-    assert {name: held(name, "adam") for name in of_adam} == {
-        name: StaticBytes(*sizes) for name, sizes in of_adam.items()
-    }
+    for name, sizes in of_adam.items():
+        assert held(name, "adam") == StaticBytes(*sizes)
     states = [held("mixed", optimizer).optimizer for optimizer in ("muon", "lion", "sgd")]
     assert [*states, held("single", "sgd").optimizer] == [8, 8, 4, 0]
     gigabytes = [held("mixed", "adam", 7_500_000_000, stage, 64).total / 1e9 for stage in range(4)]
@@ -266,9 +252,8 @@ def test_replicas_of_experts_share_their_optimizer() -> None:
 def block(stage: int, device: dict[str, float] | None = None, **changes: Any) -> LayerEstimate:
     """Of four replicas. Gradients have 2 bytes, as in the papers."""
     parallel = {"data_parallel": 4, "zero_stage": stage, "precision": "mixed", **changes}
-    return list(layers(estimate_config(llama(layers=2), **parallel), **{**DATA, **(device or {})}).values())[
-        -2
-    ]
+    made = layers(estimate_config(llama(layers=2), **parallel), **{**DATA, **(device or {})})
+    return list(made.values())[-2]
 
 
 COUNT = block(0).parameters
@@ -276,23 +261,17 @@ SHARE = 2 * COUNT * 3 / 4
 """Bytes of gradients or parameters that a device sends once."""
 
 
-@pytest.mark.parametrize(
-    ("stage", "reduction", "gathering", "forward", "weight"),
-    [
-        (0, 2 * SHARE, 0, 0, 0),  # an all-reduce sends gradients twice
-        (1, SHARE, SHARE, 0, 0),
-        (2, 0, SHARE, 0, SHARE),  # shared gradients are reduced in every W
-        (3, 0, 0, SHARE, SHARE),  # shared parameters are gathered in every F and I: 3 Ψ
-    ],
-)
-def test_replicas_exchange_the_volumes_of_zero(
-    stage: int, reduction: float, gathering: float, forward: float, weight: float
-) -> None:
+@pytest.mark.parametrize(("stage", "reduction", "gathering", "forward", "weight"), [
+    (0, 2 * SHARE, 0, 0, 0),  # an all-reduce sends gradients twice
+    (1, SHARE, SHARE, 0, 0),
+    (2, 0, SHARE, 0, SHARE),  # shared gradients are reduced in every W
+    (3, 0, 0, SHARE, SHARE),  # shared parameters are gathered in every F and I: 3 Ψ
+])  # fmt: skip
+def test_zero_traffic(stage: int, reduction: float, gathering: float, forward: float, weight: float) -> None:
     """Rajbhandari et al. 2020, §7; compute hides none here, because the overlap is 0."""
     layer = block(stage)
-    found = [layer.step.gradient_reduction, layer.step.parameter_gathering]
     longer = layer.plain.times + block(0).plain.times.scaled(-1)
-    found += [longer.forward, longer.backward_input, longer.backward_weight]
+    found = [layer.step.gradient_reduction, layer.step.parameter_gathering, *as_tuple(longer)]
     sizes = (reduction, gathering, forward, forward, weight)
     expected = [size / 20e9 * 1e6 + 2 * 3 if size else 0 for size in sizes]  # calls of both halves
     assert found == pytest.approx(expected, abs=1e-9)
@@ -311,17 +290,14 @@ def test_an_action_holds_what_it_gathers_and_hides_at_most_its_own_time() -> Non
     assert (shared.static, shared.step) == (block(1).static, block(1).step)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "per_parameter"),
-    [
-        # Gradients twice, master copy and two states both ways, parameters; gradients set to zero.
-        (0, "mixed", 2 * 2 + 2 * 12 + 2 + 2),
-        (0, "single", 2 * 4 + 2 * 8 + 2 * 4 + 4),
-        # ZeRO divides the update, but not the gradients that every replica holds.
-        (1, "mixed", (4 + 24 + 2) / 4 + 2),
-        (2, "mixed", (4 + 24 + 2 + 2) / 4),
-    ],
-)
+@pytest.mark.parametrize(("stage", "precision", "per_parameter"), [
+    # Gradients twice, master copy and two states both ways, parameters; gradients set to zero.
+    (0, "mixed", 2 * 2 + 2 * 12 + 2 + 2),
+    (0, "single", 2 * 4 + 2 * 8 + 2 * 4 + 4),
+    # ZeRO divides the update, but not the gradients that every replica holds.
+    (1, "mixed", (4 + 24 + 2) / 4 + 2),
+    (2, "mixed", (4 + 24 + 2 + 2) / 4),
+])  # fmt: skip
 def test_the_optimizer_reads_and_writes_its_states(stage: int, precision: str, per_parameter: float) -> None:
     expected = COUNT * per_parameter / 1000e9 * 1e6
     assert block(stage, precision=precision).step.optimizer == pytest.approx(expected)
@@ -336,17 +312,11 @@ def test_the_optimizer_reads_and_writes_its_states(stage: int, precision: str, p
         assert offloaded == pytest.approx(COUNT * (moved / 1000e9 + (4 * 6 + 2 * 8) / shared / 38e9) * 1e6)
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "copies"),
-    [
-        ({"tied_embeddings": True}, {"placement": "loop", "chunks": 2}, True),
-        ({"prediction_layers": 1}, {"placement": "loop", "chunks": 2}, True),
-        ({"tied_embeddings": True}, {}, False),  # the ends of a V are on one rank
-        ({}, {}, False),
-    ],
-)
-def test_two_copies_of_a_table_are_summed_over_the_pipeline(
-    model: dict[str, Any], parallel: dict[str, Any], copies: bool
-) -> None:
-    expected = 4 * 32000 * 4096 / 50e9 * 1e6 + 7 if copies else 0
-    assert estimate(estimate_config(llama(**model), **parallel)).table_reduction == pytest.approx(expected)
+@pytest.mark.parametrize(("model", "placement", "copies"), [
+    ({"tied_embeddings": True}, "loop", True), ({"prediction_layers": 1}, "loop", True),
+    ({"tied_embeddings": True}, "v", False), ({}, "loop", False),
+])  # fmt: skip
+def test_copies_of_a_table_are_summed(model: Document, placement: str, copies: bool) -> None:
+    """The ends of a V are on one rank."""
+    made = estimate(estimate_config(llama(**model), placement=placement))
+    assert made.table_reduction == pytest.approx((4 * 32000 * 4096 / 50e9 * 1e6 + 7) * copies)

@@ -65,9 +65,8 @@ def made(name: str, **changes: Any) -> Any:
     return config_class(name)(**{key: value for key, value in values.items() if key in fields(name)})
 
 
-def as_file(config: Any) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
-    return document
+def as_file(config: Any) -> Any:
+    return json.loads(json.dumps(config.to_dict()))
 
 
 def counted_by_transformers(config: Any) -> int:
@@ -91,10 +90,7 @@ def counted(document: dict[str, Any]) -> int:
     return parameters_of(built(document), with_predictions=False).total
 
 
-TYPES = sorted(set(TEXT_KINDS) - NOT_OF_TRANSFORMERS)
-
-
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", sorted(set(TEXT_KINDS) - NOT_OF_TRANSFORMERS))
 def test_a_type_and_its_variants_have_the_parameters_that_transformers_counts(name: str) -> None:
     """zbv leaves out single biases, norms across heads and attention sinks: less than one in 10,000."""
     config, keys = made(name), as_file(made(name))
@@ -102,9 +98,7 @@ def test_a_type_and_its_variants_have_the_parameters_that_transformers_counts(na
     if name != "nemotron_h":  # which needs its layers; other files may leave out what their class defines
         few = {"model_type": name, count_key(name): LAYERS, **COMPLETED.get(name, {})}
         assert (built(few).stream, layer_kinds(built(few))) == (built(keys).stream, layer_kinds(built(keys)))
-    for changes in VARIANTS:
-        if not set(changes) - set(EXPERTS) <= set(fields(name)):
-            continue
+    for changes in (each for each in VARIANTS if set(each) - set(EXPERTS) <= set(fields(name))):
         if name == "nemotron_h" and changes.get("tie_word_embeddings"):
             continue  # transformers does not tie those of Nemotron-H
         config = made(name, **{**SMALL, **changes})
@@ -164,10 +158,9 @@ def test_a_model_with_a_vision_encoder_has_the_parameters_that_transformers_coun
     for outer, inner in TIES:
         if outer is None and name in UNTIED_AS_PUBLISHED:
             continue
-        tied = {} if inner is None else {"tie_word_embeddings": inner}
-        file = {**document, "text_config": {**text, "num_hidden_layers": 4, **tied}}
-        del file["tie_word_embeddings"]
-        file |= {} if outer is None else {"tie_word_embeddings": outer}
+        of_text, of_file = ({} if tied is None else {"tie_word_embeddings": tied} for tied in (inner, outer))
+        rest = {key: value for key, value in document.items() if key != "tie_word_embeddings"}
+        file = {**rest, "text_config": {**text, "num_hidden_layers": 4, **of_text}, **of_file}
         expected = counted_by_transformers(config_class(name)(**json.loads(json.dumps(file))))
         assert counted(file) == pytest.approx(expected, rel=2e-3), (outer, inner)
     if WRAPPERS[name].flat:  # published files have the text's keys next to ``vision_config``

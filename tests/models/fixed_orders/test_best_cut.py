@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations_with_replacement, pairwise, product
+from itertools import combinations, combinations_with_replacement, pairwise, product
 from math import inf, isclose
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.executor_layers import flags_of, layer, layered
+from support.executor_layers import Document, flags_of, layer, layered
 from support.titan_configuration import configured
 from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut, free_plan, improved_plan
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
@@ -22,14 +23,12 @@ from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.export.torchtitan import module_names
 from zbv_solver.partition.runs import First
 from zbv_solver.problem.cut import Cut
-from zbv_solver.problem.layer import Layer, Model
+from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import objective_value
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import PHASES, SearchOptions
 from zbv_solver.timing.start_times import evaluate
-
-# --- all cuts of small models
 
 
 def random_layers(random: Random, unit: float) -> LayeredProblem:
@@ -38,7 +37,7 @@ def random_layers(random: Random, unit: float) -> LayeredProblem:
     def number(low: int, high: int) -> float:
         return random.randint(low, high) * unit
 
-    def kind() -> dict[str, Any]:
+    def kind() -> Document:
         held = number(1, 4)
         kept = random.choice([-held, -held / 2, 0.0, held / 4])
         memory = {"forward": held, "backward_input": kept, "backward_weight": -held - kept}
@@ -69,12 +68,10 @@ def all_values(
     none, every = ((again,) * placement.n_stages for again in (False, True))
     choices = {"none": [none], "uniform": [none, every]}
     choices["per-stage"] = list(product((False, True), repeat=placement.n_stages))
-    for inner in combinations_with_replacement(range(1, n), placement.n_stages - 1):
-        bounds = (0, *inner, n)
-        if not (allow_empty and problem.rules.allow_empty is not False) and any(
-            begin == end for begin, end in pairwise(bounds)
-        ):
-            continue
+    may_be_empty = allow_empty and problem.rules.allow_empty is not False
+    chosen = combinations_with_replacement if may_be_empty else combinations
+    inner = chosen(range(1, n), placement.n_stages - 1)
+    for bounds in ((0, *middle, n) for middle in inner):
         if isinstance(recompute, First):
             counts = range(recompute.least, min(recompute.most, n) + 1)
             variants = [(first_again(problem, recompute, bounds, count), none) for count in counts]
@@ -84,42 +81,35 @@ def all_values(
             variants = [(problem, stages) for stages in choices[recompute]]
         for layers, stages in variants:
             cut = placed_on(layers, schedule).cut_into(placement, Cut.at(bounds, stages))
-            limits = cut.memory.limit or (inf,) * placement.pp_degree
             timing = evaluate(replace(cut, memory=replace(cut.memory, limit=None)), schedule.orders())
-            if all(need <= most * (1 + 1e-9) for need, most in zip(timing.peak_memory, limits, strict=True)):
+            if np.all(timing.peak_memory <= np.array(cut.memory.limit or inf) * (1 + 1e-9)):
                 yield objective_value(problem.objective, timing)
 
 
 def placed_on(problem: LayeredProblem, schedule: Schedule) -> LayeredProblem:
     placement, rules = schedule.placement, replace(problem.rules, allow_empty=True)
     chunks = placement.chunks if placement.kind == "loop" else None
-    placed = replace(problem, placement=placement.kind, chunks=chunks, rules=rules)
-    return replace(placed, blocking=schedule.blocking)
+    placed = replace(problem, placement=placement.kind, chunks=chunks, blocking=schedule.blocking)
+    return replace(placed, rules=rules)
 
 
 def first_again(problem: LayeredProblem, first: First, bounds: tuple[int, ...], count: int) -> LayeredProblem:
     """So many first layers of every stage have the costs of their recomputation."""
-    layers: list[Layer] = []
+    layers = list(problem.model.each)
     for begin, end in pairwise(bounds):
-        left = count
-        for one in problem.model.each[begin:end]:
-            is_able = one.recompute is not None and one.name not in first.others
-            again = one.recompute if is_able and left > 0 else None
-            left -= is_able
-            layers.append(replace(one, costs=again or one.costs, recompute=None))
-    return replace(problem, model=Model(tuple(layers)))
+        able = [at for at in range(begin, end) if layers[at].name not in first.others]
+        for at in able[:count]:
+            layers[at] = replace(layers[at], costs=layers[at].recompute or layers[at].costs)
+    return replace(problem, model=Model(tuple(replace(one, recompute=None) for one in layers)))
+
+
+RECOMPUTED = ["none", "uniform", "per-stage", First(), First(2, 2), First(others=frozenset({"l1"}))]
+UNITS = [1.0, 1 / 3, 123_456.7, 1e-6]
 
 
 @settings(max_examples=15, deadline=None)
-@given(
-    st.randoms(use_true_random=True),
-    st.sampled_from(["none", "uniform", "per-stage", First(), First(2, 2), First(others=frozenset({"l1"}))]),
-    st.booleans(),
-    st.sampled_from([1.0, 1 / 3, 123_456.7, 1e-6]),
-)
-def test_equal_to_enumeration(
-    random: Random, recompute: Recompute | First, allow_empty: bool, unit: float
-) -> None:
+@given(st.randoms(use_true_random=True), st.sampled_from(RECOMPUTED), st.booleans(), st.sampled_from(UNITS))
+def test_best_cuts(random: Random, recompute: Recompute | First, allow_empty: bool, unit: float) -> None:
     problem = random_layers(random, unit)
     p, m = problem.pp_degree, problem.microbatches
     offered = [torch_schedule("GPipe", p, m), torch_schedule("1F1B", p, m), megatron_schedule(p, m, 1)]
@@ -138,9 +128,6 @@ def test_equal_to_enumeration(
     assert found.bound_of_all <= min(best.values()) * (1 + 1e-9)
     assert found.is_optimal
     assert found.even >= found.least * (1 - 1e-9) or problem.limit is not None
-
-
-# --- what executors recompute
 
 
 def blocks(limit: float, has_mtp: bool = True, ranks: int = 2, **more: Any) -> LayeredProblem:
@@ -164,9 +151,7 @@ def alone(problem: LayeredProblem, executor: str, **more: Any) -> ExecutorCut:
 @pytest.mark.parametrize(
     ("limit", "fixed", "count"), [(60, None, None), (38, None, 1), (36, None, 3), (31, None, 4), (1000, 2, 2)]
 )
-def test_megatron_recomputes_as_many_first_layers_of_every_stage_as_memory_or_the_user_asks_for(
-    limit: float, fixed: int | None, count: int | None
-) -> None:
+def test_megatron_recomputes_first_layers(limit: float, fixed: int | None, count: int | None) -> None:
     found = alone(blocks(limit), "megatron", recompute_layers=fixed)
     best, flags, document = found.best.results[0], flags_of(found), executor_cut_json(found)
     assert (document["recompute"], document["recompute_layers"]) == (best.recompute, count)
@@ -183,54 +168,26 @@ def test_megatron_recomputes_as_many_first_layers_of_every_stage_as_memory_or_th
     make_plan(found.best.problem, found.best.orders, method="test")
 
 
-def test_recomputed_modules_of_a_document_are_the_selective_recomputation_of_their_executor() -> None:
-    flags = flags_of(alone(blocks(20.0, recompute_modules=["mlp", "layernorm"]), "megatron"))
-    assert flags["--recompute-granularity"] == "selective"
-    assert "--recompute-method" not in flags
+def test_split_backwards_of_pytorch_recompute_nothing_and_torch_no_modules() -> None:
     with pytest.raises(InfeasibleMemory):
         alone(blocks(20.0, recompute_modules=["mlp", "layernorm"]), "torch")
-    found = alone(blocks(20.0, has_mtp=False, recompute_modules=["op"]), "torchtitan")
-    assert found.best.results[0].recompute == "all"
-    assert "activation_checkpoint = SelectiveAC.Config()" in (found.settings or "")
-    # Nothing is recomputed with split backwards of PyTorch.
     problem = blocks(1000.0, has_mtp=False, placement="v")
     split = cut_for_executor(problem, "torch", schedules=["ZBVZeroBubble"], effort="quick")
     assert {each.recompute for each in split.best.results} == {"none"}
-
-
-# --- settings
-
-
-def test_torchtitans_settings_are_of_the_cut() -> None:
-    found = cut_for_executor(ruled(9, 2), "torchtitan", effort="quick")
-    assert found.stages is not None
-    own, schedule = configured(found.settings or "", "newer").parallelism, found.best.schedule
-    assert own.module_fqns_per_model_part == module_names(found.stages)
-    assert (own.pipeline_parallel_schedule, own.num_pp_microbatches) == (schedule.name, schedule.microbatches)
-    assert found.best.orders == schedule.orders()
-    # Without a pipeline, it has multi-token prediction, and divides no model.
-    whole = alone(blocks(1000, ranks=1), "torchtitan").settings
-    assert configured(whole or "", "newer").parallelism.module_fqns_per_model_part is None
-    torch = alone(blocks(1000), "torch")
-    assert (torch.settings, "no settings of a cut" in torch.remark) == (None, True)
+    assert (split.settings, "no settings of a cut" in split.remark) == (None, True)
 
 
 def test_a_vision_encoder_stays_with_the_embedding() -> None:
     """However long its layers take: torchtitan and Megatron-Bridge run it in the first stage."""
-    copies = {"vision": {"repeat": 1}, "block": {"repeat": 6}}
-    names = ("patches", "vision", "projector", "embedding", "block", "head")
-    problem = layered(2, 4, [layer(name, 1, **copies.get(name, {})) for name in names], 0.05)
+    names = ("patches", "vision", "projector", "embedding", *(f"block{at}" for at in range(6)), "head")
+    problem = layered(2, 4, [layer(name, 1) for name in names], 0.05)
     flags = flags_of(cut_for_executor(problem, "megatron", effort="quick"))
     layout = flags["--pipeline-model-parallel-layout"]
     assert (layout[0], layout.count("v")) == ("E", 0)
     found = cut_for_executor(problem, "torchtitan", effort="quick")
-    assert found.stages is not None
-    assert found.stages[0].startswith("vvvE")
     parts = configured(found.settings or "", "0.3.0").parallelism.module_fqns_per_model_part
+    assert parts == module_names(found.stages or ())
     assert [part.count("vision_encoder") for part in parts] == [1] + [0] * (len(parts) - 1)
-
-
-# --- rules of a cut, and refusals
 
 
 def ruled(blocks: int, ranks: int, **cut: Any) -> LayeredProblem:
@@ -254,9 +211,7 @@ def test_first_and_last_are_transformer_layers_of_ranks() -> None:
     assert [reasons[chunks].pointer for chunks in (2, 3, 4)] == ["/cut/first", "/cut/last", "/cut/first"]
     assert "found 3 transformer layers on the first rank, which has 2 virtual stages" in reasons[2].detail
     two = best_cut(ruled(12, 3, first=2, last=6), [megatron_schedule(3, 6, 2)], effort="quick")
-    counts = blocks_of(two)
-    assert (counts[0], counts[3], counts[2], counts[5]) == (1, 1, 3, 3)
-    assert two.is_optimal
+    assert (blocks_of(two)[::3], blocks_of(two)[2::3], two.is_optimal) == ([1, 1], [3, 3], True)
     only = best_cut(ruled(13, 3, last=3), [megatron_schedule(3, 6, 3)], effort="quick")
     assert blocks_of(only)[2::3] == [1, 1, 1]
     # An end rank without transformer layers has one stage if none may be empty.
@@ -270,74 +225,60 @@ def test_first_and_last_are_transformer_layers_of_ranks() -> None:
         ruled(8, 1, first=3)
 
 
-TWO: dict[str, Any] = {"recompute_layers": 2}
-ALL: dict[str, Any] = {"recompute": "all"}
-OP: dict[str, Any] = {"has_mtp": False, "recompute_modules": ["op"]}
+TWO, ALL = {"recompute_layers": 2}, {"recompute": "all"}
+OP: Document = {"has_mtp": False, "recompute_modules": ["op"]}
 
 
-@pytest.mark.parametrize(
-    ("problem", "executor", "more", "message"),
-    [
-        (ruled(8, 2), "deepspeed", {}, "must be one of megatron"),
-        # Too few layers, with what the executor can do.
-        (ruled(2, 4, allow_empty=False), "megatron", {"virtual_stages": [2]},
-         "Give fewer virtual stages or fewer ranks or empty stages (cut.allow_empty) or finer layers."),
-        *((problem, "torch", {"virtual_stages": [chunks]},
-           "Give fewer virtual stages or fewer ranks or finer layers.")
-          for problem, chunks in ((ruled(2, 4), 2), (ruled(1, 4, allow_empty=True), 2), (ruled(8, 2), 9))),
-        (ruled(1, 4, allow_empty=True), "torchtitan", {"virtual_stages": [1]},
-         "Give fewer ranks or finer layers."),
-        # Rules that contradict the model. Megatron-LM#2718: 24 of 48 layers were on no rank, without a word.
-        (ruled(48, 2, first=11, last=13), "megatron", {},
-         "24 of 48 transformer layers, so 24 of the model's layers"),
-        (blocks(1000), "torchtitan", {}, "found 'mtp', which belongs to multi-token prediction; tor"),
-        (blocks(9.0), "torch", TWO, "found 2 and executor torch; only Megatron-LM does"),
-        (blocks(9.0), "megatron", TWO | {"recompute": "none"}, "found 2 and --recompute none"),
-        (blocks(9.0), "megatron", {"recompute_layers": 0}, "found 0; must be at least 1"),
-        (ruled(8, 2), "megatron", TWO, "every transformer layer needs recompute"),
-        (blocks(20.0, recompute_modules=["mlp"]), "torch", ALL, "found mlp; only Megatron-LM does that"),
-        (blocks(20.0, **OP), "megatron", ALL, "found op; only torchtitan does that"),
-        # PyTorch would compute a stage again in I and for every gradient of W, which no cost has.
-        (blocks(99.0, has_mtp=False), "torch", ALL | {"schedules": ["ZBVZeroBubble"]},
-         "computes a recomputed stage again in I and for every"),
-    ],
-)  # fmt: skip
-def test_impossible_requests_are_refused(
-    problem: LayeredProblem, executor: str, more: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("problem", "executor", "more", "message"), [
+    (ruled(8, 2), "deepspeed", {}, "must be one of megatron"),
+    # Too few layers, with what the executor can do.
+    (ruled(2, 4, allow_empty=False), "megatron", {"virtual_stages": [2]},
+     "Give fewer virtual stages or fewer ranks or empty stages (cut.allow_empty) or finer layers."),
+    *((problem, "torch", {"virtual_stages": [chunks]},
+       "Give fewer virtual stages or fewer ranks or finer layers.")
+      for problem, chunks in ((ruled(2, 4), 2), (ruled(1, 4, allow_empty=True), 2), (ruled(8, 2), 9))),
+    (ruled(1, 4, allow_empty=True), "torchtitan", {"virtual_stages": [1]},
+     "Give fewer ranks or finer layers."),
+    # Rules that contradict the model. Megatron-LM#2718: 24 of 48 layers were on no rank, without a word.
+    (ruled(48, 2, first=11, last=13), "megatron", {},
+     "24 of 48 transformer layers, so 24 of the model's layers"),
+    (blocks(1000), "torchtitan", {}, "found 'mtp', which belongs to multi-token prediction; tor"),
+    (blocks(9.0), "torch", TWO, "found 2 and executor torch; only Megatron-LM does"),
+    (blocks(9.0), "megatron", {**TWO, "recompute": "none"}, "found 2 and --recompute none"),
+    (blocks(9.0), "megatron", {"recompute_layers": 0}, "found 0; must be at least 1"),
+    (ruled(8, 2), "megatron", TWO, "every transformer layer needs recompute"),
+    (blocks(20.0, recompute_modules=["mlp"]), "torch", ALL, "found mlp; only Megatron-LM does that"),
+    (blocks(20.0, **OP), "megatron", ALL, "found op; only torchtitan does that"),
+    # PyTorch would compute a stage again in I and for every gradient of W, which no cost has.
+    (blocks(99.0, has_mtp=False), "torch", {**ALL, "schedules": ["ZBVZeroBubble"]},
+     "computes a recomputed stage again in I and for every"),
+])  # fmt: skip
+def test_impossible_requests(problem: LayeredProblem, executor: str, more: Document, message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         cut_for_executor(problem, executor, effort="quick", **more)
     assert message in str(raised.value)
 
 
 def test_schedules_that_do_not_fit_are_refused_with_the_closest_cut() -> None:
-    with pytest.raises(InvalidInput, match="a schedule for 4 ranks"):
-        best_cut(ruled(8, 2), [megatron_schedule(4, 4, 1)])
-    problem = blocks(19, has_mtp=False)
+    problem, schedule = blocks(19, has_mtp=False), megatron_schedule(2, 4, 1)
+    with pytest.raises(InvalidInput, match="a schedule for 2 ranks"):
+        best_cut(ruled(8, 4), [schedule])
     with pytest.raises(InfeasibleMemory, match="closest cut") as raised:
-        best_cut(problem, [megatron_schedule(2, 4, 1)], effort="quick")
+        best_cut(problem, [schedule], effort="quick")
     assert raised.value.is_proved
-    fits = replace(problem, limit=raised.value.smallest)
-    assert best_cut(fits, [megatron_schedule(2, 4, 1)], effort="quick").objective > 0
+    assert best_cut(replace(problem, limit=raised.value.smallest), [schedule], effort="quick").objective > 0
 
-
-# --- free orders
 
 NO_SEARCH = SearchOptions("quick", without=PHASES)
+TIMES = st.one_of(st.just([9, 1, 1, 9]), st.lists(st.integers(1, 9), min_size=4, max_size=7))
 
 
 @settings(max_examples=10, deadline=None)
-@given(
-    st.one_of(st.just([9, 1, 1, 9]), st.lists(st.integers(1, 9), min_size=4, max_size=7)),
-    st.sampled_from([(None, (1, 2)), (9, (1,))]),
-)
+@given(TIMES, st.sampled_from([(None, (1, 2)), (9, (1,))]))
 def test_a_free_order_is_not_longer(times: list[int], room: tuple[int | None, tuple[int, ...]]) -> None:
     """The executor's order is one of the candidates, also where zbv's own placement does not fit."""
     limit, chunks = room
-    layers = [
-        layer(f"l{number}", time, held=2 if limit is None else 9 / len(times))
-        for number, time in enumerate(times)
-    ]
+    layers = [layer(f"l{number}", time, held=9 / len(times)) for number, time in enumerate(times)]
     problem = layered(2, 8, layers, 1, placement="v", memory={"limit": limit})
     best = best_cut(problem, [megatron_schedule(2, 8, each) for each in chunks], effort="quick")
     free, improved = free_plan(problem, best, NO_SEARCH), improved_plan(best, NO_SEARCH)

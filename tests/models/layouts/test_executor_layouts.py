@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
 
@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layers import flags_of
-from support.executor_layouts import EXPERTS, MODEL, SEEING, TIED, Document, best_of, cluster_of, request_of
+from support.executor_layouts import (
+    EXPERTS,
+    LONE,
+    MODEL,
+    SEEING,
+    TIED,
+    Document,
+    best_of,
+    cluster_of,
+    request_of,
+)
 from support.titan_configuration import VERSIONS, configured
 from zbv_models.fixed_orders.best_cut import BestCut
 from zbv_models.fixed_orders.executor_cut import cut_for_executor
@@ -20,6 +30,7 @@ from zbv_models.fixed_orders.megatron_layout import parse_layout
 from zbv_models.layouts import executor_rules as rules
 from zbv_models.layouts import executor_search as executor_module
 from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, layers_on_ranks
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.executor_rules import NAMES, executors_of, refusal, runs_layout
@@ -35,12 +46,10 @@ from zbv_solver.verify.verifier import verify
 
 PLAIN, PREDICTING = {**MODEL, "attention": "plain"}, {**MODEL, "prediction_layers": 1}
 
-# --- the search
-
 
 def every_step(request: Request, executor: str) -> list[float]:
     """The step of every layout with its best cut, and every recomputation."""
-    setting, known, found = replace(request.setting.of_executor(executor), has_loops=True), {}, []
+    setting, steps = replace(request.setting.of_executor(executor), has_loops=True), []
     for layout in filter(partial(runs_layout, executor, setting.model), request.layouts):
         variants = [layout]
         if layout.recompute == "selective":
@@ -49,18 +58,16 @@ def every_step(request: Request, executor: str) -> list[float]:
             # Megatron-LM's cut chooses how many layers of every stage are recomputed.
             variants = [replace(layout, recompute="none"), replace(layout, recompute="full")]
         for estimated in (EstimatedLayout.of(variant, setting) for variant in variants):
-            if estimated.problem not in known:
-                known[estimated.problem] = best_cuts_step(estimated.problem, executor)
-            cut = known[estimated.problem]
-            if cut is None:
-                continue
-            found.append(cut.objective * SECONDS + estimated.once(layers_on_ranks(cut.problem)))
-            assert estimated.has_room_for_states
-            bounds = [setting.least_work(estimated.layout), estimated.mean_bound]
-            assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= found[-1] * (1 + 1e-9)
-    return found
+            cut = best_cuts_step(estimated.problem, executor)
+            if cut is not None:
+                steps.append(cut.objective * SECONDS + estimated.once(layers_on_ranks(cut.problem)))
+                assert estimated.has_room_for_states
+                bounds = [setting.least_work(estimated.layout), estimated.mean_bound]
+                assert max([*bounds, estimated.memory_bound, estimated.load_bound]) <= steps[-1] * (1 + 1e-9)
+    return steps
 
 
+@cache
 def best_cuts_step(problem: LayeredProblem, executor: str) -> BestCut | None:
     """None if there is no cut, or the executor refuses the numbers of ranks and microbatches."""
     chunks = (1,) if problem.pp_degree == 1 else None
@@ -70,27 +77,16 @@ def best_cuts_step(problem: LayeredProblem, executor: str) -> BestCut | None:
         return None
 
 
+# Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
+QUICK = partial(cluster_of, speed=1e5)
+CLUSTERS = st.builds(QUICK, st.sampled_from([1, 3]), st.sampled_from([1, 2]), st.floats(3.0, 30.0))
+
+
 @settings(max_examples=2)
-@given(
-    st.sampled_from([(1, 2), (3, 1)]),
-    st.sampled_from([MODEL, EXPERTS]),
-    st.floats(3.0, 30.0),
-    st.booleans(),
-    st.sampled_from(list(NAMES)),
-)
-def test_the_best_layout_is_that_of_cutting_every_one(
-    size: tuple[int, int], model: Document, gigabytes: float, is_tied: bool, executor: str
-) -> None:
-    # Updates take no time: cuts with equal pipelines may differ in what a rank does once per step.
-    cluster = cluster_of(*size, gigabytes, speed=1e5)
-    fixed: Document = {
-        "microbatch_size": 1,
-        "tensor_parallel": 1,
-        "context_parallel": 1,
-        "expert_parallel": 1,
-    }
+@given(CLUSTERS, st.sampled_from([MODEL, EXPERTS]), st.booleans(), st.sampled_from(list(NAMES)))
+def test_the_best_cut_is_found(cluster: Cluster, model: Document, is_tied: bool, executor: str) -> None:
     model = {**model, "tied_embeddings": is_tied, "sequence": 512, "layers": 5}
-    request = request_of(model, cluster, 2 * cluster.devices, executor, **fixed, placement="tp-cp-dp-pp")
+    request = request_of(model, cluster, 2 * cluster.devices, executor, **LONE, placement="tp-cp-dp-pp")
     steps = every_step(request, executor)
     if not steps:
         with pytest.raises(NoLayoutFits, match="no layout fits"):
@@ -112,20 +108,19 @@ def test_all_executors_together_are_as_good_as_each() -> None:
     rows = ranking_json(ranking, request, with_plans=False)["layouts"]
     # Every pair of a layout and an executor is listed once.
     assert {row["executor"] for row in rows} == {"zbv", *NAMES}
-    steps = [each.step_time for each in ranking.best]
-    assert steps == sorted(steps)
-    alone = [executor_layouts(layouts, setting, executor).best[0].step_time for executor in NAMES]
-    best = min(best_layouts(layouts, setting).best[0].step_time, *alone)
-    assert steps[0] == pytest.approx(best, rel=1e-9)
     assert ranking.considered > len(layouts)
+    steps = [each.step_time for each in ranking.best]
+    alone = [executor_layouts(layouts, setting, executor).best[0].step_time for executor in NAMES]
+    assert steps == sorted(steps)
+    assert steps[0] == pytest.approx(min(best_layouts(layouts, setting).best[0].step_time, *alone), rel=1e-9)
     # The order of an executor is no faster than the bound of any order.
     for each, row in zip(ranking.best, rows, strict=True):
         if isinstance(each, ExecutorLayout):
             assert each.free is not None
             assert each.free.lower_bound <= each.step_time
             assert row["free_order"]["step_time"] == each.free.step_time <= each.step_time * (1 + 1e-9)
-            assert row["virtual_stages"] == each.best.schedule.placement.chunks
-            assert row["settings"] == each.settings
+            shown = row["virtual_stages"], row["settings"]
+            assert shown == (each.best.schedule.placement.chunks, each.settings)
 
 
 def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end() -> None:
@@ -137,9 +132,8 @@ def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end() -> None:
         askers.update(Path(frame.f_code.co_filename).stem for frame, _ in traceback.walk_stack(None))
         return False
 
-    search = partial(
-        executor_layouts, request.layouts, request.setting, "megatron", 2, SearchOptions("quick")
-    )
+    quick = "megatron", 2, SearchOptions("quick")
+    search = partial(executor_layouts, request.layouts, request.setting, *quick)
     whole = search(ask)
     assert {"relaxation", "descent", "order_search", "executor_search"} <= askers
     for count in (10, 40, 160):
@@ -162,8 +156,6 @@ def test_large_orders_wait_and_may_stay_unsettled(budget: float, monkeypatch: py
         assert found.best[0].step_time == pytest.approx(settled.best[0].step_time, rel=1e-9)
         assert found.no_layout_below == pytest.approx(settled.no_layout_below, rel=1e-9)
 
-
-# --- rules
 
 LAYOUT = Layout(2, 1, 1, 2, 2, 1, 4, 1, "per-stage", "tp-cp-dp-pp")
 ALONE, OTHER_ORDER = {"zero_stage": 3, "pipeline_parallel": 1}, {"placement": "tp-cp-pp-dp"}
@@ -198,9 +190,7 @@ RUN: list[tuple[str, Document, Document, bool]] = [
 
 
 @pytest.mark.parametrize(("executor", "model", "change", "is_run"), RUN)
-def test_executors_are_offered_what_they_run(
-    executor: str, model: Document, change: Document, is_run: bool
-) -> None:
+def test_executors_run(executor: str, model: Document, change: Document, is_run: bool) -> None:
     of_executor = (*rules.MODEL_RULES[executor], *rules.LAYOUT_RULES[executor])
     assert all(".py" in rule.source for rule in of_executor), "every rule has a source"
     transformer = request_of(model, cluster_of(1, 8), 8).setting.model
@@ -223,20 +213,16 @@ def test_a_refusal_has_the_fewest_rules_that_refuse_every_layout() -> None:
         executor_layouts(request.layouts, request.setting, "torchtitan")
 
 
-# --- settings
-
-
 def test_megatrons_flags_are_those_of_the_layout() -> None:
     fixed: Document = {"tensor_parallel": 2, "context_parallel": 1, "expert_parallel": 2}
     fixed |= {"pipeline_parallel": 2, "zero_stage": 1, "placement": "tp-cp-pp-dp", "recompute": "full"}
     cluster, states = cluster_of(2, 4, data_parallel_overlap=0.5), {"precision": "bf16-states"}
-    best = best_of(request_of(EXPERTS, cluster, 16, parallel=states, **fixed), "megatron")
-    lone = ["sequence-parallel", "use-distributed-optimizer", "use-tp-pp-dp-mapping", "overlap-grad-reduce"]
-    lone += ["use-precision-aware-optimizer"]
-    degrees = {"tensor": 2, "expert": 2, "pipeline": 2}
+    best = best_of(request_of(EXPERTS, cluster, 16, "megatron", parallel=states, **fixed))
+    lone = ["sequence-parallel", "use-distributed-optimizer", "use-tp-pp-dp-mapping", "overlap-grad-reduce",
+            "use-precision-aware-optimizer", "overlap-param-gather", "bf16"]  # fmt: skip
     expected = {
-        **dict.fromkeys([*lone, "overlap-param-gather", "bf16"], ""),
-        **{f"{name}-model-parallel-size": str(degree) for name, degree in degrees.items()},
+        **dict.fromkeys(lone, ""),
+        **{f"{name}-model-parallel-size": "2" for name in ("tensor", "expert", "pipeline")},
         **{"context-parallel-size": "1", "expert-tensor-parallel-size": "1", "global-batch-size": "16"},
         **{"micro-batch-size": str(best.layout.microbatch_size), "recompute-granularity": "full"},
     }
@@ -252,10 +238,9 @@ def test_megatrons_flags_are_those_of_the_layout() -> None:
 @pytest.mark.parametrize(("ranks", "batch", "model"), [(2, 8, MODEL), (1, 1, MODEL), (2, 8, SEEING)])
 def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int, model: Document) -> None:
     """With a pipeline, a rank's batch has all microbatches; without one, it accumulates gradients."""
-    fixed: Document = {"data_parallel": 2, "tensor_parallel": 2, "context_parallel": 1}
-    fixed["microbatch_size"] = 1
-    request = request_of(model, cluster_of(1, 4 * ranks), 16, **fixed, pipeline_parallel=ranks)
-    best = best_of(request, "torchtitan")
+    fixed: Document = {**LONE, "data_parallel": 2, "tensor_parallel": 2}
+    cluster = cluster_of(1, 4 * ranks)
+    best = best_of(request_of(model, cluster, 16, "torchtitan", **fixed, pipeline_parallel=ranks))
     older, newer = (configured(best.settings or "", version) for version in VERSIONS)
     for own in (older.parallelism, newer.parallelism):
         degrees = own.data_parallel_shard_degree, own.tensor_parallel_degree, own.pipeline_parallel_degree
@@ -275,63 +260,45 @@ def test_torchtitans_settings_are_those_of_the_layout(ranks: int, batch: int, mo
 
 @pytest.mark.parametrize("executor", ["torch", "torchtitan", "megatron"])
 def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> None:
-    parts: Document = {
-        "tensor_parallel": 1,
-        "context_parallel": 1,
-        "pipeline_parallel": 2,
-        "microbatch_size": 1,
-    }
     cluster = cluster_of(1, 2)
-    best = best_of(request_of(MODEL, cluster, 8, executor, **parts, recompute="none"), executor)
+    best = best_of(request_of(MODEL, cluster, 8, executor, **LONE, pipeline_parallel=2, recompute="none"))
     problem, largest = best.plan.problem, max(each.output_bytes for each in best.estimated.estimate.layers)
     assert problem.model is not None
     buffers = STATES[executor].buffers(8, largest) * problem.placement.chunks
     assert (buffers > 0) == (executor != "megatron")
-    model = problem.model.model
-    memory = {name: each.costs.memory for name, each in zip(model.names, model.each, strict=True)}
+    model, cut = problem.model.model, problem.model.cut.bounds
     for static, stages in zip(problem.memory.static, problem.placement.stages_of, strict=True):
-        hosted = [memory[name] for stage in stages for name in problem.model.partition[stage]]
+        hosted = [each.costs.memory for stage in stages for each in model.each[cut[stage] : cut[stage + 1]]]
         of_layers = sum(each.static for each in hosted) + max(each.workspace for each in hosted)
         assert static - of_layers == pytest.approx(cluster.reserve + buffers)
 
 
-# --- what executors recompute
-
-
-@pytest.mark.parametrize(
-    ("model", "sets"),
-    [
-        (MODEL, [("mlp",)]),
-        (EXPERTS, [("moe_act", "layernorm"), ("layernorm", "moe")]),
-        ({**EXPERTS, "shared_expert_ffn": 512, "dense_layers": 1},
-         [("moe_act", "layernorm"), ("moe_act", "layernorm", "mlp", "shared_experts"),
-          ("layernorm", "mlp", "moe")]),
-        (PLAIN, [("core_attn",), ("core_attn", "mlp")]),
-    ],
-)  # fmt: skip
-def test_modules_are_those_that_drop_something_of_the_model(
-    model: Document, sets: list[tuple[str, ...]]
-) -> None:
+@pytest.mark.parametrize(("model", "sets"), [
+    (MODEL, [("mlp",)]),
+    (EXPERTS, [("moe_act", "layernorm"), ("layernorm", "moe")]),
+    ({**EXPERTS, "shared_expert_ffn": 512, "dense_layers": 1},
+     [("moe_act", "layernorm"), ("moe_act", "layernorm", "mlp", "shared_experts"),
+      ("layernorm", "mlp", "moe")]),
+    (PLAIN, [("core_attn",), ("core_attn", "mlp")]),
+])  # fmt: skip
+def test_modules_of_a_model(model: Document, sets: list[tuple[str, ...]]) -> None:
     assert list(module_sets(request_of(model, cluster_of(1, 2), 4).setting.model)) == sets
 
 
 KEPT, SELECTIVE = {"recompute_modules": ["mla_up_proj", "moe_act"]}, {"recompute": "selective"}
 
 
-@pytest.mark.parametrize(
-    ("model", "parallel", "fixed", "flags"),
-    [
-        # transformer_config.py, __post_init__: selective recomputation has no method and no number of layers.
-        (MODEL, {}, SELECTIVE, ("selective", "mlp", None, None)),
-        (PLAIN, {}, SELECTIVE, ("selective", "core_attn", None, None)),
-        # Megatron-LM refuses mla_up_proj without latent attention (transformer_config.py, __post_init__).
-        (EXPERTS, KEPT, SELECTIVE, ("selective", "moe_act", None, None)),
-        (MODEL, {}, {"recompute_layers": 2}, ("full", None, "block", "2")),
-        (MODEL, {}, {"recompute": "full"}, ("full", None, "uniform", "1")),
-        (MODEL, {}, {"recompute": "none"}, (None, None, None, None)),
-    ],
-)  # fmt: skip
-def test_megatron_recomputes_what_is_asked_for(
+@pytest.mark.parametrize(("model", "parallel", "fixed", "flags"), [
+    # transformer_config.py, __post_init__: selective recomputation has no method and no number of layers.
+    (MODEL, {}, SELECTIVE, ("selective", "mlp", None, None)),
+    (PLAIN, {}, SELECTIVE, ("selective", "core_attn", None, None)),
+    # Megatron-LM refuses mla_up_proj without latent attention (transformer_config.py, __post_init__).
+    (EXPERTS, KEPT, SELECTIVE, ("selective", "moe_act", None, None)),
+    (MODEL, {}, {"recompute_layers": 2}, ("full", None, "block", "2")),
+    (MODEL, {}, {"recompute": "full"}, ("full", None, "uniform", "1")),
+    (MODEL, {}, {"recompute": "none"}, (None, None, None, None)),
+])  # fmt: skip
+def test_recomputation(
     model: Document, parallel: Document, fixed: Document, flags: tuple[str | None, ...]
 ) -> None:
     fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, **fixed}
@@ -360,19 +327,12 @@ def test_megatron_recomputes_what_is_asked_for(
 @pytest.mark.parametrize(
     ("executor", "model", "gigabytes", "size"), [("megatron", EXPERTS, 9.0, 2), ("torchtitan", MODEL, 6.0, 4)]
 )
-def test_a_user_who_fixes_nothing_gets_the_recomputation_with_the_shortest_step(
-    executor: str, model: Document, gigabytes: float, size: int
-) -> None:
-    fixed: Document = {
-        "pipeline_parallel": 2,
-        "data_parallel": 1,
-        "tensor_parallel": 1,
-        "microbatch_size": size,
-    }
+def test_the_best_recomputation_is_found(executor: str, model: Document, gigabytes: float, size: int) -> None:
+    fixed: Document = {**LONE, "pipeline_parallel": 2, "data_parallel": 1, "microbatch_size": size}
     steps = {}
     for recompute in ("none", "selective", "full", None):
         request = request_of(model, cluster_of(1, 2, gigabytes), 32, executor, **fixed, recompute=recompute)
-        steps[recompute] = (best := best_of(request, executor)).step_time
+        steps[recompute] = (best := best_of(request)).step_time
     assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
     if executor == "torchtitan":
         assert best.layout.recompute_modules == ("op",)

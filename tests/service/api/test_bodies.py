@@ -1,22 +1,26 @@
-"""Limits on the memory for bodies and responses."""
+"""Bodies of any kind and size get a regular response, within limits on the memory for them."""
 
 from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from random import Random
 from typing import Any, NoReturn
 
 import pytest
 from pydantic import BaseModel
 from starlette.types import Message, Receive, Scope, Send
-from support.malformed import ID
+from support.malformed import ID, ROUTES, RUN_ID, malformed, prepare, send
+from support.paths import ROOT
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import kind_of
+from support.worst_bodies import Sizes, worst
 from zbv_service.api.bodies import FREE, SMALL, BodyMemory
-from zbv_service.api.responses import SLICE, Responses
+from zbv_service.api.requests import SLICE, Requests
 from zbv_service.documents.parsing import MEDIUM_VALUES, parse_medium
 from zbv_service.errors import ApiError
 from zbv_service.observability.context import CALLER
+from zbv_service.observability.metrics import Metrics
 from zbv_solver.errors import MOST_ISSUES, InvalidInput
 
 
@@ -123,23 +127,85 @@ async def test_a_large_response_is_sent_in_slices(size: int) -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "scheme": "http", "path": "/", "query_string": b"", "headers": []}
-    await Responses(app)(scope, receive, send)
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "scheme": "http",
+        "path": "/",
+        "query_string": b"",
+        "headers": [],
+    }
+    await Requests(app, Metrics())(scope, receive, send)
     bodies = sent[1:]
     assert b"".join(message.get("body", b"") for message in bodies) == content
     assert all(len(message["body"]) <= SLICE for message in bodies)
     assert [message.get("more_body", False) for message in bodies] == [True] * (len(bodies) - 1) + [False]
 
 
-@pytest.mark.parametrize("encoding", ["br", "gzip", "identity, gzip", "zstd"])
-async def test_a_compressed_body_is_refused_where_only_plain_ones_are_read(
-    service: Service, encoding: str
-) -> None:
+async def test_a_compressed_body_is_refused_where_only_plain_ones_are_read(service: Service) -> None:
     for path in ("/v1/searches", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/problems/check"):
-        fields = {"Content-Encoding": encoding, "Content-Type": "application/json"}
-        refused = await service.http.post(path, content=b"{}", headers=fields)
-        assert (refused.status_code, kind_of(refused)) == (415, "unsupported-media-type"), path
-        assert refused.headers["accept-encoding"] == "identity"
-    plain = {"problem": PROBLEM}
-    fields = {"Content-Encoding": "identity"}
-    assert (await service.http.post("/v1/searches", json=plain, headers=fields)).status_code == 202
+        for encoding in ("br", "gzip", "identity, gzip"):
+            fields = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+            refused = await service.http.post(path, content=b"{}", headers=fields)
+            assert (refused.status_code, kind_of(refused)) == (415, "unsupported-media-type"), path
+            assert refused.headers["accept-encoding"] == "identity"
+    plain = {"Content-Encoding": "identity"}
+    answer = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=plain)
+    assert answer.status_code == 202
+
+
+OPENAPI = json.loads((ROOT / "service" / "openapi.json").read_text())
+
+
+def test_every_route_with_a_body_is_a_target() -> None:
+    places = {"agent_id": ID, "run_id": RUN_ID, "generation": "0", "rank": "0"}
+    documented = {
+        (method.upper(), path.format(**places))
+        for path, methods in OPENAPI["paths"].items()
+        for method, operation in methods.items()
+        if "requestBody" in operation
+    }
+    assert {(route.method, route.path) for route in ROUTES} == documented
+
+
+async def test_no_malformed_body_causes_a_server_error(serving: Serving) -> None:
+    statuses: dict[int, int] = {}
+    async with serving("immediate", agent_timeout_seconds=3600.0, max_trace_bytes=2**20) as service:
+        run_id, random = await prepare(service.http), Random(1)
+        for request in (malformed(random) for _ in range(250)):
+            status, text = await send(service.http, request, run_id)
+            assert status < 500, (request, text)
+            if status >= 400:
+                body: dict[str, Any] = json.loads(text)
+                assert body["type"].startswith("/errors/"), (request, text)
+            statuses[status] = statuses.get(status, 0) + 1
+        assert (await service.http.get("/readyz")).status_code == 200
+    # The bodies were refused for many reasons, also after they were parsed.
+    assert {400, 413, 415, 422} <= set(statuses)
+    assert statuses[422] > 30
+
+
+SIZES = Sizes(body=90_000, plan=180_000, trace=180_000)
+TRACE = f"/v1/agents/{ID}/runs/{ID}/generations/0/ranks/0/trace"
+REGULAR = {200, 201, 202, 204, 303, 400, 404, 409, 410, 413, 415, 422, 503}
+
+
+async def test_every_worst_body_gets_a_regular_response(serving: Serving) -> None:
+    async with serving("immediate", max_searches_per_token=10_000) as service:
+        plan_id = await service.import_plan()
+        for request in worst(plan_id, TRACE, SIZES):
+            if request.make is None:
+                continue
+            headers = {"Content-Type": request.media_type}
+            if request.encoding:
+                headers["Content-Encoding"] = request.encoding
+            answer = await service.http.request(
+                request.method, request.path, content=request.make(), headers=headers
+            )
+            assert answer.status_code in REGULAR, (request.name, request.path, answer.text[:500])
+            if answer.status_code >= 400 and request.path.startswith("/v1/"):
+                assert answer.headers["content-type"] == "application/problem+json", request
+                assert len(answer.content) < 64 * 1024, request
+            if answer.status_code == 503:
+                assert int(answer.headers["retry-after"]) > 0
+        assert (await service.http.get("/healthz")).status_code == 200

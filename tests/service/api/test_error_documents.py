@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.documents.parsing import parse_json
 from zbv_service.errors import INVALID_BODY, ApiError, error_document, error_response
-from zbv_service.searches.kinds import parse_request
+from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 
@@ -57,24 +57,15 @@ JSON_OF_PRESETS = json.dumps(
 WRONG = {
     "unknown route": Wrong("GET", "/v2/nothing", 404, "not-found"),
     "unknown search": Wrong("GET", "/v1/searches/nothing", 404, "not-found"),
-    "unknown search to cancel": Wrong("POST", "/v1/searches/nothing/cancel", 404, "not-found"),
     "unknown plan": Wrong("GET", "/v1/plans/nothing", 404, "not-found"),
-    "rank of an unknown plan": Wrong("GET", "/v1/plans/nothing/ranks/0", 404, "not-found"),
-    "rank that is no number": Wrong("GET", "/v1/plans/nothing/ranks/x", 422, "invalid-parameter"),
     "export of an unknown plan": Wrong("GET", "/v1/plans/nothing/export/svg", 404, "not-found"),
     "unknown format": Wrong("GET", "/v1/plans/nothing/export/none", 404, "not-found"),
     "wrong method": Wrong("DELETE", "/v1/searches", 405, "method-not-allowed"),
     "list limit": Wrong("GET", "/v1/searches?limit=0", 422, "invalid-parameter"),
-    "list limit that is no number": Wrong("GET", "/v1/searches?limit=x", 422, "invalid-parameter"),
     "no body": sent(b"", 400, "malformed-json"),
     "no content type": sent(b"{}", 415, "unsupported-media-type", {}),
-    "form": sent(
-        b"a=1", 415, "unsupported-media-type", {"content-type": "application/x-www-form-urlencoded"}
-    ),
-    "odd content type": sent(b"{}", 415, "unsupported-media-type", {"content-type": ";;=/"}),
     "broken JSON": sent(b'{"problem": ', 400, "malformed-json"),
     "NaN": sent(b'{"problem": NaN}', 400, "malformed-json"),
-    "Infinity": sent(b'{"problem": -Infinity}', 400, "malformed-json"),
     "not UTF-8": sent(b'{"problem": "\xff"}', 400, "malformed-json"),
     "nested too deeply": sent(b"[" * 40_000, 400, "malformed-json"),
     "nested beyond what pydantic writes": Wrong(
@@ -88,9 +79,6 @@ WRONG = {
     "NUL in a text": wrong_body({"units": {"time": "a\0b"}}, "/problem/units/time"),
     "NUL in an ignored key": Wrong(
         "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": {"\\u0000": 1}}}', JSON, "/model/x"
-    ),
-    "half a surrogate in an ignored value": Wrong(
-        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": ["\\uD834"]}}', JSON, "/model/x/0"
     ),
     "NUL in an address": Wrong("GET", "/v1/runs/%00", 404, "not-found"),
     "NUL in an address to post to": Wrong("POST", "/v1/agents/%00/drain", 404, "not-found"),
@@ -109,7 +97,6 @@ WRONG = {
     "endless integer": sent(b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
     "large body": sent(b" " * 100_001, 413, "body-too-large"),
     "not an object": Wrong("POST", "/v1/searches", 422, "invalid-body", b"[]", JSON, ""),
-    "null": Wrong("POST", "/v1/searches", 422, "invalid-body", b"null", JSON, ""),
     "no problem": Wrong("POST", "/v1/searches", 422, "invalid-body", b"{}", JSON, "/problem"),
     "half a surrogate": Wrong(
         "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, "/problem"
@@ -117,26 +104,18 @@ WRONG = {
     "unknown key": Wrong("POST", "/v1/searches", 422, "invalid-body", b'{"x": 1}', JSON, "/x"),
     "negative cost": wrong_body({"costs": {**COSTS, "forward": -1}}, "/problem/costs/forward"),
     "number too large": wrong_body({"costs": {**COSTS, "forward": 10**400}}, "/problem/costs/forward"),
-    "text for a number": wrong_body({"costs": {**COSTS, "forward": "1"}}, "/problem/costs/forward"),
     "wrong length": wrong_body({"costs": {**COSTS, "forward": [1, 2, 3]}}, "/problem/costs/forward"),
     "one of a list": wrong_body({"costs": {**COSTS, "forward": [1, 2, -3, 4]}}, "/problem/costs/forward/2"),
     "unknown cost": wrong_body({"costs": {**COSTS, "sideways": 1}}, "/problem/costs/sideways"),
     "leaking deltas": wrong_body({"memory": {**MEMORY, "forward": 2}}, "/problem/memory"),
-    "no ranks": wrong_body({"pp_degree": 0}, "/problem/pp_degree"),
-    "half a rank": wrong_body({"pp_degree": 1.5}, "/problem/pp_degree"),
     "absurdly many microbatches": wrong_body({"microbatches": 10**30}, "/problem/microbatches"),
     "too many for the planner": wrong_body(
         {"pp_degree": 1000, "microbatches": 10**5}, "/problem/microbatches"
     ),
     "too many for this service": wrong_body({"pp_degree": 8, "microbatches": 5000}, "/problem/microbatches"),
-    "unknown effort": wrong_body(pointer="/options/effort", options={"effort": "heroic"}),
     "negative time limit": wrong_body(pointer="/options/time_limit", options={"time_limit": -1}),
     "endless time limit": wrong_body(pointer="/options/time_limit", options={"time_limit": 1e9}),
-    "negative seed": wrong_body(pointer="/options/seed", options={"seed": -1}),
-    "unknown option": wrong_body(pointer="/options/speed", options={"speed": 1}),
-    "options that are none": wrong_body(pointer="/options", options=[1]),
     "plan without ranks": Wrong("POST", "/v1/plans", 422, "invalid-body", b'{"problem": {}}', JSON, "/ranks"),
-    "plan that is no object": Wrong("POST", "/v1/plans", 422, "invalid-body", b"7", JSON, ""),
     "large plan": Wrong("POST", "/v1/plans", 413, "body-too-large", b" " * 200_001, JSON),
 }
 
@@ -162,18 +141,12 @@ async def test_every_error_is_a_problem_document_and_stores_nothing(service: Ser
     assert await service.listed("searches") == []
 
 
-async def test_every_broken_rule_of_a_body_is_reported(serving: Serving) -> None:
+async def test_every_broken_rule_of_a_body_is_reported(service: Service) -> None:
     problem = {**PROBLEM, "pp_degree": 0, "costs": {"forward": "x"}, "colour": "red"}
-    async with serving("immediate") as service:
-        errors = (await service.submit(problem, effort="heroic")).json()["errors"]
-        assert {entry["pointer"] for entry in errors} == {
-            "/problem/pp_degree",
-            "/problem/costs/forward",
-            "/problem/costs/backward_input",
-            "/problem/costs/backward_weight",
-            "/problem/colour",
-            "/options/effort",
-        }
+    errors = (await service.submit(problem, effort="heroic")).json()["errors"]
+    names = ("pp_degree", "costs/forward", "costs/backward_input", "costs/backward_weight", "colour")
+    expected = {*(f"/problem/{name}" for name in names), "/options/effort"}
+    assert {entry["pointer"] for entry in errors} == expected
 
 
 async def test_types_are_addresses_below_the_root_path(serving: Serving) -> None:
@@ -224,16 +197,14 @@ def test_strict_parsing_accepts_valid_json(value: Any) -> None:
 
 @given(st.binary(max_size=40))
 def test_strict_parsing_accepts_or_refuses_any_bytes(body: bytes) -> None:
+    status = 400
     try:
-        value = parse_json(body)
+        json.dumps(parse_json(body), allow_nan=False)
     except ApiError as error:
-        refused_with = error.kind
+        status = error.kind.status
     except InvalidInput:
         return
-    else:
-        json.dumps(value, allow_nan=False)
-        return
-    assert refused_with.status == 400
+    assert status == 400
 
 
 _ODD_VALUES = [None, True, 0, -1, 1.5, 10**30, "", "v", "\ud800", [], [1, "x"], {}, {"\ud800": 1}]

@@ -37,16 +37,14 @@ LIMITS = {
 }
 
 
-async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(
-    serving: Serving, any_database_url: str
-) -> None:
+async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(serving: Serving) -> None:
     def apart(make: Callable[[], Any]) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(client, make)
 
     # What this client does in its own thread is not the service's work.
     client = ThreadPoolExecutor(1, initializer=sys.setprofile, initargs=(None,))
     with client, watching_threads():
-        async with serving("honest", database=any_database_url, **LIMITS) as service:
+        async with serving("honest", **LIMITS) as service:
             reader = httpx.AsyncClient(
                 transport=httpx.ASGITransport(without_bodies(service.app), raise_app_exceptions=False),
                 base_url=service.http.base_url,

@@ -43,6 +43,7 @@ async def test_the_fast_path_returns_the_same_response(
     assert short == [1]  # only the second one
     assert (first.status_code, second.status_code) == (200, 200)
     assert first.content == second.content
+    assert "public" not in first.headers["cache-control"]
     headers = [{*answer.headers.multi_items()} for answer in (first, second)]
     assert {item for item in headers[0] ^ headers[1] if item[0] not in OWN} == set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from support.walk import FETCH, modules, walk
@@ -10,9 +11,12 @@ from support.walk import FETCH, modules, walk
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_walk_from_a_search_to_the_fetch_of_a_rank_is_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("auth", "functions", "of_a_fetch"), [("none", 120, 11), ("tokens", 128, 15)])
+async def test_the_walk_from_a_search_to_the_fetch_of_a_rank_is_short(
+    tmp_path: Path, auth: Literal["none", "tokens"], functions: int, of_a_fetch: int
+) -> None:
     """``python -m tests.support.walk`` lists the functions."""
-    done = await walk(tmp_path)
-    assert len(done.whole) <= 220
-    assert len(modules(done.whole)) <= 45
-    assert len(done.parts[FETCH]) <= 23
+    done = await walk(tmp_path, auth)
+    assert len(done.whole) <= functions
+    assert len(modules(done.whole)) <= 25
+    assert len(done.parts[FETCH]) <= of_a_fetch

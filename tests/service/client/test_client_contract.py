@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,24 +101,18 @@ def test_a_problem_with_layers_is_checked_searched_and_fetched(client: Client, f
     assert rank.features == {}
 
 
-def test_equal_submissions_are_one(client: Client, folder: Path) -> None:
-    (folder / "release").touch()
-    first = client.submit(PROBLEM)
-    assert client.submit(PROBLEM).id == first.id != client.submit(PROBLEM, {"seed": 9}).id
-
-
-def test_plans_are_imported_read_and_exported(client: Client) -> None:
+def test_plans_are_imported_read_exported_and_compared(client: Client) -> None:
     plan_id = client.import_plan(PLAN)
     verify(client.plan(plan_id))
     assert client.export(plan_id, "torch-csv").count("\n") >= 1
     with pytest.raises(NotFound):
         client.export(plan_id, "none")
-
-
-def test_compare_returns_the_baselines(client: Client) -> None:
     unplanned = {**PROBLEM, "microbatches": 3}  # the service's fake plans state made-up metrics
-    found: dict[str, Any] = client.compare(unplanned)
-    assert {row["name"] for row in found["baselines"]} >= {"1f1b", "interleaved-1f1b"}
+    assert {row["name"] for row in client.compare(unplanned)["baselines"]} >= {"1f1b", "interleaved-1f1b"}
+    with pytest.raises(InvalidRequest) as caught:
+        client.submit({**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1}})
+    assert [issue.pointer for issue in caught.value.issues] == ["/problem/costs/forward"]
+    assert caught.value.request_id
 
 
 def test_a_batch_is_packed_into_problems_of_replicas(client: Client) -> None:
@@ -147,15 +140,6 @@ def test_a_problem_is_checked_and_estimated_before_it_is_searched(client: Client
     assert "1f1b" in [row["name"] for row in estimate.baselines]
     with pytest.raises(InvalidRequest):
         client.estimate({**PROBLEM, "microbatches": 0})
-
-
-def test_a_wrong_problem_raises_its_issues(client: Client) -> None:
-    wrong = json.loads(json.dumps(PROBLEM))
-    wrong["costs"]["forward"] = -1
-    with pytest.raises(InvalidRequest) as caught:
-        client.submit(wrong)
-    assert [issue.pointer for issue in caught.value.issues] == ["/problem/costs/forward"]
-    assert caught.value.request_id
 
 
 def test_layouts_are_searched_followed_listed_and_deleted(client: Client) -> None:

@@ -141,24 +141,25 @@ def test_wait_raises_the_reason_when_a_search_ends_without_a_plan(answering: Ans
     with pytest.raises(SearchEnded, match="too tight") as caught:
         client.wait("a")
     assert caught.value.search.state == "infeasible"
-
-
-def test_wait_returns_a_cancelled_search_with_a_plan(answering: Answering) -> None:
-    client, _ = answering(found(state="cancelled", plan_id="p"))
+    client, _ = answering(found(state="cancelled", plan_id="p"), found(state="running"))
     assert client.wait("a").state == "cancelled"
-
-
-def test_wait_raises_after_its_timeout(answering: Answering) -> None:
-    client, _ = answering(found(state="running"))
     with pytest.raises(SearchTimeout, match="running"):
         client.wait("a", timeout=0.0)
 
 
-def test_wait_raises_in_time_although_comments_keep_the_stream_alive(connect: Callable[..., Client]) -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_wait_raises_in_time_although_a_stream_stays_open(
+    connect: Callable[..., Client], is_silent: bool
+) -> None:
+    """Comments keep it alive, or nothing comes."""
+
     def answer(request: httpx.Request) -> httpx.Response:
         if not request.url.path.endswith("/events"):
             return found(state="running")
-        return streaming(_comments())
+        if not is_silent:
+            return streaming(_comments())
+        time.sleep(request.extensions["timeout"]["read"])
+        raise httpx.ReadTimeout("silent", request=request)
 
     with pytest.raises(SearchTimeout):
         connect(answer).wait("a", timeout=0.05)
@@ -169,15 +170,3 @@ def _comments() -> Iterator[bytes]:
         time.sleep(0.01)
         yield b": still here\n\n"
     raise AssertionError("the client still reads after its deadline")
-
-
-def test_wait_raises_in_time_although_the_stream_is_silent(connect: Callable[..., Client]) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if not request.url.path.endswith("/events"):
-            return found(state="running")
-        seconds = request.extensions["timeout"]["read"]
-        time.sleep(seconds)
-        raise httpx.ReadTimeout("silent", request=request)
-
-    with pytest.raises(SearchTimeout):
-        connect(answer).wait("a", timeout=0.05)

@@ -97,16 +97,10 @@ def write(folder: Path, document: Any) -> str:
 def test_a_stored_plan_is_run_and_followed(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
     ((path, body),) = service.requests
-    assert path == "/v1/runs"
-    assert len(service.keys) == 1
-    assert body == {
-        "plan_id": "e" * 64,
-        "model": {"factory": "a.b:c", "arguments": {}, "seed": 0},
-        "nodes": 2,
-        "steps": 5,
-        "options": {},
-        "search_options": None,
-    }
+    assert (path, len(service.keys)) == ("/v1/runs", 1)
+    model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
+    given = {"plan_id": "e" * 64, "model": model, "nodes": 2, "steps": 5}
+    assert body == {**given, "options": {}, "search_options": None}
     printed = capsys.readouterr()
     assert printed.out == "r1\n"
     lines = printed.err.splitlines()
@@ -131,31 +125,20 @@ def test_a_plan_file_is_imported_and_a_problem_file_is_planned(service: Service,
 
 
 def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
-    flags = ["--data-parallel", "2", "--shard", "--precision", "bfloat16", "--clip-norm", "1.5"]
-    flags += ["--evaluate-every", "7", "--retries", "0", "--replan", "ask", "--replan-threshold", "0.1"]
-    flags += ["--checkpoint-dir", "/shared", "--checkpoint-every", "9", "--threads", "3", "--timeout", "4"]
-    flags += ["--startup-timeout", "5", "--compile", "--no-main-gradients", "--checkpoint-sync"]
-    flags += ["--accumulate", "8", "--backend", "nccl", "--model-args", '{"layers": 2}', "--model-seed", "6"]
-    assert main(["run", "--plan", "e" * 64, *NEEDED, *flags]) == 0
+    flags = (
+        "--data-parallel 2 --shard --precision bfloat16 --clip-norm 1.5 --evaluate-every 7 --retries 0 "
+        "--replan ask --replan-threshold 0.1 --checkpoint-dir /shared --checkpoint-every 9 --threads 3 "
+        "--timeout 4 --startup-timeout 5 --compile --no-main-gradients --checkpoint-sync --accumulate 8 "
+        '--backend nccl --model-args {"layers":2} --model-seed 6'
+    )
+    assert main(["run", "--plan", "e" * 64, *NEEDED, *flags.split()]) == 0
     body = service.requests[0][1]
     assert body["model"] == {"factory": "a.b:c", "arguments": {"layers": 2}, "seed": 6}
     assert body["options"] == {
-        "data_parallel": 2,
-        "shard": True,
-        "precision": "bfloat16",
-        "clip_norm": 1.5,
-        "evaluate_every": 7,
-        "retries": 0,
-        "replan": "ask",
-        "replan_threshold": 0.1,
-        "checkpoint": {"directory": "/shared", "every": 9, "sync": True},
-        "startup_timeout": 5.0,
-        "compile": True,
-        "main_gradients": False,
-        "threads": 3,
-        "timeout": 4.0,
-        "accumulate": 8,
-        "backend": "nccl",
+        **{"data_parallel": 2, "shard": True, "precision": "bfloat16", "clip_norm": 1.5, "retries": 0},
+        **{"evaluate_every": 7, "replan": "ask", "replan_threshold": 0.1, "startup_timeout": 5.0},
+        **{"checkpoint": {"directory": "/shared", "every": 9, "sync": True}, "compile": True},
+        **{"main_gradients": False, "threads": 3, "timeout": 4.0, "accumulate": 8, "backend": "nccl"},
     }
 
 

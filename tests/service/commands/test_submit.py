@@ -113,7 +113,7 @@ def test_detach_prints_the_id_and_leaves_the_search_running(
     ("problem_text", "options", "status", "said"),
     [
         (json.dumps({**PROBLEM, "pp_degree": "two"}), (), 2, "-: /pp_degree: "),
-        (json.dumps({**PROBLEM, "ranks": []}), (), 2, "-: this is a plan, not a problem"),
+        (json.dumps({**PROBLEM, "ranks": []}), (), 2, "standard input: this is a plan, not a problem"),
         ("{", (), 2, "not JSON"),
         ("NaN", (), 2, "NaN"),
         (json.dumps(PROBLEM), ("--time-limit", "-1"), 2, "zbv-service: --time-limit: "),
@@ -228,8 +228,6 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
         (["layout", *flags], 2, "model, --preset: found neither"),
         ([*known, str(model)], 2, "model, --preset: found both"),
         (known, 2, "--global-batch: this key is"),
-        ([*known, "--global-batch", "0"], 2, "--global-batch: found 0"),
-        ([*known, "--global-batch", "2", "--zero-stage", "7"], 2, "--zero-stage: found 7"),
         (
             [*known, "--global-batch", "2", "--tensor-parallel", "3"],
             2,
@@ -238,7 +236,6 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
         (["layout", str(model), *flags], 2, f"{model}: /model/layers: found 0"),
         ([*known, "--global-batch", "2", "--profile", str(model)], 2, f"{model}: this is no profile"),
         ([*known, "--global-batch", "2", "--time-limit", "nan"], 2, "--time-limit: found nan"),
-        ([*known, "--global-batch", "2", "--time-limit", "0"], 2, "--time-limit: found 0.0"),
         (
             [*known, "--global-batch", "2", "--executor", "megatron", "--points"],
             2,
@@ -249,7 +246,6 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
             2,
             "--recompute-modules: found moe; no layer of this model has them",
         ),
-        (["layout", str(tmp_path / "none.json"), *flags], 2, "cannot read"),
     ):
         assert main(arguments) == status, arguments
         assert message in capfd.readouterr().err, arguments

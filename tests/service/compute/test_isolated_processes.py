@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -79,10 +78,21 @@ def test_reports_arrive_in_order_before_the_result(processes: IsolatedProcesses)
     assert reports == list(range(100))
 
 
-def test_a_process_is_kept_for_the_next_call(processes: IsolatedProcesses) -> None:
+def test_a_process_is_kept_for_the_next_call_and_replaced_if_it_dies(processes: IsolatedProcesses) -> None:
     first = processes.submit(process_of, None).result(DEADLINE)
     assert processes.submit(process_of, None).result(DEADLINE) == first
     assert processes.process_ids == [first]
+    os.kill(first, signal.SIGKILL)
+    dead(first)
+    assert processes.submit(process_of, None).result(DEADLINE) != first
+
+
+def dead(process_id: int) -> None:
+    """Wait for the end of a process."""
+    deadline = time.monotonic() + DEADLINE
+    while is_alive(process_id):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -125,26 +135,13 @@ def test_an_error_fails_its_call_alone(
     begun = threading.Event()
     other = processes.submit(wait_for_stop, None, lambda _: begun.set())
     assert begun.wait(DEADLINE)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=message) as caught:
         processes.submit(function, None).result(DEADLINE)
+    assert function is not fail or "in fail" in str(caught.value.__cause__), "the traceback of the process"
     processes.submit(process_of, None).result(DEADLINE)
-    processes.stop(other)
-    assert other.result(DEADLINE) == "stopped"
-
-
-def test_the_traceback_of_an_error_is_its_cause(processes: IsolatedProcesses) -> None:
-    error = processes.submit(fail, None).exception(DEADLINE)
-    assert "in fail" in str(error.__cause__ if error else None)
-
-
-def test_a_process_that_dies_idle_is_replaced(processes: IsolatedProcesses) -> None:
-    first = processes.submit(process_of, None).result(DEADLINE)
-    os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + DEADLINE
-    while is_alive(first):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert processes.submit(process_of, None).result(DEADLINE) != first
+    processes.kill_process_of(other)
+    with pytest.raises(BrokenExecutor):
+        other.result(DEADLINE)
 
 
 def test_a_shutdown_asks_calls_to_stop_and_takes_no_more(processes: IsolatedProcesses) -> None:
@@ -156,19 +153,7 @@ def test_a_shutdown_asks_calls_to_stop_and_takes_no_more(processes: IsolatedProc
     assert call.result(DEADLINE) == "stopped"
     with pytest.raises(ShutDown):
         processes.submit(process_of, None)
-    deadline = time.monotonic() + DEADLINE
-    while is_alive(process_id):
-        assert time.monotonic() < deadline, "it ends after its call"
-        time.sleep(0.01)
-
-
-def test_killing_ends_calls_at_once(processes: IsolatedProcesses, tmp_path: Path) -> None:
-    begun = threading.Event()
-    call = processes.submit(wait_for_stop, None, lambda _: begun.set())
-    assert begun.wait(DEADLINE)
-    processes.kill_process_of(call)
-    with pytest.raises(BrokenExecutor):
-        call.result(DEADLINE)
+    dead(process_id)
 
 
 def test_a_process_that_starts_slowly_does_not_delay_the_end_of_others(

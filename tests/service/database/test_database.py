@@ -1,23 +1,37 @@
-"""Database URLs, and the files of SQLite. Tests of every kind of database are in contract/."""
+"""Databases: their URLs, files and migrations, and a server that stops and returns."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import stat
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
-from zbv_service.database import Database
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Engine, create_engine, text
+from support.databases import PostgresDatabases
+from support.malformed import PLAN
+from support.postgres import Server, a_server
+from support.serving import DEADLINE, Serving
+from support.tokens import add, bearer
+from zbv_service.database import Database, DatabaseUnusable, SearchTable
+from zbv_service.database.engine import Base
+from zbv_service.database.migrate import upgrade
 from zbv_service.database.url import async_url
+from zbv_service.records.lists import SearchListQuery
+from zbv_service.security.tokens import TokenText
 
 
 async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/zbv.db")
     await database.migrate()
     for _ in range(2):  # nobody gets the connection of the migration
-        async with database.reading() as session:
+        async with database.writing() as session:
             found = [
                 (await session.execute(text(f"PRAGMA {name}"))).scalar_one()
                 for name in ("journal_mode", "busy_timeout", "foreign_keys")
@@ -58,3 +72,90 @@ def test_a_url_gets_its_driver_and_a_wrong_one_is_refused_with_a_remedy() -> Non
     for url, message in (("zbv.db", "sqlite:///"), ("mysql://h/d", "mysql"), ("", "database URL")):
         with pytest.raises(ValueError, match=message):
             async_url(url)
+
+
+@pytest.fixture
+def engine(empty_database_url: str) -> Iterator[Engine]:
+    url = async_url(empty_database_url)
+    is_sqlite = url.get_backend_name() == "sqlite"
+    opened = create_engine(url.set(drivername="sqlite" if is_sqlite else url.drivername))
+    yield opened
+    opened.dispose()
+
+
+def test_migrations_build_the_tables_that_the_code_uses(engine: Engine) -> None:
+    with engine.connect() as connection, connection.begin():
+        upgrade(connection)
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        differences = compare_metadata(context, Base.metadata)
+    assert differences == []
+
+
+async def test_migrating_twice_or_at_once_changes_nothing_and_a_newer_version_is_refused(
+    empty_database_url: str,
+) -> None:
+    opened = [Database(empty_database_url) for _ in range(4)]
+    await asyncio.gather(*(each.migrate() for each in opened))
+    await opened[0].migrate()
+    assert (await SearchTable(opened[1]).page(SearchListQuery(limit=1))).items == ()
+    async with opened[2].writing() as session:
+        await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(DatabaseUnusable, match="9999"):
+        await opened[3].migrate()
+    for each in opened:
+        await each.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with a_server() as started:
+        yield started
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not await holds():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        await asyncio.sleep(0.05)
+
+
+async def test_a_service_survives_a_restart_of_its_database(
+    server: Server, serving: Serving, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with PostgresDatabases(server.url).migrated() as url:
+        async with serving("held", database=url, auth="tokens") as service:
+            service.http.headers.update(await add(service, "admin"))
+            imported = await service.http.post("/v1/plans", json=PLAN)
+            rank = f"/v1/plans/{imported.json()['plan_id']}/ranks/0"
+            assert (await service.http.get(rank)).status_code == 200
+            search_id = await service.begun()
+
+            await asyncio.to_thread(server.stop)
+            (directory / "release").touch()  # it ends while its plan cannot be stored
+            for answer in (await service.http.get(f"/v1/searches/{search_id}"), await service.submit(seed=1)):
+                assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
+                assert int(answer.headers["Retry-After"]) >= 1
+            # Cached plans are served to known tokens; other tokens get no access.
+            assert (await service.http.get(rank)).status_code == 200
+            unknown = await service.http.get(rank, headers=bearer(str(TokenText.new())))
+            assert (unknown.status_code, unknown.json()["type"]) == (503, "/errors/not-ready")
+            with caplog.at_level("INFO"):
+                for _ in range(3):
+                    assert (await service.http.get("/readyz")).status_code == 503
+            assert (await service.http.get("/healthz")).status_code == 200
+            (said,) = [line for line in caplog.records if "not ready" in line.getMessage()]
+            assert "database" in said.getMessage()
+            assert said.exc_info is None
+
+            await asyncio.to_thread(server.start)
+
+            async def is_ready() -> bool:
+                return (await service.http.get("/readyz")).status_code == 200
+
+            with caplog.at_level("INFO"):
+                await until(is_ready, "readiness")
+            assert any("ready again" in line.getMessage() for line in caplog.records)
+            ended = await service.ended(search_id)
+            assert (ended["state"], ended["attempts"]) == ("done", 1)
+            later = (await service.submit(seed=2)).json()["id"]
+            assert (await service.ended(later))["state"] == "done"

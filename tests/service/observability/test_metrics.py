@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-import time
-from pathlib import Path
 
-import httpx
-import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
-from support import fake_searches
-from support.fake_kinds import kinds
-from support.live import listening
 from support.paths import ROOT
-from support.serving import DEADLINE, PROBLEM, Service, Serving
-from zbv_service.app import create_app
-from zbv_service.observability.metrics import Metrics, family
-from zbv_service.settings import Settings
+from support.serving import PROBLEM, Service, Serving, until
+from zbv_service.observability.metrics import Metrics
+from zbv_service.searches.runner import family
 
 DOCUMENTED = {
     row[1]: row[2]
@@ -48,14 +41,6 @@ def test_exactly_the_documented_metrics_exist() -> None:
         if metric.name.startswith("zbv_")
     }
     assert found == DOCUMENTED
-
-
-def test_names_and_units_follow_the_conventions_of_prometheus() -> None:
-    for name, kind in DOCUMENTED.items():
-        assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
-        assert name.endswith("_total") == (kind == "counter")
-        assert not re.search(r"_(milliseconds|ms|minutes|hours|kib|mib|percent)\b", name)
-        assert kind != "histogram" or name.endswith(("_seconds", "_ratio"))
 
 
 async def test_a_search_shows_in_the_metrics(serving: Serving) -> None:
@@ -94,16 +79,6 @@ async def test_a_search_shows_in_the_metrics(serving: Serving) -> None:
     assert value(after, "process_resident_memory_bytes") > 0
 
 
-async def test_queued_searches_are_counted_with_the_age_of_the_oldest(serving: Serving) -> None:
-    async with serving("held", searches=1) as service:
-        await service.begun()
-        await service.submit(seed=1)
-        samples = await scraped(service)
-        assert value(samples, "zbv_searches", state="running") == 1
-        assert value(samples, "zbv_searches", state="queued") == 1
-        assert value(samples, "zbv_search_queue_age_seconds") > 0
-
-
 async def test_agents_and_runs_are_counted_by_state(serving: Serving) -> None:
     agent = {"id": "a" * 32, "name": "n", "address": "localhost", "port": 1, "slots": 1}
     run = {"problem": PROBLEM, "model": {"factory": "a:b"}, "nodes": 1, "steps": 1}
@@ -116,60 +91,37 @@ async def test_agents_and_runs_are_counted_by_state(serving: Serving) -> None:
     assert value(samples, "zbv_runs", state="planning") == 1
 
 
-def test_open_event_streams_are_counted(tmp_path: Path) -> None:
-    search = fake_searches.InDirectory(fake_searches.held, tmp_path)
-    settings = Settings(auth="none", database=f"sqlite:///{tmp_path}/zbv.db", searches=1)
-
-    def streams(count: int) -> bool:
-        return f"zbv_event_streams {count:.1f}" in http.get("/metrics").text
-
-    with (
-        listening(create_app(settings, kinds=kinds(search))) as live,
-        httpx.Client(base_url=live.address, timeout=DEADLINE) as http,
-    ):
-        found = http.post("/v1/searches", json={"problem": PROBLEM})
-        path, accept = f"{found.headers['location']}/events", {"Accept": "text/event-stream"}
-        assert streams(0)
-        with http.stream("GET", path, headers=accept) as answer:
-            assert answer.status_code == 200
-            assert streams(1)
-        until = time.monotonic() + DEADLINE
-        while not streams(0):  # the service notices the end at its next check
-            assert time.monotonic() < until
-        (tmp_path / "release").touch()
+async def test_queued_searches_and_open_event_streams_are_counted(serving: Serving) -> None:
+    async with serving("held", searches=1) as service:
+        search_id = await service.begun()
+        await service.submit(seed=1)
+        address, accept = f"/v1/searches/{search_id}/events", {"Accept": "text/event-stream"}
+        stream = asyncio.create_task(service.http.get(address, headers=accept))
+        await until(lambda: service.app.state.application.events.readers == 1, "it follows")
+        samples = await scraped(service)
+        assert value(samples, "zbv_event_streams") == 1
+        assert value(samples, "zbv_searches", state="running") == 1
+        assert value(samples, "zbv_searches", state="queued") == 1
+        assert value(samples, "zbv_search_queue_age_seconds") > 0
+        await service.cancel(search_id)
+        await stream
+        assert value(await scraped(service), "zbv_event_streams") == 0
 
 
-async def test_a_client_that_accepts_openmetrics_gets_it(serving: Serving) -> None:
+async def test_a_client_that_accepts_openmetrics_gets_it(service: Service) -> None:
     accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-    async with serving("immediate") as service:
-        answer = await service.http.get("/metrics", headers=accept)
+    answer = await service.http.get("/metrics", headers=accept)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     families = parse_openmetrics(answer.text)  # type: ignore[no-untyped-call]  # the library's own
     assert "zbv_searches" in {found.name for found in families}
 
 
-def test_applications_share_no_metrics() -> None:
-    one, other = Metrics(), Metrics()
-    one.plan_fetches.inc()
-    assert b"zbv_plan_fetches_total 1.0" in _text(one)
-    assert b"zbv_plan_fetches_total 0.0" in _text(other)
-
-
-def _text(metrics: Metrics) -> bytes:
-    from prometheus_client import generate_latest
-
-    return generate_latest(metrics.registry)
-
-
-@pytest.mark.parametrize(
-    ("method", "label"),
-    [
-        ("greedy", "greedy"),
-        ("import: gpipe 3", "import"),
-        ("CP-SAT+x", "cp-sat"),
-        (None, "none"),
-        ("  ", "none"),
-    ],
-)
-def test_the_label_of_a_method_is_its_first_word(method: str | None, label: str) -> None:
-    assert family(method) == label
+def test_the_label_of_a_method_is_its_first_word() -> None:
+    labels = {
+        "greedy": "greedy",
+        "import: gpipe 3": "import",
+        "CP-SAT+x": "cp-sat",
+        None: "none",
+        "  ": "none",
+    }
+    assert {method: family(method) for method in labels} == labels

@@ -147,26 +147,16 @@ EVEN, UNEVEN = (cut_problem("abcd", sizes) for sizes in ([1, 1, 1, 1], [2, 0, 1,
         (forward(2, 1, 2, 1, 1), forward(2, 1, 2 + 1e-14, 1, 1), []),  # rounding
         (EVEN, replace(EVEN, model=None), [("layers", "4 in 4 stages", "none")]),
         (by_tokens([1, 3]), by_tokens([1, 3], 2), [("forward F", "1 to 3", "2 to 6")]),
-    ],
-)  # fmt: skip
-def test_a_difference_has_both_sides(
-    one: Problem, other: Problem, expected: list[tuple[str, str, str]]
-) -> None:
-    assert differences(one, other) == expected
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
+        # These differ in more.
         (forward(2, 1, 1, 1, 2), forward(3, 1, 1, 1, 1, 1, 2),
-         ("forward F", "1 to 2, 4 values", "1 to 2, 6 values")),
-        (EVEN, UNEVEN, ("layers", "4 in 4 stages", "4 in 4 stages, different layers or stages")),
-        (uniform(2, 4), merge_stages(uniform(2, 4)), ("forward F", "1", "2")),
-        (by_tokens([1, 3]), by_tokens([3, 1]), ("forward F", "1 to 3", "1 to 3, 8 of 8 differ")),
-        (by_tokens([1, 3]), replace(by_tokens([1, 3]), features=()), ("features", "tokens 1 to 3", "none")),
+         [..., ("forward F", "1 to 2, 4 values", "1 to 2, 6 values")]),
+        (EVEN, UNEVEN, [..., ("layers", "4 in 4 stages", "4 in 4 stages, different layers or stages")]),
+        (uniform(2, 4), merge_stages(uniform(2, 4)), [..., ("forward F", "1", "2")]),
+        (by_tokens([1, 3]), by_tokens([3, 1]), [..., ("forward F", "1 to 3", "1 to 3, 8 of 8 differ")]),
+        (by_tokens([1, 3]), replace(by_tokens([1, 3]), features=()),
+         [..., ("features", "tokens 1 to 3", "none")]),
     ],
 )  # fmt: skip
-def test_differences_of_several_kinds_are_all_there(
-    one: Problem, other: Problem, expected: tuple[str, str, str]
-) -> None:
-    assert expected in differences(one, other)
+def test_a_difference_has_both_sides(one: Problem, other: Problem, expected: list[Any]) -> None:
+    found = differences(one, other)
+    assert expected[-1] in found if expected[:1] == [...] else found == expected

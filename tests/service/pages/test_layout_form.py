@@ -71,22 +71,11 @@ def test_the_form_has_a_field_for_every_value_of_the_request() -> None:
 MODEL = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512, "gated": True}
 FIELDS: dict[str, list[str]] = {
     "model_json": [json.dumps({"model": MODEL})],
-    "device": ["h100"],
-    "nodes": ["1"],
-    "gpus_per_node": ["2"],
-    "global_batch": ["8"],
-    "sequence_length": ["256"],
-    "prediction_layers": ["1"],
-    "precision": ["mixed"],
-    "optimizer": ["lion"],
-    "recompute_modules": ["core_attn", "mlp"],
-    "top": ["3"],
-    "executor": ["megatron"],
-    "effort": ["quick"],
-    "time_limit": ["2.5"],
-    "recompute": ["selective"],
-    "pipeline_parallel": ["2"],
-    "profiles_json": [""],
+    **{"device": ["h100"], "nodes": ["1"], "gpus_per_node": ["2"], "global_batch": ["8"]},
+    **{"sequence_length": ["256"], "prediction_layers": ["1"], "precision": ["mixed"]},
+    **{"optimizer": ["lion"], "recompute_modules": ["core_attn", "mlp"], "top": ["3"]},
+    **{"executor": ["megatron"], "effort": ["quick"], "time_limit": ["2.5"]},
+    **{"recompute": ["selective"], "pipeline_parallel": ["2"], "profiles_json": [""]},
 }
 
 
@@ -159,7 +148,6 @@ def test_measured_layers_replace_estimates() -> None:
              "fixed": {"recompute": "selective"}},
             "/model/parallel/recompute_modules",
         ),
-        ({"fixed": {"recompute_layers": 2}}, "/fixed/recompute_layers"),
         ({"profiles": [{"layouts": []}]}, "/profiles/0"),
         ({"profiles": [3]}, "/profiles/0"),
         ({"profiles": [profile("embedding", "blocks", "head")]}, "/profiles/0/layers/1/name"),

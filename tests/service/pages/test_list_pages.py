@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.serving import PROBLEM, Service, Serving
+from support.serving import Service, Serving
 from support.tokens import add, kind_of
 from zbv_service.database import DatabaseAway
 
@@ -35,8 +35,7 @@ def link(text: str, rel: str) -> str | None:
 
 
 async def some_searches(service: Service, count: int) -> list[str]:
-    ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(count)]
-    return [(await service.ended(search_id))["id"][:12] for search_id in ids][::-1]
+    return [(await service.done(seed=seed))["id"][:12] for seed in range(count)][::-1]
 
 
 async def test_empty_lists_explain_how_to_fill_or_clear_them(service: Service) -> None:
@@ -73,29 +72,14 @@ async def test_a_list_has_pages_and_filters_and_links_under_a_prefix(service: Se
     last = await shown(service.http, str(link(second, "next")))
     assert (rows(last), link(last, "next")) == (ids[4:], None)
     assert rows(await shown(service.http, str(link(last, "prev")))) == ids[2:4]
-    top = await shown(service.http, str(link(second, "prev")))
-    assert rows(top) == ids[:2]
 
-    document = {**PROBLEM, "microbatches": 6, "objective": "makespan"}
-    wide = (await service.done(document))["id"]
-    newest, both = [wide[:12]], [wide[:12], ids[0]]
-    for query, expected in (
-        ("state=done&limit=2", both),
-        ("state=done&state=failed&limit=2", both),
-        ("state=queued", []),
-        ("microbatches=6", newest),
-        ("objective=span&pp_degree=2", ids),
-        (f"q={wide[:8]}", newest),
-    ):
-        assert rows(await shown(service.http, f"/searches?{query}")) == expected, query
-    filtered = await shown(service.http, "/searches?state=done&objective=span")
+    filtered = await shown(service.http, "/searches?state=done&state=failed&objective=span")
+    assert rows(filtered) == ids
     assert re.search(r'value="done" checked', filtered)
     assert '<option value="span" selected>' in filtered
-    assert 'href="/plans">Without the parameters' in (
-        text := await shown(service.http, "/plans?pp_degree=x&colour=red", 422)
-    )
-    assert "<code>pp_degree</code>" in text
-    assert "<code>colour</code>" in text
+    wrong = await shown(service.http, "/plans?pp_degree=x&colour=red", 422)
+    for words in ('href="/plans">Without the parameters', "<code>pp_degree</code>", "<code>colour</code>"):
+        assert words in wrong
 
     transport = httpx.ASGITransport(service.app, root_path="/planner")
     async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
@@ -128,16 +112,13 @@ async def test_the_front_page_shows_open_searches(held: Service) -> None:
     assert "data-open" in text
 
 
-async def test_a_plan_has_an_immutable_thumbnail(honest: Service) -> None:
-    ended = await honest.done()
-    address = f"/plans/{ended['plan_id']}/thumbnail.png"
-    picture = await honest.http.get(address)
+async def test_the_front_page_shows_thumbnails_of_plans(honest: Service) -> None:
+    address = f"/plans/{(await honest.done())['plan_id']}/thumbnail.png"
+    (shown_at,) = re.findall(rf'src="({address}[^"]*)"', await shown(honest.http, "/"))
+    picture = await honest.http.get(shown_at)
     assert picture.headers["content-type"] == "image/png"
     assert picture.content.startswith(b"\x89PNG")
-    known = await honest.http.get(address, headers={"if-none-match": picture.headers["etag"]})
-    assert (known.status_code, known.content) == (304, b"")
-    (shown_at,) = re.findall(rf'src="({address}[^"]*)"', await shown(honest.http, "/"))
-    assert "immutable" in (await honest.http.get(shown_at)).headers["cache-control"]
+    assert "immutable" in picture.headers["cache-control"]
     assert (await honest.http.get("/plans/nothing/thumbnail.png")).status_code == 404
 
 
@@ -196,7 +177,5 @@ async def test_a_temporary_error_has_a_link_to_try_again(
 async def test_a_missing_scope_is_an_error_page(serving: Serving) -> None:
     async with serving("immediate", auth="tokens") as service:
         token = await add(service, "agent", name="agent-only")
-        answer = await service.http.get("/plans", headers={**BROWSER, **token})
-        assert answer.status_code == 403
-        assert "agent-only" in answer.text
-        assert "Try again" not in answer.text
+        text = (await service.http.get("/plans", headers={**BROWSER, **token})).text
+        assert ("agent-only" in text, "Try again" in text) == (True, False)

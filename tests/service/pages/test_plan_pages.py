@@ -11,7 +11,7 @@ import httpx
 import pytest
 from support.contrast import contrast
 from support.serving import PROBLEM, Service
-from zbv_service.api.caching import IMMUTABLE
+from zbv_service.api.routers.plans import IMMUTABLE
 from zbv_service.pages import shell
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets
 from zbv_service.pages.plan import plan_page

@@ -20,8 +20,8 @@ from zbv_service.pages.search import Shortage, search_values
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.words import facts_of_layers, recomputed
 from zbv_service.problems.check import check
-from zbv_service.records.searches import SearchDocument
-from zbv_service.records.shared import OptionsDocument, ProblemSummary
+from zbv_service.records.searches import OptionsDocument, SearchDocument
+from zbv_service.records.shared import ProblemSummary
 from zbv_service.settings import Settings
 from zbv_solver.export import export
 from zbv_solver.export.report.sections import layers_view

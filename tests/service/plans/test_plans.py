@@ -1,20 +1,26 @@
-"""Plans over HTTP: immutable, verified when imported, and served to each rank."""
+"""Plans over HTTP: immutable, verified when imported, and served to each rank; their thumbnails."""
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from PIL import Image
 from support.serving import PROBLEM, Service, Serving
 from zbv_service import app
 from zbv_service.pages import assets
 from zbv_service.plans import plans
+from zbv_service.plans.thumbnail import HEIGHT, WIDTH, thumbnail
 from zbv_solver.documents.files import plain
+from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.plans.channels import Channel, Transfer, channels
-from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import plan_json
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.reading import parse_problem
@@ -22,17 +28,12 @@ from zbv_solver.search.assemble import baseline_plan, compare, make_plan
 from zbv_solver.search.jitter import simulate
 from zbv_solver.verify.verifier import verify
 
-
-@pytest.fixture(scope="module")
-def ranks() -> list[list[str]]:
-    """A valid order of the problem, one microbatch at a time."""
-    down = [f"{s}F{{j}}" for s in range(4)]
-    up = [f"{s}B{{j}}" for s in reversed(range(4))]
-    hosts = [{0, 3}, {1, 2}]
-    return [
-        [text.format(j=j) for j in range(4) for text in (*down, *up) if int(text[0]) in stages]
-        for stages in hosts
-    ]
+RANKS = [
+    [f"{stage}{letter}{j}" for j in range(4) for stage, letter in actions]
+    for actions in (((0, "F"), (3, "F"), (3, "B"), (0, "B")), ((1, "F"), (2, "F"), (2, "B"), (1, "B")))
+]
+"""A valid order of the problem, one microbatch at a time."""
+DOCUMENT = {"problem": PROBLEM, "ranks": RANKS}
 
 
 async def imported(service: Service, document: Any) -> str:
@@ -42,38 +43,30 @@ async def imported(service: Service, document: Any) -> str:
     return plan_id
 
 
-async def test_the_metrics_of_an_imported_plan_are_computed_and_it_is_stored_once(
-    serving: Serving, ranks: list[list[str]]
-) -> None:
-    document = {"problem": PROBLEM, "ranks": ranks}
+async def test_the_metrics_of_an_imported_plan_are_computed_and_it_is_stored_once(serving: Serving) -> None:
     async with serving("immediate") as service:
-        plan_id = await imported(service, document)
-        again = await service.http.post("/v1/plans", json=document)
+        plan_id = await imported(service, DOCUMENT)
+        again = await service.http.post("/v1/plans", json=DOCUMENT)
         assert (again.status_code, again.headers["location"]) == (200, f"/v1/plans/{plan_id}")
         stored = (await service.http.get(again.headers["location"])).json()
     plan = parse_plan(stored)
     verify(plan)
     assert plan.plan_id == stored["plan_id"] == plan_id
     assert plan.metrics.makespan == 4 * 12  # 4 forwards of 1 and 4 fused backwards of 2, one by one
-    assert stored["ranks"] == ranks
+    assert stored["ranks"] == RANKS
     assert {row["name"] for row in stored["baselines"]} >= {"1f1b", "interleaved-1f1b"}
 
 
-def swapped(ranks: list[list[str]]) -> list[list[str]]:
-    """A deadlock: the last stage's backward before its forward."""
-    return [["3B0" if text == "3F0" else "3F0" if text == "3B0" else text for text in ranks[0]], ranks[1]]
-
-
-async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: list[list[str]]) -> None:
+async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving) -> None:
     metrics = {"makespan": 1, "span": 1, "bubble_rate": 0, "peak_memory": [2, 2]}
     wrong: dict[str, dict[str, Any]] = {
-        "incomplete": {"ranks": [ranks[0][:-1], ranks[1]]},
-        "twice": {"ranks": [[*ranks[0], ranks[0][-1]], ranks[1]]},
-        "misplaced": {"ranks": ranks[::-1]},
-        "deadlock": {"ranks": swapped(ranks)},
-        "junk": {"ranks": [["0F0xyz", *ranks[0][1:]], ranks[1]]},
-        "too few ranks": {"ranks": ranks[:1]},
-        "huge numbers": {"ranks": [["999999999F999999999", *ranks[0][1:]], ranks[1]]},
+        "incomplete": {"ranks": [RANKS[0][:-1], RANKS[1]]},
+        "twice": {"ranks": [[*RANKS[0], RANKS[0][-1]], RANKS[1]]},
+        "misplaced": {"ranks": RANKS[::-1]},
+        "deadlock": {"ranks": [["0F0", "3B0", "3F0", *RANKS[0][3:]], RANKS[1]]},
+        "junk": {"ranks": [["0F0xyz", *RANKS[0][1:]], RANKS[1]]},
+        "too few ranks": {"ranks": RANKS[:1]},
+        "huge numbers": {"ranks": [["999999999F999999999", *RANKS[0][1:]], RANKS[1]]},
         "too little memory": {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}},
         "stated metrics": {"metrics": metrics},
         "stated id": {"plan_id": "0" * 64},
@@ -81,7 +74,7 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
     }
     async with serving("immediate") as service:
         for name, change in wrong.items():
-            answer = await service.http.post("/v1/plans", json={"problem": PROBLEM, "ranks": ranks, **change})
+            answer = await service.http.post("/v1/plans", json={**DOCUMENT, **change})
             body = answer.json()
             assert answer.status_code == 422, (name, body)
             assert body["type"] in ("/errors/invalid-plan", "/errors/invalid-body"), name
@@ -89,8 +82,8 @@ async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving, ranks: l
         assert await service.app.state.application.plans.newest(10) == []
 
 
-async def test_a_plan_is_immutable_and_has_an_etag(service: Service, ranks: list[list[str]]) -> None:
-    plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+async def test_a_plan_is_immutable_and_has_an_etag(service: Service) -> None:
+    plan_id = await imported(service, DOCUMENT)
     path = f"/v1/plans/{plan_id}"
     answer = await service.http.get(path)
     assert answer.headers["etag"] == f'"{plan_id}"'
@@ -113,11 +106,11 @@ DERIVED = (
 
 
 async def test_derived_content_is_not_reused_after_an_upgrade(
-    serving: Serving, ranks: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tags = {}
     async with serving("immediate") as service:
-        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        plan_id = await imported(service, DOCUMENT)
         old = {"v": assets.assets()}
         for path in (below.format(plan_id) for below in DERIVED):
             for _ in range(2):  # RankFetches answers the second request for a rank
@@ -139,13 +132,13 @@ async def test_derived_content_is_not_reused_after_an_upgrade(
             assert "immutable" not in later.headers["cache-control"], path
 
 
-async def test_a_rank_gets_its_actions_and_channels(serving: Serving, ranks: list[list[str]]) -> None:
+async def test_a_rank_gets_its_actions_and_channels(serving: Serving) -> None:
     async with serving("immediate") as service:
-        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
+        plan_id = await imported(service, DOCUMENT)
         answer = await service.get(f"/v1/plans/{plan_id}/ranks/1")
         missing = await service.http.get(f"/v1/plans/{plan_id}/ranks/2")
         negative = await service.http.get(f"/v1/plans/{plan_id}/ranks/-1")
-    assert answer["actions"] == ranks[1]
+    assert answer["actions"] == RANKS[1]
     assert (answer["plan_id"], answer["rank"], answer["pp_degree"]) == (plan_id, 1, 2)
     assert (answer["placement"], answer["chunks"], answer["stages"]) == ("v", 2, [1, 2])
     assert (answer["microbatches"], answer["peers"]) == (4, [0])
@@ -162,50 +155,29 @@ async def test_a_rank_gets_its_actions_and_channels(serving: Serving, ranks: lis
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
-async def test_with_other_placements_the_ranks_agree_on_their_channels(serving: Serving, name: str) -> None:
-    problem = parse_problem({**PROBLEM, "pp_degree": 3, "memory": None})
-    plan = baseline_plan(name, problem)
-    async with serving("immediate") as service:
-        plan_id = await imported(service, json.loads(json.dumps(plan_json(plan))))
-        assert plan_id == plan.plan_id
-        sent: set[Channel] = set()
-        received: set[Channel] = set()
-        for rank in range(3):
-            document = await service.get(f"/v1/plans/{plan_id}/ranks/{rank}")
-            assert document["actions"] == plan.orders.text(rank)
-            for entry in document["channels"]:
-                is_sender = entry["direction"] == "send"
-                sender, receiver = (rank, entry["peer"]) if is_sender else (entry["peer"], rank)
-                transfers = tuple(map(Transfer.parse, entry["transfers"]))
-                (sent if is_sender else received).add(Channel(sender, receiver, transfers))
-    assert sent == received == set(channels(plan.problem, plan.orders))
+async def test_with_other_placements_the_ranks_agree_on_their_channels(service: Service, name: str) -> None:
+    plan = baseline_plan(name, parse_problem({**PROBLEM, "pp_degree": 3, "memory": None}))
+    assert await imported(service, json.loads(json.dumps(plan_json(plan)))) == plan.plan_id
+    ends: dict[str, set[Channel]] = {"send": set(), "receive": set()}
+    for rank in range(3):
+        document = await service.get(f"/v1/plans/{plan.plan_id}/ranks/{rank}")
+        assert document["actions"] == plan.orders.text(rank)
+        for entry in document["channels"]:
+            is_sent = entry["direction"] == "send"
+            sender, receiver = (rank, entry["peer"]) if is_sent else (entry["peer"], rank)
+            transfers = tuple(map(Transfer.parse, entry["transfers"]))
+            ends[entry["direction"]].add(Channel(sender, receiver, transfers))
+    assert ends["send"] == ends["receive"] == set(channels(plan.problem, plan.orders))
 
 
-async def test_exports_are_files_of_the_format(service: Service, ranks: list[list[str]]) -> None:
-    plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-    answer = await service.http.get(f"/v1/plans/{plan_id}/export/torch-csv")
+async def test_exports_are_files_of_the_format(service: Service) -> None:
+    address = f"/v1/plans/{await imported(service, DOCUMENT)}/export"
+    answer = await service.http.get(f"{address}/torch-csv")
     assert answer.headers["content-type"] == "text/csv; charset=utf-8"
     assert answer.headers["content-disposition"].endswith('.csv"')
     assert len(answer.text.strip().splitlines()) == 2
-    unknown = await service.http.get(f"/v1/plans/{plan_id}/export/none")
-    assert unknown.status_code == 404
-    assert "torch-csv" in unknown.json()["detail"]
-
-
-async def test_pages_show_the_plan_and_the_list(service: Service, ranks: list[list[str]]) -> None:
-    plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-    search_id = (await service.submit()).json()["id"]
-    await service.ended(search_id)
-    for path in ("/", f"/plans/{plan_id}"):
-        page = await service.http.get(path)
-        assert page.status_code == 200
-        assert page.headers["content-type"] == "text/html; charset=utf-8"
-        assert "default-src 'none'" in page.headers["content-security-policy"]
-        assert plan_id[:8] in page.text
-    missing = await service.http.get("/plans/nothing", headers={"accept": "text/html"})
-    assert (missing.status_code, missing.headers["content-type"]) == (404, "text/html; charset=utf-8")
-    assert (await service.http.get("/static/zbv.css")).status_code == 200
-    assert (await service.http.get("/static/plan.js")).status_code == 200
+    unknown = await service.http.get(f"{address}/none")
+    assert (unknown.status_code, "torch-csv" in unknown.json()["detail"]) == (404, True)
 
 
 async def test_an_import_lists_which_claims_it_verified(serving: Serving) -> None:
@@ -233,8 +205,8 @@ def false_baseline(plan: dict[str, Any]) -> dict[str, Any]:
     return {**plain(gpipe), "span": gpipe.span + 1}
 
 
-async def test_a_plan_is_simulated_with_durations_that_vary(service: Service, ranks: list[list[str]]) -> None:
-    address = f"/v1/plans/{await imported(service, {'problem': PROBLEM, 'ranks': ranks})}/simulation"
+async def test_a_plan_is_simulated_with_durations_that_vary(service: Service) -> None:
+    address = f"/v1/plans/{await imported(service, DOCUMENT)}/simulation"
     answer = await service.http.get(address, params={"jitter": "5%", "scenarios": 32})
     found = answer.json()
     assert found["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.05}
@@ -249,33 +221,74 @@ async def test_a_plan_is_simulated_with_durations_that_vary(service: Service, ra
     assert document.json()["jitter"] == {"action": 0, "rank": 0.1, "transfer": 0}
 
 
-@pytest.mark.parametrize(
-    ("asked", "status", "said"),
-    [
+async def test_a_wrong_simulation_is_refused(service: Service) -> None:
+    address = f"/v1/plans/{await imported(service, DOCUMENT)}/simulation"
+    for asked, status, said in (
         ({"jitter": "much"}, 422, "jitter: found 'much'"),
         ({"jitter": '{"rank": [0, 0, 0]}'}, 422, "/rank: found 3 values"),
         ({"jitter": '{"rank"'}, 400, "not JSON"),
         ({"scenarios": 0}, 422, "scenarios: found '0'"),
         ({"scenarios": 5000}, 422, "scenarios: found '5000'"),
         ({"seed": -1}, 422, "seed: found '-1'"),
-    ],
-)
-async def test_a_wrong_simulation_is_refused(
-    serving: Serving, ranks: list[list[str]], asked: dict[str, Any], status: int, said: str
-) -> None:
-    async with serving("immediate") as service:
-        plan_id = await imported(service, {"problem": PROBLEM, "ranks": ranks})
-        answer = await service.http.get(f"/v1/plans/{plan_id}/simulation", params=asked)
-    assert answer.status_code == status, answer.text
-    assert said in answer.json()["detail"]
+    ):
+        answer = await service.http.get(address, params=asked)
+        assert (answer.status_code, said in answer.json()["detail"]) == (status, True), answer.text
 
 
-async def test_an_imported_simulation_is_repeated_and_kept(serving: Serving, ranks: list[list[str]]) -> None:
+async def test_an_imported_simulation_is_repeated_and_kept(serving: Serving) -> None:
     problem = parse_problem(PROBLEM)
-    plan = make_plan(problem, Orders.from_text(ranks), method="by hand")
+    plan = make_plan(problem, Orders.from_text(RANKS), method="by hand")
     simulation = simulate(plan, Jitter.of(action=0.05), scenarios=16)
     document = plan_json(replace(plan, simulation=simulation))
     async with serving("immediate") as service:
         plan_id = await imported(service, document)
         stored = await service.get(f"/v1/plans/{plan_id}")
     assert stored["simulation"] == document["simulation"]
+
+
+def one_after_the_other(ranks: int, microbatches: int, **more: Any) -> Plan:
+    """A plan that runs one microbatch at a time, so that ranks are idle most of the time."""
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1, **more}
+    problem = parse_problem({"pp_degree": ranks, "microbatches": microbatches, "costs": costs})
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    for j in range(microbatches):
+        for stage in range(problem.n_stages):
+            lists[problem.placement.rank_of[stage]].append(Action(stage, "F", j))
+        for stage in reversed(range(problem.n_stages)):
+            actions = [Action(stage, "I", j), Action(stage, "W", j)]
+            lists[problem.placement.rank_of[stage]] += actions
+    return make_plan(problem, Orders.from_actions(lists), method="sequential")
+
+
+def pixels(plan: Plan) -> NDArray[np.uint8]:
+    picture = Image.open(io.BytesIO(thumbnail(plan)))
+    assert (picture.format, picture.mode, picture.size) == ("PNG", "RGBA", (WIDTH, HEIGHT))
+    return np.asarray(picture)
+
+
+def test_every_rank_has_a_row_with_the_colours_of_its_actions() -> None:
+    found = pixels(one_after_the_other(2, 1))
+    # Twelve actions on two ranks: rank 0 begins with 0F0 and rank 1 waits for it.
+    first, second = found[HEIGHT // 8], found[HEIGHT // 2 + HEIGHT // 8]
+    assert tuple(first[20]) == (*rgb(KIND_FILLS[0]), 255)
+    assert second[20, 3] == 0
+    assert (first[:, 3] > 0).mean() < 0.8
+    assert set(map(tuple, found[found[..., 3] == 255].reshape(-1, 4)[:, :3])) <= set(map(rgb, KIND_FILLS))
+    assert not found[HEIGHT // 2 - 1, :, 3].any(), "rows are apart"
+
+
+def test_wide_bars_are_separated() -> None:
+    row = pixels(one_after_the_other(1, 4))[HEIGHT // 2, :, 3]
+    assert np.count_nonzero(row == 0) == 24
+    row = pixels(one_after_the_other(1, 200))[HEIGHT // 2, :, 3]
+    assert np.all(row > 0)
+
+
+@pytest.mark.parametrize("ranks", [HEIGHT // 2 + 1, HEIGHT, HEIGHT + 1, 2 * HEIGHT + 7])
+def test_many_ranks_fill_the_picture(ranks: int) -> None:
+    found = pixels(one_after_the_other(ranks, 1))
+    assert found[..., 3].any(axis=1).all()
+
+
+def test_a_plan_without_duration_is_an_empty_picture() -> None:
+    assert not pixels(one_after_the_other(2, 1, forward=0, backward_input=0, backward_weight=0)).any()

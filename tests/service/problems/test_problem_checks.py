@@ -1,10 +1,11 @@
-"""Checks and estimates of problems before a search. Nothing is stored."""
+"""Checks, estimates and comparisons of problems, and packings of batches. Nothing is stored."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import httpx
 import pytest
 from support.serving import PROBLEM, Service, Serving
 from support.worst_bodies import COSTS, WEIGHTS
@@ -49,15 +50,8 @@ async def test_a_check_lists_the_rules_for_which_a_search_would_be_refused(hones
 async def test_a_check_of_a_valid_problem_derives_facts(honest: Service) -> None:
     facts = (await checked(honest, {"problem": PROBLEM, "options": {"effort": "quick"}}))["facts"]
     assert facts == {
-        "stages": 4,
-        "actions": 48,
-        "limit": [8, 8],
-        "limit_fraction": 2,
-        "smallest_limit": [2, 2],
-        "smallest_fraction": 0.5,
-        "fits": True,
-        "one_f_one_b_memory": 4,
-        "busy": [24, 24],
+        **{"stages": 4, "actions": 48, "limit": [8, 8], "limit_fraction": 2, "smallest_limit": [2, 2]},
+        **{"smallest_fraction": 0.5, "fits": True, "one_f_one_b_memory": 4, "busy": [24, 24]},
     }
     tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
     facts = (await checked(honest, {"problem": tight}))["facts"]
@@ -167,3 +161,82 @@ async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(s
         assert wrong["claims"] == []
         assert wrong["issues"][0]["pointer"] == pointer
         assert says in wrong["issues"][0]["detail"]
+
+
+async def compared(service: Service, problem: Any = PROBLEM) -> httpx.Response:
+    return await service.http.post("/v1/problems/compare", json={"problem": problem})
+
+
+async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(honest: Service) -> None:
+    before = (await compared(honest)).json()
+    assert before["baselines"] == [plain(found) for found in compare(parse_problem(PROBLEM))]
+    assert before["problem_summary"]["pp_degree"] == 2
+    assert 0 < before["lower_bound"] <= min(row["span"] for row in before["baselines"])
+    assert before["best"] is None
+    assert await honest.listed("searches") == []
+    assert await honest.listed("plans") == []
+
+    ended = await honest.done()
+    after = (await compared(honest, {**PROBLEM, "placement": "v", "objective": "span"})).json()
+    assert (after["best"]["plan_id"], after["best"]["value"]) == (ended["plan_id"], ended["objective"])
+    assert after["baselines"] == before["baselines"]
+    assert after["lower_bound"] >= before["lower_bound"]
+    other = (await compared(honest, {**PROBLEM, "microbatches": 5})).json()
+    assert other["best"] is None
+
+    # A limit that nothing fits is not an error here: `fits` is false for every baseline.
+    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
+    assert {row["fits"] for row in (await compared(honest, tight)).json()["baselines"]} == {False}
+    single = {**PROBLEM, "placement": "single"}
+    merged = {row["name"] for row in (await compared(honest, single)).json()["baselines"]}
+    assert {row["name"] for row in before["baselines"]} - merged == {"zb-v", "v-half", "v-min", "dualpipe-v"}
+
+
+PIPELINE: dict[str, Any] = {
+    "pp_degree": 2,
+    "costs": {"forward": {"tokens": 1}, "backward_input": {"tokens": 1}, "backward_weight": {"tokens": 1}},
+    "memory": {"forward": {"tokens": 1}, "backward_input": 0, "backward_weight": {"tokens": -1}, "limit": 40},
+}
+BATCH: dict[str, Any] = {"sequences": [5, 9, 2, 7, 1], "max_tokens": 10, "replicas": 2, "problem": PIPELINE}
+
+
+async def packed(service: Service, batch: Any) -> httpx.Response:
+    return await service.http.post("/v1/problems/pack", json={"batch": batch})
+
+
+async def test_a_packing_has_the_problem_of_every_replica(honest: Service) -> None:
+    answer = await packed(honest, BATCH)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert found["lower_bound"] <= found["step_time"] == max(r["step_time"] for r in found["replicas"])
+    assert found["baselines"][0]["name"] == "equal-tokens"
+    indices = [i for r in found["replicas"] for contents in r["microbatches"] for i in contents]
+    assert sorted(indices) == [0, 1, 2, 3, 4]
+    for replica in found["replicas"]:
+        lengths = [[BATCH["sequences"][i] for i in contents] for contents in replica["microbatches"]]
+        assert replica["sequences"] == lengths
+        assert replica["problem"]["features"]["tokens"] == [*map(sum, lengths)]
+        body = {"problem": replica["problem"]}
+        assert (await honest.http.post("/v1/problems/check", json=body)).json()["is_valid"]
+    for collection in ("searches", "plans"):
+        assert (await honest.get(f"/v1/{collection}"))[collection] == []
+
+
+async def test_a_batch_that_cannot_be_packed_is_refused(honest: Service) -> None:
+    for change, pointer in (
+        ({"max_tokens": 8}, "/batch/sequences/1"),
+        ({"replicas": 6}, "/batch/replicas"),
+        ({"replicas": 65}, "/batch/replicas"),
+        ({"sequences": [1] * 2049}, "/batch/sequences"),
+        ({"sequences": [1] * 2048, "problem": {**PIPELINE, "pp_degree": 17}}, "/batch/sequences"),
+        ({"problem": {**PIPELINE, "microbatches": 2}}, "/batch/problem/microbatches"),
+        ({"problem": {**PIPELINE, "pp_degree": 0}}, "/batch/problem/pp_degree"),
+        ({"more": 1}, "/batch/more"),
+    ):
+        answer = await packed(honest, {**BATCH, **change})
+        assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer), change
+    tight = {**PIPELINE, "memory": {**PIPELINE["memory"], "limit": 9}}
+    answer = await packed(honest, {**BATCH, "problem": tight})
+    assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
+    assert answer.json()["errors"][0]["pointer"] == "/batch/problem/memory/limit"
+    assert (await packed(honest, PROBLEM)).status_code == 422

@@ -226,15 +226,10 @@ async def test_a_change_of_plan_can_be_reverted(service: Service) -> None:
     assert (await service.beat(first, run_id))["plan_id"] is None
 
 
-def test_three_steps_or_one_with_many_microbatches_are_enough() -> None:
+def test_three_steps_or_one_with_many_microbatches_are_enough_and_every_search_doubles_the_patience() -> None:
     assert [_is_enough(steps, 4) for steps in range(5)] == [False, False, False, True, True]
-    assert _is_enough(1, 1000)
-    assert not _is_enough(0, 10**6)
-
-
-def test_every_search_doubles_the_patience_up_to_a_limit() -> None:
-    assert [_patience(searches) for searches in range(4)] == [3, 6, 12, 24]
-    assert _patience(10) == _patience(1000) == 3072
+    assert (_is_enough(1, 1000), _is_enough(0, 10**6)) == (True, False)
+    assert [_patience(searches) for searches in (0, 1, 2, 3, 10, 1000)] == [3, 6, 12, 24, 3072, 3072]
 
 
 def test_a_change_of_the_objective_counts_like_a_change_of_a_stage() -> None:

@@ -1,14 +1,19 @@
-"""Runs and agents over HTTP: states, repeated messages, causes of failures, and lost agents."""
+"""Runs and agents over HTTP: states, causes of failures, lost agents, and owners of agents."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from typing import Any
+from collections.abc import AsyncIterator
 
+import httpx
 import pytest
+from fastapi.routing import APIRoute
+from sqlalchemy import text
 from support.serving import DEADLINE, Service, Serving
+from support.tokens import add, kind_of
+from zbv_service.security.access import scopes_of
 
 
 async def test_a_run_waits_for_all_its_agents_and_each_gets_a_node(service: Service) -> None:
@@ -35,12 +40,8 @@ async def test_a_run_is_running_or_succeeded_once_all_nodes_are(service: Service
     run_id, first, second = await service.started_run()
     await service.beat(first, run_id, 0)
     assert (await service.run(run_id))["state"] == "starting"
-    assert await service.beat(second, run_id, 0) == {
-        "stop": False,
-        "cause": None,
-        "reason": "",
-        "plan_id": None,
-    }
+    answer = await service.beat(second, run_id, 0)
+    assert answer == {"stop": False, "cause": None, "reason": "", "plan_id": None}
     found = await service.run(run_id)
     assert found["state"] == "running"
     assert found["members"][0]["ranks"] == [{"rank": 0, "step": 0, "action": "3F1"}]
@@ -49,10 +50,10 @@ async def test_a_run_is_running_or_succeeded_once_all_nodes_are(service: Service
     await service.end_node(second, run_id, "succeeded")
     await service.end_node(second, run_id, "failed")
     assert (await service.run(run_id))["state"] == "succeeded"
-    events = (await service.get(f"/v1/runs/{run_id}/events"))["events"]
+    events = await service.events_of_run(run_id)
     assert [event["kind"] for event in events] == ["waiting", "starting", "running", "succeeded"]
-    later = await service.http.get(f"/v1/runs/{run_id}/events", params={"after": events[1]["id"]})
-    assert later.json()["events"] == events[2:]
+    later = await service.get(f"/v1/runs/{run_id}/events", after=events[1]["id"])
+    assert later["events"] == events[2:]
 
 
 async def test_the_events_of_a_run_are_streamed_until_it_ends(service: Service) -> None:
@@ -77,17 +78,6 @@ async def test_the_events_of_a_run_are_streamed_until_it_ends(service: Service) 
     assert (over.status_code, over.content) == (204, b"")
     unknown = await service.http.get("/v1/runs/none/events", headers=stream)
     assert unknown.status_code == 404
-
-
-async def test_a_stream_of_a_run_that_goes_on_ends_when_the_service_stops(service: Service) -> None:
-    run_id, _, _ = await service.started_run()
-    stream = {"Accept": "text/event-stream"}
-    follower = asyncio.create_task(service.http.get(f"/v1/runs/{run_id}/events", headers=stream))
-    await asyncio.sleep(0.2)
-    assert not follower.done()
-    service.app.state.application.run_events.hang_up()
-    answer = await asyncio.wait_for(follower, 30)
-    assert "event: end" not in answer.text
 
 
 async def test_a_failed_run_keeps_a_bounded_part_of_its_reports(serving: Serving) -> None:
@@ -155,6 +145,18 @@ async def test_only_silent_agents_are_lost(serving: Serving) -> None:
         assert [agent["name"] for agent in listed] == ["host-a"]
 
 
+async def test_a_service_that_was_stopped_reads_heartbeats_before_it_declares_agents_lost(
+    serving: Serving,
+) -> None:
+    async with serving("immediate", agent_heartbeat_seconds=0.1, agent_timeout_seconds=0.6) as service:
+        agents = [await service.register(digit) for digit in "abcd"]
+        asyncio.get_running_loop().call_soon(time.sleep, 1.5)
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            for agent in agents:
+                await service.beat(agent, "f" * 32)
+
+
 async def test_a_draining_agent_gets_no_work_and_a_leaving_agent_fails_its_run(service: Service) -> None:
     idle = await service.register("c")
     assert (await service.http.post(f"/v1/agents/{idle}/drain")).json()["state"] == "draining"
@@ -169,88 +171,108 @@ async def test_a_draining_agent_gets_no_work_and_a_leaving_agent_fails_its_run(s
     assert "deregistered while it had a node" in found["error"]["detail"]
 
 
-async def test_a_repeated_registration_is_one_agent(service: Service) -> None:
+async def test_unknown_ids_are_not_found_and_a_repeated_registration_is_one_agent(service: Service) -> None:
+    for address in ("/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"):
+        answer = await service.http.get(address)
+        assert (answer.status_code, answer.json()["type"]) == (404, "/errors/not-found"), address
     agent = await service.register("a")
-    again = await service.http.post(
-        "/v1/agents", json={"id": agent, "name": "h", "address": "h", "port": 1, "slots": 1}
-    )
+    stop = await service.beat(agent, "f" * 32)
+    assert (stop["stop"], stop["cause"]) == (True, "unknown-run")
+    body = {"id": agent, "name": "h", "address": "h", "port": 1, "slots": 1}
+    again = await service.http.post("/v1/agents", json=body)
     assert (again.status_code, again.json()["agent"]["name"]) == (200, "host-a")
     assert again.json()["timeout_seconds"] == 15.0
     assert len(await service.listed("agents")) == 1
 
 
-WRONG_RUNS: list[tuple[dict[str, Any], str]] = [
-    ({"plan_id": "0" * 64}, "/plan_id"),
-    ({"plan_id": "x"}, "/plan_id"),
-    ({"nodes": 3}, "/nodes"),
-    ({"nodes": 0}, "/nodes"),
-    ({"steps": 2**40}, "/steps"),
-    ({"model": {"factory": "no colon"}}, "/model/factory"),
-    ({"model": {"factory": "a:b", "seed": -1}}, "/model/seed"),
-    ({"options": {"backend": "mpi"}}, "/options/backend"),
-    ({"extra": 1}, "/extra"),
-]
+Fields = dict[str, str]
 
 
-async def test_a_wrong_run_is_refused_with_a_pointer(service: Service) -> None:
-    for changes, pointer in WRONG_RUNS:
-        answer = await service.submit_run(**changes)
-        assert answer.status_code == 422, answer.text
-        assert [entry["pointer"] for entry in answer.json()["errors"]] == [pointer]
-    assert (await service.get("/v1/runs")) == {"runs": [], "next": None, "previous": None}
+@pytest.fixture
+async def guarded(serving: Serving) -> AsyncIterator[Service]:
+    async with serving("immediate", auth="tokens") as found:
+        yield found
 
 
-async def test_arguments_that_responses_cannot_contain_are_refused(service: Service) -> None:
-    plan_id = await service.import_plan()
-    start = f'{{"plan_id": "{plan_id}", "nodes": 1, "steps": 1, "model": {{"factory": "a:b", '
-    for argument in (
-        "1e999",
-        '"\\ud800"',
-        '"\\u0000"',
-        '{"\\udfff": 1}',
-        '{"\\\\\\u0000": 1}',
-        "[" * 32 + "]" * 32,
-    ):
-        content = f'{start}"arguments": {{"x": {argument}}}}}}}'
-        answer = await service.http.post(
-            "/v1/runs", content=content, headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 422, argument
-        assert answer.json()["errors"][0]["pointer"].startswith("/model/arguments"), argument
+async def register(guarded: Service, digit: str, fields: Fields) -> httpx.Response:
+    body = {"id": digit * 32, "name": f"host-{digit}", "address": f"10.0.0.{ord(digit)}", "port": 29500}
+    body |= {"slots": 1, "allows": {"models": ["a.*"]}}
+    return await guarded.http.post("/v1/agents", json=body, headers=fields)
 
 
-async def test_arguments_at_every_limit_are_shown_everywhere(service: Service) -> None:
-    plan_id = await service.import_plan()
-    nested: Any = "\\u0000 é 😀 " + "x" * 16_000
-    for _ in range(32):
-        nested = {"a": nested}
-    model = {"factory": "a.b:c", "arguments": nested}
-    body = {"plan_id": plan_id, "model": model, "nodes": 1, "steps": 1}
-    answer = await service.http.post("/v1/runs", json=body)
+async def run_on_two(guarded: Service) -> str:
+    guarded.http.headers.update(await add(guarded, "launch", "read", name="launcher"))
+    answer = await guarded.submit_run()
     assert answer.status_code == 202, answer.text
-    for path in ("/v1/runs", "/runs", f"/runs/{answer.json()['id']}"):
-        assert (await service.http.get(path)).status_code == 200, path
+    return str(answer.json()["id"])
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"allows": {"models": ["x" * 199] * 50}}, "patterns and directories have 9950 characters"),
-        ({"allows": {"checkpoint_directories": ["/" + "x" * 3999] * 3}}, "have 12000 characters"),
-        ({"devices": ["x" * 200] * 200}, "devices and versions have 40000 characters"),
-    ],
-)
-async def test_an_agent_says_little_because_every_look_for_agents_reads_it(
-    serving: Serving, more: dict[str, Any], said: str
-) -> None:
-    body = {"id": "a" * 32, "name": "host", "address": "10.0.0.1", "port": 29500, "slots": 1, **more}
-    async with serving("immediate") as service:
-        answer = await service.http.post("/v1/agents", json=body)
-    assert answer.status_code == 422
-    assert said in answer.json()["errors"][0]["detail"]
+async def test_only_the_registering_token_or_admin_acts_for_an_agent(guarded: Service) -> None:
+    own = await add(guarded, "agent", name="own")
+    foreign = await add(guarded, "agent", "read", "search", "launch", name="foreign")
+    admin = await add(guarded, "admin", name="admin")
+    assert (await register(guarded, "a", own)).status_code == 201
+    agent, asked = "a" * 32, 0
+    for route in guarded.app.router.routes:
+        if not isinstance(route, APIRoute) or "{agent_id}" not in route.path or scopes_of(route) != ["agent"]:
+            continue
+        asked += 1
+        method, path = next(iter(route.methods or ())), route.path
+        address = path.format(agent_id=agent, run_id="0" * 32, generation=0, rank=0)
+        answer = await guarded.http.request(method, address, headers=foreign)
+        assert (answer.status_code, kind_of(answer)) == (403, "agent-of-others"), f"{method} {path}"
+        assert "only that token" in answer.json()["detail"]
+        for fields in (own, admin) if method != "DELETE" else ():
+            answer = await guarded.http.request(method, address, headers=fields)
+            assert answer.status_code != 403, f"{method} {path}: {answer.text}"
+    assert asked >= 7
+    assert (await guarded.http.get(f"/v1/agents/{agent}", headers=foreign)).json()["state"] == "draining"
+    assert (await guarded.http.delete(f"/v1/agents/{agent}", headers=admin)).status_code == 204
 
 
-async def test_unknown_ids_are_not_found(service: Service) -> None:
-    for address in ("/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"):
-        answer = await service.http.get(address)
-        assert (answer.status_code, answer.json()["type"]) == (404, "/errors/not-found"), address
+async def test_another_token_can_neither_repeat_nor_read_a_registration(guarded: Service) -> None:
+    own, foreign = await add(guarded, "agent", name="own"), await add(guarded, "agent", name="foreign")
+    assert (await register(guarded, "a", own)).status_code == 201
+    assert (await register(guarded, "a", own)).status_code == 200
+    refused = await register(guarded, "a", foreign)
+    assert (refused.status_code, kind_of(refused)) == (403, "agent-of-others")
+    assert "host-a" not in refused.text
+    address = f"/v1/agents/{'a' * 32}"
+    assert (await guarded.http.get(address, headers=own)).json()["name"] == "host-a"
+    assert (await guarded.http.get(address, headers=foreign)).status_code == 403
+    reader = await add(guarded, "agent", "read", name="reader")
+    assert (await guarded.http.get(address, headers=reader)).status_code == 200, "the scope read allows it"
+
+
+async def test_an_agent_of_another_token_gets_no_node_of_a_run(guarded: Service) -> None:
+    """As node 0 it would set the rendezvous, and the ranks would unpickle its messages."""
+    own, foreign = await add(guarded, "agent", name="own"), await add(guarded, "agent", name="foreign")
+    run_id = await run_on_two(guarded)
+    for digit, fields in (("0", foreign), ("a", own), ("b", own)):
+        assert (await register(guarded, digit, fields)).status_code == 201
+    works = []
+    for digit in "ab":
+        answer = await guarded.http.get(f"/v1/agents/{digit * 32}/work", params={"wait": 5}, headers=own)
+        assert answer.status_code == 200, answer.text
+        works.append(answer.json())
+    assert {found["rendezvous"] for found in works} == {"10.0.0.97:29500"}
+    none = await guarded.http.get(f"/v1/agents/{'0' * 32}/work", headers=foreign)
+    assert none.status_code == 204
+    assert "b" * 32 not in str(works[0]), "a node learns only the rendezvous of the others"
+    end = {"run_id": run_id, "generation": 0, "outcome": "failed", "failures": []}
+    for digit in "0a":
+        await guarded.http.post(f"/v1/agents/{digit * 32}/ended", json=end, headers=foreign)
+    assert (await guarded.get(f"/v1/runs/{run_id}"))["state"] == "starting"
+
+
+async def test_a_removed_agent_can_be_registered_by_another_token(guarded: Service) -> None:
+    """Retention removes agents that left, which frees their ids."""
+    first, second = [await add(guarded, "agent", name=name) for name in ("first", "second")]
+    assert (await register(guarded, "c", first)).status_code == 201
+    agent = f"/v1/agents/{'c' * 32}"
+    assert (await guarded.http.get(agent, headers=first)).status_code == 200
+    async with guarded.app.state.application.database.writing() as session:
+        await session.execute(text("DELETE FROM agents"))
+    assert (await register(guarded, "c", second)).status_code == 201
+    assert (await guarded.http.get(agent, headers=second)).status_code == 200
+    assert kind_of(await guarded.http.get(agent, headers=first)) == "agent-of-others"

@@ -11,13 +11,12 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Engine, event
 from support.serving import until
-from support.stored import PLAN, a_plan, a_run, a_search, next_of
-from zbv_service.database import Database, PlanTable, RunEventTable, RunTable, SearchEventTable, SearchTable
-from zbv_service.records.runs import EventDocument
+from support.stored import a_search, next_of
+from zbv_service.database import Database, SearchEventTable, SearchTable
+from zbv_service.database import events as hub
+from zbv_service.database.events import EventFeed
 from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
-from zbv_service.searches import events as hub
-from zbv_service.searches.events import EventFeed
 
 
 @pytest.fixture
@@ -89,40 +88,6 @@ async def test_many_idle_readers_cost_one_query_per_look(
         reader.cancel()
     await asyncio.gather(*readers, return_exceptions=True)
     assert events.readers == 0
-
-
-async def test_many_readers_of_a_run_share_its_queries(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "POLL_SECONDS", 0.05)
-    runs, feed = RunTable(database), EventFeed(RunEventTable(database))
-    await PlanTable(database).add(a_plan(PLAN))
-    await runs.add(a_run("r", 1))
-    await feed.start()
-
-    async def first() -> Sequence[EventDocument]:
-        return await anext(aiter(feed.follow("r", 1)))
-
-    readers = [asyncio.create_task(first()) for _ in range(400)]
-    await until(lambda: feed.readers == 400, "readers")
-    await until(lambda: feed._channels["r"].newest == 1, "the first event")
-    statements: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement != "BEGIN":
-            statements.append(statement)
-
-    event.listen(Engine, "before_cursor_execute", note)
-    await until(lambda: len(statements) >= 6, "looks")
-    event.remove(Engine, "before_cursor_execute", note)
-    assert len(set(statements)) == 1
-    await runs.request_cancel("r")
-    batches = await asyncio.wait_for(asyncio.gather(*readers), 30)
-    assert {tuple(found.kind for found in batch) for batch in batches} == {("cancel", "cancelled", "end")}
-    *_, last_stored, end = batches[0]
-    (only,) = await feed.since("r", last_stored.number)
-    assert (only.kind, only.number) == ("end", end.number), "a reader of all stored events gets the end"
-    await feed.stop()
 
 
 async def test_a_slow_reader_neither_delays_others_nor_costs_memory(

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_searches import orders_of, plan_of, stages_of
+from support.fake_searches import plan_of, stages_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
-from support.serving import Service, Serving, until
+from support.serving import Service, Serving
 from zbv_service.client.answers import read_plan, read_rank
-from zbv_service.documents.packing import incumbent_of, pack, pack_plan
-from zbv_service.documents.problems import Question, question_json
+from zbv_service.documents.problems import incumbent_of, pack, pack_plan, question_json
 from zbv_service.records.plans import NewPlan
 from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.task import search_plan, solver_search
-from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.incumbent import Progress
 
 
 async def plan_of_search(service: Service, found: dict[str, Any]) -> dict[str, Any]:
@@ -109,53 +105,41 @@ async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_pos
         assert {"even-cut", "histogram-cut"} <= {row["name"] for row in found["baselines"]}
 
 
-async def test_a_wrong_layer_is_named_and_nothing_is_stored(serving: Serving) -> None:
+async def test_a_wrong_layer_is_named_and_nothing_is_stored(service: Service) -> None:
     embedding, block, head = LAYERED["layers"]
-    async with serving("immediate") as service:
-        for changes, pointer in (
-            ({"layers": 3}, "/layers"),
-            ({"layers": []}, "/layers"),
-            ({"layers": [embedding, {**block, "forward": -1}, head]}, "/layers/1/forward"),
-            ({"layers": [embedding, {**block, "colour": "red"}, head]}, "/layers/1/colour"),
-            ({"layers": [{key: embedding[key] for key in embedding if key != "name"}]}, "/layers/0/name"),
-            ({"layers": [embedding, head], "cut": {}}, "/layers"),  # two layers for four stages
-            ({"layers": [embedding, {**block, "repeat": 10**9}, head]}, "/layers"),
-            ({"layers": [embedding, block, {**head, "name": "block.3"}]}, "/layers/2/name"),
-            ({"pp_degree": 4096}, "/pp_degree"),
-            ({"cut": {"allow_empty": "yes"}}, "/cut/allow_empty"),
-            ({"cut": {"together": [["head"]] * 600}}, "/cut/together"),
-            ({"cut": {"together": [["head"] * 600]}}, "/cut/together/0"),
-            ({"partition": [["head"]] * 4, "recompute": [1, 0, 0, 0]}, "/recompute/0"),
-            ({"cut": {"together": [["block.9"]]}}, "/cut/together/0"),
-            ({"costs": {"forward": 1, "p2p": 1}}, "/costs/forward"),
-            ({"partition": [["head"], [], [], []]}, "/partition/0/0"),
-            ({"placement": "w"}, "/placement"),
-            # One stage may get everything, which exceeds the limit of a stage or of its transfer.
-            ({"layers": [embedding, {**block, "forward": 9e14}, head]}, "/layers"),
-            ({"costs": {"link": {"bandwidth": 1e-300}}}, "/costs/link"),
-            ({"microbatches": 10_000}, "/microbatches"),
-            # The finest placement has eight stages: fewer microbatches than the four of V allow.
-            ({"placement": "auto", "microbatches": 4000}, "/microbatches"),
-        ):
-            answer = await service.submit({**LAYERED, **changes})
-            assert answer.status_code == 422, changes
-            assert answer.json()["errors"][0]["pointer"] == f"/problem{pointer}", changes
-        many = [{**embedding, "name": f"layer {place}", "forward": "a lot"} for place in range(300)]
-        answer = await service.submit({**LAYERED, "layers": many})
-        assert [error["pointer"] for error in answer.json()["errors"]] == [
-            f"/problem/layers/{place}/forward" for place in range(100)
-        ]
-        assert answer.json()["detail"].endswith(" And 200 more.")
-        checked = await service.http.post("/v1/problems/check", json={"problem": {**LAYERED, "layers": many}})
-        assert len(checked.json()["issues"]) == 100
-        endless = json.dumps({"problem": LAYERED}).replace('"bandwidth": 100', '"bandwidth": 1e999')
-        headers = {"Content-Type": "application/json"}
-        answer = await service.http.post("/v1/searches", content=endless, headers=headers)
-        assert answer.json()["errors"][0]["pointer"] == "/problem/costs/link/bandwidth"
-        assert (await service.submit({**LAYERED, "microbatches": 4000})).status_code == 202
-        uncut = await service.http.post("/v1/problems/compare", json={"problem": LAYERED})
-        assert uncut.json()["errors"][0]["pointer"] == "/problem/partition"
-        assert len(await service.listed("searches")) == 1
+    for changes, pointer in (
+        ({"layers": [embedding, {**block, "colour": "red"}, head]}, "/layers/1/colour"),
+        ({"layers": [embedding, {**block, "repeat": 10**9}, head]}, "/layers"),
+        ({"pp_degree": 4096}, "/pp_degree"),
+        ({"cut": {"together": [["head"]] * 600}}, "/cut/together"),
+        ({"cut": {"together": [["head"] * 600]}}, "/cut/together/0"),
+        ({"partition": [["head"]] * 4, "recompute": [1, 0, 0, 0]}, "/recompute/0"),
+        ({"partition": [["head"], [], [], []]}, "/partition/0/0"),
+        # One stage may get everything, which exceeds the limit of a stage or of its transfer.
+        ({"layers": [embedding, {**block, "forward": 9e14}, head]}, "/layers"),
+        ({"costs": {"link": {"bandwidth": 1e-300}}}, "/costs/link"),
+        ({"microbatches": 10_000}, "/microbatches"),
+        # The finest placement has eight stages: fewer microbatches than the four of V allow.
+        ({"placement": "auto", "microbatches": 4000}, "/microbatches"),
+    ):
+        answer = await service.submit({**LAYERED, **changes})
+        assert answer.status_code == 422, changes
+        assert answer.json()["errors"][0]["pointer"] == f"/problem{pointer}", changes
+    many = {**LAYERED, "layers": [{**embedding, "name": f"l{at}", "forward": "a lot"} for at in range(300)]}
+    answer = await service.submit(many)
+    pointers = [error["pointer"] for error in answer.json()["errors"]]
+    assert pointers == [f"/problem/layers/{place}/forward" for place in range(100)]
+    assert answer.json()["detail"].endswith(" And 200 more.")
+    checked = await service.http.post("/v1/problems/check", json={"problem": many})
+    assert len(checked.json()["issues"]) == 100
+    endless = json.dumps({"problem": LAYERED}).replace('"bandwidth": 100', '"bandwidth": 1e999')
+    headers = {"Content-Type": "application/json"}
+    answer = await service.http.post("/v1/searches", content=endless, headers=headers)
+    assert answer.json()["errors"][0]["pointer"] == "/problem/costs/link/bandwidth"
+    assert (await service.submit({**LAYERED, "microbatches": 4000})).status_code == 202
+    uncut = await service.http.post("/v1/problems/compare", json={"problem": LAYERED})
+    assert uncut.json()["errors"][0]["pointer"] == "/problem/partition"
+    assert len(await service.listed("searches")) == 1
 
 
 async def test_a_check_summarises_layers_before_they_are_cut(service: Service) -> None:
@@ -174,19 +158,6 @@ async def test_a_check_summarises_layers_before_they_are_cut(service: Service) -
     assert [issue["pointer"] for issue in refused["issues"]] == ["/limit_fraction"]
 
 
-async def test_a_search_resumes_from_its_best_cut(serving: Serving, directory: Path) -> None:
-    async with serving("held") as service:
-        search_id = await service.begun(LAYERED)
-    async with serving("held") as service:
-        resumed = directory / "resumed"
-        await until(resumed.exists, "the second start of the search")
-        (directory / "release").touch()
-        ended = await service.ended(search_id)
-        assert (ended["state"], ended["attempts"]) == ("done", 2)
-        first = orders_of(stages_of(parse_any_problem(LAYERED))).text(0)
-        assert resumed.read_text().splitlines() == first
-
-
 class Listener:
     """A reporter without a service: keeps the reports, and can stop the search."""
 
@@ -201,27 +172,18 @@ class Listener:
         return self._is_stopped
 
 
-def task(incumbent: bytes | None) -> Claim:
-    problem = pack(question_json(parse_any_problem(LAYERED)))
-    return Claim("s", 1, problem, {"effort": "quick"}, incumbent, 1, False)
-
-
 def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
     known = pack_plan(plan_of(stages_of(parse_any_problem(LAYERED))))
-    given: list[Orders | Plan | None] = []
+    given: list[Any] = []
 
-    def search(
-        problem: Question,
-        options: dict[str, Any],
-        on_progress: Callable[[Progress], None],
-        cancelled: Callable[[], bool],
-        incumbent: Orders | Plan | None,
-    ) -> Plan:
+    def search(problem: Any, options: Any, on_progress: Any, cancelled: Any, incumbent: Any) -> Plan:
         given.append(incumbent)
         return solver_search(problem, options, on_progress, cancelled, incumbent)
 
     listener = Listener(is_stopped=True)
-    found = search_plan(task(incumbent_of(known).incumbent), listener, search)
+    problem = pack(question_json(parse_any_problem(LAYERED)))
+    task = Claim("s", 1, problem, {"effort": "quick"}, incumbent_of(known).incumbent, 1, False)
+    found = search_plan(task, listener, search)
     (incumbent,) = given
     assert isinstance(incumbent, Plan)
     assert incumbent.problem == stages_of(parse_any_problem(LAYERED))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_kinds import BOUND, COUNTS, ranking
-from support.serving import DEADLINE, Service, Serving
+from support.serving import Service, Serving
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.search import best_layouts
 from zbv_service.documents import layouts as layout_documents
 from zbv_service.documents.layouts import LayoutRequest, count_layouts, read_layouts
-from zbv_service.documents.packing import unpack
+from zbv_service.documents.problems import unpack
 from zbv_service.records.searches import Claim, NewRanking, Update
 from zbv_service.searches.executors.layouts import rank_layouts
-from zbv_service.searches.kinds import new_layout_search
+from zbv_service.searches.searches import new_layout_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 
@@ -48,23 +46,8 @@ async def submitted(service: Service, body: dict[str, Any] = SMALL) -> str:
     return search_id
 
 
-async def get(service: Service, address: str) -> dict[str, Any]:
-    answer = await service.http.get(f"/v1/{address}")
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
-
-
-async def once(service: Service, search_id: str, *states: str, has_layout: bool = False) -> dict[str, Any]:
-    """The search once it is in one of these states, and has a layout if that is asked."""
-    until = time.monotonic() + DEADLINE
-    while True:
-        found = await get(service, f"searches/{search_id}")
-        if found["state"] in states and (found["objective"] is not None or not has_layout):
-            return found
-        assert found["state"] in ("queued", "running"), found
-        assert time.monotonic() < until
-        await asyncio.sleep(0.02)
+def has_layout(search: dict[str, Any]) -> bool:
+    return search["state"] == "running" and search["objective"] is not None
 
 
 def names_of(plan: dict[str, Any]) -> list[str]:
@@ -76,14 +59,14 @@ async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
 ) -> None:
     async with serving("honest", database=any_database_url) as service:
         search_id = await submitted(service)
-        found = await once(service, search_id, "done")
-        events = (await get(service, f"searches/{search_id}/events?after=0"))["events"]
-        plans = [await get(service, f"plans/{each['plan_id']}") for each in found["answer"]["layouts"]]
+        found = await service.ended(search_id)
+        events = (await service.get(f"/v1/searches/{search_id}/events?after=0"))["events"]
+        plans = [await service.get(f"/v1/plans/{each['plan_id']}") for each in found["answer"]["layouts"]]
         again = await service.http.post("/v1/layouts", json=SMALL)
         assert (again.status_code, again.json()["id"]) == (200, search_id)
         other = await service.http.post("/v1/layouts", json={**SMALL, "top": 1})
         assert other.json()["id"] != search_id
-        asked = LayoutRequest.model_validate(await get(service, f"searches/{search_id}/problem"))
+        asked = LayoutRequest.model_validate(await service.get(f"/v1/searches/{search_id}/problem"))
     assert asked == LayoutRequest.model_validate(SMALL)
     ids = [plan["plan_id"] for plan in plans]
     assert found["answer"] == unpack(ranking(2).document)
@@ -104,9 +87,9 @@ async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
 async def test_a_search_has_the_answer_of_the_solver(serving: Serving) -> None:
     async with serving("solver") as service:
         search_id = await submitted(service)
-        found = await once(service, search_id, "done")
-        events = (await get(service, f"searches/{search_id}/events?after=0"))["events"]
-        plan = await get(service, f"plans/{found['plan_id']}")
+        found = await service.ended(search_id)
+        events = (await service.get(f"/v1/searches/{search_id}/events?after=0"))["events"]
+        plan = await service.get(f"/v1/plans/{found['plan_id']}")
     request = read_layouts(LayoutRequest.model_validate(SMALL))
     best = best_layouts(request.layouts, request.setting, 2)
     expected = ranking_json(best, request, with_plans=False)
@@ -124,13 +107,13 @@ async def test_a_search_has_the_answer_of_the_solver(serving: Serving) -> None:
 async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_database_url: str) -> None:
     async with serving("held", database=any_database_url, searches=1) as service:
         search_id, behind = await submitted(service, LONG), await submitted(service)
-        before = await once(service, search_id, "running", has_layout=True)
+        before = await service.until(search_id, has_layout)
         assert (before["objective"], before["progress"]["planned"]) == (9.0, 1)
         for each, status in ((behind, 200), (search_id, 202)):
             assert (await service.cancel(each)).status_code == status
-        found = await once(service, search_id, "cancelled")
-        assert (await once(service, behind, "cancelled"))["answer"] is None
-        listed = (await get(service, "searches?state=cancelled"))["searches"]
+        found = await service.ended(search_id)
+        assert (await service.ended(behind))["answer"] is None
+        listed = (await service.get("/v1/searches?state=cancelled"))["searches"]
         assert [each["id"] for each in listed] == [behind, search_id]
         assert await submitted(service) != behind
     assert found["answer"] == unpack(ranking(1).document)
@@ -142,19 +125,14 @@ async def test_a_killed_process_and_a_restart_begin_the_search_again(
 ) -> None:
     async with serving("held", database=any_database_url) as service:
         search_id = await submitted(service, LONG)
-        await once(service, search_id, "running", has_layout=True)
+        await service.until(search_id, has_layout)
         (attempt,) = service.app.state.application.runner._attempts
         attempt.computation.kill()
-        events = f"searches/{search_id}/events?after=0"
-        until = time.monotonic() + DEADLINE
-        while "process-died" not in [e.get("reason") for e in (await get(service, events))["events"]]:
-            assert time.monotonic() < until
-            await asyncio.sleep(0.02)
-        await once(service, search_id, "running", has_layout=True)
+        await service.until(search_id, lambda found: found["attempts"] == 2 and has_layout(found))
     async with serving("held", database=any_database_url) as service:
-        await once(service, search_id, "running", has_layout=True)
+        await service.until(search_id, has_layout)
         assert (await service.cancel(search_id)).status_code == 202
-        found = await once(service, search_id, "cancelled")
+        found = await service.ended(search_id)
     assert found["attempts"] == 3
     assert found["answer"]["layouts"]
 
@@ -198,7 +176,7 @@ async def test_a_search_that_planned_nothing_in_its_time_fails(
     (directory / "unplanned").touch()
     async with serving("held", database=any_database_url) as service:
         search_id = await submitted(service, {**SMALL, "options": {"time_limit": 0.3}})
-        found = await once(service, search_id, "failed")
+        found = await service.ended(search_id)
     assert (found["attempts"], found["cancel_requested"], found["objective"]) == (1, False, None)
     assert found["error"]["type"] == "/errors/time-limit"
     assert "0.3 s" in found["error"]["detail"]
@@ -224,12 +202,6 @@ async def test_too_many_layouts_are_refused_with_the_ways_to_have_fewer(
         assert count_layouts(request, read_layouts(request)) == len(counted)
 
 
-async def test_an_effort_beyond_that_of_the_service_is_refused(serving: Serving) -> None:
-    async with serving("honest", max_effort="quick") as service:
-        refused = await service.http.post("/v1/layouts", json={**SMALL, "options": {"effort": "standard"}})
-    assert refused.json()["errors"][0]["pointer"] == "/options/effort"
-
-
 def test_an_effort_is_that_of_the_plans_of_the_best_layouts() -> None:
     outcome, _ = ranked({**TINY, "options": {"effort": "quick"}})
     assert "even-cut" in names_of(unpack(outcome.plans[0].document)), "a full search compares with it"
@@ -249,7 +221,7 @@ def test_an_executor_gets_its_settings_and_the_step_of_a_free_order() -> None:
 async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving, any_database_url: str) -> None:
     async with serving("honest", database=any_database_url) as service:
         body = {**SMALL, "cluster": {**SMALL["cluster"], "memory": 2e9}}
-        found = await once(service, await submitted(service, body), "infeasible")
+        found = await service.ended(await submitted(service, body))
     assert "no layout fits" in found["error"]["detail"]
     assert (found["answer"], found["lower_bound"], found["progress"]) == (None, None, None)
 
@@ -264,9 +236,9 @@ async def test_searches_of_all_kinds_are_one_list(serving: Serving) -> None:
             ("?pp_degree=2", [plan]),
             (f"?q={layouts[:12]}", [layouts]),
         ):
-            listed = (await get(service, f"searches{query}"))["searches"]
+            listed = (await service.get(f"/v1/searches{query}"))["searches"]
             assert [each["id"] for each in listed] == expected, query
-        assert [each["kind"] for each in (await get(service, "searches"))["searches"]] == ["plan", "layouts"]
+        assert [each["kind"] for each in await service.listed("searches")] == ["plan", "layouts"]
         for page, other in (("searches", layouts), ("layouts", plan)):
             assert (await service.http.get(f"/{page}/{other}")).status_code == 404
             listed_page = await service.http.get(f"/{page}")
@@ -279,67 +251,44 @@ async def test_searches_of_all_kinds_are_one_list(serving: Serving) -> None:
 CLUSTER, MODEL = SMALL["cluster"], SMALL["model"]
 
 
-def test_precision_and_optimizer_replace_those_of_the_model() -> None:
+def test_values_of_a_request_replace_those_of_the_model() -> None:
     given = {"precision": "half", "optimizer": "lion"}
-    asked = LayoutRequest.model_validate({**SMALL, **given})
-    inside = LayoutRequest.model_validate({**SMALL, "model": {**MODEL, "parallel": given}})
-    assert read_layouts(asked).config == read_layouts(inside).config
-    assert read_layouts(asked).config != read_layouts(LayoutRequest.model_validate(SMALL)).config
-
-
-def test_prediction_layers_replace_those_of_the_model() -> None:
-    """A ``config.json`` of transformers has no place for it."""
+    inside = {"model": {**MODEL, "parallel": given}}
+    asked, same, other = (LayoutRequest.model_validate({**SMALL, **more}) for more in (given, inside, {}))
+    assert read_layouts(asked).config == read_layouts(same).config != read_layouts(other).config
+    # A ``config.json`` of transformers has no place for prediction layers.
     config = {
         **{"model_type": "mimo", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"num_key_value_heads": 4, "intermediate_size": 128, "num_nextn_predict_layers": 1},
     }
-    for asked, count in ((None, 1), (0, 0), (2, 2)):
-        request = {**SMALL, "model": config, "sequence_length": 64, "prediction_layers": asked}
+    for layers, count in ((None, 1), (0, 0), (2, 2)):
+        request = {**SMALL, "model": config, "sequence_length": 64, "prediction_layers": layers}
         found = read_layouts(LayoutRequest.model_validate(request))
         assert found.config.model.prediction_layers == count
 
 
 WRONG: list[tuple[Any, str]] = [
     ([], ""),
-    ({}, "/model"),
     ({"model": MODEL}, "/cluster"),
-    ({**SMALL, "model": []}, "/model"),
     ({**SMALL, "model": {}}, "/model/model"),
-    ({**SMALL, "model": {"presets": ["gpt-9"]}}, "/model/presets/0"),
-    ({**SMALL, "model": {**MODEL, "model": {"hidden": -1}}}, "/model/model/hidden"),
-    ({**SMALL, "model": {**MODEL, "surprise": 1}}, "/model/surprise"),
     ({**SMALL, "model": {**MODEL, "global_batch": 0}, "global_batch": None}, "/model/global_batch"),
     ({**SMALL, "model": {**MODEL, "global_batch": 10**9}, "global_batch": None}, "/model/global_batch"),
     ({**SMALL, "global_batch": None}, "/global_batch"),
-    ({**SMALL, "global_batch": "16"}, "/global_batch"),
     ({**SMALL, "sequence_length": 10**12}, "/sequence_length"),
-    ({**SMALL, "cluster": {**CLUSTER, "device": "abacus"}}, "/cluster/device"),
-    ({**SMALL, "cluster": {**CLUSTER, "nodes": 0}}, "/cluster/nodes"),
     ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**5}}, "/cluster"),
     ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**6}}, "/cluster/nodes"),
-    ({**SMALL, "fixed": {"tensor_parallel": 0}}, "/fixed/tensor_parallel"),
     ({**SMALL, "fixed": {"tensor_parallel": 3}}, "/fixed"),
     ({**SMALL, "executor": "torch", "fixed": {"tensor_parallel": 3}}, "/fixed"),
     ({**SMALL, "fixed": {"recompute_layers": 2}}, "/fixed/recompute_layers"),
     ({**SMALL, "model": {"model_type": "llama"}, "sequence_length": None}, "/sequence_length"),
-    ({**SMALL, "prediction_layers": -1}, "/prediction_layers"),
     ({**SMALL, "prediction_layers": 10**9}, "/prediction_layers"),
-    ({**SMALL, "fixed": {"zero_stage": 4}}, "/fixed/zero_stage"),
-    ({**SMALL, "fixed": {"recompute": "some"}}, "/fixed/recompute"),
-    ({**SMALL, "fixed": {"pipelines": 2}}, "/fixed/pipelines"),
-    ({**SMALL, "precision": "fp7"}, "/precision"),
-    ({**SMALL, "optimizer": "adagrad"}, "/optimizer"),
     ({**SMALL, "executor": "torchtitan", "optimizer": "muon"}, "/executor"),
-    ({**SMALL, "executor": "abacus"}, "/executor"),
     ({**SMALL, "executor": "torch", "cluster": {"groups": [SMALL["cluster"]] * 2}}, "/executor"),
     ({**SMALL, "executor": "any", "sensitivity": True}, "/sensitivity"),
     ({**SMALL, "executor": "torch", "points": True}, "/points"),
     ({**SMALL, "top": 21}, "/top"),
-    ({**SMALL, "top": True}, "/top"),
-    ({**SMALL, "options": {"seed": 1}}, "/options/seed"),
     ({**SMALL, "options": {"time_limit": 0}}, "/options/time_limit"),
     ({**SMALL, "options": {"time_limit": 1e9}}, "/options/time_limit"),
-    ({**SMALL, "problem": {}}, "/problem"),
 ]
 
 
@@ -353,4 +302,4 @@ async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(honest: Se
         "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
     )
     assert malformed.status_code == 400
-    assert (await get(honest, "searches"))["searches"] == []
+    assert (await honest.get("/v1/searches"))["searches"] == []

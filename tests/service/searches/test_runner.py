@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 from support.fake_service import fake_service
 from support.processes import is_alive
-from support.serving import DEADLINE, PROBLEM, Service, Serving
+from support.serving import DEADLINE, PROBLEM, Service, Serving, until
+from support.stored import next_of
 from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
-from zbv_service.documents.packing import pack
+from zbv_service.documents.problems import pack
 from zbv_service.records.searches import NewSearch, Update
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.runner import new_owner
@@ -35,13 +35,6 @@ def new_search(search_id: str = "a" * 32) -> NewSearch:
         summary={"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"},
         options={"effort": "quick", "time_limit": None, "seed": 0},
     )
-
-
-async def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not holds():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        await asyncio.sleep(0.02)
 
 
 async def appeared(directory: Path, pattern: str, count: int = 1) -> Path:
@@ -110,46 +103,53 @@ async def test_a_search_that_ignores_the_request_to_stop_is_killed_with_its_serv
         assert (ended["state"], ended["attempts"]) == ("done", 2)
 
 
-async def test_a_cancelled_queued_search_with_an_incumbent_becomes_a_plan(
-    serving: Serving, settings: Settings, directory: Path
-) -> None:
-    async with serving("held") as service:
-        search_id = await service.begun()
+@pytest.fixture
+async def table(settings: Settings) -> AsyncIterator[SearchTable]:
+    """Searches in the database of the services, where another one may claim them."""
     database = Database(settings.database)
-    assert (await SearchTable(database).request_cancel(search_id)) is not None
+    yield SearchTable(database)
     await database.close()
-    async with serving("held") as service:
-        ended = await service.ended(search_id)
-        assert ended["state"] == "cancelled"
-        assert (await service.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
 
 
-async def test_a_search_with_an_expired_lease_runs_elsewhere(serving: Serving, settings: Settings) -> None:
-    database = Database(settings.database)
-    await database.migrate()
-    table = SearchTable(database)
+async def test_a_search_with_an_expired_lease_runs_elsewhere(serving: Serving, table: SearchTable) -> None:
     await table.add(new_search())
     # An owner on another machine, so that only the lease shows that it is gone.
-    lost = await table.claim("elsewhere:1:x", lease_seconds=0.01)
-    assert lost is not None
+    lost = await next_of(table, "elsewhere:1:x", 0.01)
     async with serving("immediate") as service:
         ended = await service.ended(lost.id)
         assert (ended["state"], ended["attempts"]) == ("done", 2)
     update = Update(1.0, 1.0, 0.0, "late", b"")
     assert not await table.progressed(lost.id, lost.fence, update)
     assert not await table.requeue(lost.id, lost.fence, update)
-    assert (await table.get(lost.id)) is not None
-    await database.close()
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+async def test_the_leases_of_a_process_on_this_machine_end_with_it(
+    serving: Serving, table: SearchTable, is_alive: bool
+) -> None:
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    if not is_alive:
+        process.kill()
+        await process.wait()
+    await table.add(new_search())
+    claim = await next_of(table, new_owner(process.pid), 3600)
+    async with serving("immediate") as service:
+        if is_alive:
+            assert (await service.done(seed=5))["state"] == "done"
+            assert (await service.search(claim.id))["state"] == "running"
+            process.kill()
+            await process.wait()
+        else:
+            assert (await service.ended(claim.id))["state"] == "done"
 
 
 async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
-    serving: Serving, settings: Settings, directory: Path
+    serving: Serving, table: SearchTable, directory: Path
 ) -> None:
     """Its first attempt may still be stopping when the same service claims it again."""
-    table = SearchTable(Database(settings.database))
     async with serving("deaf", searches=2) as service:
         search_id = await service.begun()
-        assert await table.requeue_of(await table.owners()) == 1
+        assert await table.requeue_lost(await table.owners()) == 1
         await appeared(directory, "started-*", 2)
         other = (await service.submit(seed=1)).json()["id"]  # there is no slot for it
         (directory / "release").touch()
@@ -157,7 +157,6 @@ async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
         assert [(found["state"], found["attempts"]) for found in ended] == [("done", 2), ("done", 1)]
         runner = service.app.state.application.runner
         await until(lambda: not runner._attempts, "the end of every attempt")
-    await table._database.close()
 
 
 async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed_and_its_plan_kept(
@@ -169,17 +168,15 @@ async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed_and_its
         plan = await service.get(f"/v1/plans/{ended['plan_id']}")
         assert "\n".join(plan["ranks"][0]).startswith(FIRST_ACTIONS)
     await until(lambda: not any(map(is_alive, started_in(directory))), "the end of its processes")
-
-
-async def test_a_search_that_is_killed_at_its_time_limit_without_a_plan_fails_for_this_reason(
-    serving: Serving, directory: Path
-) -> None:
     async with serving("mute", stop_seconds=0.2) as service:
-        ended = await service.done(time_limit=0.1)
+        ended = await service.done(time_limit=0.1, seed=1)
         assert (ended["state"], ended["attempts"], ended["plan_id"]) == ("failed", 1, None)
         assert ended["error"]["type"] == "/errors/time-limit"
         assert "time limit of 0.1 s" in ended["error"]["detail"]
-    assert len(started_in(directory)) == 1
+    assert len(started_in(directory)) == 2
+    async with serving("held", max_time_limit=0.3) as service:
+        ended = await service.done(seed=2)
+        assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
 
 
 @pytest.mark.parametrize("search", ["deaf", "mute"])
@@ -238,14 +235,6 @@ async def test_while_one_token_has_all_slots_another_one_gets_one_more(
         (directory / "release").touch()
 
 
-async def test_a_search_without_a_time_limit_is_stopped_after_the_longest_limit(
-    serving: Serving, directory: Path
-) -> None:
-    async with serving("held", max_time_limit=0.3) as service:
-        ended = await service.done()
-        assert (ended["state"], ended["method"], ended["attempts"]) == ("done", "cancelled", 1)
-
-
 async def test_one_token_leaves_a_slot_that_several_services_share(
     serving: Serving, directory: Path, any_database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,23 +272,11 @@ async def test_searches_get_the_cores_that_no_other_search_uses(
     assert counts[2] == ["workers 1", "workers 1", "workers 2"], "at least one each"
 
 
-async def test_the_plan_does_not_depend_on_the_workers(serving: Serving) -> None:
-    problem = {**PROBLEM, "microbatches": 6, "costs": {**PROBLEM["costs"], "forward": [3, 1, 2, 5], "p2p": 1}}
-    plans = []
-    for workers in (1, 2):
-        async with serving("solver", search_workers=workers) as service:
-            ended = await service.done(problem)
-            assert "workers" not in ended["options"]
-            plans.append((ended["plan_id"], ended["objective"], ended["lower_bound"]))
-            await service.http.delete(f"/v1/searches/{ended['id']}")
-    assert plans[0] == plans[1]
-
-
 async def test_a_search_runs_again_if_the_service_is_killed_before_storing_its_result(
     serving: Serving, settings: Settings, directory: Path
 ) -> None:
     """The kill comes at the end of the transaction: the plan is written but not committed."""
-    with fake_service("honest", directory, "zbv_service.database.search_leases.tell_end") as killed:
+    with fake_service("honest", directory, "zbv_service.database.search_leases._end") as killed:
         async with httpx.AsyncClient(base_url=killed.address, timeout=DEADLINE) as http:
             answer = await http.post("/v1/searches", json={"problem": PROBLEM})
         assert await asyncio.to_thread(killed.process.wait, DEADLINE) == -signal.SIGKILL
@@ -314,46 +291,3 @@ async def test_a_search_runs_again_if_the_service_is_killed_before_storing_its_r
             f"/v1/searches/{ended['id']}/events", headers={"Accept": "application/json"}
         )
         assert [event["event"] for event in events.json()["events"]].count("end") == 1
-
-
-async def test_the_leases_of_a_dead_process_on_this_machine_end_immediately(
-    serving: Serving, settings: Settings
-) -> None:
-    process = await asyncio.create_subprocess_exec("true")
-    await process.wait()
-    database = Database(settings.database)
-    await database.migrate()
-    table = SearchTable(database)
-    await table.add(new_search())
-    claim = await table.claim(new_owner(process.pid), lease_seconds=3600)
-    await database.close()
-    assert claim is not None
-    async with serving("immediate") as service:
-        assert (await service.ended(claim.id))["state"] == "done"
-
-
-async def test_the_leases_of_a_living_process_are_respected(serving: Serving, settings: Settings) -> None:
-    process = await asyncio.create_subprocess_exec("sleep", "60")
-    try:
-        database = Database(settings.database)
-        await database.migrate()
-        table = SearchTable(database)
-        await table.add(new_search())
-        claim = await table.claim(new_owner(process.pid), lease_seconds=3600)
-        await database.close()
-        assert claim is not None
-        async with serving("immediate") as service:
-            other = (await service.submit(seed=5)).json()["id"]
-            assert (await service.ended(other))["state"] == "done"
-            assert (await service.search(claim.id))["state"] == "running"
-    finally:
-        process.kill()
-        await process.wait()
-
-
-async def test_readiness_follows_the_runner(service: Service) -> None:
-    assert (await service.http.get("/healthz")).json() == {"status": "ok"}
-    assert (await service.http.get("/readyz")).json() == {"status": "ok"}
-    await service.app.state.application.runner.stop()
-    answer = await service.http.get("/readyz")
-    assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from support.event_streams import Told, events_of
 from support.serving import PROBLEM, Service, Serving, until
 from support.tokens import add
-from zbv_service.records.searches import SearchEventDocument, SearchEventList
-from zbv_service.searches import events as hub
+from zbv_service.database import events as hub
+from zbv_service.records.searches import SearchEventDocument
 from zbv_service.security import access
 from zbv_service.security.tokens import TokenTable
 
@@ -83,13 +82,6 @@ async def test_polling_gives_the_same_events(held: Service, directory: Path) -> 
     late = (await held.http.get(address, params={"after": 77})).json()
     assert (late["events"], late["last_id"], late["is_over"]) == ([], 77, True)
     assert {whole.headers["vary"], (await following(held, search_id)).headers["vary"]} == {"Accept"}
-
-
-def test_a_list_is_over_if_the_search_has_ended_between_two_queries() -> None:
-    end = SearchEventDocument(search_id="s", id=7, at=datetime.now(UTC), event="end", state="done")
-    listed = SearchEventList.of("s", [end], 3, is_over=False)
-    assert (listed.is_over, listed.last_id) == (True, 7)
-    assert SearchEventList.of("s", [], 3, is_over=False).last_id == 3
 
 
 async def test_a_stream_resumes_at_the_position_of_a_broken_one(serving: Serving, directory: Path) -> None:
@@ -164,15 +156,6 @@ async def test_the_event_of_a_requeued_search_has_the_reason(serving: Serving, d
         reasons = [event.data["reason"] for event in events if event.kind == "state"]
         assert reasons == ["submitted", "started", "process-died", "started"]
         assert [event.data["attempts"] for event in events if event.kind == "state"] == [0, 1, 1, 2]
-
-
-async def test_an_end_without_a_plan_has_an_error(serving: Serving) -> None:
-    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
-    async with serving("immediate") as service:
-        search_id = (await service.submit(tight)).json()["id"]
-        end = events_of((await following(service, search_id)).text)[-1]
-    assert (end.data["state"], end.data["plan_id"]) == ("infeasible", None)
-    assert end.data["error"]["smallest_limit"] == [2, 2]
 
 
 async def test_a_wrong_position_is_refused(service: Service) -> None:

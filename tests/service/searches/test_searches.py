@@ -1,13 +1,21 @@
-"""Searches over HTTP: accepted, shared, followed, cancelled."""
+"""Searches over HTTP: accepted, shared, cancelled, discarded, and none is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
-from support.serving import PROBLEM, Service, Serving
+from support.event_streams import events_of
+from support.fake_service import FakeService, fake_service
+from support.serving import DEADLINE, PROBLEM, Service, Serving, until
+from zbv_service.database import Database, SearchTable
+from zbv_service.settings import Settings
 
 
 async def test_a_search_is_accepted_and_ends_with_a_plan(service: Service) -> None:
@@ -18,35 +26,28 @@ async def test_a_search_is_accepted_and_ends_with_a_plan(service: Service) -> No
     assert body["state"] in ("queued", "running")
     assert accepted.headers["location"] == f"/v1/searches/{body['id']}"
     assert body["problem_summary"]["pp_degree"] == 2
-    assert body["options"] == {
-        "effort": "standard",
-        "time_limit": None,
-        "seed": 0,
-        "jitter": None,
-        "quantile": None,
-    }
-
+    given = {"effort": "standard", "time_limit": None, "seed": 0, "jitter": None, "quantile": None}
+    assert body["options"] == given
     done = await service.ended(body["id"])
     assert (done["state"], done["objective"], done["error"]) == ("done", 8, None)
-    plan = await service.http.get(f"/v1/plans/{done['plan_id']}")
-    assert plan.json()["plan_id"] == done["plan_id"]
+    assert (await service.get(f"/v1/plans/{done['plan_id']}"))["plan_id"] == done["plan_id"]
 
 
-async def test_a_done_search_answers_the_same_request_again(service: Service) -> None:
-    first = (await service.submit()).json()
-    await service.ended(first["id"])
-    again = await service.submit()
-    assert again.status_code == 200
-    assert again.json()["id"] == first["id"]
+async def test_equal_requests_are_one_search_before_and_after_its_end(service: Service) -> None:
+    answers = await asyncio.gather(*(service.submit() for _ in range(20)))
+    assert {answer.status_code for answer in answers} <= {200, 202}
+    (search_id,) = {answer.json()["id"] for answer in answers}
+    done = await service.ended(search_id)
     # The same problem, written differently: the normalised documents are equal.
-    spelled = {**PROBLEM, "placement": "v", "objective": "span"}
-    assert (await service.submit(spelled, effort="standard")).json()["id"] == first["id"]
-
-
-async def test_other_options_are_another_search(serving: Serving) -> None:
+    again = await service.submit({**PROBLEM, "placement": "v", "objective": "span"}, effort="standard")
+    assert (again.status_code, again.json()["id"]) == (200, search_id)
     others: tuple[dict[str, Any], ...] = ({}, {"seed": 1}, {"effort": "quick"}, {"time_limit": 5.0})
-    async with serving("immediate") as service:
-        assert len({(await service.submit(**options)).json()["id"] for options in others}) == 4
+    assert len({(await service.submit(**options)).json()["id"] for options in others}) == 4
+    answer = await service.cancel(search_id)
+    assert (answer.status_code, answer.json()) == (200, done), "it has ended"
+    for unknown in ("0" * 32, "nothing", "%00", "a" * 5000):
+        assert (await service.cancel(unknown)).status_code == 404
+        assert (await service.http.delete(f"/v1/searches/{unknown}")).status_code == 404
 
 
 async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Serving) -> None:
@@ -65,101 +66,51 @@ async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Se
         assert "0.9 quantile of the simulated time" in page.text
 
 
-ONE = {"samples": [1]}
-
-
-@pytest.mark.parametrize(
-    ("options", "pointer"),
-    [
+async def test_wrong_jitter_is_refused(service: Service) -> None:
+    many = {"rank": [{"samples": [1] * 10_000}] * 2, "transfer": {"samples": [1]}}
+    options: tuple[tuple[dict[str, Any], str], ...] = (
         ({"quantile": 0.9}, "/options/quantile"),
         ({"jitter": {"action": 0.05}, "quantile": 0.3}, "/options/quantile"),
         ({"jitter": {"action": -1}}, "/options/jitter/action"),
         ({"jitter": {"rank": [0.1, 0.1, 0.1]}}, "/options/jitter/rank"),
         ({"jitter": "5%"}, "/options/jitter"),
         ({"jitter": {"transfer": {"samples": []}}}, "/options/jitter/transfer"),
-        ({"jitter": {"rank": [{"samples": [1] * 10_000}] * 2, "transfer": ONE}}, "/options/jitter"),
+        ({"jitter": many}, "/options/jitter"),
         ({"jitter": {"action": {key: {"samples": [1] * 6_667} for key in "FIW"}}}, "/options/jitter"),
-    ],
-)
-async def test_wrong_jitter_is_refused(service: Service, options: dict[str, Any], pointer: str) -> None:
-    answer = await service.submit(**options)
-    assert answer.status_code == 422
-    assert any(issue["pointer"].startswith(pointer) for issue in answer.json()["errors"])
-
-
-async def test_a_running_search_is_shared(held: Service, directory: Path) -> None:
-    first = (await held.submit()).json()
-    await held.until(first["id"], lambda found: found["state"] == "running")
-    again = await held.submit()
-    assert (again.status_code, again.json()["id"]) == (202, first["id"])
-    (directory / "release").touch()
-    await held.ended(first["id"])
-
-
-async def test_many_equal_requests_at_once_are_one_search(service: Service) -> None:
-    answers = await asyncio.gather(*(service.submit() for _ in range(20)))
-    assert {answer.status_code for answer in answers} <= {200, 202}
-    assert len({answer.json()["id"] for answer in answers}) == 1
-
-
-async def test_progress_shows_while_a_search_runs(held: Service, directory: Path) -> None:
-    search_id = (await held.submit()).json()["id"]
-    seen = await held.until(search_id, lambda found: found["objective"] is not None)
-    assert (seen["state"], seen["objective"], seen["lower_bound"], seen["gap"]) == ("running", 9, 4, 1.25)
-    assert seen["method"] == "held"
-    (directory / "release").touch()
-    assert (await held.ended(search_id))["objective"] == 8
+    )
+    for wrong, pointer in options:
+        answer = await service.submit(**wrong)
+        assert answer.status_code == 422
+        assert any(issue["pointer"].startswith(pointer) for issue in answer.json()["errors"])
 
 
 async def test_cancelling_keeps_the_best_plan_and_frees_the_request(held: Service) -> None:
     search_id = await held.begun()
+    again = await held.submit()
+    assert (again.status_code, again.json()["id"]) == (202, search_id)
     answer = await held.cancel(search_id)
-    assert answer.status_code == 202
-    assert answer.json()["cancel_requested"]
+    assert (answer.status_code, answer.json()["cancel_requested"]) == (202, True)
     cancelled = await held.ended(search_id)
     assert cancelled["state"] == "cancelled"
-    plan = await held.http.get(f"/v1/plans/{cancelled['plan_id']}")
-    assert plan.json()["provenance"]["method"] == "cancelled"
-
-    again = await held.cancel(search_id)
-    assert (again.status_code, again.json()) == (200, cancelled)
-    anew = (await held.submit()).json()
-    assert anew["id"] != search_id
-    await held.http.post(f"/v1/searches/{anew['id']}/cancel")
-    await held.ended(anew["id"])
+    plan = await held.get(f"/v1/plans/{cancelled['plan_id']}")
+    assert plan["provenance"]["method"] == "cancelled"
+    assert (await held.submit()).json()["id"] != search_id
 
 
-async def test_a_queued_search_is_cancelled_immediately(serving: Serving, directory: Path) -> None:
+async def test_a_queued_search_has_a_position_and_is_cancelled_immediately(
+    serving: Serving, directory: Path
+) -> None:
     async with serving("held", searches=1) as service:
-        running = (await service.submit()).json()["id"]
-        await service.until(running, lambda found: found["state"] == "running")
-        waiting = (await service.submit(seed=1)).json()["id"]
-        answer = await service.cancel(waiting)
+        ids = [await service.begun()]
+        ids += [(await service.submit(seed=seed)).json()["id"] for seed in (1, 2)]
+        assert [(await service.search(each))["queued_before"] for each in ids] == [None, 0, 1]
+        answer = await service.cancel(ids[2])
         assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
         assert answer.json()["plan_id"] is None
         (directory / "release").touch()
-        assert (await service.ended(running))["state"] == "done"
-
-
-async def test_the_number_of_concurrent_searches_is_limited_and_they_start_in_order(
-    serving: Serving, directory: Path
-) -> None:
-    async with serving("held", searches=2) as service:
-        ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(4)]
-        for search_id in ids[:2]:
-            await service.until(search_id, lambda found: found["objective"] is not None)
-        assert [(await service.search(search_id))["state"] for search_id in ids[2:]] == ["queued"] * 2
-        (directory / "release").touch()
-        for search_id in ids:
-            assert (await service.ended(search_id))["state"] == "done"
-
-
-async def test_the_list_shows_the_newest_first(service: Service) -> None:
-    ids = [(await service.submit(seed=seed)).json()["id"] for seed in range(3)]
-    listed = await service.listed("searches")
-    assert [entry["id"] for entry in listed] == ids[::-1]
-    limited = (await service.http.get("/v1/searches", params={"limit": 1})).json()["searches"]
-    assert [entry["id"] for entry in limited] == ids[-1:]
+        for each in ids[:2]:
+            ended = await service.ended(each)
+            assert (ended["state"], ended["queued_before"]) == ("done", None)
 
 
 async def test_an_infeasible_memory_limit_ends_the_search_as_infeasible(serving: Serving) -> None:
@@ -189,11 +140,174 @@ async def test_a_failed_search_reports_its_error_and_can_be_submitted_again(serv
         await service.ended(again.json()["id"])
 
 
-async def test_a_queued_search_reports_its_position(serving: Serving, directory: Path) -> None:
+async def discard(service: Service, search_id: str) -> int:
+    return (await service.http.delete(f"/v1/searches/{search_id}")).status_code
+
+
+async def test_any_service_can_cancel_a_search_of_another_service(serving: Serving, directory: Path) -> None:
+    async with serving("held", heartbeat_seconds=4.0) as runs:
+        search_id = await runs.begun()
+        async with serving("held") as asked:
+            assert (await asked.cancel(search_id)).status_code == 202
+            ended = await asked.ended(search_id)
+            assert (ended["state"], ended["objective"]) == ("cancelled", 8)
+            assert (await asked.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
+
+
+async def test_a_cancelled_search_with_an_incumbent_does_not_wait_for_a_free_slot(
+    serving: Serving, settings: Settings
+) -> None:
+    async with serving("held") as service:
+        waiting = await service.begun(seed=1)
+    # Its service has stopped and requeued it; another search uses the only slot.
+    database = Database(settings.database)
+    table = SearchTable(database)
+    claim = await table.claim("elsewhere:1:x", 3600)
+    assert claim is not None
     async with serving("held", searches=1) as service:
-        ids = [(await service.submit({**PROBLEM, "microbatches": m})).json()["id"] for m in (2, 3, 4)]
-        await service.until(ids[0], lambda found: found["state"] == "running")
-        assert [(await service.search(each))["queued_before"] for each in ids] == [None, 0, 1]
-        (directory / "release").touch()
-        for each in ids:
-            assert (await service.ended(each))["queued_before"] is None
+        busy = await service.begun(seed=2)
+        await table.requeue(claim.id, claim.fence, None)
+        assert (await service.search(waiting))["state"] == "queued"
+        assert (await service.cancel(waiting)).status_code == 202
+        ended = await service.ended(waiting)
+        assert ended["state"] == "cancelled"
+        assert ended["plan_id"] is not None
+        assert (await service.search(busy))["state"] == "running"
+        await service.cancel(busy)
+    await database.close()
+
+
+async def test_a_running_search_is_stopped_and_forgotten(serving: Serving, directory: Path) -> None:
+    async with serving("held", searches=1) as service:
+        search_id = await service.begun()
+        next_one = (await service.submit(seed=1)).json()["id"]
+        assert await discard(service, search_id) == 204
+        assert await discard(service, search_id) == 404
+        for path in ("", "/events"):
+            assert (await service.http.get(f"/v1/searches/{search_id}{path}")).status_code == 404
+        listed = await service.listed("searches")
+        assert [entry["id"] for entry in listed] == [next_one]
+        # Its slot is free, so it has stopped; the plan that it returned then is not stored.
+        await service.until(next_one, lambda found: found["objective"] is not None)
+        assert await service.listed("plans") == []
+        anew = await service.submit()
+        assert (anew.status_code, anew.json()["id"] != search_id) == (202, True)
+        for seed in (0, 1):
+            await service.cancel((await service.submit(seed=seed)).json()["id"])
+
+
+async def test_a_search_that_a_run_waits_for_cannot_be_discarded(held: Service, directory: Path) -> None:
+    run = (await held.submit_run(plan_id=None, problem=PROBLEM)).json()
+    search_id = run["search_id"]
+    refused = await held.http.delete(f"/v1/searches/{search_id}")
+    assert (refused.status_code, refused.json()["type"]) == (409, "/errors/search-in-use")
+    assert run["id"] in refused.json()["detail"]
+    (directory / "release").touch()
+    await held.ended(search_id)
+    seen = await held.until_run(run["id"], lambda found: found["state"] != "planning")
+    # A run with a plan no longer needs its search.
+    assert await discard(held, search_id) == 204
+    after = await held.get(f"/v1/runs/{run['id']}")
+    assert (after["plan_id"], after["search_id"]) == (seen["plan_id"], None)
+    await held.http.post(f"/v1/runs/{run['id']}/cancel")
+
+
+async def test_discarding_during_a_repeated_submission_never_fails(service: Service) -> None:
+    for _ in range(5):
+        search_id = (await service.submit()).json()["id"]
+        answers = await asyncio.gather(
+            service.http.delete(f"/v1/searches/{search_id}"),
+            *(service.submit() for _ in range(4)),
+            service.http.delete(f"/v1/searches/{search_id}"),
+            service.http.get(f"/v1/searches/{search_id}/events", params={"after": 0}),
+        )
+        assert {answer.status_code for answer in answers} <= {200, 202, 204, 404}
+
+
+SEARCHES = 48
+STREAMS = 40
+CONNECTIONS = 8
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Allow as many open sockets as the test needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 3 * STREAMS)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def submit(address: str, seeds: Iterable[int], accepted: dict[int, str]) -> None:
+    """Submit searches over a few connections, and record the accepted ones; end when nobody answers."""
+    waiting = iter(seeds)
+
+    async def work(http: httpx.AsyncClient) -> None:
+        for seed in waiting:
+            body = {"problem": PROBLEM, "options": {"seed": seed}}
+            try:
+                answer = await http.post("/v1/searches", json=body)
+            except httpx.TransportError:
+                return
+            assert answer.status_code == 202, answer.text
+            accepted[seed] = answer.json()["id"]
+
+    async with httpx.AsyncClient(base_url=address, timeout=DEADLINE) as http:
+        await asyncio.gather(*(work(http) for _ in range(CONNECTIONS)))
+
+
+async def states_of(address: str) -> dict[str, str]:
+    """The state of every listed search, read page by page."""
+    found: dict[str, str] = {}
+    following: str | None = "/v1/searches?limit=300"
+    async with httpx.AsyncClient(base_url=address, timeout=DEADLINE) as http:
+        while following is not None:
+            page = (await http.get(following)).json()
+            assert not found.keys() & {entry["id"] for entry in page["searches"]}
+            found |= {entry["id"]: entry["state"] for entry in page["searches"]}
+            following = page["next"]
+    return found
+
+
+async def test_none_of_many_searches_is_lost_when_the_service_is_killed(
+    directory: Path, many_files: None
+) -> None:
+    accepted: dict[int, str] = {}
+    with fake_service("held", directory) as first:
+        submitting = asyncio.create_task(submit(first.address, range(SEARCHES), accepted))
+        await until(lambda: len(accepted) >= SEARCHES // 2, "half of the searches")
+        first.process.kill()
+        first.process.wait(DEADLINE)
+        await submitting
+    before = dict(accepted)
+    assert SEARCHES // 2 <= len(before) < SEARCHES
+    with fake_service("held", directory) as second:
+        # Nobody knows whether the service handled the interrupted requests. Their keys make repetition safe.
+        await submit(second.address, sorted(set(range(SEARCHES)) - before.keys()), accepted)
+        assert before.items() <= accepted.items()
+        states = await states_of(second.address)
+        assert sorted(states) == sorted(accepted.values())
+        assert len(states) == SEARCHES
+        assert set(states.values()) <= {"queued", "running"}
+        await hold_streams(second, list(accepted.values())[::-1][:STREAMS])
+
+
+async def hold_streams(service: FakeService, search_ids: list[str]) -> None:
+    """One reader per search; meanwhile the service answers requests and streams the end of a search."""
+    host, port = str(urlsplit(service.address).hostname), int(str(urlsplit(service.address).port))
+    streams = await asyncio.gather(*(asyncio.open_connection(host, port) for _ in search_ids))
+    async with asyncio.timeout(DEADLINE):
+        for search_id, (_, writer) in zip(search_ids, streams, strict=True):
+            head = f"GET /v1/searches/{search_id}/events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n"
+            writer.write(head.encode())
+        for reader, _ in streams:
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            assert b"submitted" in await reader.readuntil(b"id: 1\n\n")
+        async with httpx.AsyncClient(base_url=service.address, timeout=DEADLINE) as http:
+            cancelled = await http.post(f"/v1/searches/{search_ids[0]}/cancel")
+            assert cancelled.json()["state"] == "cancelled"
+        rest = await streams[0][0].readuntil(b"\r\n0\r\n\r\n")
+        lines = [line for line in rest.decode().split("\r\n") if ":" in line]
+        assert events_of("".join(lines))[-1].data["state"] == "cancelled"
+    for _, writer in streams:
+        writer.close()

@@ -1,19 +1,25 @@
-"""Authorization: every route requires a scope, as in RFC 6750, and accepts tokens that have it."""
+"""Authorization: every route requires a scope, as in RFC 6750, and a token stores a limited amount."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from support.serving import MODEL, PROBLEM, Service, Serving
+from support.stored import a_plan, a_search
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
+from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.security import quotas
 from zbv_service.security.access import needs, require_declared, scopes_of
-from zbv_service.security.tokens import SCOPES, TokenText
+from zbv_service.security.quotas import Quotas
+from zbv_service.security.tokens import SCOPES, Grant, TokenText
 from zbv_service.settings import Settings
 
 PUBLIC = {
@@ -27,7 +33,7 @@ PUBLIC = {
 
 
 @pytest.fixture
-async def service(serving: Serving) -> AsyncIterator[Service]:
+async def guarded(serving: Serving) -> AsyncIterator[Service]:
     async with serving("immediate", auth="tokens") as found:
         yield found
 
@@ -46,10 +52,10 @@ def address(path: str) -> str:
     return re.sub(r"\{[^}]*\}", "0", path)
 
 
-async def test_every_route_requires_a_token_or_is_public(service: Service) -> None:
+async def test_every_route_requires_a_token_or_is_public(guarded: Service) -> None:
     asked = 0
-    for method, path, scopes in requests(service.app):
-        answer = await service.http.request(method, address(path))
+    for method, path, scopes in requests(guarded.app):
+        answer = await guarded.http.request(method, address(path))
         if (method, path) in PUBLIC:
             assert scopes == [], f"{method} {path}"
             assert answer.status_code != 401, f"{method} {path}"
@@ -61,13 +67,13 @@ async def test_every_route_requires_a_token_or_is_public(service: Service) -> No
     assert asked > 30
 
 
-async def test_every_route_accepts_its_scope_and_admin_and_refuses_other_tokens(service: Service) -> None:
+async def test_every_route_accepts_its_scope_and_admin_and_refuses_other_tokens(guarded: Service) -> None:
     for scope in SCOPES:
-        fields = await add(service, scope, name=scope)
-        for method, path, scopes in requests(service.app):
+        fields = await add(guarded, scope, name=scope)
+        for method, path, scopes in requests(guarded.app):
             if not scopes:
                 continue
-            answer = await service.http.request(method, address(path), headers=fields)
+            answer = await guarded.http.request(method, address(path), headers=fields)
             if scope in scopes or scope == "admin":
                 assert answer.status_code not in (401, 403), f"{scope}: {method} {path}"
                 continue
@@ -93,11 +99,6 @@ def test_an_application_with_an_undeclared_route_is_not_constructed() -> None:
         require_declared(router)
 
 
-async def test_static_files_are_public_and_unknown_addresses_are_not_found(service: Service) -> None:
-    assert (await service.http.get("/static/zbv.css")).status_code == 200
-    assert (await service.http.get("/v1/nothing")).status_code == 404
-
-
 BASE = 'Bearer realm="zbv"'
 
 
@@ -111,27 +112,27 @@ BASE = 'Bearer realm="zbv"'
     ids=lambda text: text.partition("zbv_")[0],
 )
 async def test_wrong_credentials_are_answered_with_a_challenge(
-    service: Service, credentials: str, challenge: str
+    guarded: Service, credentials: str, challenge: str
 ) -> None:
-    answer = await service.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
+    answer = await guarded.http.get("/v1/searches", headers=[(b"Authorization", credentials.encode())])
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, challenge)
 
 
-async def test_wrong_tokens_never_lock_out_a_valid_one(service: Service) -> None:
-    right = await add(service, "read")
+async def test_wrong_tokens_never_lock_out_a_valid_one(guarded: Service) -> None:
+    right = await add(guarded, "read")
     guessed = right["Authorization"].rpartition("_")[0] + "_" + TokenText.new().secret
     for wrong in [bearer(str(TokenText.new()))] * 30 + [{"Authorization": guessed}] * 30:
-        assert (await service.http.get("/v1/searches", headers=wrong)).status_code == 401
+        assert (await guarded.http.get("/v1/searches", headers=wrong)).status_code == 401
     fields = {"Authorization": right["Authorization"].replace("Bearer", "bEARER")}
-    assert (await service.http.get("/v1/searches", headers=fields)).is_success
+    assert (await guarded.http.get("/v1/searches", headers=fields)).is_success
 
 
-async def test_searches_and_runs_store_the_name_of_their_token(service: Service) -> None:
-    fields = await add(service, "search", "launch", name="alice")
-    search = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
+async def test_searches_and_runs_store_the_name_of_their_token(guarded: Service) -> None:
+    fields = await add(guarded, "search", "launch", name="alice")
+    search = await guarded.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
     run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 1}
-    launched = await service.http.post("/v1/runs", json=run, headers=fields)
-    application = service.app.state.application
+    launched = await guarded.http.post("/v1/runs", json=run, headers=fields)
+    application = guarded.app.state.application
     assert (await application.searches.get(search.json()["id"])).created_by == "alice"
     assert (await application.runs.get(launched.json()["id"])).created_by == "alice"
 
@@ -140,7 +141,7 @@ async def test_a_token_has_a_limit_of_unfinished_searches(serving: Serving) -> N
     async with serving("held", auth="tokens", max_searches_per_token=2) as service:
 
         async def submit(fields: dict[str, str], microbatches: int) -> httpx.Response:
-            body = {"problem": {**PROBLEM, "microbatches": microbatches}}
+            body = {"problem": problem(microbatches)}
             return await service.http.post("/v1/searches", json=body, headers=fields)
 
         alice, bob = await add(service, "search", name="alice"), await add(service, "search", name="bob")
@@ -168,26 +169,20 @@ async def test_the_operator_limits_effort(serving: Serving) -> None:
         assert (await service.submit(effort="quick")).status_code == 202
 
 
-async def test_a_local_service_can_do_without_tokens(serving: Serving) -> None:
-    async with serving("immediate", auth="none") as service:
-        assert (await service.http.get("/v1/searches")).is_success
-        await service.register("a")
-        assert (await service.http.get("/v1/searches", headers=bearer("nonsense"))).is_success
-        elsewhere = (
-            {"Sec-Fetch-Site": "cross-site"},
-            {"Sec-Fetch-Site": "same-site"},
-            {"Origin": "http://evil.example"},
-            {"Origin": "null"},
-        )
-        for fields in elsewhere:  # sent by a page of another site in a browser on this machine
-            refused = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
-            assert (refused.status_code, kind_of(refused)) == (403, "other-origin"), fields
-            assert (await service.http.get("/v1/searches", headers=fields)).is_success, (
-                "a link of another site may lead here"
-            )
-        for fields in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Origin": "http://zbv"}):
-            sent = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
-            assert sent.is_success, fields
+async def test_a_local_service_can_do_without_tokens(service: Service) -> None:
+    assert (await service.http.get("/v1/searches", headers=bearer("nonsense"))).is_success
+    for fields in (  # sent by a page of another site in a browser on this machine
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ):
+        refused = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
+        assert (refused.status_code, kind_of(refused)) == (403, "other-origin"), fields
+        assert (await service.http.get("/v1/searches", headers=fields)).is_success, "a link may lead here"
+    for fields in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Origin": "http://zbv"}):
+        sent = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=fields)
+        assert sent.is_success, fields
 
 
 def test_openapi_lists_the_scopes_of_each_operation() -> None:
@@ -201,3 +196,86 @@ def test_openapi_lists_the_scopes_of_each_operation() -> None:
         for operation in methods.values():
             assert ("401" in operation["responses"]) == ("security" in operation)
             assert ("403" in operation["responses"]) == ("security" in operation)
+
+
+@pytest.fixture(autouse=True)
+def count_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "FRESH_SECONDS", (1e-6, 1e-6))
+
+
+def refusal(answer: httpx.Response) -> str:
+    """The detail of a refusal."""
+    assert answer.status_code == 429, answer.text
+    document = answer.json()
+    assert document["type"].endswith("/errors/too-much-stored")
+    assert "retry-after" not in answer.headers  # waiting does not help
+    return str(document["detail"])
+
+
+def problem(microbatches: int) -> dict[str, Any]:
+    return {**PROBLEM, "microbatches": microbatches}
+
+
+async def test_searches_beyond_the_limit_are_refused_until_some_are_discarded(serving: Serving) -> None:
+    async with serving("immediate", max_stored_rows_per_token=2) as service:
+        first = (await service.submit(problem(3))).json()["id"]
+        await service.ended(first)
+        await service.submit(problem(4))
+        assert "DELETE /v1/searches/" in refusal(await service.submit(problem(5)))
+        assert (await service.http.delete(f"/v1/searches/{first}")).status_code == 204
+        assert (await service.submit(problem(5))).status_code in (201, 202)
+
+
+async def test_bytes_of_searches_and_plans_are_limited(serving: Serving) -> None:
+    async with serving("immediate", max_stored_bytes_per_token=6000) as service:
+        await service.import_plan()
+        for microbatches in range(3, 40):
+            answer = await service.submit(problem(microbatches))
+            if answer.status_code != 202:
+                break
+            await service.ended(answer.json()["id"])
+        said = refusal(answer)
+        assert "--max-stored-bytes-per-token" in said
+        assert "--keep-plan-days" in said
+        # Reading goes on.
+        assert (await service.http.get("/v1/plans")).status_code == 200
+
+
+async def test_agents_and_runs_beyond_the_limit_are_refused(serving: Serving) -> None:
+    node = {"name": "n", "address": "10.0.0.1", "port": 29500, "slots": 1}
+
+    async def register(digit: str) -> int:
+        return (await service.http.post("/v1/agents", json={"id": digit * 32, **node})).status_code
+
+    async with serving("immediate", max_agents_per_token=2, max_stored_rows_per_token=3) as service:
+        assert [await register(digit) for digit in "abc"] == [201, 201, 429]
+        assert (await service.http.delete(f"/v1/agents/{'a' * 32}")).status_code == 204
+        assert await register("c") == 201
+        plan_id = await service.import_plan()
+        statuses = [(await service.submit_run(plan_id=plan_id)).status_code for _ in range(3)]
+        assert statuses == [202] * 3
+        assert "--keep-plan-days" in refusal(await service.submit_run(plan_id=plan_id))
+
+
+async def test_many_requests_between_two_counts_do_not_exceed_the_limit(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quotas, "FRESH_SECONDS", (1e6, 1e6))
+    async with serving("immediate", max_stored_rows_per_token=3) as service:
+        found = await asyncio.gather(*(service.submit(problem(number)) for number in range(2, 12)))
+        assert sorted(answer.status_code for answer in found) == [202] * 3 + [429] * 7
+
+
+async def test_each_token_is_counted_by_itself(database: Database) -> None:
+    searches, plans = SearchTable(database), PlanTable(database)
+    for name, caller in (("1", "a"), ("2", "a"), ("3", "b"), ("4", None)):
+        await searches.add(a_search(name, created_by=caller))
+    await plans.add(a_plan("f" * 64), "b")
+    await plans.add(a_plan("e" * 64))
+    found = {}
+    for caller in ("a", "b", None):
+        grant = Grant(caller, frozenset(), "token", token_id="x")
+        stored = await Quotas(database, Settings()).stored(grant)
+        found[caller] = (stored.rows["searches"], stored.rows["plans"])
+        assert stored.size >= 7 * stored.rows["searches"]  # each has a problem of seven bytes
+    assert found == {"a": (2, 0), "b": (1, 1), None: (1, 1)}

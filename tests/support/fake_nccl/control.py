@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from typing_extensions import override
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ControlPlane
 from zbv_worker.transport.world import Layout
 
 from support.fake_nccl.simulation import Simulation, this_host

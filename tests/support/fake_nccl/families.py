@@ -16,7 +16,7 @@ from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_worker.transport.channels import key_of
-from zbv_worker.transport.communicators import kernels_at_once
+from zbv_worker.transport.nccl_operations import kernels_at_once
 
 from support.selfcheck import random_orders
 

@@ -14,11 +14,10 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import Launched
-from zbv_worker.execution.timeline import CudaTimeline
+from zbv_worker.execution.timeline import CudaTimeline, Launched
 from zbv_worker.transport.channels import Reduction, key_of
-from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.nccl import NcclTransport
+from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
 from zbv_worker.values.structure import Structure, TensorSpec
 
 from support.fake_nccl.cluster import Cluster, FakeRank

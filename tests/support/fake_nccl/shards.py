@@ -16,7 +16,7 @@ from support.fake_nccl.stages import DTYPE, WIDTH, FakeStage, parameters_of
 
 
 class FakeShards:
-    """Torch's ``fully_shard`` as :mod:`zbv_worker.training.fully_sharded` uses it.
+    """Torch's ``fully_shard`` as :mod:`zbv_worker.gradients.fully_sharded` uses it.
 
     The streams and waits are those of torch 2.13: ``unshard``, ``wait_for_unshard`` and ``post_backward`` in
     ``_fsdp_param_group.py``, ``foreach_all_gather`` and ``foreach_reduce`` in ``_fsdp_collectives.py``,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from zbv_solver.plans.orders import Action
 from zbv_worker.agent.rank import _options
+from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.errors import (
     ChannelTimeout,
     Disagreement,
@@ -17,10 +18,9 @@ from zbv_worker.errors import (
     Superseded,
     WorkerError,
 )
+from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.failures.progress import CurrentProgress, Progress, attach_progress, failure_of
 from zbv_worker.stage.program import Program
-from zbv_worker.training.checkpoint import CheckpointOptions
-from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 
 
 class At(CurrentProgress):

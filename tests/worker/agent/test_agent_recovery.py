@@ -16,8 +16,8 @@ from support.agents import DEADLINE, FACTORY, MODEL, AgentProcess, Cluster, a_pl
 from support.processes import is_alive
 from zbv_service.client import NotFound, Run
 from zbv_solver.plans.plan import plan_json
+from zbv_worker.checkpoints.checkpoint import newest_checkpoint
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.training.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
 

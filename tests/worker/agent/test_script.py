@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import zbv_worker as zbv
-from zbv_worker.agent.script import run_script
+from zbv_worker.agent.rank import run_script
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.host.state_files import failure_file, progress_file
 

@@ -19,7 +19,7 @@ from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan, lower
-from zbv_worker.execution.step import StepResult
+from zbv_worker.execution.timeline import StepResult
 from zbv_worker.failures.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Send, Transport, key_of

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import zbv_worker.training.plan_change
+import zbv_worker.run.plan_change
 from support.cut_models import cut_problem, parts
 from support.gradients import relative_error
 from support.plans import write_plan
@@ -22,6 +22,7 @@ from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.problem import Problem
+from zbv_worker.checkpoints.checkpoint_files import Reader
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
@@ -35,10 +36,9 @@ from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import GPT as Gpt
 from zbv_worker.models.gpt import gpt
 from zbv_worker.models.tiny import tiny
-from zbv_worker.training.checkpoint_files import Reader
-from zbv_worker.training.options import TrainingOptions
-from zbv_worker.training.plan_change import PlanFile
-from zbv_worker.training.report import read_reports, summarise
+from zbv_worker.run.options import TrainingOptions
+from zbv_worker.run.plan_change import PlanFile
+from zbv_worker.tracing.report import read_reports, summarise
 
 CPU = torch.device("cpu")
 GPT = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
@@ -262,7 +262,7 @@ class Changing(Remembering):
 
 @pytest.fixture
 def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.training.plan_change, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("looking_often")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zbv_worker.errors import ModelError
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.checks import checked_microbatch
-from zbv_worker.training.options import TrainingOptions
+from zbv_worker.run.options import TrainingOptions
 
 MICROBATCHES = 4
 

@@ -22,8 +22,7 @@ from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers, estimate_stages, likeness
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes
 from zbv_worker.models.gpt import Block, gpt
-from zbv_worker.stage.precision import AUTOCAST, Precision
-from zbv_worker.stage.program import Program
+from zbv_worker.stage.program import AUTOCAST, Precision, Program
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")

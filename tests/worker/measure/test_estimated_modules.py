@@ -19,8 +19,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import Block
-from zbv_worker.stage.precision import AUTOCAST, Precision
-from zbv_worker.stage.program import Program
+from zbv_worker.stage.program import AUTOCAST, Precision, Program
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
-from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.measure.rehearse.outcome import (
     CpuUse,
     Outcome,

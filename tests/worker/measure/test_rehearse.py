@@ -25,8 +25,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.execution.plan_source import PlanSource, WholePlan
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 from zbv_worker.measure.rehearse.rehearse import RehearseOptions, sleeping_stages
 from zbv_worker.measure.rehearse.sleeping_stage import SleepingDevice

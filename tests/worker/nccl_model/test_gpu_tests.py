@@ -30,7 +30,7 @@ from support.fake_nccl.simulation import Deadlock
 from support.on_devices import Body, Run
 from torch import Tensor
 from zbv_worker.check import Gpu
-from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.gloo_ends import Staging
 
 __all__ = [
     "test_copies_through_pinned_memory_neither_overtake_kernels_nor_stop_the_host",

@@ -19,8 +19,7 @@ from zbv_worker.failures.failures import Failures
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.connecting import PipelineOptions
 from zbv_worker.pipeline.data import SharedData
-from zbv_worker.pipeline.preparing import Prepared
-from zbv_worker.pipeline.recorded_loss import RecordedLoss
+from zbv_worker.pipeline.preparing import Prepared, RecordedLoss
 from zbv_worker.stage.layers import Keywords
 
 MASK = Keywords(frozenset({"x", "mask"}), frozenset({"mask"}))

@@ -10,8 +10,8 @@ import pytest
 from support.plans import unit_problem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
+from zbv_worker.checkpoints.checkpoint import newest_checkpoint
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.training.checkpoint import newest_checkpoint
 
 PROGRAMS = (
     "accumulates",

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zbv_worker.errors import ModelError
-from zbv_worker.stage.auxiliary_loss import add_auxiliary_loss
-from zbv_worker.stage.loss import WeightedLoss
+from zbv_worker.stage.loss import WeightedLoss, add_auxiliary_loss
 from zbv_worker.stage.stage import Stage
 
 WIDTH, MICROBATCHES = 4, 3

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.split_check import HOOKS, ON_PARAMETERS, Subclass, check, strided
 from torch import Tensor, nn
-from zbv_worker.adapters.split_subclasses import split_subclasses
+from zbv_worker.adapters.split_modules import split_subclasses
 
 DTYPES = (
     torch.float32,

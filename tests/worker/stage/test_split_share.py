@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from zbv_worker.measure.profile.profile import RankProfile, Spread, StageProfile, rank_json, read_rank
 from zbv_worker.measure.profile.report import print_report
 from zbv_worker.measure.stage_memory import StaticBytes
+from zbv_worker.run.options import TrainingOptions
 from zbv_worker.stage.split_backward import defer_weight_gradients
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads
-from zbv_worker.training.options import TrainingOptions
 
 
 class TELinear(nn.Linear):

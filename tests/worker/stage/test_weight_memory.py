@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
-from zbv_worker.stage.precision import AUTOCAST
+from zbv_worker.stage.program import AUTOCAST
 from zbv_worker.stage.stage import Stage
 
 Kind = Literal["float32", "autocast", "bfloat16"]

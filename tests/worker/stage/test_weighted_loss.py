@@ -14,10 +14,10 @@ from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import ModelError, NotFinite
+from zbv_worker.gradients import loss_scale
+from zbv_worker.run.options import TrainingOptions
 from zbv_worker.stage.loss import WeightedLoss
 from zbv_worker.stage.stage import Stage
-from zbv_worker.training import loss_scale
-from zbv_worker.training.options import TrainingOptions
 
 MICROBATCHES, STEPS = 3, 3
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.thread_transport import ThreadHub, ThreadTransport
-from zbv_worker.tracing.clocks import Alignment, Clock, Offset, find_offsets
+from zbv_worker.tracing.merged_trace import Alignment, Clock, Offset, find_offsets
 from zbv_worker.transport.channels import Transport
 
 SECOND = 1_000_000_000

@@ -21,12 +21,10 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.execution.whole_plan import WholePlan
+from zbv_worker.execution.plan_source import PlanSource, WholePlan
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.rehearse.rehearse import RehearseOptions, rehearse_on
-from zbv_worker.tracing.clocks import Alignment, Clock, Offset
-from zbv_worker.tracing.merged_trace import RankTrace, claim, render
+from zbv_worker.tracing.merged_trace import Alignment, Clock, Offset, RankTrace, claim, render
 
 SECOND = 1_000_000_000
 SAME = Alignment((Offset(),) * 2, (Offset(),) * 2)

@@ -15,8 +15,7 @@ from support.paths import ROOT
 from support.pickled import Bomb
 from support.thread_transport import ThreadHub
 from torch import Tensor
-from zbv_worker.transport import messages
-from zbv_worker.transport.messages import gather_json
+from zbv_worker.transport.gloo_control import MAX_BYTES, gather_json
 
 
 def with_peer(theirs: bytes, announced: int | None = None) -> Callable[[Tensor], Sequence[Tensor]]:
@@ -48,7 +47,7 @@ def test_a_pickled_message_runs_no_code_and_is_refused(tmp_path: Path) -> None:
     assert target.exists()
 
 
-@pytest.mark.parametrize("announced", [0, -1, messages.MAX_BYTES + 1, 2**62])
+@pytest.mark.parametrize("announced", [0, -1, MAX_BYTES + 1, 2**62])
 def test_a_too_long_message_is_refused_before_allocation(announced: int) -> None:
     with pytest.raises(ValueError, match="rank 1 sent a message of"):
         gather_json({}, with_peer(b"1", announced))

@@ -18,10 +18,9 @@ from support.thread_transport import ThreadHub
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.channels import ChannelKey
-from zbv_worker.transport.communicators import greeting_order, kernels_at_once
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ControlPlane
 from zbv_worker.transport.nccl import NcclTransport
-from zbv_worker.transport.nccl_operations import Operations
+from zbv_worker.transport.nccl_operations import Operations, greeting_order, kernels_at_once
 from zbv_worker.transport.torch_api import GroupOptions
 from zbv_worker.values.structure import TensorSpec
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from support.paths import ROOT
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport import torch_api
-from zbv_worker.transport.communicators import CHANNEL_OPTIONS
 from zbv_worker.transport.nccl_environment import TABLE, apply
+from zbv_worker.transport.nccl_operations import CHANNEL_OPTIONS
 from zbv_worker.transport.torch_api import TorchNccl
 
 

@@ -7,8 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
-from zbv_worker.transport.receives import HostReceive, StagedReceive
-from zbv_worker.transport.staging import Staging
+from zbv_worker.transport.gloo_ends import HostReceive, StagedReceive, Staging
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 from torch import Tensor
-from zbv_worker.transport import sends
-from zbv_worker.transport.sends import SendFailures, ThreadSender
-from zbv_worker.transport.staging import Staging
+from zbv_worker.transport import gloo_ends
+from zbv_worker.transport.gloo_ends import SendFailures, Staging, ThreadSender
 
 CPU = torch.device("cpu")
 
@@ -78,10 +77,10 @@ def test_a_tensor_is_kept_alive_until_received_and_no_longer() -> None:
 def test_large_tensors_are_released_at_once_and_a_flush_does_not_wait_for_a_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sends, "_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(gloo_ends, "_LOOK_SECONDS", 3600.0)
     wire = FakeWire()
     sender = ThreadSender(3, wire, SendFailures())
-    large = torch.zeros(sends._WAKE_BYTES // 4)
+    large = torch.zeros(gloo_ends._WAKE_BYTES // 4)
     alive = weakref.ref(large)
     sender.send(large, "0F0")
     del large
@@ -164,7 +163,7 @@ def test_the_first_failure_is_reported() -> None:
 def test_a_gpu_tensor_is_sent_after_its_copy_and_headers_stay_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sends, "_is_on_gpu", lambda tensor: tensor.numel() > 1)
+    monkeypatch.setattr(gloo_ends, "_is_on_gpu", lambda tensor: tensor.numel() > 1)
     cuda, wire = FakeCuda(), FakeWire()
     staging = Staging(CPU, cuda, pin=False)
     sender = ThreadSender(3, wire, SendFailures(), staging)

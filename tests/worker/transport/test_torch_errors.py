@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from zbv_worker.transport.torch_errors import classified
+from zbv_worker.transport.torch_api import classified
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ def _decoder_with(model: Any, replacements: Mapping[str, nn.Module]) -> Any:
 def _materialised(model: Any, module: nn.Module) -> nn.Module:
     """A copy of a module of a model on the meta device, with initial parameters and buffers, on the CPU."""
     copied = copy.deepcopy(module).to_empty(device="cpu")
-    with torch.no_grad():
+    # Initial values are computed: a default device without memory, as in an estimate, has none.
+    with torch.device("cpu"), torch.no_grad():
         copied.apply(model._init_weights)
     # So that a forward for the arguments of blocks draws no random numbers.
     return copied.eval()

@@ -17,7 +17,7 @@ from zbv_worker.commands.arguments import (
 )
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
-    from zbv_worker.training.options import RunOptions
+    from zbv_worker.run.options import RunOptions
     from zbv_worker.transport.world import Backend
 
 _RUN_EXAMPLES = """\
@@ -33,7 +33,7 @@ def execute(parsed: argparse.Namespace) -> int:
     """Run one rank; returns the exit status."""
     from zbv_worker.failures.failures import OwnProcess
     from zbv_worker.host.cores import pin_to_core
-    from zbv_worker.training.run import run
+    from zbv_worker.run.run import run
     from zbv_worker.transport.world import World, default_backend
 
     world = World.from_environment()
@@ -46,10 +46,10 @@ def execute(parsed: argparse.Namespace) -> int:
 
 
 def _options(parsed: argparse.Namespace, backend: Backend) -> RunOptions:
+    from zbv_worker.checkpoints.checkpoint import CheckpointOptions
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
-    from zbv_worker.training.checkpoint import CheckpointOptions
-    from zbv_worker.training.options import RunOptions, TrainingOptions
+    from zbv_worker.run.options import RunOptions, TrainingOptions
 
     fetched = [PlanSource(parsed.server, plan) for plan in parsed.plan]
     sources = (*fetched, *(PlanSource(file=file) for file in parsed.plan_file))

@@ -1,4 +1,4 @@
 """One rank's walk through its part of a plan: where the plan comes from, its lowering, and the executor.
 
-Stages are in :mod:`zbv_worker.stage`, optimizer and checkpoints in :mod:`zbv_worker.training`.
+Stages are in :mod:`zbv_worker.stage`, checkpoints in :mod:`zbv_worker.checkpoints`.
 """

@@ -4,11 +4,13 @@ Time between two actions is time in which a rank does not compute. So everything
 step (the stage, the channel, the tensor's index on the channel) is looked up once per plan, and each
 instruction becomes three calls: take the input, run, pass the output on. What a stage must offer for that is
 a protocol, because a rehearsal's stages only sleep.
+
+A rank that waited without success says where it waited, what for, and which peer to look at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,12 +20,11 @@ import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Transfer
 
-from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
 from zbv_worker.execution.fetch_ahead import Fetch
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
-from zbv_worker.execution.timeline import Patience
-from zbv_worker.execution.wait_errors import not_received, send_failed
-from zbv_worker.failures.progress import CurrentProgress
+from zbv_worker.execution.timeline import Overdue, Patience
+from zbv_worker.failures.progress import CurrentProgress, Place
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey
@@ -311,3 +312,71 @@ class Binding:
             return moved.clone() if moved.is_inference() else moved  # autograd cannot save the former
 
         return partial(map_tensors, through_pinned_memory if device.type == "cuda" else plainly)
+
+
+def send_failed(error: Exception, rank: int, instruction: Place) -> ChannelTimeout | PeerLost:
+    """Convert a transport's error of a send, which an earlier action may have started."""
+    kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
+    return kind(f"rank {rank} at {instruction.action}: an earlier send failed ({error}).")
+
+
+def not_received(
+    error: Exception, rank: int, instruction: Instruction, patience: Patience
+) -> ChannelTimeout | PeerLost:
+    """Convert a transport's error of receiving an action's input."""
+    what, peer = _what(instruction), instruction.peer
+    if isinstance(error, TimeoutError):
+        return ChannelTimeout(
+            f"rank {rank} waited {patience.seconds:g} s at {instruction.action} for {what}, which did not "
+            f"arrive. Check rank {peer}; if it is only slow, raise {patience.option}."
+        )
+    return PeerLost(
+        f"rank {rank} waited at {instruction.action} for {what}, and the connection broke ({error}). Check "
+        f"why rank {peer} ended."
+    )
+
+
+def overdue(found: Overdue, rank: int, siblings: Sequence[int] = ()) -> WorkerError:
+    """The error of a GPU that makes no progress: it lacks a tensor, or hangs in the rank's own work.
+
+    An update may wait for any rank, in a sum, and an action for a sibling, in a gather of parameters. So it
+    is a peer's failure until none is found silent.
+
+    Parameters
+    ----------
+    siblings
+        The ranks of other replicas that hold the same stages.
+    """
+    _, step, instruction, _, _, patience = found.work
+    if instruction is None:
+        return ChannelTimeout(
+            f"rank {rank}: its GPU did not complete the update after step {step} within "
+            f"{patience.seconds:g} s. A sum over ranks may wait for a rank that does not take part; check "
+            f"the other ranks. If it takes that long, raise {patience.option}."
+        )
+    if instruction.peer is not None and not found.started:
+        return not_received(TimeoutError(), rank, instruction, patience)
+    if siblings:
+        return ChannelTimeout(
+            f"rank {rank}: its GPU did not complete {instruction.action} within {patience.seconds:g} s. With "
+            f"--shard, it may wait for the parameters of rank {' or '.join(map(str, siblings))}, which "
+            f"{'holds' if len(siblings) == 1 else 'hold'} the same stages; check whether it ended. If the "
+            f"action takes that long, raise {patience.option}."
+        )
+    return WorkerError(
+        f"rank {rank}: its GPU did not complete {instruction.action} within {patience.seconds:g} s. If it "
+        f"takes that long, raise {patience.option}; otherwise a kernel or a collective inside the stage "
+        f"hangs."
+    )
+
+
+def _what(instruction: Instruction) -> str:
+    """The tensor that an action waits for, named by its producer."""
+    source = instruction.source
+    if not isinstance(source, Remote):
+        return "its input"
+    transfer = source.transfer
+    boundary, microbatch = transfer.boundary, transfer.microbatch
+    if transfer.kind == "activation":
+        return f"the activation of {boundary}F{microbatch} from rank {instruction.peer}"
+    return f"the gradient of stage {boundary + 1}, microbatch {microbatch} from rank {instruction.peer}"

@@ -16,8 +16,7 @@ from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.stage.dtensors import fully_sharded_modules
 from zbv_worker.stage.layers import add_loss_module
 from zbv_worker.stage.loss import WeightedLoss
-from zbv_worker.stage.precision import AUTOCAST
-from zbv_worker.stage.program import PLAIN, Program
+from zbv_worker.stage.program import AUTOCAST, PLAIN, Program
 from zbv_worker.stage.stage import Stage
 
 
@@ -32,7 +31,7 @@ def build_modules(
     ``divide`` changes each of them in place, such as by ``fully_shard``.
 
     Tied parameters on different ranks stay copies, as do those with ``fully_shard``:
-    :mod:`zbv_worker.training.ties` keeps them equal.
+    :mod:`zbv_worker.gradients.ties` keeps them equal.
 
     Raises
     ------

@@ -27,31 +27,35 @@ from zbv_worker.execution.binding import (
     WalkState,
     evaluation_of,
     keywords_of,
+    overdue,
+    send_failed,
 )
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
 from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
-from zbv_worker.execution.step import DeviceWaits, Launched, StepResult
 from zbv_worker.execution.timeline import (
     CudaTimeline,
+    DeviceWaits,
     HostTimeline,
+    Launched,
     Overdue,
     Patience,
     Queued,
     QueuedWork,
     Record,
+    StepResult,
     Timeline,
 )
-from zbv_worker.execution.wait_errors import overdue, send_failed
 from zbv_worker.failures.progress import CurrentProgress, Place, Progress, attach_progress
 from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
-from zbv_worker.transport.crossings import Crossings
-from zbv_worker.transport.endpoints import Inbox, Outbox
+from zbv_worker.transport.endpoints import Crossings, Inbox, Outbox
 from zbv_worker.values.structure import Structure, bytes_of
 
 DEFAULT_LOOK_AHEAD = 3
+DEFAULT_STARTUP_TIMEOUT = 1800.0
+"""Seconds. Compiling the stages of a large model takes minutes, and nodes rarely start at the same moment."""
 
 Walk = Literal["step", "evaluation"]
 

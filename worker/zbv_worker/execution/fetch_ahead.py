@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import Any
 
 import torch
@@ -76,26 +77,21 @@ class FetchAhead:
         timeout: float,
         last_step: int | None,
     ):
-        self._load = load
-        self._order = order
+        self._load, self._order, self._pinned = load, order, pinned
         self._ahead = ahead if order else 0
-        self._pinned = pinned
-        self._timeout = timeout
-        self._last_step = last_step
+        self._timeout, self._last_step = timeout, last_step
         self._is_checked = False
-        self._series: _Series | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._needs: Iterator[tuple[int, int]] = iter(())
+        self._fetched: deque[tuple[tuple[int, int], Future[Microbatch]]] = deque()
 
     def begin(self, step: int) -> Fetch:
         """Start a step; returns a function to be called once for each index of the order, in order."""
         if not self._ahead:
             return self._fetch
-        series = self._series
-        if series is None or series.next != (step, self._order[0]):
+        if self._fetched and self._fetched[0][0] != (step, self._order[0]):
             self.close()
         return self._take
-
-    def _fetch(self, step: int, index: int) -> Microbatch:
-        return checked_microbatch(self._load(step, index))
 
     def close(self) -> None:
         """Stop the thread and discard what was fetched ahead.
@@ -105,15 +101,29 @@ class FetchAhead:
         WorkerError
             If the model does not return from the call in progress.
         """
-        series, self._series = self._series, None
-        if series is not None and not series.close(self._timeout):
-            raise WorkerError(f"{series} did not return within {self._timeout:g} s.")
+        place = self._fetched[0][0] if self._fetched else ""
+        if not self._stop(self._timeout):
+            raise WorkerError(f"microbatch{place} did not return within {self._timeout:g} s.")
 
     def abandon(self) -> None:
         """Like :meth:`close`, but leave a thread behind that does not end."""
-        series, self._series = self._series, None
-        if series is not None:
-            series.close(1.0)
+        self._stop(1.0)
+
+    def _stop(self, timeout: float) -> bool:
+        pool, self._pool = self._pool, None
+        futures = [future for _, future in self._fetched if not future.cancel()]
+        self._fetched.clear()
+        if pool is None:
+            return True
+        running = wait(futures, timeout).not_done
+        pool.shutdown(wait=not running)
+        return not running
+
+    def _fetch(self, step: int, index: int) -> Microbatch:
+        return checked_microbatch(self._load(step, index))
+
+    def _fetch_pinned(self, step: int, index: int) -> Microbatch:
+        return Microbatch(*(map_tensors(self._pinned, part) for part in self._fetch(step, index)))
 
     def _take(self, step: int, index: int) -> Microbatch:
         if not self._is_checked:
@@ -128,80 +138,26 @@ class FetchAhead:
             return data
         if not self._ahead:  # found out within this step
             return self._fetch(step, index)
-        if self._series is None:
+        if not self._fetched:
             last = step if self._last_step is None else self._last_step
-            self._series = _Series(self._fetch, self._pinned, self._order, (step, index), last, self._ahead)
-        return self._series.take(self._timeout)
-
-
-class _Series:
-    """Microbatches of consecutive steps, fetched by one thread.
-
-    Attributes
-    ----------
-    next
-        Step and index of the next microbatch to be taken; None after the last.
-    """
-
-    def __init__(
-        self,
-        fetch: Fetch,
-        pinned: Callable[[Tensor], Tensor],
-        order: Sequence[int],
-        first: tuple[int, int],
-        last_step: int,
-        ahead: int,
-    ):
-        self._fetch = fetch
-        self._pinned = pinned
-        self._needs = _needs(order, first, last_step)
-        self._taken = _needs(order, first, last_step)
-        self.next = next(self._taken, None)
-        self._fetched: SimpleQueue[Microbatch | BaseException] = SimpleQueue()
-        self._room = threading.Semaphore(ahead)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="zbv-data", daemon=True)
-        self._thread.start()
-
-    def __str__(self) -> str:
-        return "microbatch() of the model" if self.next is None else f"microbatch{self.next}"
-
-    def take(self, timeout: float) -> Microbatch:
-        """The next microbatch; raises what fetching it raised."""
-        try:
-            found = self._fetched.get(timeout=timeout)
-        except Empty:
+            self._needs = _needs(self._order, (step, index), last)
+            self._fetch_more(1)
+        (_, future) = self._fetched.popleft()
+        self._fetch_more(self._ahead)
+        if wait([future], self._timeout).not_done:
+            self._fetched.appendleft(((step, index), future))
             raise WorkerError(
-                f"{self} did not return within {timeout:g} s. If loading takes that long, raise --timeout."
-            ) from None
-        self._room.release()
-        self.next = next(self._taken, None)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+                f"microbatch({step}, {index}) did not return within {self._timeout:g} s. If loading takes "
+                f"that long, raise --timeout."
+            )
+        return future.result()
 
-    def close(self, timeout: float) -> bool:
-        """Stop the thread; returns whether it has ended."""
-        self._is_closed = True
-        self._room.release()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        for step, index in self._needs:
-            self._room.acquire()  # close() releases it
-            if self._is_closed:
-                return
-            try:
-                found = self._fetch(step, index)
-                data: Microbatch | BaseException = Microbatch(
-                    *(map_tensors(self._pinned, part) for part in found)
-                )
-            except BaseException as error:
-                data = error
-            self._fetched.put(data)
-            if isinstance(data, BaseException):
-                return
+    def _fetch_more(self, count: int) -> None:
+        """Have ``count`` microbatches that are fetched, or soon will be, as far as steps need some."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "zbv-data")
+        for place in islice(self._needs, count - len(self._fetched)):
+            self._fetched.append((place, self._pool.submit(self._fetch_pinned, *place)))
 
 
 def _needs(order: Sequence[int], first: tuple[int, int], last_step: int) -> Iterator[tuple[int, int]]:

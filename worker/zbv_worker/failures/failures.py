@@ -33,8 +33,7 @@ from zbv_worker.failures.blame import SILENT_SECONDS, Doing, FailureNotes, Loss,
 from zbv_worker.failures.liveness import BEAT_SECONDS, Duty, Liveness, StartWatch
 from zbv_worker.failures.progress import CurrentProgress, Progress, attach_progress, progress_of_error
 from zbv_worker.host.process import leave, say
-from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ABORT_SECONDS, ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.rendezvous import lives_in_rank_0
 

@@ -200,7 +200,7 @@ def require_named(factory: str, patterns: Sequence[str]) -> None:
     """Check a factory's name before its module is imported; raises :class:`InvalidRun`."""
     from zbv_service.client.admission import how_to_allow
 
-    from zbv_worker.host.allowed_paths import is_model_admitted
+    from zbv_worker.host.search_path import is_model_admitted
 
     if not is_model_admitted(factory, patterns):
         raise InvalidRun(

@@ -14,15 +14,14 @@ from torch import Tensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import Launched
+from zbv_worker.execution.timeline import Launched
 from zbv_worker.failures.failures import Failures
 from zbv_worker.failures.liveness import Liveness
 from zbv_worker.failures.progress import CurrentProgress, ProgressFile
 from zbv_worker.host.script_environment import FOLDER, PLAN, SERVER
 from zbv_worker.host.state_files import progress_file
-from zbv_worker.pipeline.plans import PlanLike
-from zbv_worker.training.report import RankReport, StepLine
-from zbv_worker.training.trace_file import TraceFile
+from zbv_worker.pipeline.connecting import PlanLike
+from zbv_worker.tracing.report import RankReport, StepLine, TraceFile
 from zbv_worker.transport.channels import Transport
 
 

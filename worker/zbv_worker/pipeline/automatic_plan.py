@@ -17,7 +17,7 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, describe_error, naming_errors
-from zbv_worker.execution.whole_plan import asking_service
+from zbv_worker.execution.plan_source import asking_service
 from zbv_worker.host.process import say
 from zbv_worker.measure.profile.layers import to_layered_document
 from zbv_worker.measure.profile.profile import ProfileOptions, RankProfile, rank_json, read_rank

@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import Microbatch, Whole
-from zbv_worker.pipeline.leaves import name_of, require_no_container
-from zbv_worker.pipeline.packed import split_packed
+from zbv_worker.pipeline.packed import name_of, require_no_container, split_packed
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.stage.whole_batch import Ambiguous
 

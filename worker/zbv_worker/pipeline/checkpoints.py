@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zbv_worker.checkpoints.checkpoint import CheckpointOptions, Checkpoints
+from zbv_worker.checkpoints.checkpoint_state import TrainedState
 from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
 from zbv_worker.failures.failures import Failures
-from zbv_worker.training.checkpoint import CheckpointOptions, Checkpoints
-from zbv_worker.training.checkpoint_state import TrainedState
-from zbv_worker.training.ties import Ties
+from zbv_worker.gradients.ties import Ties
 from zbv_worker.transport.connected import ConnectedTransport
 
 

@@ -23,7 +23,7 @@ from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.shapes import Given, Shapes
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.messages import MAX_BYTES
+from zbv_worker.transport.gloo_control import MAX_BYTES
 from zbv_worker.values.packing import Packing
 from zbv_worker.values.structure import Structure
 

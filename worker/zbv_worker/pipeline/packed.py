@@ -8,17 +8,17 @@ sequences, and ``max_seqlen`` the length of the longest one. ``position_ids`` ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import Microbatch, Whole
-from zbv_worker.pipeline.leaves import name_of, require_no_container
 from zbv_worker.stage.layers import Keywords
 
 OF_SEQUENCES = ("cu_seqlens", "max_seqlen", "position_ids")
@@ -194,3 +194,26 @@ def _of_sequences(lengths: Sequence[int], names: Sequence[str]) -> dict[str, Any
         "position_ids": lambda: torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
     }
     return {name: made[name]() for name in names}
+
+
+def require_no_container(leaf: object, path: tuple[Any, ...]) -> None:
+    """Refuse what seems to have rows and would be passed whole to every microbatch."""
+    remedy = None
+    if isinstance(leaf, Mapping):
+        remedy = "Pass dict(…) of it"
+    elif is_dataclass(leaf) and not isinstance(leaf, type | Whole):
+        remedy = "Pass its fields in a dict"
+    elif type(leaf).__module__ == "numpy" and bool(getattr(leaf, "shape", None)):
+        remedy = "Pass torch.from_numpy(…) of it"
+    if remedy is not None:
+        raise InvalidRun(
+            f"{name_of(path)}: found a {type(leaf).__name__}; a batch is split where it has tensors in "
+            f"lists, tuples and dicts. {remedy}, or split the batch yourself: "
+            f"step(microbatches=[Microbatch(input, target, keywords), …])."
+        )
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """A tensor's place in the call, for errors."""
+    head, *rest = path
+    return ("inputs", "targets", "keywords")[head.idx] + keystr(tuple(rest))

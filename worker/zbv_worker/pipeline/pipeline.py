@@ -14,8 +14,9 @@ from torch import Tensor
 from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
+from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.stated_shapes import ShapeOf
-from zbv_worker.execution.step import Launched
+from zbv_worker.execution.timeline import Launched
 from zbv_worker.failures.failures import Failures
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.optimizers import require_no_line_search
@@ -23,17 +24,15 @@ from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import Batch, microbatches_of
 from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
-from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
+from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, connected_world
 from zbv_worker.pipeline.data import SharedData
-from zbv_worker.pipeline.plans import PlanLike
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.pipeline.shapes import Call, Given, Shapes
 from zbv_worker.pipeline.state import PipelineState
 from zbv_worker.pipeline.step_plans import PER_STEP, ProblemLike, StepPlans, Values
-from zbv_worker.stage.precision import Precision
+from zbv_worker.stage.program import Precision
 from zbv_worker.tracing.merged_trace import RankTrace
-from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
 

@@ -14,13 +14,13 @@ from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.failures.failures import Failures
+from zbv_worker.gradients.fully_sharded import FullySharded
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import StepData
 from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.stage.stage import Stage
-from zbv_worker.training.fully_sharded import FullySharded
-from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
 from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
 
 _LEAVE_SECONDS = 10.0
 """How long a process that ends waits for its peers to receive what it sent."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from zbv_worker.errors import Disagreement, InvalidRun, naming_errors
+from zbv_worker.errors import Disagreement, InvalidRun, describe_error, naming_errors
 from zbv_worker.execution.agreement import Statement, agree, keywords_by_rank
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_stages
@@ -23,13 +24,78 @@ from zbv_worker.model.checks import layer_names
 from zbv_worker.model.layer_list import LayerList, Layers, as_layered
 from zbv_worker.model.loss_module import loss_module, ties_of
 from zbv_worker.model.protocol import Layered, PipelineModel
-from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
-from zbv_worker.pipeline.plans import PlanLike, cut_evenly, rank_plan
-from zbv_worker.pipeline.recorded_loss import RecordedLoss
+from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, RankDevice, cut_evenly, rank_plan
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import Transport
+from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
+
+
+class RecordedLoss:
+    """Calls a loss, and keeps the model's outputs if they are wanted.
+
+    Parameters
+    ----------
+    function
+        The user's loss; None for a pipeline that is only evaluated.
+    is_recomputed
+        Whether the backward of the last stage runs the loss a second time.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any] | None, *, is_recomputed: bool):
+        self.function = function
+        self._is_recomputed = is_recomputed
+        self._outputs: list[Any] | None = None
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss of a microbatch; raises :class:`InvalidRun` if it fails without a target."""
+        # F of a recomputed stage runs without a graph, the second run with one.
+        if self._outputs is not None and not (self._is_recomputed and torch.is_grad_enabled()):
+            self._outputs.append(tree_map(_detached, output))
+        if self.function is None:
+            return torch.zeros(())
+        try:
+            return self.function(output, target)
+        except (AttributeError, TypeError) as error:
+            if target is not None:
+                raise
+            raise InvalidRun(
+                f"the loss got None as target and failed: {describe_error(error)}. Pass targets to step and "
+                f"evaluate on ranks with the last layer, or use a loss that needs none."
+            ) from error
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is a loss."""
+        return self.function is not None
+
+    def require(self) -> None:
+        """Raise :class:`InvalidRun` if there is no loss."""
+        if self.function is None:
+            raise InvalidRun(
+                "the pipeline has no loss; training needs one. Pass loss=, a function of output and target: "
+                "Pipeline(plan, layers, loss=torch.nn.functional.cross_entropy)."
+            )
+
+    def record(self, is_wanted: bool) -> None:
+        """Keep the outputs from now on, or no longer."""
+        self._outputs = [] if is_wanted else None
+
+    def restart(self) -> None:
+        """Forget the outputs so far, because the step runs again."""
+        if self._outputs is not None:
+            self._outputs = []
+
+    def take(self) -> list[Any]:
+        """The outputs since :meth:`record`, in the order of the calls."""
+        found, self._outputs = self._outputs, None
+        return found or []
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
 
 _REMEDY = "Plan for these layers, or give the layers the plan's names: {'name': layer, …}"
 
@@ -109,7 +175,15 @@ def prepare(
         plan = cut_evenly(_own_part(given, options, transport), names)
         require_layers(layered, plan.cut, _REMEDY)
         prepared = _build(options, plan, layered, loss, transport.layout.replicas, place.device)
-    open_channels(options, plan, transport, place, prepared.ties, prepared.stated)
+    open_channels(
+        plan,
+        transport,
+        model=model_digest(plan, prepared.ties),
+        backend=place.backend,
+        patience=options.patience,
+        stated=prepared.stated,
+        options=options.common,
+    )
     with naming_errors(transport.rank, "exchanging keywords"):
         own = keywords_of(prepared.stages.values())
         return replace(prepared, keywords_by_rank=keywords_by_rank(transport, own, options.patience))
@@ -205,36 +279,49 @@ def _absent(layered: Layered, stages: Mapping[int, Stage]) -> dict[str, nn.Param
     }
 
 
+def model_digest(plan: RankPlan, ties: Sequence[tuple[str, str]] = ()) -> str:
+    """A text that stands for a plan's layers and the parameters that they share."""
+    layers = json.dumps([plan.cut.partition, [*map(list, ties)]])
+    return hashlib.sha256(layers.encode()).hexdigest()
+
+
 def open_channels(
-    options: PipelineOptions,
     plan: RankPlan,
     transport: Transport,
-    place: RankDevice,
-    ties: Sequence[tuple[str, str]] = (),
+    *,
+    model: str,
+    backend: Backend,
+    patience: float,
+    steps: int = 0,
+    is_traced: bool = False,
     stated: Sequence[Structure] = (),
+    options: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Check that all ranks have the same plan, shapes and shared parameters, and open the channels."""
-    layers = json.dumps([plan.cut.partition, [*map(list, ties)]])
+    """Check that all ranks were started alike, and open the plan's channels. Collective.
+
+    Parameters
+    ----------
+    model
+        A text that stands for the model's layers and how they share parameters.
+    options
+        Names and values of what must be equal on all ranks, besides what the other parameters say.
+    """
     statement = Statement(
         plan_id=plan.plan_id,
         pp_rank=plan.rank,
         pp_degree=plan.placement.pp_degree,
         world_size=transport.world_size,
-        model=hashlib.sha256(layers.encode()).hexdigest(),
-        backend=place.backend,
-        steps=0,
+        model=model,
+        backend=backend,
+        steps=steps,
         channels=plan.channels,
+        traced=is_traced,
         replicas=transport.layout.replicas,
-        options=(
-            ("precision", options.precision),
-            ("compiling", str(options.is_compiled)),
-            ("data rank", str(options.data_rank)),
-            ("shape_of", digest_of(stated)),
-        ),
+        options=(*options, ("shape_of", digest_of(stated))),
     )
-    keys = agree(transport, statement, options.patience)
+    keys = agree(transport, statement, patience)
     with naming_errors(transport.rank, "opening the channels"):
-        transport.open(keys, options.patience)
+        transport.open(keys, patience)
 
 
 @contextmanager

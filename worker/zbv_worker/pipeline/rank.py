@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ from zbv_solver.documents.files import write
 from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
-from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
+from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, ExecutorOptions
 from zbv_worker.execution.stated_shapes import stated_structures
-from zbv_worker.execution.step import Launched, StepResult
+from zbv_worker.execution.timeline import Launched, StepResult
 from zbv_worker.failures.progress import CurrentProgress
-from zbv_worker.model.loss_module import require_known_parameters
+from zbv_worker.gradients.accumulation import Accumulation
+from zbv_worker.gradients.batch_loss import numbers_of_place
+from zbv_worker.gradients.gradients import multiply, trained_by
+from zbv_worker.host.garbage import paused
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch, StepData
 from zbv_worker.pipeline.calls import Announcement, Calls, digest
@@ -27,18 +29,12 @@ from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.shapes import AgreedShapes, Call, Given, Shapes
 from zbv_worker.pipeline.step_plans import StepPlans, Values
+from zbv_worker.pipeline.trained_stages import TrainedStages
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.split_backward import stop_deferring
-from zbv_worker.tracing.clocks import Alignment, find_offsets
-from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
-from zbv_worker.training.accumulation import Accumulation
-from zbv_worker.training.batch_loss import BatchLoss
-from zbv_worker.training.garbage import paused
-from zbv_worker.training.gradients import Gradients, gradients_of, multiply, trained_by
-from zbv_worker.training.replicas import numbers_of_place
-from zbv_worker.training.ties import Ties
-from zbv_worker.transport.communicators import NCCL_LOOK_AHEAD
+from zbv_worker.tracing.merged_trace import Alignment, RankTrace, claim, collect, find_offsets, render
 from zbv_worker.transport.connected import ConnectedTransport
+from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
 from zbv_worker.values.structure import Structure, tensors_of
 
 
@@ -75,8 +71,7 @@ class PipelineRank:
         progress: CurrentProgress,
         plans: StepPlans | None = None,
     ):
-        plan, stages = prepared.plan, prepared.stages
-        self._plan = plan
+        plan = prepared.plan
         self._trained_digest = 0
         self._timeout, self._patience = options.timeout, options.patience
         self._transport = transport
@@ -92,33 +87,29 @@ class PipelineRank:
         )
         self.loss = prepared.loss
         self.steps = 0
-        with naming_errors(transport.rank, "connecting ranks with tied parameters"):
-            self.ties = Ties(prepared.ties, prepared.modules, transport, options.patience)
-        self._modules, self._stages, self._absent = prepared.modules, stages, prepared.absent
-        for stage in stages.values():
-            stage.check_graph = partial(require_known_parameters, self._modules)
-        self._accumulation = Accumulation(self._gradients_of(trained_by(prepared.modules)))
-        self._batch_loss = BatchLoss(
-            stages.values(), plan.microbatches, transport, place.device, options.timeout
-        )
-        self._executor = Executor(
+        self._absent = prepared.absent
+        self.trained = TrainedStages(
             plan,
-            stages,
+            prepared.stages,
             self.data,
             transport,
-            device=place.device,
-            timeout=options.timeout,
-            options=ExecutorOptions(
+            place.device,
+            ExecutorOptions(
                 look_ahead=NCCL_LOOK_AHEAD if place.backend == "nccl" else DEFAULT_LOOK_AHEAD,
-                on_stage_done=lambda stage: self._gradients.stage_done(stage),
                 startup_timeout=options.startup_timeout,
-                startup_steps=2 if options.is_compiled and plan.microbatches == 1 else 1,
                 keywords=prepared.keywords,
                 progress=progress,
                 stated=prepared.stated,
                 meet=self.calls.meet,
             ),
+            program=options.program,
+            timeout=options.timeout,
+            patience=options.patience,
+            tied=prepared.ties,
         )
+        self.ties = self.trained.ties
+        self._accumulation = Accumulation(self.trained.gradients)
+        self._note(trained_by(prepared.modules))
         self.plans, self._shape_of = plans, prepared.shape_of
         if plans is not None:
             plans.connect(plan, transport, options.data_rank or 0, options.patience)
@@ -126,34 +117,32 @@ class PipelineRank:
     @property
     def microbatches(self) -> int:
         """The plan's number of microbatches."""
-        return self._plan.microbatches
+        return self.trained.plan.microbatches
 
     @property
     def plan_id(self) -> str:
         """The id of the current plan."""
-        return self._plan.plan_id
+        return self.trained.plan.plan_id
 
     @property
     def tokens(self) -> list[int] | None:
         """The tokens of every microbatch, if the plan has a feature of that name and runs in all steps."""
-        if self.plans is not None or not all("tokens" in features for features in self._plan.features):
+        if self.plans is not None or not all("tokens" in features for features in self.trained.plan.features):
             return None
-        return [int(features["tokens"]) for features in self._plan.features] or None
+        return [int(features["tokens"]) for features in self.trained.plan.features] or None
 
-    @property
-    def _gradients(self) -> Gradients:
-        return self._accumulation.gradients
-
-    def _gradients_of(self, trained: list[tuple[int, nn.Parameter]]) -> Gradients:
-        self._trained = trained
-        self._trained_digest = digest([(stage, *p.shape, str(p.dtype)) for stage, p in trained])
-        return gradients_of(self._modules, self._transport, ties=self.ties)
+    def _note(self, parameters: list[tuple[int, nn.Parameter]]) -> None:
+        """Note the parameters that are trained, by stage."""
+        self._parameters = parameters
+        self._trained_digest = digest([(stage, *p.shape, str(p.dtype)) for stage, p in parameters])
 
     def _follow_parameters(self) -> None:
         """Find the parameters that the user has added, removed, frozen or unfrozen since the last step."""
-        trained = trained_by(self._modules)
-        if _identities(trained) != _identities(self._trained):
-            self._accumulation.replace(lambda: self._gradients_of(trained))
+        parameters = trained_by(self.trained.modules)
+        if _identities(parameters) != _identities(self._parameters):
+            self._note(parameters)
+            self._accumulation.replace(self.trained.make_gradients)
+            self.trained.gradients = self._accumulation.gradients
 
     def plan_step(self, plan: Plan | None, values: Values | None) -> None:
         """Change to the plan of the step that begins, if every step has one. Collective.
@@ -163,8 +152,8 @@ class PipelineRank:
         if self.plans is None:
             return
         with naming_errors(self._transport.rank, "waiting for the plan of the step"):
-            self._plan = self.plans.choose(plan, values)
-        self._executor.follow(self._plan, stated_structures(self._shape_of, self._plan.features))
+            chosen = self.trained.plan = self.plans.choose(plan, values)
+        self.trained.executor.follow(chosen, stated_structures(self._shape_of, chosen.features))
 
     def take(self, call: Call, microbatches: list[Microbatch], given: Given | Shapes) -> None:
         """Set the microbatches of the next step or evaluation. Collective if their shapes are new.
@@ -177,14 +166,14 @@ class PipelineRank:
         self.data.microbatches = microbatches
         with naming_errors(self._transport.rank, "comparing the batches of all ranks"):
             shapes = self._agreed.agree(call, given) if isinstance(given, Given) else given
-        self._executor.expect(shapes, evaluation=call == "evaluate")
+        self.trained.executor.expect(shapes, evaluation=call == "evaluate")
 
     def begin(self, call: Call, batch: Batch, microbatches: list[Microbatch], given: Given) -> None:
         """Tell the neighbours of a step or evaluation."""
         mine = self._announcement(call)._replace(shapes=self._agreed.announced(call, given))
         with naming_errors(self._transport.rank, f"calling {call}"):
-            last = self._plan.placement.n_stages - 1
-            has_first, has_last = 0 in self._stages, last in self._stages
+            last = self.trained.plan.placement.n_stages - 1
+            has_first, has_last = 0 in self.trained.stages, last in self.trained.stages
             self.calls.begin(mine.of_batch(batch, microbatches, has_first=has_first, has_last=has_last))
 
     def begin_without_batch(self, call: Call, *, waits: bool) -> None:
@@ -213,24 +202,23 @@ class PipelineRank:
             self.calls.meet_all()
 
     def check_ties(self, what: str) -> None:
-        """Require that copies of tied parameters are equal; see :meth:`Ties.check`. Collective."""
-        with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
-            self.ties.check(self._timeout if self.steps else self._patience)
+        """Require that copies of tied parameters are equal. Collective."""
+        self.trained.check_ties(what, is_first=self.steps == 0)
 
     def step(self) -> tuple[Launched, Tensor | None]:
         """Run the plan once; returns the step, and the loss on ranks with the last stage. Collective."""
         self.check_ties(f"step {self.steps}")
         if self.steps == 0:
             self._require_trainable()
-        before = self._side_effects() if self._batch_loss.is_weighted is None else None
+        before = self._side_effects() if self.trained.batch_loss.is_weighted is None else None
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
-        is_final = not self._gradients.sums_over_ranks and self._batch_loss.is_weighted is False
+        is_final = not self.trained.gradients.sums_over_ranks and self.trained.batch_loss.is_weighted is False
         self._accumulation.begin(in_place=is_final)
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
-        for stage in self._stages.values():
+        for stage in self.trained.stages.values():
             stage.take_input_gradients()  # of a step that must run again
         with numbers_of_place(self._transport, self.device, advances=True), paused():
-            launched = self._executor.launch(self.steps)
+            (launched,) = self.trained.launch(self.steps)
         with naming_errors(self._transport.rank, f"step {self.steps}"):
             self.calls.meet_all()
         for name in unused:
@@ -240,14 +228,15 @@ class PipelineRank:
                     f"rank. Make it a parameter of both layers: it is then tied."
                 )
         with naming_errors(self._transport.rank, f"after step {self.steps}"):
-            self._gradients.finish(self._timeout)
-            loss, factor = self._mean(launched.losses.values())
-        if self._batch_loss.must_repeat:
+            mean, factor = self.trained.finish([launched])
+        if self.trained.batch_loss.must_repeat:
             self.loss.restart()
             self._accumulation.cancel()
             if before is not None:
                 before()
             return self.step()
+        # In the dtype of the microbatches' losses.
+        loss = None if mean is None else mean.to(next(iter(launched.losses.values())).dtype)
         self._accumulation.end(factor)
         self._backpropagate_inputs(factor)
         launched.end()
@@ -258,18 +247,17 @@ class PipelineRank:
 
     def _say_what_is_unsplit(self) -> None:
         """Name the stages that the plan splits and whose W has little to compute: bubbles stay."""
-        for index, stage in self._stages.items():
-            share = stage.split_share
+        for index, share in self.trained.split_shares.items():
             if share is not None and share.is_small:
                 print(f"zbv: stage {index}: {share}", file=sys.stderr, flush=True)  # noqa: T201 - a rank's log
 
     def _require_trainable(self) -> None:
         """Refuse parameters that cannot be trained, and a model that has none. Collective."""
-        changed: list[Tensor] = [parameter for _, parameter in self._trained]
-        changed += [buffer for module in self._modules.values() for buffer in module.buffers()]
+        changed: list[Tensor] = [parameter for _, parameter in self._parameters]
+        changed += [buffer for module in self.trained.modules.values() for buffer in module.buffers()]
         made_in_inference = any(tensor.is_inference() for tensor in changed)
         given = (tensor for each in self.data.microbatches for tensor in tensors_of(each.input))
-        is_trained = bool(self._trained) or any(tensor.requires_grad for tensor in given)
+        is_trained = bool(self._parameters) or any(tensor.requires_grad for tensor in given)
         mine = torch.tensor([made_in_inference, is_trained], dtype=torch.float64, device=self.device)
         with naming_errors(self._transport.rank, "counting trainable parameters"):
             bad, trained = self._transport.sum_over_ranks(mine, self._patience).tolist()
@@ -286,7 +274,7 @@ class PipelineRank:
 
     def _backpropagate_inputs(self, factor: Tensor | float) -> None:
         """Continue the backward into the graphs of the batch's inputs, once for all microbatches."""
-        pairs = [pair for stage in self._stages.values() for pair in stage.take_input_gradients()]
+        pairs = [pair for stage in self.trained.stages.values() for pair in stage.take_input_gradients()]
         if pairs:
             inputs, gradients = zip(*pairs, strict=True)
             multiply([*gradients], factor)
@@ -294,7 +282,9 @@ class PipelineRank:
 
     def _side_effects(self) -> Callable[[], None]:
         """How to undo a step's changes of buffers, such as running means, and of random numbers."""
-        buffers = [(each, each.clone()) for module in self._modules.values() for each in module.buffers()]
+        buffers = [
+            (each, each.clone()) for module in self.trained.modules.values() for each in module.buffers()
+        ]
         state = torch.get_rng_state()
         of_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
 
@@ -310,42 +300,33 @@ class PipelineRank:
     def evaluate(self) -> Tensor | None:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""
         self.check_ties("evaluating")
-        with numbers_of_place(self._transport, self.device, advances=False):
-            losses = self._executor.evaluate(self.steps)
-        with naming_errors(self._transport.rank, "evaluating"):
-            self.calls.meet_all()
-        self._gradients.free_parameters()
-        found = torch.tensor([*losses.values()], device=self.device)
-        with naming_errors(self._transport.rank, "evaluating"):
-            return self._mean(found.unbind())[0] if self.loss.is_given else None
-
-    def _mean(self, losses: Collection[Tensor]) -> tuple[Tensor | None, Tensor | float]:
-        """The batch's loss, in the dtype of the microbatches' losses, and the factor of the gradients."""
-        mean, factor = self._batch_loss.of(losses)
-        return None if mean is None else mean.to(next(iter(losses)).dtype), factor
+        numbers = numbers_of_place(self._transport, self.device, advances=False)
+        with naming_errors(self._transport.rank, "evaluating"), numbers:
+            mean = self.trained.evaluate(self.steps, self.calls.meet_all, has_loss=self.loss.is_given)
+        return None if mean is None else mean.to(torch.get_default_dtype())
 
     @property
     def boundaries(self) -> dict[int, Structure]:
         """What crosses the boundaries to other ranks, as far as it is known."""
-        return self._executor.boundaries
+        return self.trained.executor.boundaries
 
     @property
     def auxiliary_loss(self) -> Tensor | None:
         """The sum of this rank's auxiliary losses in the newest step; None without any."""
-        return self._batch_loss.auxiliary
+        return self.trained.batch_loss.auxiliary
 
     def outputs(self) -> list[Any] | None:
         """The last layer's outputs of the newest step or evaluation, by microbatch."""
-        last = self._plan.placement.n_stages - 1
-        order = [a.microbatch for a in self._plan.actions if a.letter == "F" and a.stage == last]
+        last = self.trained.plan.placement.n_stages - 1
+        order = [a.microbatch for a in self.trained.plan.actions if a.letter == "F" and a.stage == last]
         found = dict(zip(order, self.loss.take(), strict=True))
         return [found[index] for index in range(self.microbatches)] if order else None
 
     def clip(self, max_norm: float) -> Tensor:
         """Limit the norm of all gradients of the model; returns the norm before. Collective."""
         self.join("clip_grad_norm_")
-        gradients = [local_of(p.grad) for p in self._gradients.parameters if p.grad is not None]
-        found = self._gradients.square_sum(lambda parameter: parameter.grad)
+        gradients = [local_of(p.grad) for p in self.trained.gradients.parameters if p.grad is not None]
+        found = self.trained.gradients.square_sum(lambda parameter: parameter.grad)
         mine = torch.zeros((), dtype=torch.float64, device=self.device) if found is None else found
         with naming_errors(self._transport.rank, "clipping gradients"):
             norm = self._transport.sum_over_ranks(mine.reshape(1), self._timeout)[0].sqrt()
@@ -357,7 +338,7 @@ class PipelineRank:
         self.join("trace")
         if path is not None and self._transport.rank == 0:
             claim(path, "trace")
-        mine = RankTrace.of(self._plan.plan_id, self._transport.rank, [newest])
+        mine = RankTrace.of(self.trained.plan.plan_id, self._transport.rank, [newest])
         offsets = find_offsets(self._transport, self._timeout)
         alignment = Alignment(offsets, offsets)
         traces = collect(self._transport, mine, alignment, self._timeout)
@@ -368,7 +349,7 @@ class PipelineRank:
     def finish(self) -> None:
         """Wait until all ranks have received everything. Collective."""
         self.check_ties("closing")
-        self._executor.close()
+        self.trained.executor.close()
         self._transport.flush(self._timeout)
         self._transport.barrier(self._timeout)
 
@@ -376,13 +357,13 @@ class PipelineRank:
         """Let the peers receive what this rank has sent, within ``timeout`` seconds."""
         self.release()
         with suppress(TimeoutError, ConnectionError, WorkerError):
-            self._executor.close()
+            self.trained.executor.close()
             self._transport.flush(timeout)
 
     def release(self) -> None:
         """Undo the changes to the user's modules, and end the planner. Modules then work without zbv."""
-        self._gradients.rest(forget=True)
-        for module in self._modules.values():
+        self.trained.gradients.rest(forget=True)
+        for module in self.trained.modules.values():
             stop_deferring(module)
 
 

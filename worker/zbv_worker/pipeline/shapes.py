@@ -1,7 +1,7 @@
 """Agreement on the shapes of batches, which may differ between microbatches and between steps.
 
 A channel's receives are posted before their tensors are sent, so both ends must know the shapes of all
-microbatches' data, or know that they do not (:mod:`zbv_worker.transport.crossings`). If every rank of a
+microbatches' data, or know that they do not (:mod:`zbv_worker.transport.endpoints`). If every rank of a
 pipeline is given the batch, every rank sees the shapes; the ranks then make sure of that, once for each new
 combination. With a data rank, that rank tells the others (:mod:`zbv_worker.pipeline.data`). If some ranks are
 given only what their layers need, the first call decides: either all microbatches of all steps have equal

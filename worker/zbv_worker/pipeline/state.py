@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbv_worker.checkpoints.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.failures.failures import Failures
 from zbv_worker.model.layer_list import whole_name
@@ -20,7 +21,6 @@ from zbv_worker.pipeline.checkpoints import PipelineCheckpoints, Stateful, train
 from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.pipeline.rank import PipelineRank
 from zbv_worker.stage.dtensors import is_dtensor
-from zbv_worker.training.checkpoint import DEFAULT_KEPT, DEFAULT_TIMEOUT, CheckpointOptions
 from zbv_worker.transport.connected import ConnectedTransport
 
 Modules = Mapping[int, nn.Module]

@@ -29,7 +29,7 @@ from zbv_worker.errors import Disagreement, InvalidRun, ModelError
 from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
 from zbv_worker.pipeline.packed import lengths_of
 from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.messages import MAX_BYTES
+from zbv_worker.transport.gloo_control import MAX_BYTES
 
 PER_STEP = "per-step"
 """In place of a plan."""

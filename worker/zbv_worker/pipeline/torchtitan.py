@@ -21,15 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbv_worker.adapters.split_subclasses import split_subclasses
+from zbv_worker.adapters.split_modules import split_subclasses
 from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.planned_cut import Partition, PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.pipeline.connecting import PipelineOptions, connected_world
+from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, connected_world, rank_plan
 from zbv_worker.pipeline.plan_schedule import PlanSchedule
-from zbv_worker.pipeline.plans import PlanLike, rank_plan
-from zbv_worker.pipeline.preparing import open_channels, starting_together
-from zbv_worker.training.options import DEFAULT_STARTUP_TIMEOUT
+from zbv_worker.pipeline.preparing import model_digest, open_channels, starting_together
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Layout
 
@@ -147,7 +146,14 @@ def _pipelined(
                 ac_config=ac_config,
                 dump_folder=dump_folder,
             )
-    open_channels(options, plan, transport, place)
+    open_channels(
+        plan,
+        transport,
+        model=model_digest(plan),
+        backend=place.backend,
+        patience=options.patience,
+        options=options.common,
+    )
     schedule = PlanSchedule(options, plan, parts, loss_fn, transport, place)
     return schedule, list(parts.values()), 0 in parts, plan.placement.n_stages - 1 in parts
 

@@ -1,13 +1,21 @@
-"""The loss of the last stage: a mean over a microbatch, or a sum and its weight."""
+"""The loss of the last stage: a mean over a microbatch, or a sum and its weight.
+
+Layers of any stage may add losses, such as the balancing loss of experts. Such a loss becomes one more root
+of its stage's backward, next to the gradients of the stage's output. Its gradient is the main loss's: the
+loss scale divided by the number of microbatches. So the result is the gradient of the main loss plus the mean
+of the auxiliary losses over the microbatches.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.dtensors import is_dtensor
@@ -121,3 +129,180 @@ def _size_of(value: Any) -> int:
 def shown(output: object) -> str:
     """The class of a value, for errors."""
     return f"a {output.dtype} tensor" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+
+
+Phase = Literal["forward", "repeated", "backward", "evaluation"]
+"""
+Why a layer runs: F; a recomputed segment in the backward; a module's own checkpointing in the backward; an
+evaluation.
+"""
+
+
+def add_auxiliary_loss(x: Tensor, loss: Tensor, weight: Tensor | float | None = None) -> Tensor:
+    """Add a loss to the training from inside a layer; returns ``x`` with the same values.
+
+    Use the returned tensor in place of ``x``. The loss is averaged over the microbatches and added to the
+    main loss; multiply it by a coefficient before. Recomputations count it once, evaluations do not count it.
+    Outside of a pipeline's stage, ``backward()`` through the returned tensor adds the gradient of ``loss``.
+
+    Parameters
+    ----------
+    x
+        Any activation of the layer, of a floating dtype.
+    loss
+        A mean over the microbatch, one floating-point number.
+    weight
+        The number of tokens that ``loss`` is a mean over. If the main loss is a sum with a weight, the
+        auxiliary loss is averaged by these weights: the gradient is that of Σ weight·loss divided by the sum
+        of the main loss's weights, and a weight is required. Otherwise it has no effect.
+
+    Raises
+    ------
+    ModelError
+        If the loss is not one number, or a weight is needed.
+    """
+    return _add(x, loss, weight)
+
+
+def _add(x: Tensor, loss: Tensor, weight: Tensor | float | None) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise ModelError(
+            f"add_auxiliary_loss got a loss of {getattr(loss, 'shape', type(loss).__name__)}; must be one "
+            f"floating-point number. Take the mean over the microbatch."
+        )
+    active = getattr(_OF_THREAD, "active", None) or _newest()
+    if active is None:
+        return _attached(x, loss, 1.0)
+    return active.add(x, loss, weight)
+
+
+def leave_uncompiled() -> None:
+    """Let compiled layers call :func:`add_auxiliary_loss` uncompiled, because it acts on the stage."""
+    global _add
+    if not hasattr(_add, "_torchdynamo_orig_callable"):
+        _add = torch.compiler.disable(_add)  # type: ignore[no-untyped-call]  # torch's own
+
+
+class _OfThread(threading.local):
+    active: AuxiliaryLosses | None = None
+
+
+_OF_THREAD = _OfThread()
+_ACTIVE: list[AuxiliaryLosses] = []
+"""The stages that run a backward, in all threads."""
+
+
+def _newest() -> AuxiliaryLosses | None:
+    """The stage whose backward runs a layer again on a thread of autograd, as on a GPU."""
+    return _ACTIVE[-1] if _ACTIVE else None
+
+
+class AuxiliaryLosses:
+    """The auxiliary losses of one stage.
+
+    Attributes
+    ----------
+    factor
+        The gradient of every loss.
+    is_weighted
+        Whether the main loss is a sum with a weight.
+    is_used
+        Whether a layer has added a loss.
+    """
+
+    def __init__(self, *, is_weighted: bool) -> None:
+        self.factor = 1.0
+        self.is_weighted = is_weighted
+        self.phase: Phase = "forward"
+        self.is_used = False
+        self._sum: Tensor | float = 0.0
+        self._edges: list[GradientEdge] = []
+        self._seeds: list[Tensor] = []
+
+    def during(self, phase: Phase) -> _During:
+        """A context in which layers of this stage run, or its backward."""
+        return _During(self, phase)
+
+    def add(self, x: Tensor, loss: Tensor, weight: Tensor | float | None) -> Tensor:
+        """Add a loss; see :func:`add_auxiliary_loss`."""
+        if self.phase == "evaluation":
+            return x
+        self.is_used = True
+        factor: Tensor | float = self.factor
+        if self.is_weighted:
+            if weight is None:
+                raise ModelError(
+                    "add_auxiliary_loss needs a weight, because the model's loss is a sum with a weight. "
+                    "Pass weight=, the number of tokens that the auxiliary loss is a mean over."
+                )
+            factor = factor * weight
+            counted: Tensor | float = weight
+        else:
+            counted = 1.0
+        if self.phase == "forward":
+            self._sum = self._sum + loss.detach().float() * counted
+        if self.phase == "backward":
+            return _attached(x, loss, factor)
+        if loss.requires_grad and torch.is_grad_enabled():
+            self._edges.append(get_gradient_edge(loss))
+            self._seeds.append(torch.zeros_like(loss, requires_grad=False) + factor)
+        return x
+
+    @property
+    def has_roots(self) -> bool:
+        """Whether :meth:`take_roots` would return any."""
+        return bool(self._edges)
+
+    def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the losses of the forward that has just run enter its graph, and their gradients."""
+        edges, seeds = self._edges, self._seeds
+        self._edges, self._seeds = [], []
+        return edges, seeds
+
+    def take_sum(self) -> Tensor | float:
+        """The sum of all losses, times their weights if weighted, since the last call; does not wait."""
+        found, self._sum = self._sum, 0.0
+        return found
+
+
+class _During:
+    """Not a generator-based context, which would take longer; every action enters one."""
+
+    __slots__ = ("_before", "_losses", "_phase")
+
+    def __init__(self, losses: AuxiliaryLosses, phase: Phase):
+        self._losses, self._phase = losses, phase
+
+    def __enter__(self) -> None:
+        losses = self._losses
+        self._before = losses.phase, _OF_THREAD.active
+        losses.phase, _OF_THREAD.active = self._phase, losses
+        if self._phase == "backward":
+            _ACTIVE.append(losses)
+
+    def __exit__(self, *_: object) -> None:
+        self._losses.phase, _OF_THREAD.active = self._before
+        if self._phase == "backward":
+            _ACTIVE.remove(self._losses)
+
+
+class _Attached(torch.autograd.Function):
+    """Returns ``x``; the loss gets a constant gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor | float) -> Tensor:
+        ctx.factor, ctx.like = factor, (loss.shape, loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        shape, dtype, device = ctx.like
+        return gradients[0], torch.zeros(shape, dtype=dtype, device=device) + ctx.factor, None
+
+
+def _attached(x: Tensor, loss: Tensor, factor: Tensor | float) -> Tensor:
+    """Attach a loss to a tensor, whose backward then adds the loss's gradient."""
+    if not loss.requires_grad or not torch.is_grad_enabled():
+        return x
+    found: Tensor = _Attached.apply(x, loss, factor)  # type: ignore[no-untyped-call]  # torch's own
+    return found

@@ -191,6 +191,12 @@ def add_product_to(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         rows = max(1, _BLOCK_ELEMENTS // max(1, total.shape[1]))
+        if isinstance(total, FakeTensor) and len(total) > rows:
+            # An estimate has one block for the memory, and counts the others' operations at once: a thousand
+            # blocks would take it longer than all the rest. These factors have one element of memory.
+            wide = [x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)]
+            total[rows:].addmm_(wide[0][rows:], wide[1])
+            total, left = total[:rows], left[:rows]
         for at in range(0, len(total), rows):
             total[at : at + rows].add_(left[at : at + rows].mm(right))
 

@@ -2,6 +2,9 @@
 
 A profile records them in its problem, and the problem's plan keeps them. So a run can tell whether the costs
 of its plan were measured with the program that it runs.
+
+With mixed precision, parameters, gradients and optimizer state keep the model's dtype; autocast selects the
+operators that compute in the smaller dtype (Micikevicius et al. 2018, "Mixed Precision Training").
 """
 
 from __future__ import annotations
@@ -10,10 +13,18 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from zbv_worker.stage.precision import Precision
+Precision = Literal["float32", "bfloat16", "float16"]
+
+AUTOCAST: dict[Precision, torch.dtype | None] = {
+    "float32": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""The dtype of autocast; None for no autocast."""
 
 
 @dataclass(frozen=True)

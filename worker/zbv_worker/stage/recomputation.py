@@ -26,9 +26,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
 
 from zbv_worker.errors import ModelError
-from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
 from zbv_worker.stage.boundary import Gradient, as_list, enter, marked_without_graph, take_gradient
 from zbv_worker.stage.layers import call
+from zbv_worker.stage.loss import AuxiliaryLosses
 from zbv_worker.stage.weight_grads import has_hooks
 from zbv_worker.values.structure import device_of, is_plain, map_tensors, tensors_of
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbv_worker.errors import ModelError
-from zbv_worker.stage.auxiliary_loss import AuxiliaryLosses
 from zbv_worker.stage.boundary import (
     Gradient,
     as_list,
@@ -37,7 +36,7 @@ from zbv_worker.stage.boundary import (
 )
 from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, loss_modules, prepare_layers
-from zbv_worker.stage.loss import Loss, Objective, WeightedLoss
+from zbv_worker.stage.loss import AuxiliaryLosses, Loss, Objective, WeightedLoss
 from zbv_worker.stage.recomputation import (
     CheckGraph,
     Recomputed,

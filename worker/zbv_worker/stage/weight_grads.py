@@ -119,7 +119,7 @@ class LinearGrad(_Operands):
         return weight, bias
 
     def _added_locally(self) -> bool:
-        from zbv_worker.stage.distributed_grads import add_linear_gradients
+        from zbv_worker.stage.dtensors import add_linear_gradients
 
         x, grad = self.x, self.grad_output
         if any(map(has_hooks, self.parameters())):

@@ -1,4 +1,4 @@
 """When actions happened on all ranks, on one clock.
 
-It records times only; reports of losses and steps are in :mod:`zbv_worker.training`.
+It records times only; runs are in :mod:`zbv_worker.run`.
 """

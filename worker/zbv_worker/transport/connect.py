@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from zbv_worker.host.process import HostClock
-from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.nccl import NcclTransport

@@ -19,15 +19,19 @@ from typing_extensions import override
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
-from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo_control import break_connections
-from zbv_worker.transport.receives import HostReceive, StagedReceive
+from zbv_worker.transport.gloo_ends import (
+    GroupWire,
+    HostReceive,
+    SendFailures,
+    StagedReceive,
+    Staging,
+    ThreadSender,
+    sending_end,
+)
 from zbv_worker.transport.rendezvous import named
-from zbv_worker.transport.sends import GroupWire, SendFailures, ThreadSender, sending_end
-from zbv_worker.transport.staging import Staging
-from zbv_worker.transport.torch_api import new_group
-from zbv_worker.transport.torch_errors import classified, classifying
+from zbv_worker.transport.torch_api import classified, classifying, new_group
 from zbv_worker.values.structure import TensorSpec
 
 _CPU = torch.device("cpu")

@@ -1,8 +1,13 @@
-"""The control plane over gloo and the ranks' store."""
+"""The control plane over gloo and the ranks' store.
+
+Messages are JSON, sent as the bytes of a tensor. torch's collectives for objects (``all_gather_object`` and
+others) use pickle, and unpickling a message can run code that its sender chose. JSON cannot.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +20,50 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from typing_extensions import override
 
-from zbv_worker.transport.control import ControlPlane
-from zbv_worker.transport.messages import gather_json
-from zbv_worker.transport.receives import HostReceive
+from zbv_worker.transport.connected import ControlPlane
+from zbv_worker.transport.gloo_ends import HostReceive
 from zbv_worker.transport.rendezvous import lives_in_rank_0, meet, named, part_of, ranks_on_this_host
-from zbv_worker.transport.torch_api import new_group
-from zbv_worker.transport.torch_errors import classifying, first_line
+from zbv_worker.transport.torch_api import classifying, first_line, new_group
 from zbv_worker.transport.world import Layout, World
+
+MAX_BYTES = 256 * 2**20
+"""The longest message. A longer one is refused before memory for it is allocated."""
+
+GatherTensors = Callable[[Tensor], Sequence[Tensor]]
+"""Gathers a uint8 or int64 tensor of equal size from every rank, ordered by rank."""
+
+
+def gather_json(value: Any, gather: GatherTensors) -> list[Any]:
+    """Return every rank's JSON value, ordered by rank. Collective.
+
+    The ranks exchange the lengths first, then the bytes, padded to the longest message.
+
+    Raises
+    ------
+    TypeError
+        If this rank's value is not JSON.
+    ValueError
+        On every rank, if a message is too long or is not JSON.
+    """
+    content = bytearray(json.dumps(value).encode())
+    lengths = [int(length) for length in gather(torch.tensor([len(content)], device="cpu"))]
+    for rank, length in enumerate(lengths):
+        if not 0 < length <= MAX_BYTES:
+            raise ValueError(
+                f"rank {rank} sent a message of {length:,} bytes; must be between 1 and {MAX_BYTES:,}"
+            )
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+    padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+    parts = gather(padded)
+    return [_decoded(rank, part[: lengths[rank]]) for rank, part in enumerate(parts)]
+
+
+def _decoded(rank: int, content: Tensor) -> Any:
+    try:
+        return json.loads(content.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the message of rank {rank} is not JSON ({error})") from None
+
 
 _TAG = 1 << 20
 """No other operation uses this tag, so a receive with it can only time out."""

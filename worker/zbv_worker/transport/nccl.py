@@ -29,20 +29,29 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.host.process import Clock, say
 from zbv_worker.transport import nccl_environment
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
-from zbv_worker.transport.communicators import CHANNEL_OPTIONS, MAX_COMMUNICATORS, SUM_OPTIONS, greeting_order
-from zbv_worker.transport.connected import ConnectedTransport
-from zbv_worker.transport.control import ControlPlane
+from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo import Summed
+from zbv_worker.transport.gloo_ends import sending_end
 from zbv_worker.transport.nccl_operations import (
+    CHANNEL_OPTIONS,
+    MAX_COMMUNICATORS,
+    SUM_OPTIONS,
     HostedReceive,
     Operations,
     StreamReceive,
     StreamSender,
     StreamSum,
+    greeting_order,
 )
-from zbv_worker.transport.sends import sending_end
-from zbv_worker.transport.torch_api import CudaApi, GroupOptions, NcclApi, NcclGroup, NcclWork
-from zbv_worker.transport.torch_errors import classified, classifying
+from zbv_worker.transport.torch_api import (
+    CudaApi,
+    GroupOptions,
+    NcclApi,
+    NcclGroup,
+    NcclWork,
+    classified,
+    classifying,
+)
 from zbv_worker.values.structure import TensorSpec
 
 _NEVER = timedelta(days=1)

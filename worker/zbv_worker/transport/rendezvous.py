@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined] 
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.process import say
-from zbv_worker.transport.torch_errors import first_line
+from zbv_worker.transport.torch_api import first_line
 
 _POLL_SECONDS = 0.05
 _REFUSE_SECONDS = 5.0

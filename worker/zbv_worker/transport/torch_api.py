@@ -8,13 +8,16 @@ hang with NCCL (``Work.is_success``, ``Work.result``, ``Work.source_rank``, ``Wo
 Checked against torch 2.13.0: the headers ``ProcessGroupNCCL.hpp``, ``ProcessGroup.hpp`` and ``Backend.hpp``
 and the stubs ``_C/_distributed_c10d.pyi`` of the installed package, and ``distributed_c10d.py``. Statements
 about C++ sources refer to ``ProcessGroupNCCL.cpp`` of torch's main branch.
+
+torch's communication errors are all RuntimeErrors, and only the text tells them apart (:func:`classified`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -264,3 +267,35 @@ def _options(wanted: GroupOptions, timeout: timedelta) -> Any:
         made.config.min_ctas = 1
         made.config.max_ctas = wanted.max_ctas
     return made
+
+
+_SOURCE_LINE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|h):\d+\] ?")
+"""Where in its source gloo raised an error; it says nothing to a user."""
+
+
+def classified(error: Exception, what: str) -> TimeoutError | ConnectionError:
+    """Convert a RuntimeError of torch to a TimeoutError or ConnectionError.
+
+    Raises an error of CUDA itself as it is: kernels fail later than their launch, so it may be any kernel of
+    this rank, and no peer is to blame.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        raise error
+    text = _SOURCE_LINE.sub("", first_line(error))
+    if isinstance(error, dist.DistStoreError) or "timed out" in text.lower() or "timeout" in text.lower():
+        return TimeoutError(f"{what}: {text}")
+    return ConnectionError(f"{what}: {text}")
+
+
+@contextmanager
+def classifying(what: str) -> Iterator[None]:
+    """Convert torch's RuntimeErrors in a block; too slow for the path of every transfer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise classified(error, what) from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, without gloo's advice; what follows is a C++ trace."""
+    return str(error).strip().partition("\n")[0].partition(". This is typically caused by")[0]

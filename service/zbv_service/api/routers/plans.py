@@ -1,18 +1,25 @@
-"""``/v1/plans``."""
+"""``/v1/plans``, with a short cut for the parts of ranks.
+
+Thousands of ranks fetch their parts at the same time. Routing, dependencies and response models would take
+longer than the rest of such a request, so :class:`RankFetches` serves parts that are in memory itself.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from zbv_service.api.bodies import read_text
-from zbv_service.api.caching import REVALIDATED, cached, derived
-from zbv_service.api.error_handlers import documented
+from zbv_service.api.error_handlers import documented, on_database_away
 from zbv_service.api.listing import list_response
 from zbv_service.api.openapi import body_of, content_of, operation_id
 from zbv_service.api.state import state_of
+from zbv_service.database import DatabaseAway
 from zbv_service.errors import (
     INVALID_BODY,
     INVALID_PLAN,
@@ -20,6 +27,8 @@ from zbv_service.errors import (
     NOT_IMPLEMENTED,
     TOO_MUCH_MEMORY,
     TOO_MUCH_STORED,
+    ApiError,
+    response_to,
 )
 from zbv_service.plans.documents import (
     ImportedPlan,
@@ -31,7 +40,7 @@ from zbv_service.plans.documents import (
 from zbv_service.plans.plans import rank_tag
 from zbv_service.records.lists import PlanListQuery
 from zbv_service.records.plans import PlanList, PlanSummaryDocument
-from zbv_service.security.access import READ, needs
+from zbv_service.security.access import READ, needs, scopes_of
 from zbv_service.security.quotas import STORES
 from zbv_service.security.tokens import grant_of
 
@@ -39,6 +48,10 @@ FETCH = needs("read", "agent")
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"], generate_unique_id_function=operation_id)
 
+IMMUTABLE = "private, max-age=31536000, immutable"
+"""Resources stored under their hash. Private, because a shared cache would not check tokens."""
+REVALIDATED = "private, no-cache"
+"""Resources that this version derives from stored ones; clients revalidate them with the ETag."""
 _NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "The client has it already."}}
 
 
@@ -156,3 +169,67 @@ async def export_plan(request: Request, plan_id: str, format_name: str) -> Respo
     headers, known = derived(request, f"{plan_id}-{format_name}")
     headers["Content-Disposition"] = f'attachment; filename="{name}"'
     return known or Response(text, headers=headers, media_type=media_type)
+
+
+def cached(request: Request, etag: str, control: str = IMMUTABLE) -> tuple[dict[str, str], Response | None]:
+    """The headers of a response that may be kept, and the 304 response if the client has it already."""
+    quoted = f'"{etag}"'
+    headers = {"ETag": quoted, "Cache-Control": control}
+    known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+    is_known = quoted in known or "*" in known
+    return headers, Response(status_code=304, headers=headers) if is_known else None
+
+
+def derived(request: Request, etag: str) -> tuple[dict[str, str], Response | None]:
+    """As :func:`cached`, for content that this version derives from an immutable resource.
+
+    A later version may derive something else. So clients must revalidate the response, unless its address
+    names this version (``?v=``).
+    """
+    assets = state_of(request).assets
+    is_versioned = request.query_params.get("v") == assets
+    return cached(request, f"{etag}-{assets}", IMMUTABLE if is_versioned else REVALIDATED)
+
+
+_PATH = re.compile(r"/v1/plans/([0-9a-f]{64})/ranks/(0|[1-9][0-9]{0,5})")
+_ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.endpoint is get_rank)
+_SCOPES = scopes_of(_ROUTE) or ()
+
+
+class RankFetches:
+    """Middleware that serves parts of ranks that are in memory; the caller needs the scopes of the route."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        address = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
+        if address is None or scope["method"] != "GET" or scope.get("root_path"):
+            await self._app(scope, receive, send)
+            return
+        application = scope["app"].state.application
+        plan_id, rank = address[1], int(address[2])
+        body = application.plans.known_rank(plan_id, rank)
+        if body is None or any(name == b"if-none-match" for name, _ in scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = _ROUTE
+        request = Request(scope)
+        try:
+            await application.access.require(request, _SCOPES)
+        except ApiError as error:
+            await response_to(error)(scope, receive, send)
+            return
+        except DatabaseAway as error:
+            await (await on_database_away(request, error))(scope, receive, send)
+            return
+        application.metrics.rank_fetches.inc()
+        headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", b"application/json"),
+            (b"etag", f'"{rank_tag(plan_id, rank)}"'.encode()),
+            (b"cache-control", REVALIDATED.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

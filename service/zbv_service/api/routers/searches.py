@@ -32,11 +32,10 @@ from zbv_service.records.searches import (
     SearchDocument,
     SearchEventDocument,
     SearchEventList,
-    SearchKind,
     SearchList,
     SearchRecord,
 )
-from zbv_service.searches.kinds import SearchRequest
+from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
 from zbv_service.security.tokens import grant_of
@@ -62,7 +61,10 @@ router = APIRouter(prefix="/v1", tags=["searches"], generate_unique_id_function=
 )
 async def submit_search(request: Request) -> Response:
     """Equal problems with equal options share one search, until it is cancelled, fails or is discarded."""
-    return await _submit(request, "plan", state_of(request).settings.max_body_bytes)
+    state = state_of(request)
+    async with read_text(request, state.settings.max_body_bytes) as body:
+        record = await state.searches.submit(body, grant_of(request))
+    return await _response(request, record)
 
 
 @router.post(
@@ -80,7 +82,10 @@ async def submit_search(request: Request) -> Response:
 )
 async def submit_layouts(request: Request) -> Response:
     """Equal requests share one search, until it is cancelled, fails or is discarded."""
-    return await _submit(request, "layouts", min(MEDIUM, state_of(request).settings.max_body_bytes))
+    state = state_of(request)
+    async with read_text(request, min(MEDIUM, state.settings.max_body_bytes)) as body:
+        record = await state.searches.submit(body, grant_of(request), "layouts")
+    return await _response(request, record)
 
 
 @router.get(
@@ -180,13 +185,6 @@ async def discard_search(request: Request, search_id: str) -> Response:
 def _encoded(event: SearchEventDocument) -> bytes:
     text = event.model_dump_json(exclude_unset=True)
     return format_sse_event(event=event.event, id=str(event.id), data_str=text)
-
-
-async def _submit(request: Request, kind: SearchKind, most_bytes: int) -> Response:
-    found = state_of(request)
-    async with read_text(request, most_bytes) as body:
-        record = await found.searches.submit(body, grant_of(request), kind)
-    return await _response(request, record)
 
 
 async def _response(request: Request, record: SearchRecord, status: int | None = None) -> Response:

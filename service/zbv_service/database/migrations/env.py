@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from zbv_service.database.models import Base
+from zbv_service.database.engine import Base
 
 context.configure(
     connection=context.config.attributes["connection"],

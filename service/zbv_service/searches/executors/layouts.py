@@ -8,7 +8,7 @@ from zbv_solver.plans.plan import gap_of
 from zbv_solver.search.options import SearchOptions
 
 from zbv_service.documents.layouts import LayoutRequest, families_of, read_layouts
-from zbv_service.documents.packing import finite_or_none, pack, pack_plan, unpack
+from zbv_service.documents.problems import finite_or_none, pack, pack_plan, unpack
 from zbv_service.records.searches import Claim, NewRanking, Update
 from zbv_service.searches.executors.task import Reporter
 

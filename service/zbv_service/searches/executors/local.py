@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import closing
+from dataclasses import dataclass
 
 from zbv_service.compute.child import Caller
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
@@ -31,8 +32,13 @@ class LocalExecutor:
         Bytes that a search may allocate; None for no limit.
     """
 
+    shared_slots: int | None = None
+    """None: no other service has these processes."""
+    trouble: str | None = None
+    """None: a process can always be started."""
+
     def __init__(self, slots: int, *, preload: bool = True, memory: int | None = None):
-        self._slots = slots
+        self.slots = slots
         self._preload = preload
         self._processes = IsolatedProcesses(memory)
 
@@ -49,69 +55,49 @@ class LocalExecutor:
         """Kill every process now."""
         self._processes.kill()
 
-    @property
-    def slots(self) -> int:
-        """The number of searches that can run at the same time."""
-        return self._slots
-
-    @property
-    def shared_slots(self) -> None:
-        """None: no other service has these processes."""
-        return None
-
-    @property
-    def trouble(self) -> str | None:
-        """None: a process can always be started."""
-        return None
-
     def expect(self, claim: Claim, compute: Compute, on_update: Callable[[Update], None]) -> LocalComputation:
         """Prepare a search for a separate process."""
         return LocalComputation(self._processes, claim, compute, on_update)
 
 
+@dataclass(eq=False)
 class LocalComputation:
     """One search in a separate process."""
 
-    def __init__(
-        self,
-        processes: IsolatedProcesses,
-        claim: Claim,
-        compute: Compute,
-        on_update: Callable[[Update], None],
-    ):
-        self._processes = processes
-        self._asked = (claim, compute)
-        self._on_update = on_update
-        self._future: Future[Outcome] | None = None
-        self._is_stopped = False
-        self._was_killed = False
+    processes: IsolatedProcesses
+    claim: Claim
+    compute: Compute
+    on_update: Callable[[Update], None]
+    _future: Future[Outcome] | None = None
+    _is_stopped: bool = False
+    _was_killed: bool = False
 
     def stop(self) -> None:
         """Ask the search to return its best plan, now or as soon as it begins."""
         self._is_stopped = True
         if self._future is not None:
-            self._processes.stop(self._future)
+            self.processes.stop(self._future)
 
     def kill(self) -> None:
         """Kill its process."""
         if self._future is not None:
             self._was_killed = True
-            self._processes.kill_process_of(self._future)
+            self.processes.kill_process_of(self._future)
 
     @property
     def is_under_way(self) -> bool:
         """Whether it has its process."""
-        return self._future is not None and self._processes.has_begun(self._future)
+        return self._future is not None and self.processes.has_begun(self._future)
 
     async def plan(self) -> Outcome:
         """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
         loop = asyncio.get_running_loop()
 
         def on_report(update: Update) -> None:
-            loop.call_soon_threadsafe(self._on_update, update)
+            loop.call_soon_threadsafe(self.on_update, update)
 
         try:
-            self._future = self._processes.submit(run_reporting, self._asked, on_report)
+            self._future = self.processes.submit(run_reporting, (self.claim, self.compute), on_report)
             if self._is_stopped:
                 self.stop()
             return await asyncio.wrap_future(self._future)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zbv_solver.errors import ContradictedBound, InvalidPlan
@@ -17,10 +17,17 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
-from zbv_service.documents.packing import finite_or_none, pack_incumbent, pack_plan, unpack
-from zbv_service.documents.problems import Question, answers
+from zbv_service.documents.problems import (
+    Question,
+    answers,
+    finite_or_none,
+    pack_incumbent,
+    pack_plan,
+    unpack,
+)
 from zbv_service.records.plans import NewPlan, Refusal
-from zbv_service.records.searches import Claim, Outcome, Update
+from zbv_service.records.searches import Claim, NewSearch, Outcome, Update
+from zbv_service.settings import Settings
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
     from zbv_solver.search.incumbent import Progress
@@ -54,6 +61,16 @@ Compute = Callable[[Claim, Reporter], Outcome]
 
 The options of the claim also have ``workers``, the number of threads.
 """
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of search."""
+
+    read: Callable[[Settings, Any], NewSearch]
+    """Makes the search of a decoded request body; raises :class:`InvalidInput`. Importable elsewhere."""
+    compute: Compute
+    """Computes a search in another process, where it must be importable."""
 
 
 def solver_search(

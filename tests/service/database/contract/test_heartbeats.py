@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import cast
 
 from sqlalchemy import update
-from support.stored import an_agent, begin, counting
+from support.stored import an_agent, begin, counting, run_in
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.models import AgentRow, ListenerRow
 from zbv_service.records.agents import Beat, BeatAnswer, RunOrders
@@ -25,8 +25,7 @@ def in_step(agent_id: str, run_id: str, step: int | None = 1) -> Beat:
 
 
 async def state_of(database: Database, run_id: str) -> str:
-    run = await RunTable(database).get(run_id)
-    assert run is not None
+    run = await run_in(RunTable(database), run_id)
     return run.state
 
 
@@ -112,8 +111,7 @@ async def test_a_script_runs_once_it_has_begun_and_is_found_by_its_path(database
     for text, count in (("SHARED/tr", 1), ("a.b", 0)):
         page = await RunTable(database).page(RunListQuery(q=text))
         assert len(page.items) == count
-    found = await RunTable(database).get("run")
-    assert found is not None
+    found = await run_in(RunTable(database), "run")
     assert (found.model, found.steps, found.program) == (None, None, script["path"])
 
 
@@ -129,8 +127,7 @@ async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(
     ends = (runs.ended(agent, "run", 0, "succeeded") for agent in agents)
     async with asyncio.timeout(60):
         await asyncio.gather(*map(beat, range(4)), *ends)
-    run = await runs.get("run")
-    assert run is not None
+    run = await run_in(runs, "run")
     assert (run.state, {node.state for node in run.members}) == ("succeeded", {"ended"})
 
 
@@ -147,8 +144,7 @@ async def test_simultaneous_heartbeats_are_written_together(database: Database) 
         )
     assert [answer.orders for answer in answers] == [GO_ON, *[None] * 5]
     assert together.statements < 3 * alone.statements
-    run = await RunTable(database).get("run")
-    assert run is not None
+    run = await run_in(RunTable(database), "run")
     assert [bool(node.ranks) for node in run.members] == [True, True, *[False] * 4]
     await heartbeats.stop()
 

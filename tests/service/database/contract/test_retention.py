@@ -12,17 +12,9 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
-from support.stored import a_layout_search, a_plan, a_search, claimed, next_of
+from support.stored import a_layout_search, a_plan, a_search, claimed, next_of, run_in
 from support.stored import a_run as new_run
-from zbv_service.database import (
-    Database,
-    Keep,
-    PlanTable,
-    Retention,
-    RunPlanTable,
-    RunTable,
-    SearchTable,
-)
+from zbv_service.database import Database, Keep, PlanTable, Retention, RunPlanTable, RunTable, SearchTable
 from zbv_service.database.models import (
     AgentRow,
     EventRow,
@@ -120,7 +112,7 @@ def a_token(now: datetime, name: str, kind: str = "token", **more: Any) -> Token
 
 async def fill(database: Database, of: str) -> None:
     """One row of every kind; names begin with ``of``."""
-    async with database.reading() as session:
+    async with database.writing() as session:
         now = await database.now(session)
     table, plans = SearchTable(database), PlanTable(database)
     for name in ("done", "waited", "measured"):
@@ -256,17 +248,22 @@ async def test_a_sweep_stops_after_the_current_batch(database: Database) -> None
         assert len((await stored(database))["searches"]) == 2
 
 
-async def test_a_plan_that_is_found_again_counts_as_used(database: Database) -> None:
-    plans = PlanTable(database)
-    for name in ("again", "not"):
+async def test_a_plan_that_is_found_again_or_fetched_counts_as_used(database: Database) -> None:
+    plans, used = PlanTable(database), {"fetched"}
+    for name in ("again", "fetched", "not"):
         await plans.add(a_plan(name))
+    sweeper = Sweeper(Retention(database), KEEP, used)
     with days_later(15):
         assert not await plans.add(a_plan("again"))
-    with days_later(25):
-        await Retention(database).sweep(KEEP)
-        assert (await stored(database))["plans"] == {"again"}
+    with days_later(21):
+        await sweeper.sweep()
+        assert used == set()
+        assert (await stored(database))["plans"] == {"again", "fetched"}
     with days_later(36):
-        await Retention(database).sweep(KEEP)
+        await sweeper.sweep()
+        assert (await stored(database))["plans"] == {"fetched"}
+    with days_later(42):
+        await sweeper.sweep()
         assert (await stored(database))["plans"] == set()
 
 
@@ -277,23 +274,8 @@ async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) ->
     await RunPlanTable(database).settle_planned()
     with days_later(11):
         await Retention(database).sweep(KEEP)
-    run = await runs.get("r")
-    assert run is not None
+    run = await run_in(runs, "r")
     assert (run.search_id, run.plan_id) == (None, "plan")
-
-
-async def test_the_sweeper_records_fetched_plans_and_removes_the_others(database: Database) -> None:
-    for name in ("fetched", "not"):
-        await PlanTable(database).add(a_plan(name))
-    used = {"fetched"}
-    sweeper = Sweeper(Retention(database), KEEP, used)
-    with days_later(21):
-        await sweeper.sweep()
-        assert used == set()
-        assert (await stored(database))["plans"] == {"fetched"}
-    with days_later(42):
-        await sweeper.sweep()
-        assert (await stored(database))["plans"] == set()
 
 
 async def test_concurrent_sweeps_remove_everything_once(database: Database, second: Database) -> None:

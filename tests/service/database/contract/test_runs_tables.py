@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 from sqlalchemy import delete
-from support.stored import PLAN, a_plan, a_run, a_search, an_agent
+from support.stored import PLAN, a_plan, a_run, a_search, an_agent, run_in
 from zbv_service.database import (
     AgentsTaken,
     AgentTable,
@@ -52,8 +52,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
                 continue
             await check(table)
             for name in names:
-                run = await table.get(name)
-                assert run is not None
+                run = await run_in(table, name)
                 for node in run.members:
                     await table.ended(node.agent_id, name, 0, "succeeded")
             if all(record.state == "succeeded" for record in (await table.page(RunListQuery())).items):
@@ -178,13 +177,6 @@ async def test_a_run_and_its_key_are_stored_together_or_not_at_all(database: Dat
     assert (await runs.add(a_run("d", 1), named)).id == "d", "the key of a removed run is free"
 
 
-async def test_an_agent_keeps_the_owner_that_registered_it(database: Database) -> None:
-    agents = AgentTable(database)
-    await agents.add(an_agent("a", owner="one"))
-    record, is_new = await agents.add(an_agent("a", owner="two"))
-    assert (record.owner, is_new) == ("one", False)
-
-
 async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(database: Database, second: Database) -> None:
     """The heartbeat comes between the query and the loss: it locks the row, and the loss waits."""
     agents, before = AgentTable(database), datetime.now(UTC)
@@ -214,8 +206,7 @@ async def test_runs_are_matched_again_only_if_a_run_or_an_agent_changed(database
     for _ in range(3):
         assert await table.assign(counted) == []
     assert passes == [(1, 1)]
-    run = await table.get("pair")
-    assert run is not None
+    run = await run_in(table, "pair")
     assert "1 of 1 agent can take it" in (run.waits_for or "")
     await AgentTable(database).add(an_agent("second"))
     assert await table.assign(counted) == ["pair"]

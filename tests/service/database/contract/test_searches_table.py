@@ -1,4 +1,4 @@
-"""Searches and plans on every kind of database: transactions, leases and fences."""
+"""Searches and plans on every kind of database: transactions, leases, fences and submitters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from datetime import UTC
 
 import pytest
 from sqlalchemy import func, select, text
-from support.stored import a_layout_search, a_plan, a_search, claimed, found_in, next_of
-from zbv_service.database import Database, PlanTable, SearchEventTable, SearchTable, TooManySearches
+from sqlalchemy.orm import Session
+from support.serving import DEADLINE
+from support.stored import a_layout_search, a_plan, a_run, a_search, claimed, found_in, next_of
+from zbv_service.database import (
+    Database,
+    PlanTable,
+    RunTable,
+    SearchEventTable,
+    SearchGone,
+    SearchTable,
+    TooManySearches,
+)
 from zbv_service.database.models import SearchRow
-from zbv_service.documents.packing import pack
-from zbv_service.records.plans import NewPlan, Refusal
+from zbv_service.documents.problems import pack
+from zbv_service.records.plans import Refusal
 from zbv_service.records.searches import NewRanking, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound
 
@@ -28,7 +38,7 @@ async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
 
     with pytest.raises(LookupError):
         await change_and_fail()
-    async with database.reading() as session:
+    async with database.writing() as session:
         assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
 
 
@@ -79,7 +89,7 @@ async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan
     table = SearchTable(database)
     await table.add(a_search("a", placement="auto", layers=8))
     claim = await next_of(table)
-    found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), cut_bound=4.0)
+    found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), search_bound=4.0)
     assert await table.finished("a", claim.fence, found)
     record = await found_in(table)
     assert (record.objective, record.lower_bound, record.gap) == (5.0, 4.0, 0.25)
@@ -94,7 +104,7 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     await table.add(a_search("a"))
     old = await next_of(table, "old")
     assert await table.progressed("a", old.fence, BETTER)
-    assert await table.requeue_of({"old"}) == 1
+    assert await table.requeue_lost({"old"}) == 1
     new = await next_of(table, "new")
     assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
 
@@ -114,17 +124,6 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert not await table.finished("a", new.fence, a_plan("p"))
 
 
-async def test_a_renewed_lease_does_not_expire(database: Database) -> None:
-    table = SearchTable(database)
-    await table.add(a_search("a"))
-    claim = await table.claim("me", 0.0)
-    assert claim is not None
-    await table.renew("me", {"a": claim.fence}, 60)
-    assert await table.requeue_expired() == 0
-    await table.renew("me", {"a": claim.fence}, -1.0)
-    assert await table.requeue_expired() == 1
-
-
 async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database: Database) -> None:
     table = SearchTable(database)
     claim = await claimed(table)
@@ -135,16 +134,6 @@ async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database
     assert await table.finished("a", claim.fence, a_plan("p"))
     ended = await found_in(table)
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
-
-
-async def test_a_released_search_resumes_from_its_incumbent(database: Database) -> None:
-    table = SearchTable(database)
-    claim = await claimed(table)
-    assert await table.requeue("a", claim.fence, BETTER)
-    record = await found_in(table)
-    assert (record.state, record.objective, record.crashes) == ("queued", 5, 0)
-    again = await next_of(table, "another")
-    assert (again.incumbent, again.fence) == (b"ranks", claim.fence + 1)
 
 
 async def test_a_search_fails_after_too_many_crashes(database: Database) -> None:
@@ -195,17 +184,24 @@ async def test_a_search_fails_after_too_many_evictions_without_progress(database
 
 async def test_a_reading_session_sees_one_consistent_state(database: Database, second: Database) -> None:
     count = select(func.count()).select_from(SearchRow)
-    async with database.reading() as session:
-        before = await session.scalar(count)
-        await SearchTable(second).add(a_search("a"))
-        assert await session.scalar(count) == before
+    loop = asyncio.get_running_loop()
+
+    def find(session: Session) -> list[int | None]:
+        before = session.scalar(count)
+        added = asyncio.run_coroutine_threadsafe(SearchTable(second).add(a_search("a")), loop)
+        added.result(DEADLINE)
+        return [before, session.scalar(count)]
+
+    async with database.writing():
+        pass  # switches SQLite to write-ahead logging, as the migration of a service does
+    assert await database.read(find) == [0, 0]
     assert (await database.rows(count))[0][0] == 1
 
 
 async def test_a_plan_is_stored_once_with_its_time_in_utc(database: Database) -> None:
     table, plan = PlanTable(database), a_plan("p")
     assert await table.add(plan)
-    assert not await table.add(NewPlan(a_plan("p").summary, b"another document", "problem"))
+    assert not await table.add(replace(a_plan("p"), document=b"another document"))
     assert await table.document("p") == b"document"
     assert await table.document("q") is None
     (stored,) = await table.newest(1)
@@ -293,3 +289,71 @@ async def test_callers_that_submit_at_once_do_not_exceed_their_limits(
 
     found = {caller: await asyncio.gather(*(add(number, caller) for number in range(20))) for caller in "ab"}
     assert {caller: sum(accepted) for caller, accepted in found.items()} == {"a": 5, "b": 5}
+
+
+KEY = "key"
+
+
+async def client_asks(database: Database, name: str) -> str:
+    record, _ = await SearchTable(database).add(a_search(name, KEY))
+    return record.id
+
+
+async def run_asks(database: Database, run_id: str) -> str:
+    while True:
+        record, _ = await SearchTable(database).add(a_search(f"of-{run_id}", KEY), for_run=True)
+        try:
+            await RunTable(database).add(a_run(run_id, 1, plan_id=None, search_id=record.id))
+        except SearchGone:
+            continue
+        return record.id
+
+
+async def cancel_run(database: Database, run_id: str, search_id: str) -> None:
+    record = await RunTable(database).request_cancel(run_id)
+    assert record is not None
+    assert record.state == "cancelled"
+    await SearchTable(database).cancel_unwanted(search_id)
+
+
+async def goes_on(database: Database, search_id: str) -> bool:
+    return not (await found_in(SearchTable(database), search_id)).cancel_requested
+
+
+async def test_the_last_run_that_waits_for_a_search_cancels_it(database: Database) -> None:
+    search = await run_asks(database, "one")
+    assert {await run_asks(database, "two"), await run_asks(database, "three")} == {search}
+    for run_id, left in (("two", True), ("one", True), ("three", False)):
+        await cancel_run(database, run_id, search)
+        assert await goes_on(database, search) == left
+    assert await run_asks(database, "later") == "of-later"
+
+
+@pytest.mark.parametrize("client_is_first", [True, False])
+async def test_a_cancelled_run_keeps_a_search_that_a_client_submitted_too(
+    database: Database, client_is_first: bool
+) -> None:
+    asking = [client_asks, run_asks] if client_is_first else [run_asks, client_asks]
+    first, search = [await asks(database, "run") for asks in asking]
+    assert search == first
+    await cancel_run(database, "run", search)
+    assert await goes_on(database, search)
+
+
+async def test_a_request_that_joins_a_search_during_its_cancellation_gets_a_live_search(
+    any_database_url: str,
+) -> None:
+    databases = [Database(any_database_url) for _ in range(3)]
+    first = await run_asks(databases[0], "first")
+    for turn in range(6):
+        _, theirs, mine = await asyncio.gather(
+            cancel_run(databases[0], "first" if turn == 0 else f"run-{turn - 1}", first),
+            run_asks(databases[1], f"run-{turn}"),
+            client_asks(databases[2], f"client-{turn}") if turn % 2 else asyncio.sleep(0),
+        )
+        assert await goes_on(databases[0], theirs)
+        if mine is not None:
+            assert await goes_on(databases[0], mine)
+        first = theirs
+    for database in databases:
+        await database.close()

@@ -190,23 +190,19 @@ def test_contradicting_clocks_are_detected() -> None:
     assert (vague.uncertainty, clock_conflict(plan, vague).count) == (30.0, 0)
 
 
-def test_a_trace_without_an_action_is_refused() -> None:
-    plan = plan_of(uniform(2, 4))
+def test_a_step_that_is_not_the_plans_is_refused() -> None:
+    plan, other = plan_of(uniform(2, 4), 1), plan_of(uniform(2, 4), 2)
     documents = trace_documents(plan.problem, plan.orders, plan_id=plan.plan_id)
     for document in documents:
         document["steps"][0]["actions"] = []
-    with pytest.raises(InvalidInput, match="ran 0 actions"):
-        lay_out(plan, [parse_rank_trace(document) for document in documents], 0, MICROSECOND)
-
-
-def test_a_rank_that_did_not_run_its_list_is_refused() -> None:
-    plan, other = plan_of(uniform(2, 4), 1), plan_of(uniform(2, 4), 2)
-    with pytest.raises(InvalidInput, match="not its list of plan"):
-        lay_out(plan, as_planned(other), 0, MICROSECOND)
-    with pytest.raises(InvalidInput, match="ranks 0 to 1"):
-        lay_out(plan, as_planned(plan_of(uniform(3, 4)))[2:], 0, MICROSECOND)
-    with pytest.raises(InvalidInput, match="step 9"):
-        lay_out(plan, as_planned(plan), 9, MICROSECOND)
+    for traces, step, message in (
+        ([parse_rank_trace(document) for document in documents], 0, "ran 0 actions"),
+        (as_planned(other), 0, "not its list of plan"),
+        (as_planned(plan_of(uniform(3, 4)))[2:], 0, "ranks 0 to 1"),
+        (as_planned(plan), 9, "step 9"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            lay_out(plan, traces, step, MICROSECOND)
 
 
 def test_sources_are_the_producers_on_other_ranks() -> None:

@@ -38,54 +38,42 @@ def explained(plan: Plan, problem: Problem | None = None, change: Any = None) ->
     return explain(plan, step, account(plan, step))
 
 
-def with_costs(plan: Plan, **changes: Any) -> Problem:
-    return replace(plan.problem, costs=replace(plan.problem.costs, **changes))
+def times(plan: Plan, factor: float, *names: str, rank: int | None = None) -> Problem:
+    """The plan's problem with these costs, of one rank or of all, this much longer."""
+    costs, stages = plan.problem.costs, range(plan.problem.n_stages)
+    slow = stages if rank is None else plan.problem.placement.stages_of[rank]
+    changes = {
+        name: tuple(
+            cost * (factor if at in slow or name == "p2p" else 1.0)
+            for at, cost in enumerate(getattr(costs, name))
+        )
+        for name in names
+    }
+    return replace(plan.problem, costs=replace(costs, **changes))
 
 
-def of_rank(plan: Plan, rank: int, factor: float, costs: tuple[float, ...]) -> tuple[float, ...]:
-    stages = plan.problem.placement.stages_of[rank]
-    return tuple(cost * (factor if stage in stages else 1.0) for stage, cost in enumerate(costs))
+ACTIONS = ("forward", "backward_input", "backward_weight")
 
 
-def test_slow_actions_of_one_letter_on_one_rank_are_the_main_cause(plan: Plan) -> None:
-    weights = of_rank(plan, 2, 2.5, plan.problem.costs.backward_weight)
-    found = explained(plan, with_costs(plan, backward_weight=weights))
+@pytest.mark.parametrize(
+    ("factor", "names", "rank", "cause", "said"),
+    [
+        (2.5, ["backward_weight"], 2, ("actions", 2, "W"), "Rank 2's W took 2.50 × what was planned"),
+        (1.5, ACTIONS, 1, ("actions", 1, None), "Rank 1's actions took 1.50 ×"),
+        (6, ["p2p"], None, ("transfers", None, None), "Transfers took 6.00 × what was planned"),
+        (1.4, ["forward"], None, ("actions", None, "F"), "F took 1.40 × what was planned, over all ranks"),
+    ],
+)
+def test_the_one_deviation_is_the_main_cause(
+    plan: Plan, factor: float, names: list[str], rank: int | None, cause: tuple[object, ...], said: str
+) -> None:
+    found = explained(plan, times(plan, factor, *names, rank=rank))
     assert found.main is not None
-    assert (found.main.kind, found.main.rank, found.main.letter) == ("actions", 2, "W")
-    assert found.main.ratio == pytest.approx(2.5)
+    assert (found.main.kind, found.main.rank, found.main.letter) == cause
+    assert found.main.ratio == pytest.approx(factor)
     assert found.share(found.main) >= 0.6
-    assert "Rank 2's W took 2.50 × what was planned" in sentence(found)
+    assert said in sentence(found)
     assert "longer than planned" in sentence(found)
-
-
-def test_a_rank_with_only_slow_actions_is_reported_without_a_letter(plan: Plan) -> None:
-    costs = plan.problem.costs
-    slow = replace(
-        costs,
-        forward=of_rank(plan, 1, 1.5, costs.forward),
-        backward_input=of_rank(plan, 1, 1.5, costs.backward_input),
-        backward_weight=of_rank(plan, 1, 1.5, costs.backward_weight),
-    )
-    found = explained(plan, replace(plan.problem, costs=slow))
-    assert found.main is not None
-    assert (found.main.kind, found.main.rank, found.main.letter) == ("actions", 1, None)
-    assert "Rank 1's actions took 1.50 ×" in sentence(found)
-
-
-def test_slow_transfers_are_distinguished_from_slow_actions(plan: Plan) -> None:
-    found = explained(plan, with_costs(plan, p2p=tuple(6 * each for each in plan.problem.costs.p2p)))
-    assert found.main is not None
-    assert found.main.kind == "transfers"
-    assert "Transfers took 6.00 × what was planned" in sentence(found)
-
-
-def test_a_letter_that_is_slow_on_all_ranks_is_reported_for_all_ranks(plan: Plan) -> None:
-    found = explained(
-        plan, with_costs(plan, forward=tuple(1.4 * each for each in plan.problem.costs.forward))
-    )
-    assert found.main is not None
-    assert (found.main.rank, found.main.letter) == (None, "F")
-    assert "F took 1.40 × what was planned, over all ranks" in sentence(found)
 
 
 def test_time_between_actions_is_found_although_none_is_planned(plan: Plan) -> None:
@@ -103,17 +91,7 @@ def test_time_between_actions_is_found_although_none_is_planned(plan: Plan) -> N
 
 
 def test_a_faster_step_is_explained_too(plan: Plan) -> None:
-    costs = plan.problem.costs
-    found = explained(
-        plan,
-        with_costs(
-            plan,
-            **{
-                name: tuple(0.5 * each for each in getattr(costs, name))
-                for name in ("forward", "backward_input")
-            },
-        ),
-    )
+    found = explained(plan, times(plan, 0.5, "forward", "backward_input"))
     assert found.difference < 0
     assert found.main is not None
     assert found.main.effect < 0

@@ -32,8 +32,7 @@ from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memo
 from zbv_worker.model.checks import build_layers, build_stage, checked_microbatch, layer_names
 from zbv_worker.model.protocol import Layered, Microbatch, PipelineModel
 from zbv_worker.stage.main_gradients import use_main_gradients
-from zbv_worker.stage.precision import AUTOCAST
-from zbv_worker.stage.program import PLAIN, Program
+from zbv_worker.stage.program import AUTOCAST, PLAIN, Program
 from zbv_worker.stage.stage import Stage
 from zbv_worker.values.packing import zero_gradient
 from zbv_worker.values.structure import bytes_of, map_tensors

@@ -12,8 +12,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.stage.boundary import Gradient
 from zbv_worker.stage.layers import NO_KEYWORDS
-from zbv_worker.stage.precision import AUTOCAST
-from zbv_worker.stage.program import PLAIN, Program
+from zbv_worker.stage.program import AUTOCAST, PLAIN, Program
 from zbv_worker.stage.stage import Stage
 from zbv_worker.values.packing import copied, zero_gradient
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.execution.rank_plan import producer_of
-from zbv_worker.execution.whole_plan import WholePlan
 from zbv_worker.measure.tables import table_of_numbers
 from zbv_worker.tracing.merged_trace import END, START, WAIT, RankTrace
 

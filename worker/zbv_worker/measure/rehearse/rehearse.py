@@ -21,16 +21,22 @@ from zbv_solver.problem.problem import LETTERS
 from zbv_worker.errors import naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
-from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.execution.plan_source import SECONDS, PlanSource, WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.execution.step import StepResult
-from zbv_worker.execution.timeline import HostTimeline
-from zbv_worker.execution.whole_plan import SECONDS, WholePlan
+from zbv_worker.execution.timeline import HostTimeline, StepResult
 from zbv_worker.host.cores import keep_freed_memory
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
-from zbv_worker.tracing.clocks import DEFAULT_CLOCK, Alignment, Clock, find_offsets
-from zbv_worker.tracing.merged_trace import RankTrace, claim, collect, render
+from zbv_worker.tracing.merged_trace import (
+    DEFAULT_CLOCK,
+    Alignment,
+    Clock,
+    RankTrace,
+    claim,
+    collect,
+    find_offsets,
+    render,
+)
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World

@@ -1,0 +1,148 @@
+"""Gradient sums over replicas start at a stage's last W, and are complete at the step's end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import zbv_worker.gradients.buckets
+from support.thread_transport import ThreadHub, ThreadTransport
+from torch import Tensor, nn
+from zbv_worker.errors import InvalidRun
+from zbv_worker.gradients.gradients import Gradients, SummedGradients, multiply, squares
+from zbv_worker.transport.channels import Reduction
+
+
+class Watched(ThreadTransport):
+    """Records which sums have started."""
+
+    def __init__(self, hub: ThreadHub, rank: int):
+        super().__init__(hub, rank)
+        self.begun: list[int] = []
+
+    def sum_over_replicas(self, tensor: Tensor) -> Reduction:
+        self.begun.append(tensor.numel())
+        return super().sum_over_replicas(tensor)
+
+
+def two_stages() -> dict[int, nn.Module]:
+    frozen = nn.Linear(5, 5)
+    frozen.requires_grad_(False)
+    return {
+        0: nn.Sequential(nn.Linear(2, 3), frozen),
+        3: nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1).double()),
+    }
+
+
+def on_replicas(work: Callable[[Watched], None], replicas: int = 2) -> None:
+    hub = ThreadHub(1, replicas)
+    failures: list[BaseException] = []
+
+    def replica_main(rank: int) -> None:
+        try:
+            work(Watched(hub, rank))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=replica_main, args=(rank,)) for rank in range(replicas)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    if failures:
+        raise failures[0]
+
+
+def fill(modules: dict[int, nn.Module], value: float) -> None:
+    for module in modules.values():
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.grad is not None:
+                parameter.grad.add_(value)
+
+
+def test_a_stages_sum_starts_after_its_last_addition() -> None:
+    def work(transport: Watched) -> None:
+        modules = two_stages()
+        gradients = SummedGradients(modules, transport)
+        for step in range(2):
+            transport.begun.clear()
+            gradients.begin()
+            fill(modules, transport.replica + 1.0)
+            gradients.stage_done(3)
+            assert sorted(transport.begun) == [2, 3]  # 1 + 1 doubles, 3 floats: one buffer per type
+            gradients.stage_done(0)
+            assert sorted(transport.begun) == [2, 3, 9]
+            gradients.finish(10.0)
+            for parameter in gradients.parameters:
+                assert torch.equal(parameter.grad, torch.full_like(parameter, 3.0)), step  # type: ignore[arg-type]
+        # Each of the two replicas contributes half of 14 squares of 3.
+        squared = gradients.square_sum()
+        assert squared is not None
+        assert float(squared) == pytest.approx(14 * 9 / 2)
+
+    on_replicas(work)
+
+
+def test_frozen_parameters_take_no_part() -> None:
+    modules = two_stages()
+    found = Gradients(modules).parameters
+    assert len(found) == 5
+    assert all(parameter.requires_grad for parameter in found)
+
+
+def test_a_parameter_of_two_stages_is_summed_after_both() -> None:
+    def work(transport: Watched) -> None:
+        modules: dict[int, nn.Module] = {0: nn.Linear(2, 2, bias=False), 3: nn.Linear(2, 2, bias=False)}
+        modules[3].register_parameter("weight", modules[0].get_parameter("weight"))
+        gradients = SummedGradients(modules, transport)
+        gradients.begin()
+        gradients.stage_done(3)
+        assert transport.begun == []
+        gradients.stage_done(0)
+        assert transport.begun == [4]
+
+    on_replicas(work)
+
+
+def test_large_stages_are_summed_in_pieces_the_last_layers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zbv_worker.gradients.buckets, "_BUCKET_BYTES", 48)
+    hub = ThreadHub(1, 1)
+    transport = Watched(hub, 0)
+    layers = nn.Sequential(*(nn.Linear(size, 2, bias=False) for size in (1, 4, 3, 20)))
+    gradients = SummedGradients({0: layers}, transport)
+    gradients.begin()
+    gradients.stage_done(0)
+    assert transport.begun == [40, 6, 10]
+
+
+def test_a_step_with_an_unfinished_stage_raises_an_error() -> None:
+    gradients = SummedGradients(two_stages(), ThreadHub(1, 1).transport(0))
+    gradients.begin()
+    gradients.stage_done(0)
+    with pytest.raises(RuntimeError, match=r"stages \[3\] are incomplete"):
+        gradients.finish(1.0)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    modules: dict[int, nn.Module] = {0: nn.Sequential(nn.Embedding(4, 2, sparse=True))}
+    with pytest.raises(InvalidRun, match="found a sparse embedding, 0"):
+        SummedGradients(modules, ThreadHub(1, 1).transport(0))
+
+
+def test_squares_add_up_in_any_type() -> None:
+    found = squares([torch.full((3,), 2.0), torch.full((2,), 300.0).half(), torch.ones(4).double()])
+    assert found is not None
+    assert float(found) == pytest.approx(12 + 180_000 + 4)  # 300² overflows float16
+    assert squares([]) is None
+
+
+@pytest.mark.parametrize("factor", [0.1, torch.tensor(0.1, dtype=torch.float64)])
+def test_a_factor_on_the_device_scales_like_a_number(factor: Tensor | float) -> None:
+    found = [torch.full((3,), 3.0, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    expected = [each * 0.1 for each in found]
+    multiply(found, factor)
+    for mine, right in zip(found, expected, strict=True):
+        assert torch.equal(mine, right)
+        assert mine.dtype == right.dtype

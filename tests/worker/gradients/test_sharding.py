@@ -1,0 +1,144 @@
+"""Sharded replicas train like unsharded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.paths import TESTS
+from support.sharded_rank import CASES
+from support.thread_transport import ThreadHub
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from zbv_worker.errors import InvalidRun
+from zbv_worker.gradients.fully_sharded import divide, dividing
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+
+CPU = torch.device("cpu")
+RANKS = range(4)
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By rank, case and whether it was sharded."""
+    folder = tmp_path_factory.mktemp("sharded")
+    command = python_command("support.sharded_rank", str(folder))
+    with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
+        ranks.wait(timeout=120)
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in RANKS]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("case", sorted(set(CASES) - {"clipped"}))
+def test_sharded_replicas_get_exactly_the_parameters_of_unsharded_ones(
+    found: Found, case: str, rank: int
+) -> None:
+    """Two replicas add two numbers, so even the rounding is equal.
+
+    Tied parameters have two copies, whose gradients are added up in another order than those of one tensor.
+    With parameters in half precision, ``fully_shard`` rounds the gradients of every microbatch before it adds
+    them up in float32; the sums of whole gradients are not rounded.
+    """
+    whole, sharded = found[rank][case][False], found[rank][case][True]
+    assert sharded["losses"] == whole["losses"]
+    assert sharded["evaluations"] == whole["evaluations"]
+    assert set(sharded["parameters"]) == set(whole["parameters"])
+    rtol, atol = {"half": (2**-8, 3e-4), "tied": (1e-6, 1e-8), "tied over ranks": (1e-6, 1e-8)}.get(
+        case, (0.0, 0.0)
+    )
+    for name, value in whole["parameters"].items():
+        torch.testing.assert_close(sharded["parameters"][name], value, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_the_norm_for_clipping_includes_the_parts_of_all_replicas(found: Found, rank: int) -> None:
+    whole, sharded = found[rank]["clipped"][False], found[rank]["clipped"][True]
+    assert sharded["norms"] == pytest.approx(whole["norms"], rel=1e-6)
+    for name, value in whole["parameters"].items():
+        torch.testing.assert_close(sharded["parameters"][name], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_kept_by_one_replica_but_for_those_of_a_loss(found: Found, case: str) -> None:
+    for rank in (0, 2):  # replicas of a position are neighbours
+        for name, value in found[rank][case][False]["parameters"].items():
+            kept = [found[one][case][True]["kept"][name] for one in (rank, rank + 1)]
+            if name.startswith("loss."):
+                assert kept == [value.numel()] * 2
+                continue
+            assert sum(kept) == value.numel()
+            assert max(kept) <= (value.shape[0] + 1) // 2 * (value.numel() // value.shape[0])
+
+
+def test_gradients_in_half_precision_are_summed_in_float32(found: Found) -> None:
+    """In bfloat16, 256 + 1 is 256, and the sum over the replicas would be 512."""
+    assert [each["sum of halves"] for each in found] == [518.0 + 2] * 4
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """One rank."""
+    store = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def with_scalar() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    return module
+
+
+def with_hook() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight.register_hook(torch.neg)  # type: ignore[no-untyped-call]  # torch's own
+    return module
+
+
+def with_two_types() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (with_scalar, r"'scale' of a Linear without dimensions; .* Give it the shape \(1,\)"),
+        (with_hook, "'weight' of a Linear with a hook, .* Remove the hook"),
+        (with_two_types, "bfloat16, float32 in one Sequential; .* Convert the layer"),
+    ],
+)
+def test_a_parameter_that_cannot_be_divided_is_refused(
+    group: dist.ProcessGroup, layer: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises(InvalidRun, match=message):
+        divide(nn.Sequential(layer()), group, CPU)
+
+
+def test_one_replica_is_refused() -> None:
+    with pytest.raises(InvalidRun, match=r"found one replica; .* Pass --data-parallel"):
+        dividing(ThreadHub(1).transport(0), CPU)
+
+
+def test_a_parameter_that_layers_of_a_stage_share_stays_whole(group: dist.ProcessGroup) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    shared = module[2].weight = module[0].weight
+    divide(module, group, CPU)
+    assert module[0].weight is module[2].weight is shared
+    assert {name for name, each in module.named_parameters() if isinstance(each, DTensor)} == {
+        "0.bias", "1.weight", "1.bias", "2.bias"
+    }  # fmt: skip
+
+
+def test_a_stage_with_fully_shard_stays_as_it_is(group: dist.ProcessGroup) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(module[1], mesh=DeviceMesh.from_group(group, "cpu"))
+    divide(module, group, CPU)
+    assert [isinstance(each, DTensor) for each in module.parameters()] == [False] * 2 + [True] * 2

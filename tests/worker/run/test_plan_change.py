@@ -1,0 +1,294 @@
+"""A run changes to another plan at the same step on every rank, and the training stays the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import zbv_worker.run.plan_change
+from support.gradients import relative_error
+from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
+from support.trained import Remembering, Trained, train_alone, train_in_threads
+from torch import nn
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
+from zbv_solver.problem.writing import problem_json
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.run.options import TrainingOptions
+from zbv_worker.run.plan_change import NextPlan, PlanFile, Swaps
+
+STEPS = 40
+
+
+def problem_of(microbatches: int = 3) -> Problem:
+    placement = Placement.of("v", 2)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> str:
+    path.write_text(json.dumps({"problem": problem_json(problem), "ranks": orders.all_text()}))
+    return identity(problem_json(problem), orders.all_text())
+
+
+@pytest.fixture(autouse=True)
+def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 0.01)
+
+
+class Arriving(Remembering):
+    """A model that writes the next plan during step 3."""
+
+    next_plan: Path
+    text: str
+
+    def microbatch(self, step: int, index: int):  # type: ignore[no-untyped-def]
+        if step == 3 and index == 0 and not self.next_plan.exists():
+            self.next_plan.write_text(self.text)
+        return super().microbatch(step, index)
+
+
+class Unsplit(nn.Linear):
+    """A Linear that W does not compute."""
+
+
+class ArrivingUnsplit(Arriving):
+    """Without split modules in its last layers."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        for child in module.modules() if stage == n_stages - 1 else ():
+            if type(child) is nn.Linear:
+                child.__class__ = Unsplit
+        return module
+
+
+def train_with(path: Path, text: str, replicas: int = 1, model: type[Arriving] = Arriving) -> Trained:
+    problem = problem_of()
+    Arriving.next_plan, Arriving.text = path, text
+    options = TrainingOptions(replicas=replicas, next_plan=path)
+    return train_in_threads(problem, random_orders(problem, Random(0)), options, STEPS, model=model)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_all_ranks_change_plan_at_the_same_step_without_changing_the_training(
+    replicas: int, tmp_path: Path
+) -> None:
+    problem = problem_of()
+    plan_id = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(1)))
+    found = train_with(tmp_path / "next.json", (tmp_path / "other.json").read_text(), replicas)
+    plans = [[line.plan_id for line in report.lines] for report in found.reports]
+    changed = plans[0].index(plan_id)
+    assert changed > 3
+    assert all(p == [plans[0][0]] * changed + [plan_id] * (STEPS - changed) for p in plans)
+    expected, losses, _ = train_alone(3 * replicas, STEPS)
+    assert relative_error(found.parameters[0], expected) < 1e-4
+    assert found.losses == pytest.approx(losses, rel=1e-4)
+    # The records are those of the new plan only.
+    newest = found.reports[0].newest()
+    assert len(newest) == STEPS - changed
+    assert {str(r.action) for r in newest[0].records} == {str(r.action) for r in newest[-1].records}
+
+
+def test_the_warnings_about_a_plan_are_repeated_for_the_next_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = replace(problem_of(), measured=(("precision", "bfloat16"),))
+    plan_id = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(1), 0.0))
+    found = train_with(tmp_path / "next.json", (tmp_path / "other.json").read_text(), model=ArrivingUnsplit)
+    said = capsys.readouterr().err
+    measured = f"plan {plan_id[:12]}: its costs were measured with"
+    assert said.count(measured) == 1
+    assert "precision bfloat16 (here: float32)" in said
+    changed = [line.plan_id for line in found.reports[0].lines].index(plan_id)
+    steps = [event["step"] for report in found.reports for event in report.events if event["stage"] == 3]
+    assert steps[-1] == changed
+    assert said.count("stage 3: W computes") == len(steps)
+
+
+def test_an_incompatible_plan_is_refused_and_the_run_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = problem_of(microbatches=4)
+    write_plan(tmp_path / "larger.json", larger, random_orders(larger, Random(0)))
+    found = train_with(tmp_path / "next.json", (tmp_path / "larger.json").read_text())
+    assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
+    message = "can only change to a plan with 2 ranks, placement v and 3 microbatches"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("{", "found no JSON ("), (json.dumps({"problem": {}, "ranks": []}), "/problem")]
+)
+def test_a_file_without_a_plan_is_reported_and_ignored(
+    text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = problem_of()
+    path = tmp_path / "next.json"
+    path.write_text(text)
+    watched = PlanFile(path, RankPlan.of("0" * 64, problem, random_orders(problem, Random(0)), 0))
+    watched.look()
+    watched.close()
+    assert watched.take() is None
+    assert f"{path}: the plan is unchanged: {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_where_hosts_run_ahead_of_their_gpus_a_plan_is_announced_one_step_earlier(
+    is_late: bool, tmp_path: Path
+) -> None:
+    problem = problem_of()
+    hub = ThreadHub(2)
+    path = tmp_path / "next.json"
+    write_plan(path, problem, random_orders(problem, Random(1)))
+    current = RankPlan.of("0" * 64, problem, random_orders(problem, Random(0)), 0)
+    first, second = (Swaps(hub.transport(rank), path, current, is_late=is_late) for rank in range(2))
+    assert first._file is not None
+    first._file.look()
+    changes = 6 if is_late else 5
+    found = [(first.before(step), second.before(step)) for step in range(4, 8)]
+    for swaps in (first, second):
+        swaps.close()
+    assert [[plan is not None for plan in plans] for plans in found] == [
+        [step == changes] * 2 for step in range(4, 8)
+    ]
+
+
+def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
+    problem = problem_of()
+    write_plan(tmp_path / "same.json", problem, random_orders(problem, Random(0)))
+    found = train_with(tmp_path / "next.json", (tmp_path / "same.json").read_text())
+    assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
+
+
+class Changing(PlanFile):
+    """A plan file that finds the next of some plans whenever it looks."""
+
+    def __init__(self, plans: Iterator[str]):
+        problem = problem_of()
+        super().__init__(Path("absent"), RankPlan.of("first", problem, random_orders(problem, Random(0)), 0))
+        self.close()  # the tests call look()
+        self._plans = plans
+        self._path = Versions()  # type: ignore[assignment]  # only stat() is used
+
+    def _read(self) -> NextPlan:
+        return NextPlan(next(self._plans), ())
+
+
+class Versions:
+    """A path whose file changes with every look."""
+
+    def __init__(self) -> None:
+        self._version = 0
+
+    def stat(self) -> os.stat_result:
+        self._version += 1
+        return os.stat_result((0, self._version, *([0] * 8)))
+
+
+def test_no_plan_is_lost_between_two_threads() -> None:
+    """The newest plan is taken last, however the threads interleave."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            watched = Changing(iter([str(number) for number in range(40)]))
+            taken: list[str] = []
+            finder = threading.Thread(target=lambda each: [each.look() for _ in range(40)], args=(watched,))
+            finder.start()
+            while finder.is_alive():
+                taken += [plan.plan_id for plan in [watched.take()] if plan is not None]
+            finder.join()
+            taken += [plan.plan_id for plan in [watched.take()] if plan is not None]
+            assert taken[-1] == "39"
+            assert taken == sorted(set(taken), key=int)  # each once, in order
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_plan_that_arrives_while_another_is_taken_is_not_dropped() -> None:
+    """Forces the interleaving: the finder runs in the middle of a take."""
+
+    class Interrupted(Changing):
+        _finder: threading.Thread
+        _is_armed = False
+
+        def __setattr__(self, name: str, value: object) -> None:
+            # Between reading and clearing, if that is not atomic.
+            if name == "_found" and value is None and self._is_armed:
+                self._is_armed = False
+                finder = threading.Thread(target=self.look)
+                finder.start()
+                finder.join(0.2)  # it cannot end while the take holds the lock
+                self._finder = finder
+            super().__setattr__(name, value)
+
+    watched = Interrupted(iter(["a", "b"]))
+    watched.look()
+    watched._is_armed = True
+    first = watched.take()
+    watched._finder.join(10)
+    second = watched.take()
+    assert [plan.plan_id for plan in (first, second) if plan is not None] == ["a", "b"]
+
+
+def test_the_previous_plan_may_return_before_the_next_one_starts() -> None:
+    watched = Changing(iter(["other", "first", "first"]))
+    found = []
+    for _ in range(3):
+        watched.look()
+        found.append(watched.take())
+    assert [None if plan is None else plan.plan_id for plan in found] == ["other", "first", None]
+
+
+def test_an_unreadable_file_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    class Busy(Changing):
+        def _read(self) -> NextPlan:
+            plan = next(self._plans)
+            if plan == "busy":
+                raise OSError("stale file handle")
+            return NextPlan(plan, ())
+
+    watched = Busy(iter(["busy", "next"]))
+    watched._path = Once()  # type: ignore[assignment]  # only stat() is used
+    watched.look()
+    assert "stale file handle" in capsys.readouterr().err
+    watched.look()
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == "next"
+
+
+class Once:
+    """A file that does not change."""
+
+    def stat(self) -> os.stat_result:
+        return os.stat_result((0, 1, *([0] * 8)))
+
+
+def test_an_unreadable_file_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = problem_of()
+    orders = random_orders(problem, Random(0))
+    (tmp_path / "next.json").mkdir()
+    watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, problem, orders, 0))
+    for _ in range(3):
+        watched.look()
+    watched.close()
+    assert capsys.readouterr().err.count("the plan is unchanged") == 1
+    (tmp_path / "next.json").rmdir()
+    plan_id = write_plan(tmp_path / "next.json", problem, orders)
+    watched.look()
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == plan_id

@@ -1,0 +1,273 @@
+"""``zbv-worker run`` on real processes: it trains, and errors name the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+from support.selfcheck import random_orders
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import identity
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
+from zbv_solver.problem.writing import problem_json
+from zbv_worker.commands.cli import main
+from zbv_worker.errors import InvalidRun
+from zbv_worker.execution.plan_source import PlanSource
+from zbv_worker.host.cores import usable_cores
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.model.spec import ModelSpec
+from zbv_worker.run import run
+from zbv_worker.run.options import RunOptions
+from zbv_worker.tracing.report import RankReport, read_reports, summarise
+from zbv_worker.transport.world import World
+
+MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
+
+
+def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
+    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
+    document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
+    path.write_text(json.dumps(document))
+    return path
+
+
+def problem_of(p: int, microbatches: int) -> Problem:
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    problem = problem_of(2, 4)
+    return write_plan(tmp_path / "random.json", problem, random_orders(problem, Random(3)))
+
+
+def run_arguments(plan: Path, *more: str, steps: int = 3, timeout: float = 20) -> list[str]:
+    model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
+    numbers = ["--steps", str(steps), "--timeout", str(timeout), "--threads", "1"]
+    return ["run", "--plan-file", str(plan), *model, *numbers, *more]
+
+
+def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
+    return LocalRanks([python_command("zbv_worker.commands.cli", *a) for a in arguments], folder)
+
+
+def until_said(started: LocalRanks, text: str) -> None:
+    """Wait until rank 0's log contains a text, or for two minutes."""
+    deadline = time.monotonic() + 120
+    while text not in started.log(0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_plans_that_take_turns_train_as_if_alone(plan_file: Path, tmp_path: Path) -> None:
+    """Two placements take turns step by step; each trains its own copy of the model."""
+    alone = run_arguments(plan_file, "--result-dir", str(tmp_path / "alone"))
+    with ranks([alone] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    expected = summarise(read_reports(tmp_path / "alone", 2)).losses
+    assert len(expected) == 3
+    assert expected[-1] < expected[0]
+
+    problem, orders = baseline("interleaved-1f1b", problem_of(2, 4))
+    other = write_plan(tmp_path / "loop.json", problem, orders)
+    folder = tmp_path / "turns"
+    arguments = run_arguments(plan_file, "--plan-file", str(other), "--result-dir", str(folder))
+    with ranks([arguments] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    for path in (plan_file, other):
+        found = summarise(read_reports(folder / identity_in(path), 2))
+        assert found.losses == pytest.approx(expected, rel=1e-5)
+        assert len(found.step_seconds) == 3
+
+
+def identity_in(path: Path) -> str:
+    plan_id: str = json.loads(path.read_text())["plan_id"]
+    return plan_id
+
+
+def test_results_are_written_before_the_groups_are_destroyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang() -> None:
+        raise KeyboardInterrupt
+
+    report, failures = RankReport("plan", 0), MagicMock()
+    failures.return_value.close_transport.side_effect = hang
+    monkeypatch.setattr(run, "_prepare", lambda *_: (torch.device("cpu"), [], object()))
+    monkeypatch.setattr(run, "train", lambda *_: [report])
+    monkeypatch.setattr(run, "open_transport", Mock())
+    monkeypatch.setattr(run, "GlooControl", Mock())
+    monkeypatch.setattr(run, "Failures", failures)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(RunOptions((), ModelSpec("a:b"), 1, threads=1, result_dir=tmp_path), World(0, 1, 0))
+    assert [found["rank"] for found in read_reports(tmp_path, 1)] == [0]
+
+
+def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:
+    problem = problem_of(2, 4)
+    other = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(4)))
+    with ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started:
+        with pytest.raises(LaunchError, match=r"ended with status 2"):
+            started.wait(timeout=240)
+        until_said(started, "the ranks differ")  # if rank 1 ended first
+    assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
+
+
+def test_ranks_share_the_hosts_cores_and_say_so(plan_file: Path, tmp_path: Path) -> None:
+    """Local ranks have OMP_NUM_THREADS, so the command removes it."""
+    arguments = run_arguments(plan_file, steps=1, timeout=60)
+    at = arguments.index("--threads")
+    command = python_command("zbv_worker.commands.cli", *arguments[:at], *arguments[at + 2 :])
+    with LocalRanks([["env", "-u", "OMP_NUM_THREADS", *command]] * 2, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+        threads = max(1, len(usable_cores()) // 2)
+        for rank in range(2):
+            said = rf"rank {rank}: {threads} compute threads? \(\d+ cores, 2 ranks on this host\)"
+            assert re.search(said, started.log(rank)), started.log(rank)
+
+
+def test_a_rank_that_cannot_start_ends_the_others_with_its_reason(plan_file: Path, tmp_path: Path) -> None:
+    problem = problem_of(1, 4)
+    other = write_plan(tmp_path / "one.json", problem, random_orders(problem, Random(4)))
+    commands = [
+        python_command("zbv_worker.commands.cli", *run_arguments(plan, timeout=600))
+        for plan in (plan_file, other)
+    ]
+    with LocalRanks(commands, tmp_path / "logs") as started:
+        with pytest.raises(LaunchError, match="the plan has 1 ranks"):
+            started.wait(timeout=240)
+        until_said(started, "zbv-worker:")
+        said = "rank 0, meeting the other ranks: rank 1 cannot start: found rank 1; the plan has 1 ranks"
+        assert said in started.log(0)
+        assert "Traceback" not in started.log(0) + started.log(1)
+
+
+def test_a_rank_that_does_not_start_is_named_within_the_timeout(plan_file: Path, tmp_path: Path) -> None:
+    arguments = run_arguments(plan_file, "--startup-timeout", "2", timeout=2)
+    there = python_command("zbv_worker.commands.cli", *arguments)
+    absent = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with (
+        LocalRanks([there, absent], tmp_path / "logs") as started,
+        pytest.raises(LaunchError, match=r"meeting the other ranks: rank 1 of 2 did not start within 2 s"),
+    ):
+        started.wait(timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("what", "late", "said"),
+    [
+        ("barrier", 2, "Ranks 2 failed to pass"),
+        ("ranks", 1, "rank 1 did not take part"),
+        ("replicas", 2, "rank 2 did not take part"),
+    ],
+)
+def test_an_absent_rank_of_a_collective_is_named_on_every_other_rank(
+    tmp_path: Path, what: str, late: int, said: str
+) -> None:
+    commands = [python_command("support.absent_rank", what, str(late), str(tmp_path))] * 3
+    with LocalRanks(commands, tmp_path / "logs") as started:
+        started.wait(timeout=240)
+    for rank in {0, 1, 2} - {late}:
+        assert said in (tmp_path / f"said-{rank}").read_text()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
+    plan_file: Path, tmp_path: Path, sign: signal.Signals
+) -> None:
+    arguments = run_arguments(plan_file, steps=1_000_000, timeout=3)
+    with ranks([arguments] * 2, tmp_path / "logs") as started:
+        until_said(started, "step 3:")
+        os.kill(started.processes[1].pid, sign)
+        with pytest.raises(LaunchError):
+            started.wait(timeout=240)
+        until_said(started, "zbv-worker:")
+        if sign == signal.SIGSTOP:
+            os.kill(started.processes[1].pid, signal.SIGKILL)
+        waited = (
+            r"rank 0 waited 3 s at \d[FIB]\d for the .* from rank 1"
+            if sign == signal.SIGSTOP
+            else r"connection|earlier send"
+        )
+        assert re.search(waited, started.log(0)), started.log(0)
+        assert "Traceback" not in started.log(0)
+
+
+@pytest.fixture
+def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set torchrun's variables for the only rank of a run."""
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "x"], "no plan given"),
+        (["--plan-file", "absent.json", "--model", "x"], "No such file"),
+        (["--plan-file", "PLAN", "--model", "gpt"], "must be package.module:factory"),
+        (["--plan-file", "PLAN", "--model", "nowhere.at:all"], "found no module 'nowhere'"),
+        (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "[1]"], "must be a JSON object"),
+        (["--plan-file", "PLAN", "--model", "json:dumps", "--model-args", "{"], "must be a JSON object"),
+    ],
+)
+def test_wrong_arguments_give_a_message_and_status_2(
+    arguments: list[str],
+    message: str,
+    plan_file: Path,
+    as_rank_0: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    replaced = [str(plan_file) if argument == "PLAN" else argument for argument in arguments]
+    assert main(["run", *replaced, "--timeout", "1"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_service_without_an_answer_is_a_lost_peer(
+    as_rank_0: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZBV_SERVER", "http://127.0.0.1:9")
+    assert main(["run", "--plan", "a", "--model", "zbv_worker.models.gpt:gpt", "--timeout", "1"]) == 1
+    assert "rank 0: no action list of plan a from http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_without_torchrun_the_message_says_how_to_start(
+    plan_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(run_arguments(plan_file)) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    for text in ("{", "{}", '{"problem": {}, "ranks": []}'):
+        path.write_text(text)
+        with pytest.raises(InvalidRun, match=re.escape(str(path))):
+            PlanSource(file=path).rank_plan(0, 1.0)
+    problem = problem_of(2, 1)
+    orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
+    write_plan(path, problem, orders)
+    with pytest.raises(InvalidRun, match=r"2F0|deadlock"):
+        PlanSource(file=path).rank_plan(0, 1.0)
+    write_plan(path, problem, random_orders(problem, Random(0)))
+    with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
+        PlanSource(file=path).rank_plan(2, 1.0)

@@ -1,0 +1,148 @@
+"""Runs whose loss has parameters, whose optimizer keeps the gradients, and that need what nobody computes."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support.plans import unit_problem
+from support.selfcheck import random_orders
+from support.trained import Remembering, train_alone, train_in_threads
+from torch import Tensor, nn
+from zbv_worker.errors import ModelError
+from zbv_worker.model.model import Model
+from zbv_worker.run.options import TrainingOptions
+from zbv_worker.transport.world import Layout
+
+WIDTH, MICROBATCHES, STEPS = 4, 3, 3
+
+
+class Scaled(nn.Module):
+    """A loss with a temperature: a sum and its weight, or the mean."""
+
+    def __init__(self, *, is_mean: bool = False) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.is_mean = is_mean
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        error = (self.temperature * output - target).square()
+        return error.mean() if self.is_mean else (error.sum(), error.numel())
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+
+
+def microbatch(step: int, index: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(2, WIDTH, generator=generator), torch.randn(2, WIDTH, generator=generator)
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+
+
+def trained_alone(microbatches: int, clip_norm: float) -> list[Tensor]:
+    module, loss = nn.Sequential(*layers()), Scaled(is_mean=True)
+    parameters = [*module.parameters(), *loss.parameters()]
+    stepper = torch.optim.SGD(parameters, lr=0.1)
+    for step in range(STEPS):
+        for index in range(microbatches):
+            input, target = microbatch(step, index)
+            torch.autograd.backward(loss(module(input), target) / microbatches)
+        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        stepper.step()
+        stepper.zero_grad()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_a_run_trains_the_parameters_of_a_loss(replicas: int, *, is_mean: bool) -> None:
+    models: list[tuple[list[nn.Module], Scaled]] = []
+
+    def model() -> Model:
+        made, loss = layers(), Scaled(is_mean=is_mean)
+        models.append((made, loss))
+        given: dict[str, Any] = {"loss": loss} if is_mean else {"loss_sum": loss}
+        return Model(made, data=microbatch, optimizer=optimizer, **given)
+
+    problem = unit_problem(2, MICROBATCHES)
+    options = TrainingOptions(replicas=replicas, clip_norm=0.5)
+    train_in_threads(problem, random_orders(problem, Random(1)), options, STEPS, model=model)
+    expected = trained_alone(MICROBATCHES * replicas, clip_norm=0.5)
+    layout = Layout(2, replicas)
+    for replica in range(replicas):
+        first, second = (models[layout.global_rank(position, replica)] for position in range(2))
+        # In a V, rank 0 has the layers 0 and 3, and the loss.
+        mine = [*first[0][0].parameters(), *second[0][1].parameters(), *second[0][2].parameters()]
+        mine += [*first[0][3].parameters(), first[1].temperature]
+        torch.testing.assert_close([each.detach() for each in mine], expected, rtol=1e-4, atol=1e-6)
+        assert float(second[1].temperature.detach()) == 2.0
+
+
+class Flat(torch.optim.SGD):
+    """An optimizer whose gradients are parts of one buffer, which it made and reads."""
+
+    def __init__(self, parameters: Any, lr: float):
+        super().__init__(parameters, lr)
+        self.parts = self.param_groups[0]["params"]
+        sizes = [parameter.numel() for parameter in self.parts]
+        self.flat = torch.zeros(sum(sizes))
+        for parameter, part in zip(self.parts, torch.split(self.flat, sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure
+        found = torch.split(self.flat, [parameter.numel() for parameter in self.parts])
+        for parameter, gradient in zip(self.parts, found, strict=True):
+            parameter -= self.param_groups[0]["lr"] * gradient.view_as(parameter)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_optimizer_may_keep_the_gradients_of_a_run(replicas: int) -> None:
+    problem = unit_problem(2, MICROBATCHES)
+    found = train_in_threads(
+        problem,
+        random_orders(problem, Random(1)),
+        TrainingOptions(replicas=replicas),
+        STEPS,
+        model=Remembering,
+        optimizer=Flat,
+    )
+    expected, _, _ = train_alone(MICROBATCHES * replicas, STEPS)
+    for parameters in found.parameters:
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)
+
+
+class Hidden(Remembering):
+    """A model whose loss has a parameter that no stage has."""
+
+    temperature = nn.Parameter(torch.tensor(2.0))
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return super().loss(output, target) * self.temperature
+
+
+class WithGraph(Remembering):
+    """A model whose data come from a trainable module."""
+
+    embedding = nn.Parameter(torch.ones(()))
+
+    def microbatch(self, step: int, index: int) -> Any:
+        input, target = super().microbatch(step, index)
+        return input, target * self.embedding
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(Hidden, "uses a trainable tensor of shape"), (WithGraph, "microbatch returned a tensor that requires")],
+)
+def test_what_a_run_would_not_train_is_refused(model: type[Remembering], message: str) -> None:
+    problem = unit_problem(2, MICROBATCHES)
+    with pytest.raises(ModelError, match=message):
+        train_in_threads(problem, random_orders(problem, Random(1)), TrainingOptions(), 1, model=model)

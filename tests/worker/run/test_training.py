@@ -1,0 +1,290 @@
+"""Training with replicas, clipping, mixed precision, tied parameters and evaluation, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import pytest
+import torch
+from support.gradients import relative_error
+from support.selfcheck import random_orders
+from support.trained import CPU, Remembering, train_alone, train_in_threads
+from torch import Tensor, nn
+from zbv_solver.construct.baselines import baseline
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.stages import Costs, Memory, Placement
+from zbv_worker.checkpoints.checkpoint import CheckpointOptions
+from zbv_worker.errors import InvalidRun
+from zbv_worker.model.model import Model
+from zbv_worker.run.options import TrainingOptions
+from zbv_worker.stage.loss import add_auxiliary_loss
+
+MICROBATCHES = 3
+STEPS = 3
+
+
+def v_problem(p: int = 2, microbatches: int = MICROBATCHES) -> Problem:
+    placement = Placement.of("v", p)
+    ones = (1.0,) * placement.n_stages
+    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def random_plan(seed: int = 0) -> tuple[Problem, Orders]:
+    problem = v_problem()
+    return problem, random_orders(problem, Random(seed))
+
+
+CASES = [(1, 1, 0), (2, 1, 1), (3, 1, 2), (1, 3, 3), (2, 2, 4)]
+
+
+class FetchedAhead(Remembering):
+    fetch_ahead = 2
+
+
+@pytest.mark.parametrize(("replicas", "parts", "seed"), CASES)
+def test_replicas_and_parts_train_as_one_process_with_all_their_microbatches(
+    replicas: int, parts: int, seed: int
+) -> None:
+    options = TrainingOptions(replicas=replicas, parts=parts)
+    found = train_in_threads(
+        *random_plan(seed), options, STEPS, model=FetchedAhead if seed == 3 else Remembering
+    )
+    expected, losses, _ = train_alone(MICROBATCHES * replicas * parts, STEPS)
+    assert len(found.parameters) == replicas
+    for parameters in found.parameters:
+        assert relative_error(parameters, expected) < 1e-5
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+
+
+class Balanced(nn.Module):
+    """A layer with an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        return add_auxiliary_loss(y, y.square().mean())
+
+
+def balanced_model() -> Model:
+    torch.manual_seed(1)
+    layers = [Balanced() for _ in range(4)]
+    return Model(layers, loss=nn.functional.mse_loss, data=lambda step, index: (numbers(index), numbers(9)))
+
+
+def numbers(index: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(index))
+
+
+def test_auxiliary_losses_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a replica's ranks add up, and the mean of the replicas is that over all microbatches."""
+    found = train_in_threads(*random_plan(), TrainingOptions(replicas=2, parts=2), 1, model=balanced_model)
+    count = 2 * 2 * MICROBATCHES
+    expected = 0.0
+    for index in range(count):
+        x = numbers(index)
+        for name in balanced_model().layer_names():
+            x = balanced_model().build_layers([name], CPU)(x)
+            expected += float(x.detach().square().mean()) / count
+    lines: list[float | None] = [report.lines[0].auxiliary_loss for report in found.reports]
+    assert sum(line or 0.0 for line in lines) / 2 == pytest.approx(expected, rel=1e-5)
+    first = found.reports[0]
+    assert first.document()["steps"][0]["auxiliary_loss"] == lines[0]
+    assert f"step 0: auxiliary loss {lines[0]:.4g} of rank 0's stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(replicas: int) -> None:
+    options = TrainingOptions(replicas=replicas, clip_norm=0.05)
+    found = train_in_threads(*random_plan(), options, STEPS)
+    expected, _, norms = train_alone(MICROBATCHES * replicas, STEPS, clip_norm=0.05)
+    assert min(norms) > 0.05  # so every step is clipped
+    for parameters in found.parameters:
+        assert relative_error(parameters, expected) < 1e-5
+    for report in found.reports:
+        assert [line.updated.gradient_norm for line in report.lines] == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_smaller_norm_is_not_clipped() -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(clip_norm=1e6), STEPS)
+    assert relative_error(found.parameters[0], train_alone(MICROBATCHES, STEPS)[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_mixed_precision_trains_nearly_the_same(
+    precision: Literal["bfloat16", "float16"], tolerance: float
+) -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(precision=precision), STEPS)
+    expected, losses, _ = train_alone(MICROBATCHES, STEPS)
+    assert found.losses == pytest.approx(losses, rel=tolerance)
+    assert found.losses != pytest.approx(losses, rel=1e-6)  # so it used the smaller type
+    assert 0 < relative_error(found.parameters[0], expected) < 3 * tolerance
+    assert all(p.dtype == torch.float32 for p in found.parameters[0].values())
+
+
+class Overflowing(Remembering):
+    """A model whose gradients overflow float16 in the first step."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        steep = 1e4 if float(target.flatten()[0]) == self._first else 1.0
+        return super().loss(output, target) * steep
+
+    @property
+    def _first(self) -> float:
+        return float(self.microbatch(0, 0)[1].flatten()[0])
+
+
+def test_a_step_whose_gradients_overflow_is_skipped_on_every_rank() -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 2, model=Overflowing)
+    for report in found.reports:
+        assert [line.updated.is_skipped for line in report.lines] == [True, False]
+    # A skipped step changes nothing: the second step starts from the initial parameters.
+    once = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 0, model=Overflowing)
+    assert relative_error(found.parameters[0], once.parameters[0]) < 0.2
+    assert all(torch.isfinite(p).all() for p in found.parameters[0].values())
+
+
+class TiedModel(Remembering):
+    """First and last layer share their weights."""
+
+    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
+        module = super().build_stage(stage, n_stages, device)
+        if n_stages == 1:
+            self.tie(module, module)
+        return module
+
+    def tied_parameters(self) -> Sequence[tuple[str, str]]:
+        return [("layer0.weight", "layer7.1.weight")]
+
+    @staticmethod
+    def tie(first: nn.Module, last: nn.Module) -> None:
+        last.get_submodule("layer7.1").weight = first.get_parameter("layer0.weight")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_tied_parameters_of_the_first_and_the_last_stage_stay_equal(replicas: int) -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(replicas=replicas), STEPS, model=TiedModel)
+    expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS, model=TiedModel)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    for parameters in found.parameters:
+        both = parameters["layer0.weight"], parameters["layer7.1.weight"]
+        assert both[0] is both[1] or torch.equal(*both)
+        same = {name: parameters[name] for name in expected}
+        assert relative_error(same, expected) < 1e-5
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_tied_parameters_on_two_ranks_are_copies_that_stay_equal(replicas: int) -> None:
+    plan = baseline("1f1b", v_problem())
+    found = train_in_threads(*plan, TrainingOptions(replicas=replicas), STEPS, model=TiedModel)
+    expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS, model=TiedModel)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    for parameters in found.parameters:
+        both = parameters["layer0.weight"], parameters["layer7.1.weight"]
+        assert both[0] is not both[1]
+        assert torch.equal(*both)
+        assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("group", "refused"), [("name", False), ("index", True)])
+def test_copies_of_a_tied_parameter_are_trained_alike_or_refused(group: str, refused: bool) -> None:
+    """An optimizer that chooses settings by name gets every copy under the name of the first."""
+
+    class Grouped(TiedModel):
+        def named_optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+            groups = [
+                {"params": [parameter], "lr": 0.05 if (at == 0 if refused else "layer0" in name) else 0.02}
+                for at, (name, parameter) in enumerate(parameters)
+            ]
+            return torch.optim.SGD(groups)
+
+    plan = baseline("1f1b", v_problem())
+    if refused:
+        with pytest.raises(InvalidRun, match=r"layer0\.weight on rank 0 has lr=0\.05; layer7"):
+            train_in_threads(*plan, TrainingOptions(), STEPS, model=Grouped)
+        return
+    found = train_in_threads(*plan, TrainingOptions(), STEPS, model=Grouped)
+    (parameters,) = found.parameters
+    assert torch.equal(parameters["layer0.weight"], parameters["layer7.1.weight"])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_checkpoint_of_tied_parameters_fits_every_placement(order: tuple[int, int], tmp_path: Path) -> None:
+    """On two ranks the parameter has two copies, in a V none; a checkpoint has it once."""
+    plans = [random_plan(), baseline("1f1b", v_problem())]
+    options = TrainingOptions(checkpoint=CheckpointOptions(tmp_path, every=100))
+    for steps, at in zip((2, STEPS), order, strict=True):
+        found = train_in_threads(*plans[at], options, steps, model=TiedModel)
+    expected, losses, _ = train_alone(MICROBATCHES, STEPS, model=TiedModel)
+    assert found.losses == pytest.approx(losses[2:], rel=1e-5)
+    (parameters,) = found.parameters
+    assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
+
+
+def test_tied_parameters_that_no_rank_has_are_refused() -> None:
+    class Misnamed(TiedModel):
+        def tied_parameters(self) -> Sequence[tuple[str, str]]:
+            return [("layer0.weight", "layer9.weight")]
+
+    with pytest.raises(InvalidRun, match=r"tied_parameters names 'layer9\.weight', which no rank has"):
+        train_in_threads(*random_plan(), TrainingOptions(), 1, model=Misnamed)
+
+
+def test_tied_parameters_that_differ_are_refused() -> None:
+    class Unlike(TiedModel):
+        def tied_parameters(self) -> Sequence[tuple[str, str]]:
+            return [("layer0.weight", "layer7.0.weight")]
+
+    plan = baseline("1f1b", v_problem())
+    with pytest.raises(InvalidRun, match=r"must be alike, but layer0\.weight is \[.*\] of float32; layer7"):
+        train_in_threads(*plan, TrainingOptions(), 1, model=Unlike)
+
+
+class Measured(Remembering):
+    """Has separate data for evaluation."""
+
+    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        return self.microbatch(50, index)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluation_is_the_loss_of_the_forwards_and_changes_nothing(replicas: int) -> None:
+    options = TrainingOptions(replicas=replicas, evaluate_every=2)
+    found = train_in_threads(*random_plan(), options, 4, model=Measured)
+    plain = train_in_threads(*random_plan(), TrainingOptions(replicas=replicas), 4)
+    assert found.losses == plain.losses
+    evaluations = next(r.evaluations for r in found.reports if r.evaluations)
+    assert list(evaluations) == [0, 2, 4]
+    module = Measured().build_stage(0, 1, CPU).eval()
+    count = MICROBATCHES * replicas
+    with torch.no_grad():
+        data = [Measured().microbatch(50, index) for index in range(count)]
+        losses = [float(Measured().loss(module(x), y)) for x, y in data]
+    assert evaluations[0] == pytest.approx(sum(losses) / count, rel=1e-5)
+
+
+class Scheduled(Remembering):
+    """The learning rate halves with every step."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        self.rates: list[float] = []
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def test_a_schedule_of_the_learning_rate_is_followed() -> None:
+    found = train_in_threads(*random_plan(), TrainingOptions(), STEPS, model=Scheduled)
+    model = Remembering()
+    module = model.build_stage(0, 1, CPU).train()
+    for step in range(STEPS):
+        for index in range(MICROBATCHES):
+            x, y = model.microbatch(step, index)
+            (model.loss(module(x), y) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+        torch.optim.SGD(module.parameters(), lr=0.05 * 0.5**step).step()
+        module.zero_grad()
+    assert relative_error(found.parameters[0], model.parameters) < 1e-5

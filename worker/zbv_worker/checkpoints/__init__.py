@@ -1,0 +1,1 @@
+"""Checkpoints: their files, what they hold, who writes them, and who may."""

@@ -1,0 +1,1 @@
+"""Whole runs: ``zbv-worker run``, and what an agent starts."""

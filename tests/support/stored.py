@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Engine, event
 from zbv_service.database import AgentTable, Database, PlanTable, RunTable, SearchTable
 from zbv_service.database.engine import Base
-from zbv_service.records.agents import NewAgent
+from zbv_service.records.agents import AgentRequest, AllowsDocument, Heartbeat, RankPlace
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 from zbv_service.records.runs import NewRun, RunDocument
 from zbv_service.records.searches import Claim, NewSearch, SearchRecord
@@ -88,8 +88,16 @@ def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: A
 PLAN = "f" * 64
 
 
-def an_agent(name: str, /, **changes: Any) -> NewAgent:
-    """An agent for one rank that allows every model."""
+def a_beat(
+    agent_id: str, port: int | None = None, run_id: str | None = None, places: Iterable[dict[str, Any]] = ()
+) -> tuple[str, Heartbeat]:
+    """A heartbeat of an agent with the places of its ranks; ids may be short."""
+    ranks = [RankPlace(**place) for place in places]
+    return agent_id, Heartbeat.model_construct(port=port, run_id=run_id, ranks=ranks)
+
+
+def an_agent(name: str, /, **changes: Any) -> tuple[AgentRequest, str]:
+    """An agent for one rank that allows every model, and its owner; ids may be short."""
     values: dict[str, Any] = {
         "id": name,
         "name": name,
@@ -98,11 +106,12 @@ def an_agent(name: str, /, **changes: Any) -> NewAgent:
         "slots": 1,
         "devices": [],
         "versions": {},
-        "allowed_models": ["*"],
-        "checkpoint_directories": None,
+        "allows": AllowsDocument(models=["*"]),
         "owner": "t",
+        **changes,
     }
-    return NewAgent(**{**values, **changes})
+    owner = values.pop("owner")
+    return AgentRequest.model_construct(**values), owner
 
 
 def a_run(name: str, /, nodes: int = 1, **changes: Any) -> NewRun:
@@ -128,7 +137,7 @@ async def begin(
     await PlanTable(database).add(a_plan(PLAN))
     agents, runs = AgentTable(database), RunTable(database)
     for index in range(nodes):
-        await agents.add(an_agent(f"{run_id}-{index}", **agent or {}))
+        await agents.add(*an_agent(f"{run_id}-{index}", **agent or {}))
     await runs.add(a_run(run_id, nodes, **changes))
     assert await runs.assign(decide) == [run_id]
     run = await runs.get(run_id)

@@ -1,9 +1,9 @@
 """Counts the functions of the service that a request passes through; as a program, it lists them.
 
-``python -m tests.support.walk`` walks from ``POST /v1/searches`` through the search to the fetch of a rank,
-in this process over ASGI, and with ``tokens`` with a token. What the process of the search runs is not
-counted, nor what a service does at intervals: it renews leases, and looks for requests to stop, runs and old
-rows, and at its memory.
+``PYTHONPATH=tests python -m support.walk`` walks from ``POST /v1/searches`` through the search to the fetch
+of a rank, in this process over ASGI; ``support.walk tokens`` does so with a token. What the process of the
+search runs is not counted, nor what a service does at intervals: it renews leases, and looks for requests to
+stop, runs and old rows, and at its memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one warm step of a pipeline walks through: ``python -m support.walked_rank``, on two ranks over gloo.
 
-Prints the number of functions and files of the worker that rank 0 enters, in all threads; with an argument,
-also which.
+Prints the number of functions and files of the worker that rank 0 enters, apart from its thread for signs of
+life; with an argument, also which.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class Walk:
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         """For ``sys.setprofile``."""
+        if event != "call" or not self.is_on or threading.current_thread().name == "zbv-liveness":
+            return
         code = frame.f_code
-        is_function = not code.co_name.endswith(("comp>", "genexpr>"))  # parts of the function around them
-        if event == "call" and self.is_on and is_function and code.co_filename.startswith(PACKAGE):
+        # Comprehensions are parts of the function around them.
+        if not code.co_name.endswith(("comp>", "genexpr>")) and code.co_filename.startswith(PACKAGE):
             self.calls[code] += 1
 
     @property

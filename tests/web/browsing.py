@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import Browser, FloatRect, Locator, Page, TimeoutError, sync_playwright
+from support.paths import TESTS
 from zbv_service.client import AgentClient
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan
@@ -41,7 +42,6 @@ BROWSER_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-SCRIPT = Path(sys.executable).with_name("zbv-service")
 SEARCH_SECONDS = 120.0
 SOON_SECONDS = 60.0
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -168,12 +168,12 @@ class Service:
 
 @contextmanager
 def serving(directory: Path) -> Iterator[Service]:
-    """The service as a user starts it, with its state in a directory."""
-    command = [str(SCRIPT), "serve", "--port", "0", "--searches", "1"]
+    """A service with its state in a directory; its thorough searches with a seed wait without work."""
+    command = [sys.executable, "-m", "support.patient_searches", "serve", "--port", "0", "--searches", "1"]
     with subprocess.Popen(
         [*command, "--database", f"sqlite:///{directory / 'zbv.db'}"],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         text=True,
     ) as process:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from playwright.sync_api import Page, Route
+from zbv_service.client import NotFound
 from zbv_solver.plans.plan import Plan
 
 from web.browsing import PHONE, PROBLEM, Open, Service
@@ -72,7 +73,7 @@ def _pass_on(source: socket.socket, sink: socket.socket) -> None:
 
 
 def ask(service: Service, problem: Any, **options: Any) -> str:
-    return str(service.call("/v1/searches", {"problem": problem, "options": options})["id"])
+    return service.client.submit(problem, options).id
 
 
 def course_of(service: Service, search_id: str) -> list[dict[str, Any]]:
@@ -95,12 +96,13 @@ def drawn(page: Page, least: int = 1) -> int:
 
 
 @contextmanager
-def going_on(service: Service, **changes: Any) -> Iterator[str]:
-    """A search that runs until it is stopped."""
-    search_id = ask(service, {**LONG, **changes}, effort="thorough")
+def going_on(service: Service, microbatches: int | None = None) -> Iterator[str]:
+    """A search that runs until it is stopped: it improves, or with a number of microbatches it waits."""
+    waiting = {"microbatches": microbatches} if microbatches else {}
+    search_id = ask(service, {**LONG, **waiting}, effort="thorough", seed=1 if waiting else 0)
     yield search_id
-    with suppress(OSError):
-        service.call(f"/v1/searches/{search_id}/cancel", {})
+    with suppress(NotFound):
+        service.client.cancel(search_id)
 
 
 def test_a_search_is_followed_and_stopped_and_keeps_its_best(look: Open, service: Service) -> None:

@@ -15,7 +15,7 @@ from zbv_service.database.engine import BaseTable, record_of
 from zbv_service.database.models import AgentRow, ListenerRow, NodeRow, RunRow
 from zbv_service.database.paging import begins, read_page
 from zbv_service.database.run_end import add_event, changed, end_node, lock_run, node_of
-from zbv_service.records.agents import AGENT_PRESENT, AgentDocument, AgentState, NewAgent
+from zbv_service.records.agents import AGENT_PRESENT, AgentDocument, AgentRequest, AgentState
 from zbv_service.records.lists import AgentListQuery, Page, Position
 
 _PRESENT = tuple(sorted(AGENT_PRESENT))
@@ -25,8 +25,8 @@ _TRIES = 3
 class AgentTable(BaseTable):
     """The agents of one database."""
 
-    async def add(self, new: NewAgent) -> tuple[AgentDocument, bool]:
-        """Register an agent, and say whether it is new; a repeated registration adds nothing."""
+    async def add(self, new: AgentRequest, owner: str) -> tuple[AgentDocument, bool]:
+        """Register an agent for a token, and say whether it is new; a repeated registration adds nothing."""
         try:
             async with self._database.writing() as session:
                 known = await session.get(AgentRow, new.id)
@@ -34,8 +34,11 @@ class AgentTable(BaseTable):
                     return record_of(AgentDocument, known), False
                 now = await self._database.now(session)
                 row = AgentRow(
-                    **new.model_dump(),
-                    owner=new.owner,
+                    **new.model_dump(exclude={"allows"}),
+                    allowed_models=new.allows.models,
+                    allowed_scripts=new.allows.scripts,
+                    checkpoint_directories=new.allows.checkpoint_directories,
+                    owner=owner,
                     state="live",
                     run_id=None,
                     created_at=now,

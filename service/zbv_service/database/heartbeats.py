@@ -7,6 +7,7 @@ deadlocks between services that store heartbeats at the same time, and with tran
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
@@ -14,7 +15,7 @@ from sqlalchemy import Select, Table, bindparam, case, func, or_, select, update
 from zbv_service.database.engine import BaseTable, columns_of
 from zbv_service.database.models import AgentRow, NodeRow, RunRow
 from zbv_service.database.run_end import add_event, lock_run
-from zbv_service.records.agents import AGENT_PRESENT, Beat, BeatAnswer, RunOrders
+from zbv_service.records.agents import AGENT_PRESENT, BeatAnswer, Heartbeat, RunOrders
 
 _AGENTS, _NODES = cast("Table", AgentRow.__table__), cast("Table", NodeRow.__table__)
 _IS_PRESENT = or_(*(_AGENTS.c.state == state for state in sorted(AGENT_PRESENT)))
@@ -58,38 +59,40 @@ _ORDERS = select(
 class HeartbeatTable(BaseTable):
     """The latest heartbeat of each agent in one database."""
 
-    async def store(self, beats: Sequence[Beat]) -> list[BeatAnswer]:
+    async def store(self, beats: Sequence[tuple[str, Heartbeat]]) -> list[BeatAnswer]:
         """Record that agents are alive and where their ranks are; returns an answer per heartbeat, in order.
 
-        An agent that is lost or has left stays so. ``beats`` has at most one entry per agent and run.
+        An agent that is lost or has left stays so. ``beats`` has the agents' ids, and at most one entry per
+        agent and run.
         """
-        ordered = sorted(beats, key=lambda beat: beat.agent_id)
-        run_ids = sorted({beat.run_id for beat in beats if beat.run_id is not None})
+        ordered = sorted(beats, key=itemgetter(0))
+        run_ids = sorted({beat.run_id for _, beat in beats if beat.run_id is not None})
         async with self._database.writing() as session:
             connection = await session.connection()
             now = await self._database.now(session)
             await connection.execute(
-                _SEEN, [{"agent": beat.agent_id, "free_port": beat.port, "now": now} for beat in ordered]
+                _SEEN, [{"agent": agent_id, "free_port": beat.port, "now": now} for agent_id, beat in ordered]
             )
-            named = await connection.execute(_FOUND, {"agents": [beat.agent_id for beat in ordered]})
+            named = await connection.execute(_FOUND, {"agents": [agent_id for agent_id, _ in ordered]})
             agents = {row.id: row for row in named}
             orders = (await connection.execute(_ORDERS, {"runs": run_ids})).all() if run_ids else ()
         runs = {row.id: row for row in orders}
         await self._store_places(
-            [beat for beat in ordered if beat.agent_id in agents and beat.run_id in runs], runs
+            [(agent_id, beat) for agent_id, beat in ordered if agent_id in agents and beat.run_id in runs],
+            runs,
         )
-        return [_answer(beat, agents, runs) for beat in beats]
+        return [_answer(agents.get(agent_id), runs.get(beat.run_id or "")) for agent_id, beat in beats]
 
-    async def _store_places(self, beats: Sequence[Beat], runs: Mapping[str, Any]) -> None:
+    async def _store_places(self, beats: Sequence[tuple[str, Heartbeat]], runs: Mapping[str, Any]) -> None:
         places = [
             {
-                "agent": beat.agent_id,
+                "agent": agent_id,
                 "run": beat.run_id,
                 "current": runs[str(beat.run_id)].generation,
-                "places": list(beat.ranks),
+                "places": [place.model_dump() for place in beat.ranks],
                 "is_running": beat.is_running(is_script=runs[str(beat.run_id)].is_script),
             }
-            for beat in beats
+            for agent_id, beat in beats
             if runs[str(beat.run_id)].state in _WORKING
         ]
         if not places:
@@ -126,8 +129,8 @@ def _nodes_not_running(run_id: str) -> Select[Any]:
     return query.where(*of_it).limit(1)
 
 
-def _answer(beat: Beat, agents: Mapping[str, Any], runs: Mapping[str, Any]) -> BeatAnswer:
-    agent, run = agents.get(beat.agent_id), runs.get(beat.run_id or "")
+def _answer(agent: Any, run: Any) -> BeatAnswer:
+    """The answer to a heartbeat, from the rows of its agent and its run."""
     return BeatAnswer(
         name="" if agent is None else agent.name,
         state=None if agent is None else agent.state,

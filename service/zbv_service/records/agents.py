@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -81,19 +81,9 @@ class AgentRequest(RequestDocument):
                 raise ValueError(f"{what} have {found} characters; they must have at most {most}")
         return self
 
-    def new_agent(self, owner: str) -> NewAgent:
-        """The agent as it is stored for the token that registers it."""
-        return NewAgent(
-            **self.model_dump(exclude={"allows"}),
-            owner=owner,
-            allowed_models=self.allows.models,
-            allowed_scripts=self.allows.scripts,
-            checkpoint_directories=self.allows.checkpoint_directories,
-        )
 
-
-class NewAgent(Record):
-    """An agent as it registers."""
+class AgentDocument(Record):
+    """A registered agent."""
 
     id: str
     name: str
@@ -109,11 +99,6 @@ class NewAgent(Record):
     """Where its ranks may save checkpoints; null if the agent did not say."""
     owner: str = Field(exclude=True)
     """The token that registered it (:attr:`zbv_service.security.tokens.Grant.owner`)."""
-
-
-class AgentDocument(NewAgent):
-    """A registered agent."""
-
     state: AgentState
     run_id: str | None
     """The run that it works for."""
@@ -170,6 +155,10 @@ class Heartbeat(RequestDocument):
     port: Port | None = Field(None, description="A port that is currently free.")
     run_id: Identifier | None = Field(None, description="The run that the agent works on.")
     ranks: Annotated[list[RankPlace], Field(max_length=_MAX_SLOTS)] = Field([])
+
+    def is_running(self, *, is_script: bool) -> bool:
+        """Whether all of its ranks have begun a step, or a script, which need not have steps."""
+        return bool(self.ranks) and (is_script or all(place.step is not None for place in self.ranks))
 
 
 class HeartbeatAnswer(BaseModel):
@@ -230,22 +219,6 @@ class RankEvents(RequestDocument):
         list[Annotated[NonFinite | SkippedCheckpoint, Field(discriminator="kind")]],
         Field(max_length=MAX_RANK_EVENTS),
     ]
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A heartbeat of an agent."""
-
-    agent_id: str
-    port: int | None = None
-    """A free port of its node; None leaves the stored one."""
-    run_id: str | None = None
-    ranks: tuple[dict[str, Any], ...] = ()
-    """The run that it works on, and the ``rank``, ``step`` and ``action`` of each of its ranks."""
-
-    def is_running(self, *, is_script: bool) -> bool:
-        """Whether all of its ranks have begun a step, or a script, which need not have steps."""
-        return bool(self.ranks) and (is_script or all(place["step"] is not None for place in self.ranks))
 
 
 @dataclass(frozen=True)

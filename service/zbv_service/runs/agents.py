@@ -17,7 +17,6 @@ from zbv_service.records.agents import (
     AgentDocument,
     AgentRequest,
     AgentState,
-    Beat,
     BeatAnswer,
     Heartbeat,
     HeartbeatAnswer,
@@ -33,8 +32,10 @@ PAUSE_SECONDS = 0.05
 """Seconds between two writes, so that each stores many heartbeats; a single one does not wait."""
 MOST_BEATS = 256
 """Most heartbeats in one write, which locks as many agents."""
+_ALIVE = Heartbeat()
+"""That of an agent that asks for work."""
 
-_Waiting = tuple[Beat, "asyncio.Future[BeatAnswer]"]
+_Waiting = tuple[str, Heartbeat, "asyncio.Future[BeatAnswer]"]
 
 
 class Heartbeats:
@@ -45,10 +46,10 @@ class Heartbeats:
         self._waiting: list[_Waiting] = []
         self._writer: asyncio.Task[None] | None = None
 
-    async def store(self, beat: Beat) -> BeatAnswer:
+    async def store(self, agent_id: str, beat: Heartbeat) -> BeatAnswer:
         """Store a heartbeat, and return the answer for its agent; raises :class:`DatabaseAway`."""
         future: asyncio.Future[BeatAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting.append((beat, future))
+        self._waiting.append((agent_id, beat, future))
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write_all(), name="zbv-heartbeats")
         return await future
@@ -66,18 +67,18 @@ class Heartbeats:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _write(self, taken: Sequence[_Waiting]) -> None:
-        last = {(beat.agent_id, beat.run_id): beat for beat, _ in taken}
+        last = {(agent_id, beat.run_id): beat for agent_id, beat, _ in taken}
         try:
-            answers = await self._table.store([*last.values()])
+            answers = await self._table.store([(agent_id, beat) for (agent_id, _), beat in last.items()])
         except Exception as error:  # all waiting requests get it, as if each had stored alone
-            for _, future in taken:
+            for *_, future in taken:
                 if not future.done():
                     future.set_exception(error)
             return
         found = dict(zip(last, answers, strict=True))
-        for beat, future in taken:
+        for agent_id, beat, future in taken:
             if not future.done():  # the request may have been cancelled
-                future.set_result(found[beat.agent_id, beat.run_id])
+                future.set_result(found[agent_id, beat.run_id])
 
 
 POLL_SECONDS = 1.0
@@ -153,7 +154,7 @@ class Agents:
         ApiError
             403: another token has registered this agent.
         """
-        record, is_new = await self._agents.add(request.new_agent(grant.owner))
+        record, is_new = await self._agents.add(request, grant.owner)
         if is_new:
             self._owners.pop(record.id, None)
         else:
@@ -216,8 +217,7 @@ class Agents:
 
     async def heartbeat(self, agent_id: str, beat: Heartbeat) -> HeartbeatAnswer:
         """Store the heartbeat of an agent, and return what it must do; raises as :meth:`work`."""
-        places = tuple(place.model_dump() for place in beat.ranks)
-        found = await self._store(Beat(agent_id, beat.port, beat.run_id, places))
+        found = await self._store(agent_id, beat)
         return HeartbeatAnswer(stop=False) if beat.run_id is None else _answer_of(found.orders)
 
     async def ended(self, agent_id: str, end: NodeEnd) -> None:
@@ -229,7 +229,7 @@ class Agents:
 
     async def require_present(self, agent_id: str) -> None:
         """Record that an agent is alive; raises as :meth:`work`."""
-        await self._store(Beat(agent_id))
+        await self._store(agent_id, _ALIVE)
 
     async def drain(self, agent_id: str) -> AgentDocument:
         """Stop assigning work to an agent; raises as :meth:`work`."""
@@ -241,9 +241,9 @@ class Agents:
         """Deregister an agent; a repeated call changes nothing. Raises :class:`ApiError` 404."""
         _found(await self._agents.leave(agent_id), agent_id)
 
-    async def _store(self, beat: Beat) -> BeatAnswer:
-        answer = await self._heartbeats.store(beat)
-        _require_present(beat.agent_id, answer.name, answer.state)
+    async def _store(self, agent_id: str, beat: Heartbeat) -> BeatAnswer:
+        answer = await self._heartbeats.store(agent_id, beat)
+        _require_present(agent_id, answer.name, answer.state)
         return answer
 
 

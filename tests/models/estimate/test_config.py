@@ -181,9 +181,7 @@ def test_every_key_and_type_is_documented() -> None:
         assert f"| {', '.join(sorted(names))} |" in text
 
 
-# --- config.json of transformers
-
-# Sizes that a file leaves out are those of its type.
+# Files of transformers; sizes that a file leaves out are those of its type.
 LLAMA: Document = {"model_type": "llama"}
 HYBRID: Document = {"model_type": "nemotron_h"}
 SUPER = {

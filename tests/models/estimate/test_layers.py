@@ -172,7 +172,7 @@ H, PATCHES = 64, 2 * 16
     ({}, "patches", {"parameters": 588 * H + 16 * H, "output_bytes": PATCHES * H * 2}),
     ({"positions": "rotary"}, "patches", {"parameters": 588 * H}),
     # Each image by itself, without a mask; some blocks within pieces of 4 patches (Qwen2.5-VL).
-    ({}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16**2 * H}),
+    ({}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16**2 * H, "parameters": 12 * H**2 + 4 * H}),
     ({"window": 4}, "vision", {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * 4 * H}),
     *(({"window": 4, "full_attention": [1]}, f"vision.{n}",
        {"flops": 2 * PATCHES * 12 * H**2 + 4 * 2 * 16 * reach * H}) for n, reach in ((0, 4), (1, 16))),

@@ -114,7 +114,6 @@ def test_flash_attention_computes_the_pairs_of_its_mask(change: dict[str, object
     assert parts(but(model, causal=False))["attention"].core == core.scaled(2)
 
 
-PLAIN = but(GPT, dropout=False)
 LLAMA = llama(kv_heads=8)
 H, F = 1024, 512
 SPARSE = llama(hidden=H, layers=4, heads=8, experts=16, experts_per_token=4, expert_ffn=F)
@@ -183,7 +182,7 @@ def test_a_part_has_the_sizes_of_its_tensors(model: Transformer, name: str, size
     (GPT, {"dropout": False}, "attention", {"after_forward": -64 - 3 * 4 * 32, "after_input": 0}),
     (GPT, {"dropout": False}, "mlp", {"after_forward": -64, "moved": -5 * 64, "moved_back": -5 * 64}),
     # A normaliser of every row and head instead of the softmax (Dao et al. 2022, §3.1).
-    (PLAIN, {"attention": "flash"}, "attention", {"after_forward": 4 * 4 - 2 * 4 * 32}),
+    (but(GPT, dropout=False), {"attention": "flash"}, "attention", {"after_forward": 4 * 4 - 2 * 4 * 32}),
     (GPT, {"norm": "rmsnorm"}, "attention", {"parameters": -64, "after_forward": -4}),
     (LLAMA, {"qkv_bias": True}, "attention", {"parameters": 4096 + 2 * 1024, "flops": 0}),
     (LLAMA, {"positions": "none"}, "attention", {"moved": -2 * 2 * (4096 + 1024), "parameters": 0}),

@@ -197,9 +197,7 @@ def test_ring_times(
     ({"kv_heads": 8}, {"context_parallel": 4}, {"context_parallel_overlap": 1.0}, 0, (50, 0)),
     (SPARSE, {"data_parallel": 4, "expert_parallel": 4}, {"expert_parallel_overlap": 1.0}, 0, (50, 0)),
 ])  # fmt: skip
-def test_exchanges(
-    model: Document, parallel: Document, device: Document, sent: float, rate: tuple[float, float]
-) -> None:
+def test_exchanges(model: Document, parallel: Document, device: Document, sent: float, rate: Any) -> None:
     """``sent`` is values per token, ``rate`` GB/s and microseconds of calls."""
     block = list(layers(estimate_config(llama(**model), **parallel), **device).values())[1]
     assert block.exchanged.forward == pytest.approx(2 * 4096 * sent / rate[0] / 1e9 * 1e6 + rate[1])
@@ -227,10 +225,9 @@ def test_bytes_per_parameter_and_those_of_zero_on_7_5_billion_and_64_replicas() 
 
 def test_muon_leaves_the_tables_to_adam() -> None:
     """Megatron-LM, ``_is_nonlinear_or_embedding``: matrices of blocks have one state, tables two."""
-    adam, muon = (
-        estimate_layers(estimate_config(llama(layers=2), optimizer=name, zero_stage=1, data_parallel=4))
-        for name in ("adam", "muon")
-    )
+    shared = {"zero_stage": 1, "data_parallel": 4}
+    configs = (estimate_config(llama(layers=2), optimizer=name, **shared) for name in ("adam", "muon"))
+    adam, muon = map(estimate_layers, configs)
     assert muon[0] == adam[0]
     less = [first.static.optimizer - then.static.optimizer for first, then in zip(adam, muon, strict=True)]
     assert less[1] == pytest.approx(4 * adam[1].parameters / 4, abs=4)

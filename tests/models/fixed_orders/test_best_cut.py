@@ -263,10 +263,11 @@ def test_schedules_that_do_not_fit_are_refused_with_the_closest_cut() -> None:
     problem, schedule = blocks(19, has_mtp=False), megatron_schedule(2, 4, 1)
     with pytest.raises(InvalidInput, match="a schedule for 2 ranks"):
         best_cut(ruled(8, 4), [schedule])
-    with pytest.raises(InfeasibleMemory, match="closest cut") as raised:
-        best_cut(problem, [schedule], effort="quick")
-    assert raised.value.is_proved
-    assert best_cut(replace(problem, limit=raised.value.smallest), [schedule], effort="quick").objective > 0
+    for tried in ([schedule], [torch_schedule("GPipe", 2, 4), schedule]):
+        with pytest.raises(InfeasibleMemory, match="closest cut") as raised:
+            best_cut(problem, tried, effort="quick")
+        assert (raised.value.is_proved, raised.value.smallest) == (True, (24, 28)), "those of 1F1B"
+    assert best_cut(replace(problem, limit=(24, 28)), [schedule], effort="quick").objective > 0
 
 
 NO_SEARCH = SearchOptions("quick", without=PHASES)

@@ -168,7 +168,20 @@ def test_regular_means_few_empty_stages_then_few_lengths_then_few_changes_then_a
     assert sorted(range(len(order)), key=order.__getitem__) == [4, 2, 3, 0, 5, 1]
 
 
-# --- scores
+@pytest.mark.parametrize(("microbatches", "p2p", "last", "most"), [
+    # The stage of the MTP layer has no transformer layer, and is not empty.
+    (64, 0, [layer("mtp", 12066, 15221, 10251), layer("head", 37066, 27494, 20855)], [0, 4, 8, 3]),
+    # Without it, the even cut is as good as the best one, and is not given up for a longer one.
+    (32, 1586, [layer("head", 18533, 13747, 10428)], [0, 3, 2, 2]),
+])  # fmt: skip
+def test_cuts_of_deepseek_v3(microbatches: int, p2p: float, last: Any, most: list[int]) -> None:
+    blocks = layer("dense", 7236, 10498, 3827, repeat=3), layer("moe", 10858, 14056, 3924, repeat=58)
+    problem = layered(16, microbatches, [layer("embedding", 88, 0, 5662), *blocks, *last], p2p)
+    found = cut_for_executor(problem, "megatron", virtual_stages=[2], group=16, effort="quick").best
+    assert found.problem.model is not None
+    assert found.objective <= found.least * (1 + TOLERANCE) * (1 + 1e-9)
+    assert irregularity(problem, found.problem.model.cut.bounds) <= most
+    assert len(last) == 2 or max(found.least, found.objective) <= found.even * (1 + 1e-9)
 
 
 def model_of(blocks: int, ranks: int, microbatches: int, mtp: int = 0, **more: Any) -> LayeredProblem:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -298,9 +299,7 @@ KEPT, SELECTIVE = {"recompute_modules": ["mla_up_proj", "moe_act"]}, {"recompute
     (MODEL, {}, {"recompute": "full"}, ("full", None, "uniform", "1")),
     (MODEL, {}, {"recompute": "none"}, (None, None, None, None)),
 ])  # fmt: skip
-def test_recomputation(
-    model: Document, parallel: Document, fixed: Document, flags: tuple[str | None, ...]
-) -> None:
+def test_recomputation(model: Document, parallel: Document, fixed: Document, flags: tuple[Any, ...]) -> None:
     fixed = {"pipeline_parallel": 2, "microbatch_size": 1, "data_parallel": 1, **fixed}
     request = request_of(model, cluster_of(1, 2), 4, "megatron", parallel=parallel, **fixed)
     ranking = executor_layouts(request.layouts, request.setting, "megatron")

@@ -134,10 +134,9 @@ def asked(nodes: int, fixed: Fixed, executor: str, **document: Any) -> Request:
     return parse_request(document, equal_cluster(cluster), fixed, executor=executor)
 
 
-@pytest.mark.parametrize(
-    ("cut", "schedule", "published"),
-    [("15,16x6,15", "1F1B", 82.5), ("7,8x14,7", "Interleaved1F1B", 72.7)],
-)
+@pytest.mark.parametrize(("cut", "schedule", "published"), [
+    ("15,16x6,15", "1F1B", 82.5), ("7,8x14,7", "Interleaved1F1B", 72.7),
+])  # fmt: skip
 def test_torchtitans_table_of_llama_405b_is_met(cut: str, schedule: str, published: float) -> None:
     """Table 5 of benchmarks/llama3_h100_202412_torchtitan.md, with the cuts of commit 9dec370.
 
@@ -216,8 +215,7 @@ def test_the_plan_of_one_round_of_an_interleaved_schedule_holds_the_gradients_of
 
 def test_experts_and_tables_are_not_gathered_in_float8() -> None:
     model = {**EXPERTS, "hidden": 512, "product_dtype": "fp8", "kv_heads": 8, "gated": False}
-    parts = Fixed(1, 1, 1, 2, 2, 1, 1, "none")
-    states = {"precision": "float8-gather"}
+    parts, states = Fixed(1, 1, 1, 2, 2, 1, 1, "none"), {"precision": "float8-gather"}
     cluster = cluster_of(1, 4, 80, fp8_tflops=600)
     request = request_of(model, cluster, 8, "torch", parallel=states, **vars(parts))
     narrow = request.setting.of_executor("torch")

@@ -70,12 +70,10 @@ def test_neighbours_share_nodes() -> None:
 def test_rings_on_a_node_have_the_latency_of_a_step_unless_the_link_is_given() -> None:
     layout = Layout(4, 1, 1, 2, 2, 1, 8, 1, "per-stage", "tp-cp-dp-pp")
     document = {"nodes": 2, "gpus_per_node": 8, "device": "h100"}
-    slow = {"latency": 1.0, "bandwidth": 100.0}
-    given = {**document, "links": {"in_node": slow, "between_nodes": slow}}
+    given = {**document, "links": {"in_node": BETWEEN_NODES, "between_nodes": BETWEEN_NODES}}
     assert layout.links(equal_cluster(document)).tensor.step_latency == 3.4
     assert layout.links(equal_cluster(given)).tensor.step_latency == 0
-    across = replace(layout, tensor_parallel=16, data_parallel=1, pipeline_parallel=1)
-    # One of 15 steps leaves a node.
+    across = replace(layout, tensor_parallel=16, data_parallel=1, pipeline_parallel=1)  # one step leaves
     assert across.links(equal_cluster(document)).tensor.step_latency == pytest.approx((14 * 3.4 + 20) / 15)
 
 
@@ -91,7 +89,6 @@ def test_memory_is_compared_with_what_the_allocator_leaves_to_tensors() -> None:
     assert (problem.static, problem.limit) == ((1e9,) * 2, (cluster.memory,) * 2)
     (row,) = ranking_json(best_layouts(request.layouts, request.setting), request)["layouts"]
     assert row["reserved_memory"] == pytest.approx(1e9 + ALLOCATOR_SHARE * (row["peak_memory"] - 1e9))
-    assert row["reserved_memory"] <= 11e9
     assert equal_cluster({"nodes": 1, "gpus_per_node": 8, "device": "h100"}).size == 80e9
 
 
@@ -115,7 +112,6 @@ def request_of(*groups: Document, batch: int = 12, fixed: Fixed | None = None, *
 
 def test_every_set_of_groups_is_enumerated_with_every_order_of_its_ranks() -> None:
     layouts = request_of(group(FAST, 2, 2), group(SLOW, 1, 4)).layouts
-    assert len(set(layouts)) == len(layouts)
     for each in layouts:
         of_rank = each.tensor_parallel * each.context_parallel * each.data_parallel
         ranks = Counter(each.groups)
@@ -143,6 +139,10 @@ def test_a_problem_has_the_costs_memory_and_links_of_every_rank() -> None:
     assert slow.forward > 2 * fast.forward > 0
     assert (same, slow.memory) == (fast, fast.memory)
     assert parse_any_problem(layered_json(problem)) == problem
+    unlinked = parse_cluster({"groups": [{**ONE, "device": name} for name in ("h100", "a100")]})
+    links = unlinked.between_groups, *(each.between_nodes for each in unlinked.groups)
+    rates = [link.bandwidth or 0 for link in links]
+    assert rates[0] == min(rates) < max(rates)
 
 
 def test_groups_of_equal_nodes_cost_the_same_as_one_cluster() -> None:

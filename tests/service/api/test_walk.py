@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 async def test_the_walk_from_a_search_to_the_fetch_of_a_rank_is_short(
     tmp_path: Path, auth: Literal["none", "tokens"], functions: int, of_a_fetch: int
 ) -> None:
-    """``python -m tests.support.walk`` lists the functions."""
+    """``PYTHONPATH=tests python -m support.walk`` lists the functions."""
     done = await walk(tmp_path, auth)
     assert len(done.whole) <= functions
     assert len(modules(done.whole)) <= 25

@@ -193,6 +193,6 @@ async def test_readers_of_old_events_take_turns(
     readers = [cast("Any", events.follow("a", 0)) for _ in range(16)]
     monkeypatch.setattr(SearchEventTable, "after", counted)
     await asyncio.wait_for(asyncio.gather(*map(anext, readers)), 30)
-    assert most <= 2, "one reader of old events at a time, beside the loop that reads new ones"
+    assert most <= 2, "one reader of old events at a time, next to the loop that reads new ones"
     for reader in readers:
         await reader.aclose()

@@ -86,12 +86,12 @@ async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
 
 async def test_a_search_has_the_answer_of_the_solver(serving: Serving) -> None:
     async with serving("solver") as service:
-        search_id = await submitted(service)
+        search_id = await submitted(service, TINY)
         found = await service.ended(search_id)
         events = (await service.get(f"/v1/searches/{search_id}/events?after=0"))["events"]
         plan = await service.get(f"/v1/plans/{found['plan_id']}")
-    request = read_layouts(LayoutRequest.model_validate(SMALL))
-    best = best_layouts(request.layouts, request.setting, 2)
+    request = read_layouts(LayoutRequest.model_validate(TINY))
+    best = best_layouts(request.layouts, request.setting, 1)
     expected = ranking_json(best, request, with_plans=False)
     for layout, planned in zip(expected["layouts"], best.best, strict=True):
         layout["plan_id"] = planned.plan.plan_id

@@ -38,10 +38,9 @@ COMMAND = [sys.executable, "-m", "support.patient_searches"]
 LAYOUTS: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},
     "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h200"},
-    "global_batch": 16,
-    "top": 2,
+    **{"fixed": {"pipeline_parallel": 2}, "global_batch": 4, "top": 1},
 }
-TORCH_LAYOUTS = {**LAYOUTS, "fixed": {"pipeline_parallel": 2}, "executor": "torch"}
+TORCH_LAYOUTS = {**LAYOUTS, "executor": "torch"}
 EIGHT_GPUS = {"nodes": 1, "gpus_per_node": 8, "device": "h100"}
 MANY_LAYOUTS = {**LAYOUTS, "cluster": EIGHT_GPUS, "top": 20, "options": {"effort": "thorough"}}
 """Plans a layout at once, and then waits."""

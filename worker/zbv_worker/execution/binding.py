@@ -92,6 +92,8 @@ class WalkState:
     """State of one walk through the action list."""
 
     step: int
+    number: int
+    """Of this run of the plan, as :attr:`microbatch` counts them."""
     microbatch: Fetch
     patience: Patience
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -221,7 +223,7 @@ class Binding:
         def data(state: WalkState) -> Microbatch:
             if not is_first:
                 return state.data.pop(microbatch) if is_last else state.data[microbatch]
-            found = state.microbatch(state.step, microbatch)
+            found = state.microbatch(state.number, microbatch)
             self._require_taken(found)
             if not is_last:
                 state.data[microbatch] = found

@@ -272,7 +272,7 @@ class Executor:
         if before is not None:
             before.end()
         fetch = self._data.begin(number)
-        state = WalkState(step, lambda _, index: fetch(number, index), self._patience)
+        state = WalkState(step, number, fetch, self._patience)
         with self._trying("step"):
             self._crossings.begin()
             for inbox in self._binding.inboxes.values():
@@ -316,7 +316,7 @@ class Executor:
         self._data.close()  # so that the model's methods never run at the same time
         if self._before is not None:
             self._before.result()
-        state = WalkState(step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
+        state = WalkState(step, step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
         program = self._evaluation.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():

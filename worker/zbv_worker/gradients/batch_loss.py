@@ -1,6 +1,6 @@
 """The loss of a whole batch: a mean over microbatches, or over weights, and over replicas of the pipeline.
 
-Replicas also need random numbers of their own.
+Each replica also needs other random numbers.
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ def seed_generators(seed: int, transport: Transport) -> None:
     The inner ranks of a replica get equal ones, or dropout would make their common activations differ.
     Called after the stages are built, because the model may have seeded the same generators.
     """
-    digest = _digest(seed, transport)
+    digest = _digest(seed, place_of(transport))
     torch.manual_seed(int.from_bytes(digest[:7]))
     random.seed(digest)
 
 
 @contextmanager
-def numbers_of_place(transport: Transport, device: torch.device, *, advances: bool) -> Iterator[None]:
+def numbers_of_place(place: int, device: torch.device, *, advances: bool) -> Iterator[None]:
     """A context in which torch's random numbers are those of this rank's position and replica.
 
     They follow from the caller's generator, so ``torch.manual_seed`` and a restored state count. After the
@@ -160,6 +160,8 @@ def numbers_of_place(transport: Transport, device: torch.device, *, advances: bo
 
     Parameters
     ----------
+    place
+        See :func:`place_of`.
     advances
         Whether the caller's generator then advances by one number, so that the next context has other ones.
     """
@@ -168,7 +170,7 @@ def numbers_of_place(transport: Transport, device: torch.device, *, advances: bo
     drawn = int(torch.randint(1 << 62, (), device="cpu"))
     state = torch.get_rng_state() if advances else before
     of_device = None if cuda is None else torch.cuda.get_rng_state(cuda)
-    seed = int.from_bytes(_digest(drawn, transport)[:7])
+    seed = int.from_bytes(_digest(drawn, place)[:7])
     torch.default_generator.manual_seed(seed)
     if cuda is not None:
         torch.cuda.manual_seed(seed)
@@ -180,6 +182,10 @@ def numbers_of_place(transport: Transport, device: torch.device, *, advances: bo
             torch.cuda.set_rng_state(of_device, device)
 
 
-def _digest(seed: int, transport: Transport) -> bytes:
-    place = transport.pp_rank * transport.layout.replicas + transport.replica
+def place_of(transport: Transport) -> int:
+    """A number of this rank's position and replica; the inner ranks of a replica have the same."""
+    return transport.pp_rank * transport.layout.replicas + transport.replica
+
+
+def _digest(seed: int, place: int) -> bytes:
     return hashlib.sha256(f"{seed}/{place}".encode()).digest()

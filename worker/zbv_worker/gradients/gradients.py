@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zbv_worker.gradients.buckets import Bucket, filled, place_gradient, require_dense
 from zbv_worker.gradients.fully_sharded import FullySharded
 from zbv_worker.gradients.ties import Ties
-from zbv_worker.stage.dtensors import local_of, parts_of
+from zbv_worker.stage.dtensors import fully_sharded_modules, local_of, parts_of
 from zbv_worker.stage.main_gradients import (
     gradient_of,
     is_half,
@@ -76,8 +76,9 @@ class Gradients:
     ):
         self._has_main = has_main
         self._columns = layout.columns
-        self._ties = ties
-        self._fully_sharded = FullySharded(modules, layout.copies_of(rank))
+        self._ties = ties or None
+        is_sharded = any(map(fully_sharded_modules, modules.values()))
+        self._fully_sharded = FullySharded(modules, layout.copies_of(rank)) if is_sharded else None
         self.stages_of: dict[nn.Parameter, frozenset[int]] = {}
         for stage, parameter in trained_by(modules):
             self.stages_of[parameter] = self.stages_of.get(parameter, frozenset()) | {stage}
@@ -93,22 +94,26 @@ class Gradients:
             use_main_gradients(self._own)
         for parameter in self.stages_of:
             set_gradient(parameter, None)  # the first action that adds to it allocates it
-        self._fully_sharded.begin()
+        if self._fully_sharded is not None:
+            self._fully_sharded.begin()
 
     def stage_done(self, stage: int) -> None:
         """Call after the last action that adds to a stage's gradients."""
-        self._fully_sharded.stage_done(stage)
+        if self._fully_sharded is not None:
+            self._fully_sharded.stage_done(stage)
 
     def free_parameters(self) -> None:
         """Call after an evaluation, which uses parameters without a backward."""
-        self._fully_sharded.free()
+        if self._fully_sharded is not None:
+            self._fully_sharded.free()
 
     def finish(self, timeout: float) -> None:
         """Call after a step's last action: wait until the gradients are complete.
 
         Raises TimeoutError or ConnectionError.
         """
-        self._fully_sharded.finish()
+        if self._fully_sharded is not None:
+            self._fully_sharded.finish()
         for parameter in self._own:
             place_gradient(parameter)
         if self._ties is not None:
@@ -120,7 +125,7 @@ class Gradients:
 
         Gradients of earlier steps must not be among them.
         """
-        return bool(self._fully_sharded.parameters) or bool(self._ties)
+        return self._fully_sharded is not None or self._ties is not None
 
     def square_sum(self, gradient: Callable[[Tensor], Tensor | None] = gradient_of) -> Tensor | None:
         """This rank's share of the squared norm of all gradients; the shares of all ranks add up.
@@ -165,6 +170,8 @@ class Gradients:
     @property
     def _own(self) -> list[nn.Parameter]:
         """The parameters that the worker handles, not ``fully_shard``."""
+        if self._fully_sharded is None:
+            return self.parameters
         managed = self._fully_sharded.parameters
         return [parameter for parameter in self.stages_of if parameter not in managed]
 
@@ -224,10 +231,11 @@ class SummedGradients(Gradients):
     def begin(self) -> None:
         """Zero the buffers."""
         self._open = {at: set(bucket.stages) for at, bucket in enumerate(self._buckets)}
-        for parameter in self._fully_sharded.parameters:
-            parameter.grad = None
+        if self._fully_sharded is not None:
+            for parameter in self._fully_sharded.parameters:
+                parameter.grad = None
+            self._fully_sharded.begin()
         resume_main_gradients(self._own)
-        self._fully_sharded.begin()
         for bucket in self._buckets:
             bucket.zero()
 

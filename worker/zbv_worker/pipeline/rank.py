@@ -19,7 +19,7 @@ from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.timeline import Launched, StepResult
 from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.gradients.accumulation import Accumulation
-from zbv_worker.gradients.batch_loss import numbers_of_place
+from zbv_worker.gradients.batch_loss import numbers_of_place, place_of
 from zbv_worker.gradients.gradients import multiply, trained_by
 from zbv_worker.host.garbage import paused
 from zbv_worker.model.protocol import Microbatch
@@ -74,7 +74,7 @@ class PipelineRank:
         plan = prepared.plan
         self._trained_digest = 0
         self._timeout, self._patience = options.timeout, options.patience
-        self._transport = transport
+        self._transport, self._place = transport, place_of(transport)
         self.device = place.device
         self.data = StepData()
         self.calls = Calls(transport, plan.channels, progress, options.timeout, options.patience)
@@ -217,7 +217,7 @@ class PipelineRank:
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         for stage in self.trained.stages.values():
             stage.take_input_gradients()  # of a step that must run again
-        with numbers_of_place(self._transport, self.device, advances=True), paused():
+        with numbers_of_place(self._place, self.device, advances=True), paused():
             (launched,) = self.trained.launch(self.steps)
         with naming_errors(self._transport.rank, f"step {self.steps}"):
             self.calls.meet_all()
@@ -300,7 +300,7 @@ class PipelineRank:
     def evaluate(self) -> Tensor | None:
         """Run the forwards; returns the loss on ranks with the last stage. Collective."""
         self.check_ties("evaluating")
-        numbers = numbers_of_place(self._transport, self.device, advances=False)
+        numbers = numbers_of_place(self._place, self.device, advances=False)
         with naming_errors(self._transport.rank, "evaluating"), numbers:
             mean = self.trained.evaluate(self.steps, self.calls.meet_all, has_loss=self.loss.is_given)
         return None if mean is None else mean.to(torch.get_default_dtype())

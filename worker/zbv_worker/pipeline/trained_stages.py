@@ -71,6 +71,7 @@ class TrainedStages:
             stage.check_graph = partial(require_known_parameters, self.modules)
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(tied, self.modules, transport, patience)
+        self._has_ties = bool(self.ties)
         self.gradients = self.make_gradients()
         self.batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, device, timeout, is_weighted=is_weighted
@@ -100,6 +101,8 @@ class TrainedStages:
 
     def check_ties(self, what: str, *, is_first: bool) -> None:
         """Require that copies of tied parameters are equal; see :meth:`Ties.check`. Collective."""
+        if not self._has_ties:
+            return
         with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
             self.ties.check(self._patience if is_first else self._timeout)
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 from zbv_worker.transport.connected import ControlPlane
 from zbv_worker.transport.gloo_ends import HostReceive
 from zbv_worker.transport.rendezvous import lives_in_rank_0, meet, named, part_of, ranks_on_this_host
-from zbv_worker.transport.torch_api import classifying, first_line, new_group
+from zbv_worker.transport.torch_api import classified, classifying, first_line, new_group
 from zbv_worker.transport.world import Layout, World
 
 MAX_BYTES = 256 * 2**20
@@ -229,13 +229,17 @@ class GlooControl(ControlPlane):
     ) -> Callable[[float], None]:
         """Start an operation; the result waits for it."""
         what = f"a control message between ranks {self.rank} and {peer}"
-        with classifying(what):
+        try:
             work = operation(tensor, peer, self._group)
+        except RuntimeError as error:
+            raise classified(error, what) from error
 
         def wait(timeout: float) -> None:
-            if work is not None:
-                with classifying(what):
+            try:
+                if work is not None:
                     work.wait(timedelta(seconds=timeout))
+            except RuntimeError as error:
+                raise classified(error, what) from error
 
         return wait
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from itertools import starmap
 from typing import cast
 
 from sqlalchemy import update
-from support.stored import an_agent, begin, counting, run_in
+from support.stored import a_beat, an_agent, begin, counting, run_in
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.models import AgentRow, ListenerRow
-from zbv_service.records.agents import Beat, BeatAnswer, RunOrders
+from zbv_service.records.agents import AllowsDocument, BeatAnswer, Heartbeat, RunOrders
 from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.runs.agents import Assignments, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
@@ -20,8 +21,8 @@ GO_ON = RunOrders(cancel_requested=False, stop_requested=False, target_plan_id=N
 SILENCE = timedelta(seconds=60)
 
 
-def in_step(agent_id: str, run_id: str, step: int | None = 1) -> Beat:
-    return Beat(agent_id, None, run_id, ({"rank": 0, "step": step, "action": None},))
+def in_step(agent_id: str, run_id: str, step: int | None = 1) -> tuple[str, Heartbeat]:
+    return a_beat(agent_id, None, run_id, ({"rank": 0, "step": step, "action": None},))
 
 
 async def state_of(database: Database, run_id: str) -> str:
@@ -64,8 +65,8 @@ async def test_the_answer_to_a_heartbeat_has_the_state_of_the_agent_and_the_orde
 ) -> None:
     first, second = await begin(database, "run", 2)
     table, runs, agents = HeartbeatTable(database), RunTable(database), AgentTable(database)
-    await agents.add(an_agent("idle"))
-    beats = [in_step(first, "run"), Beat("idle", 2000), Beat("nobody"), in_step(second, "other")]
+    await agents.add(*an_agent("idle"))
+    beats = [in_step(first, "run"), a_beat("idle", 2000), a_beat("nobody"), in_step(second, "other")]
     assert await table.store(beats) == [
         BeatAnswer(first, "live", GO_ON),
         BeatAnswer("idle", "live", None),
@@ -79,7 +80,7 @@ async def test_the_answer_to_a_heartbeat_has_the_state_of_the_agent_and_the_orde
     (answer,) = await table.store([in_step(first, "run")])
     assert answer.orders == RunOrders(cancel_requested=True, stop_requested=True, target_plan_id=None)
     await agents.leave("idle")
-    assert [found.state for found in await table.store([Beat("idle"), Beat(first)])] == ["left", "live"]
+    assert [found.state for found in await table.store([a_beat("idle"), a_beat(first)])] == ["left", "live"]
 
 
 async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(
@@ -99,12 +100,18 @@ async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(
 async def test_a_script_runs_once_it_has_begun_and_is_found_by_its_path(database: Database) -> None:
     """Its run has no model and no steps, and only an agent that allows it gets it."""
     script = {"path": "/shared/train.py", "arguments": []}
-    await AgentTable(database).add(an_agent("other"))
+    await AgentTable(database).add(*an_agent("other"))
     (agent,) = await begin(
-        database, "run", 1, agent={"allowed_scripts": ["/shared/*"]}, model=None, steps=None, script=script
+        database,
+        "run",
+        1,
+        agent={"allows": AllowsDocument(scripts=["/shared/*"])},
+        model=None,
+        steps=None,
+        script=script,
     )
     assert agent == "run-0"
-    await HeartbeatTable(database).store([Beat(agent, None, "run")])
+    await HeartbeatTable(database).store([a_beat(agent, None, "run")])
     assert await state_of(database, "run") == "starting"
     await HeartbeatTable(database).store([in_step(agent, "run", None)])
     assert await state_of(database, "run") == "running"
@@ -135,12 +142,12 @@ async def test_simultaneous_heartbeats_are_written_together(database: Database) 
     agents = await begin(database, "run", 6)
     heartbeats = Heartbeats(HeartbeatTable(database))
     with counting() as alone:
-        assert (await heartbeats.store(in_step(agents[0], "run"))).orders == GO_ON
+        assert (await heartbeats.store(*in_step(agents[0], "run"))).orders == GO_ON
     with counting() as together:
         # One agent sends two heartbeats at once, and gets two answers.
-        both = (in_step(agents[1], "run"), Beat(agents[1]))
+        both = (in_step(agents[1], "run"), a_beat(agents[1]))
         answers = await asyncio.gather(
-            *map(heartbeats.store, [*both, *(Beat(agent) for agent in agents[2:])])
+            *starmap(heartbeats.store, [*both, *(a_beat(agent) for agent in agents[2:])])
         )
     assert [answer.orders for answer in answers] == [GO_ON, *[None] * 5]
     assert together.statements < 3 * alone.statements
@@ -166,7 +173,7 @@ async def test_agents_that_wait_for_work_share_one_query(database: Database) -> 
     runs = RunTable(database)
     names = [f"idle-{index}" for index in range(20)]
     for name in names:
-        await agents.add(an_agent(name))
+        await agents.add(*an_agent(name))
     assignments = Assignments(runs, cast("Dispatcher", bell))
     with ExitStack() as waits:
         events = {name: waits.enter_context(assignments.expected(name)) for name in names}
@@ -195,7 +202,7 @@ async def age(database: Database, seconds: float) -> None:
 
 async def test_the_silence_of_an_agent_counts_only_while_every_service_listens(database: Database) -> None:
     agents, listeners = AgentTable(database), ListenerTable(database)
-    await agents.add(an_agent("quiet"))
+    await agents.add(*an_agent("quiet"))
 
     async def look(name: str, *, paused: bool = False) -> bool:
         before = await listeners.look(name, SILENCE, paused=paused)
@@ -209,7 +216,7 @@ async def test_the_silence_of_an_agent_counts_only_while_every_service_listens(d
     assert not await look("one", paused=True)
     assert not await look("two")
     await age(database, 70)
-    await agents.add(an_agent("talks"))
+    await agents.add(*an_agent("talks"))
     assert await look("two")
     assert [record.id for record in (await agents.page(AgentListQuery())).items] == ["talks"]
 
@@ -234,7 +241,7 @@ async def test_a_stopped_service_delays_losses_until_its_agents_could_reach_anot
 
 async def test_a_service_with_a_late_event_loop_loses_no_agent(database: Database) -> None:
     agents, now = AgentTable(database), 0.0
-    await agents.add(an_agent("quiet"))
+    await agents.add(*an_agent("quiet"))
     watch = AgentWatch(agents, ListenerTable(database), 60, clock=lambda: now)
     assert await watch.look() == []
     await age(database, 70)

@@ -142,7 +142,7 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
 async def test_ended_agents_are_listed_only_on_request(database: Database) -> None:
     table = AgentTable(database)
     for name in ("Gpu-1", "gpu-2", "cpu"):
-        await table.add(an_agent(name.lower(), name=name, address=f"{name}.cluster"))
+        await table.add(*an_agent(name.lower(), name=name, address=f"{name}.cluster"))
     await table.leave("cpu")
     await table.drain("gpu-2")
 
@@ -204,7 +204,7 @@ async def test_a_page_of_large_rows_ends_early_and_the_next_one_goes_on(
     monkeypatch.setattr(paging, "MOST_CHARACTERS", 5000)
     agents = AgentTable(database)
     for index in range(7):
-        await agents.add(an_agent(f"a{index}", devices=["x" * 1000]))
+        await agents.add(*an_agent(f"a{index}", devices=["x" * 1000]))
     page, pages = await agents.page(AgentListQuery()), []
     pages.append([each.id for each in page.items])
     while page.next is not None:

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 from sqlalchemy import delete
-from support.stored import PLAN, a_plan, a_run, a_search, an_agent, run_in
+from support.stored import PLAN, a_beat, a_plan, a_run, a_search, an_agent, run_in
 from zbv_service.database import (
     AgentsTaken,
     AgentTable,
@@ -26,7 +26,6 @@ from zbv_service.database import (
     SearchTable,
 )
 from zbv_service.database.models import AgentRow, EventRow, RunRow
-from zbv_service.records.agents import Beat
 from zbv_service.records.lists import AgentListQuery, RunListQuery
 from zbv_service.records.runs import AvailableAgent, Decision, NewPart, NodeOutcome, RequestKey, WaitingRun
 from zbv_service.runs.scheduler import decide
@@ -38,7 +37,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
     await PlanTable(databases[0]).add(a_plan(PLAN))
     tables = [RunTable(database) for database in databases]
     for index in range(4):
-        await AgentTable(databases[0]).add(an_agent(f"agent-{index}"))
+        await AgentTable(databases[0]).add(*an_agent(f"agent-{index}"))
     names = [f"run-{index}" for index in range(6)]
     await asyncio.gather(
         *(tables[index % 3].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
@@ -85,7 +84,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
     for name in names:
         await RunTable(databases[0]).add(a_run(name, 2))
     for index in range(6):
-        await AgentTable(databases[0]).add(an_agent(f"agent-{index}"))
+        await AgentTable(databases[0]).add(*an_agent(f"agent-{index}"))
 
     async def play(part: int) -> None:
         random = Random(part)
@@ -98,17 +97,17 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
                 if run is None:
                     continue
                 places = ({"rank": 0, "step": turn, "action": None},)
-                await HeartbeatTable(databases[part % 2]).store([Beat(agent.id, None, run.id, places)])
+                await HeartbeatTable(databases[part % 2]).store([a_beat(agent.id, None, run.id, places)])
                 match random.randrange(4):
                     case 0 | 1:
                         await runs.ended(agent.id, run.id, run.generation, random.choice(OUTCOMES))
                     case 2:
                         await agents.leave(agent.id)
-                        await agents.add(an_agent(f"{part}-{turn}-{agent.name[:10]}"))
+                        await agents.add(*an_agent(f"{part}-{turn}-{agent.name[:10]}"))
                     case _ if random.random() < 0.05:
                         await runs.request_cancel(run.id)
             await agents.lose(0.0, datetime.now(UTC) - timedelta(seconds=random.choice([0.05, 60.0])))
-            await agents.add(an_agent(f"more-{part}-{turn}"))
+            await agents.add(*an_agent(f"more-{part}-{turn}"))
 
     async with asyncio.timeout(120):
         await asyncio.gather(*map(play, range(4)))
@@ -149,7 +148,7 @@ async def test_simultaneous_equal_registrations_and_submissions_are_stored_once(
 ) -> None:
     await PlanTable(database).add(a_plan(PLAN))
     both = [database, second] * 8
-    agents = await asyncio.gather(*(AgentTable(each).add(an_agent("same")) for each in both))
+    agents = await asyncio.gather(*(AgentTable(each).add(*an_agent("same")) for each in both))
     assert sorted(is_new for _, is_new in agents) == [False] * 15 + [True]
     named = RequestKey("name", "body")
     adding = (RunTable(each).add(a_run(f"r{index}", 1), named) for index, each in enumerate(both))
@@ -180,7 +179,7 @@ async def test_a_run_and_its_key_are_stored_together_or_not_at_all(database: Dat
 async def test_an_agent_with_a_concurrent_heartbeat_is_not_lost(database: Database, second: Database) -> None:
     """The heartbeat comes between the query and the loss: it locks the row, and the loss waits."""
     agents, before = AgentTable(database), datetime.now(UTC)
-    await agents.add(an_agent("quiet"))
+    await agents.add(*an_agent("quiet"))
     async with second.writing() as session:
         row = await session.get_one(AgentRow, "quiet", with_for_update=True)
         losing = asyncio.create_task(agents.lose(1.0, before))
@@ -202,12 +201,12 @@ async def test_runs_are_matched_again_only_if_a_run_or_an_agent_changed(database
     await PlanTable(database).add(a_plan(PLAN))
     table = RunTable(database)
     await table.add(a_run("pair", 2))
-    await AgentTable(database).add(an_agent("first"))
+    await AgentTable(database).add(*an_agent("first"))
     for _ in range(3):
         assert await table.assign(counted) == []
     assert passes == [(1, 1)]
     run = await run_in(table, "pair")
     assert "1 of 1 agent can take it" in (run.waits_for or "")
-    await AgentTable(database).add(an_agent("second"))
+    await AgentTable(database).add(*an_agent("second"))
     assert await table.assign(counted) == ["pair"]
     assert passes == [(1, 1), (1, 2)]

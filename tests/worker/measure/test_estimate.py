@@ -6,6 +6,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,23 @@ import pytest
 import torch
 from support.selfcheck import HardModel
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.measure.estimate.document import Scale, estimated_document
-from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers, estimate_stages, likeness
+from zbv_worker.measure.estimate.estimate import (
+    Estimate,
+    count_flops,
+    estimate_layers,
+    estimate_stages,
+    likeness,
+)
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes
 from zbv_worker.models.gpt import Block, gpt
+from zbv_worker.stage.main_gradients import add_grouped_products, add_product, use_main_gradients
 from zbv_worker.stage.program import AUTOCAST, Precision, Program
 from zbv_worker.stage.stage import Stage
 
@@ -434,3 +443,24 @@ def test_wrong_arguments_give_a_message_and_status_2(
 ) -> None:
     assert main(["estimate", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_blocks_and_groups_of_a_product_count_like_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sum is in float32 and the factors in half precision, so a CPU computes blocks of rows."""
+    monkeypatch.setattr("zbv_worker.stage.main_gradients._BLOCK_ELEMENTS", 64)
+
+    def counted(is_fake: bool) -> list[int]:
+        with FakeTensorMode() if is_fake else nullcontext():
+            left, right = torch.ones(24, 40).bfloat16(), torch.ones(24, 16).bfloat16()
+            one, groups = (nn.Parameter(torch.zeros(size).bfloat16()) for size in ((40, 16), (3, 40, 16)))
+            use_main_gradients([one, groups])
+            ends = torch.tensor([8, 16, 24])
+            return [
+                count_flops(lambda: add_product(one, left.t(), right)),
+                count_flops(lambda: add_product(one, left.t(), right)),
+                count_flops(lambda: add_grouped_products(groups, left, right, ends)),
+            ]
+
+    assert counted(is_fake=True) == counted(is_fake=False) == [2 * 24 * 40 * 16] * 3

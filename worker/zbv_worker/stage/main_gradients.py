@@ -161,11 +161,13 @@ def add_grouped_products(parameter: Tensor, left: Tensor, right: Tensor, ends: T
     if total is None:
         total = torch.zeros(parameter.shape, dtype=dtype_of_sum(parameter), device=left.device)
         set_gradient(parameter, total)
-    groups, begin = len(ends), 0
-    # An estimate has no values; groups of equal size take as many operations.
-    is_fake = isinstance(ends, FakeTensor)
-    numbers = [(at + 1) * len(left) // groups for at in range(groups)] if is_fake else ends.tolist()
-    for group, end in zip(total, numbers, strict=True):
+    if isinstance(ends, FakeTensor):  # without values; groups of equal size take as many operations
+        first = len(left) // len(ends)
+        add_product_to(total[0], left[:first].t(), right[:first])
+        _count_product(total[0], left[first:].t(), right[first:])
+        return
+    begin = 0
+    for group, end in zip(total, ends.tolist(), strict=True):
         if end > begin:
             add_product_to(group, left[begin:end].t(), right[begin:end])
         begin = end
@@ -192,13 +194,19 @@ def add_product_to(total: Tensor, left: Tensor, right: Tensor) -> None:
     else:
         rows = max(1, _BLOCK_ELEMENTS // max(1, total.shape[1]))
         if isinstance(total, FakeTensor) and len(total) > rows:
-            # An estimate has one block for the memory, and counts the others' operations at once: a thousand
-            # blocks would take it longer than all the rest. These factors have one element of memory.
-            wide = [x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)]
-            total[rows:].addmm_(wide[0][rows:], wide[1])
+            _count_product(total[rows:], left[rows:], right)
             total, left = total[:rows], left[:rows]
         for at in range(0, len(total), rows):
             total[at : at + rows].add_(left[at : at + rows].mm(right))
+
+
+def _count_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Do the operations of a product in an estimate, with factors of one element of memory.
+
+    One block or group of a product shows how much memory all of them take. To go through thousands of them
+    would take an estimate longer than all the rest.
+    """
+    total.addmm_(*(x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)))
 
 
 def _is_fused(dtype: torch.dtype, factor: Tensor) -> bool:

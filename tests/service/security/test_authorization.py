@@ -12,7 +12,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from support.serving import MODEL, PROBLEM, Service, Serving
-from support.stored import a_plan, a_search
+from support.stored import a_plan, a_search, next_of
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
 from zbv_service.database import Database, PlanTable, SearchTable
@@ -272,10 +272,12 @@ async def test_each_token_is_counted_by_itself(database: Database) -> None:
         await searches.add(a_search(name, created_by=caller))
     await plans.add(a_plan("f" * 64), "b")
     await plans.add(a_plan("e" * 64))
+    claim = await next_of(searches)
+    assert await searches.finished(claim.id, claim.fence, a_plan("d" * 64))
     found = {}
     for caller in ("a", "b", None):
         grant = Grant(caller, frozenset(), "token", token_id="x")
         stored = await Quotas(database, Settings()).stored(grant)
-        found[caller] = (stored.rows["searches"], stored.rows["plans"])
+        found[caller] = tuple(stored.rows[kind] for kind in ("searches", "plans", "plans of searches"))
         assert stored.size >= 7 * stored.rows["searches"]  # each has a problem of seven bytes
-    assert found == {"a": (2, 0), "b": (1, 1), None: (1, 1)}
+    assert found == {"a": (2, 0, 1), "b": (1, 1, 0), None: (1, 2, 0)}

@@ -115,6 +115,7 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
+        ("zbv_solver", ("numpy", "pydantic", "numba")),
         ("zbv_solver.search.run", ("torch", "fastapi", "ortools", "jinja2")),
         ("zbv_solver.plans.plan", ("numba", "torch", "fastapi")),
         ("zbv_service.commands.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),

@@ -39,7 +39,6 @@ NAMES = (
 SHARES = (0.6, 1.0)
 """Memory limits, as shares of the activation memory of 1F1B on its fullest rank."""
 JITTER = Jitter.of(action=0.05, transfer=0.2)
-SCENARIOS = 512
 SCENARIOS_SEED = 1_000_003
 LEAST_GAIN_PERCENT = 1.0
 

@@ -287,15 +287,9 @@ def _config(length: int) -> Any:
 
 
 def _figures(layer: LayerEstimate) -> list[float]:
-    running = layer.plain
-    times = running.times
-    return [
-        times.forward,
-        times.backward_input,
-        times.backward_weight,
-        running.after_forward,
-        running.after_input,
-    ]
+    running, times = layer.plain, layer.plain.times
+    durations = [times.forward, times.backward_input, times.backward_weight]
+    return [*durations, running.after_forward, running.after_input]
 
 
 def _rounded(values: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:

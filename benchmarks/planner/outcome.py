@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean, geometric_mean
 from typing import Literal, NamedTuple
 
 from zbv_solver.errors import InfeasibleMemory, InvalidPlan
@@ -224,19 +225,19 @@ def tally(outcomes: Sequence[Outcome]) -> Tally:
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     gaps = [(o.gap, o.instance.name) for o in outcomes if math.isfinite(o.gap)]
     worst, name = max(gaps, default=(None, None))
-    logs = [math.log(o.ratio) for o in outcomes if o.ratio is not None and 0 < o.ratio < math.inf]
+    ratios = [o.ratio for o in outcomes if o.ratio is not None and 0 < o.ratio < math.inf]
     return Tally(
         instances=len(outcomes),
         infeasible=sum(o.infeasible is not None for o in outcomes),
         optimal=sum(gap == 0 for gap, _ in gaps),
-        mean_gap=sum(gap for gap, _ in gaps) / len(gaps) if gaps else None,
+        mean_gap=fmean(gap for gap, _ in gaps) if gaps else None,
         worst_gap=worst,
         worst_name=name,
         wins=verdicts["win"],
         ties=verdicts["tie"],
         losses=verdicts["loss"],
         no_peer=verdicts["no peer"],
-        ratio=math.exp(sum(logs) / len(logs)) if logs else None,
+        ratio=geometric_mean(ratios) if ratios else None,
         below_bound=sum(bool(o.below_bound) for o in outcomes),
         contradicted=sum(bool(o.contradicting) for o in outcomes),
         reached=sum(o.is_reached for o in outcomes),

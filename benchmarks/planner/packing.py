@@ -13,7 +13,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from zbv_solver.construct.baselines import baseline, without_limit
@@ -34,7 +34,6 @@ from benchmarks.planner.lengths import PackingInstance
 LEAST_GAIN_PERCENT = 15.0
 """On batches with a long tail, against what is usual."""
 USUAL = "equal tokens, given order, mean plan"
-CLASSICAL = "equal tokens, given order, 1F1B"
 HEADER = (
     f"{'batch':27}{'step':>10}{'gap':>7}{'m':>5}{'s':>6}"
     f"{'ff':>7}{'eq':>7}{'bw':>7}{'dp':>7}{'mean':>8} {'1f1b':>8}\n"
@@ -44,11 +43,9 @@ shorter than those of first-fit, equal-tokens, balanced-work, dynamic-program, a
 in the given order. A star: that one exceeds the memory limit."""
 
 
-@dataclass(frozen=True)
-class GivenOrder:
+class GivenOrder(NamedTuple):
     """The step of the slowest replica, and whether every replica keeps the memory limit."""
 
-    name: str
     step_time: float
     fits: bool
 
@@ -80,26 +77,20 @@ def other_packings(batch: Batch) -> list[Arrangement]:
 
 def in_given_order(batch: Batch, options: SearchOptions) -> tuple[GivenOrder, GivenOrder]:
     """Steps of equal tokens in the given order: by plans for the mean microbatch, and by 1F1B."""
-    problems = [batch.problem_of(contents) for contents in given_order(batch)]
+    # microbatches of equal tokens in the given order, dealt to the replicas in turn
+    problems = [batch.problem_of(contents) for contents in equal_tokens(packer_of(batch))]
     planned = [(problem, search(problem.averaged(), options).orders) for problem in problems]
-    return (
-        _given_order(USUAL, planned),
-        _given_order(CLASSICAL, [baseline("1f1b", problem) for problem in problems]),
-    )
+    return _given_order(planned), _given_order([baseline("1f1b", problem) for problem in problems])
 
 
-def given_order(batch: Batch) -> Replicas:
-    """Microbatches of equal tokens in the given order, dealt to the replicas in turn."""
-    return equal_tokens(packer_of(batch))
-
-
-def _given_order(name: str, replicas: Sequence[tuple[Problem, Orders]]) -> GivenOrder:
+def _given_order(replicas: Sequence[tuple[Problem, Orders]]) -> GivenOrder:
     timings = [(problem, evaluate(without_limit(problem), orders)) for problem, orders in replicas]
     fits = [
         not any(map(exceeds, timing.peak_memory, problem.memory.limit or ())) for problem, timing in timings
     ]
-    step = max(objective_value(problem.objective, timing) for problem, timing in timings)
-    return GivenOrder(name, step, all(fits))
+    return GivenOrder(
+        max(objective_value(problem.objective, timing) for problem, timing in timings), all(fits)
+    )
 
 
 def shorter(step: float, than: float) -> float:

@@ -7,12 +7,11 @@ does, and the quick effort's plans do not at all.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 from zbv_solver.problem.problem import Problem
@@ -126,11 +125,6 @@ def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     began = time.perf_counter()
     found = call(*arguments)
     return found, time.perf_counter() - began
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """The geometric mean of positive numbers."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _row(name: str, rows: Sequence[StepRow]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TextIO
@@ -23,11 +23,8 @@ from benchmarks.planner.suite import NO_OPTIONS, Instance
 
 Spinner = Callable[[str], AbstractContextManager[Callable[[str], None]]]
 """Shows a text while something runs, and yields a function that changes the text."""
-
 WARM_UP_SECONDS = 2.0
 """Time limit of a warm-up search; with compiled kernels it takes a fraction of that."""
-
-
 GENERATED = ("unequal", "jitter")
 """Benchmarks whose problems can also be planned."""
 
@@ -35,7 +32,7 @@ GENERATED = ("unequal", "jitter")
 def generated(name: str) -> tuple[Instance, ...]:
     """The problems of a benchmark of :data:`GENERATED`, without its other schedules."""
     if name == "jitter":
-        return tuple(Instance(name, *each, {}) for each in jitter.instances())
+        return tuple(Instance(name, *pair, {}) for pair in jitter.instances())
     documents = ((each.name, each.document()) for each in lengths.instances())
     return tuple(Instance(name, each, parse_problem(document), {}) for each, document in documents)
 
@@ -50,93 +47,82 @@ def bench(
     """
     with spinner("loading"):
         interruptible(partial(_warm_up, instances, options))
-    full = _run(instances, options, options.without, out, spinner)
-    runs, found = [full], list[Contribution]()
+    bench = _Bench(instances, out, spinner)
+    full = bench.run(options, options.without, ())
+    runs, entries = [full], list[Contribution]()
     for mechanism in MECHANISMS if ablate else ():
         if runs[-1].interrupted:
             break
         if mechanism.name not in options.without:
-            without = (*options.without, mechanism.name)
-            known = {
-                (each.instance.suite, each.instance.name): each
-                for each in full.outcomes
-                if not mechanism.concerns(each.instance)
-            }
-            with mechanism.left_out(options) as own:
-                runs.append(_run(instances, own, without, out, spinner, known))
+            known = [outcome for outcome in full.outcomes if not mechanism.concerns(outcome.instance)]
+            with mechanism.left_out(options) as without:
+                runs.append(bench.run(without, (*options.without, mechanism.name), known))
             if not runs[-1].interrupted:
-                found += contributions(mechanism.name, full.outcomes, runs[-1].outcomes)
-    if found:
-        out.write("\nwhat each mechanism adds:\n" + ablation_table(found))
-    return Report(options, tuple(runs), tuple(found))
+                entries += contributions(mechanism.name, full.outcomes, runs[-1].outcomes)
+    if entries:
+        out.write("\nwhat each mechanism adds:\n" + ablation_table(entries))
+    return Report(options, tuple(runs), tuple(entries))
 
 
-def _run(
-    instances: Sequence[Instance],
-    options: SearchOptions,
-    without: tuple[str, ...],
-    out: TextIO,
-    spinner: Spinner,
-    known: Mapping[tuple[str, str], Outcome] | None = None,
-) -> Run:
-    """Run all instances once: a table per suite, then the summary; ``without`` is for the report.
+@dataclass(frozen=True)
+class _Bench:
+    instances: Sequence[Instance]
+    out: TextIO
+    spinner: Spinner
 
-    Instances whose outcomes are ``known`` do not run again.
-    """
-    outcomes: list[Outcome] = []
-    interrupted = False
-    out.write(f"\n{_title(instances, options, without)}\n")
-    try:
-        for suite, members in groupby(instances, key=lambda instance: instance.suite):
-            _run_suite(suite, tuple(members), options, outcomes, out, spinner, known or {})
-    except KeyboardInterrupt:
-        interrupted = True
-    out.write("\n" + summary(tally(outcomes)))
-    return Run(without, tuple(outcomes), interrupted)
+    def run(self, options: SearchOptions, without: tuple[str, ...], known: Sequence[Outcome]) -> Run:
+        """Run all instances once: a table per suite, then the summary.
 
+        Instances whose outcomes are ``known`` do not run again; ``without`` is for the report.
+        """
+        outcomes: list[Outcome] = []
+        interrupted = False
+        self.out.write(f"\n{_title(self.instances, options, without)}\n")
+        try:
+            for suite, members in groupby(self.instances, key=lambda instance: instance.suite):
+                self._run_suite(suite, tuple(members), options, outcomes, known)
+        except KeyboardInterrupt:
+            interrupted = True
+        self.out.write("\n" + summary(tally(outcomes)))
+        return Run(without, tuple(outcomes), interrupted)
 
-def _run_suite(
-    suite: str,
-    instances: Sequence[Instance],
-    options: SearchOptions,
-    outcomes: list[Outcome],
-    out: TextIO,
-    spinner: Spinner,
-    known: Mapping[tuple[str, str], Outcome],
-) -> None:
-    """Search the instances of one file; ``outcomes`` grows as they finish."""
-    table = Table(instances)
-    out.write(f"\n{suite}\n{table.header()}")
-    out.flush()
-    for position, instance in enumerate(instances, 1):
-        label = f"[{position}/{len(instances)}] {instance.name}"
-        with spinner(label) as say:
-            outcome = known.get((instance.suite, instance.name)) or interruptible(
-                partial(measure, instance, options, _teller(label, say))
-            )
-        outcomes.append(outcome)
-        out.write(table.row(outcome))
-        out.flush()
+    def _run_suite(
+        self,
+        suite: str,
+        instances: Sequence[Instance],
+        options: SearchOptions,
+        outcomes: list[Outcome],
+        known: Sequence[Outcome],
+    ) -> None:
+        """Search the instances of one file; ``outcomes`` grows as they finish."""
+        table = Table(instances)
+        self.out.write(f"\n{suite}\n{table.header()}")
+        self.out.flush()
+        for position, instance in enumerate(instances, 1):
+            label = f"[{position}/{len(instances)}] {instance.name}"
+            outcome = next((each for each in known if each.instance is instance), None)
+            if outcome is None:
+                with self.spinner(label) as say:
+                    outcome = interruptible(partial(measure, instance, options, _teller(label, say)))
+            outcomes.append(outcome)
+            self.out.write(table.row(outcome))
+            self.out.flush()
 
 
 def _teller(label: str, say: Callable[[str], None]) -> Callable[[Progress], None]:
-    def tell(found: Progress) -> None:
-        say(f"{label}: {found.objective:.8g}, gap {found.gap:.2%} ({found.method})")
+    def tell(progress: Progress) -> None:
+        say(f"{label}: {progress.objective:.8g}, gap {progress.gap:.2%} ({progress.method})")
 
     return tell
 
 
 def _title(instances: Sequence[Instance], options: SearchOptions, without: tuple[str, ...]) -> str:
     """The options that all rows share."""
-    objectives = sorted({instance.problem.objective for instance in instances})
+    objectives = " and ".join(sorted({instance.problem.objective for instance in instances}))
     limit = "none" if options.time_limit is None else f"{options.time_limit:g} s"
-    facts = [
-        f"objective: {' and '.join(objectives)}",
-        f"effort: {options.effort}",
-        f"time limit: {limit}",
-        f"seed: {options.seed}",
-        *([f"without: {', '.join(without)}"] if without else []),
-    ]
+    facts = [f"objective: {objectives}", f"effort: {options.effort}", f"time limit: {limit}"]
+    facts.append(f"seed: {options.seed}")
+    facts += [f"without: {', '.join(without)}"] if without else []
     own = sum(instance.options != NO_OPTIONS for instance in instances)
     note = f" ({own} of {len(instances)} instances have their own effort or limit)" if own else ""
     return "; ".join(facts) + note
@@ -151,5 +137,8 @@ def _warm_up(instances: Sequence[Instance], options: SearchOptions, cancelled: C
             {"pp_degree": 3, "microbatches": 4, "objective": objective, "costs": costs, "memory": memory}
         )
         for effort in sorted({instance.search_options(options).effort for instance in instances}):
-            own = replace(options, effort=effort, time_limit=WARM_UP_SECONDS)
-            search(problem, own, cancelled=cancelled)
+            search(
+                problem,
+                replace(options, effort=effort, time_limit=WARM_UP_SECONDS),
+                cancelled=cancelled,
+            )

@@ -6,12 +6,12 @@ ones: in the given order, and in the order used in practice.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import fmean, geometric_mean
 from typing import get_args
 
 from zbv_solver.construct.baselines import PRACTICE, without_limit
@@ -64,10 +64,7 @@ class Rival:
 class UnequalRow:
     """One instance."""
 
-    name: str
-    share: float
-    limit_kind: LimitKind
-    """Memory limit as a share of 1F1B's memory, and the kind of limit."""
+    instance: PlanningInstance
     seconds: float
     value: float
     gap: float
@@ -111,9 +108,7 @@ def measure_unequal(instance: PlanningInstance, options: SearchOptions) -> Unequ
     seconds = time.perf_counter() - began
     baselines = [_rival(each.name, problem, each) for each in compare(problem)]
     return UnequalRow(
-        instance.name,
-        instance.share,
-        instance.limit_kind,
+        instance,
         seconds,
         plan.objective,
         plan.metrics.gap,
@@ -172,7 +167,8 @@ def unequal_line(row: UnequalRow) -> str:
         each = row.rival(name)
         needs = f" ({each.needs:.2f})" if each is not None and width > 9 else ""
         mean += ("–" if each is None else f"{row.shorter(each):.1f}{needs}").rjust(width)
-    return f"{row.name:24}{row.seconds:6.1f}{row.value:12.5g}{row.gap:8.2%}  {shortest:24}{gain:>6}{mean}\n"
+    figures = f"{row.seconds:6.1f}{row.value:12.5g}{row.gap:8.2%}"
+    return f"{row.instance.name:24}{figures}  {shortest:24}{gain:>6}{mean}\n"
 
 
 def unequal_findings(rows: Iterable[UnequalRow]) -> Iterator[Finding]:
@@ -181,7 +177,7 @@ def unequal_findings(rows: Iterable[UnequalRow]) -> Iterator[Finding]:
     losses = sum(row.best is not None and row.value > row.best.value * (1 + SAME_FIGURE) for row in rows)
     yield Finding("plans longer than another schedule that fits", losses, "", at_most(0))
     for kind, share in product(get_args(LimitKind), SHARES):
-        own = [row for row in rows if (row.limit_kind, row.share) == (kind, share)]
+        own = [row for row in rows if (row.instance.limit_kind, row.instance.share) == (kind, share)]
         if not own:
             continue
         about = f"{kind}{share}, {len(own)} instances"
@@ -197,9 +193,7 @@ def unequal_findings(rows: Iterable[UnequalRow]) -> Iterator[Finding]:
                 target = None if least is None else at_least(least)
                 yield Finding(f"  shorter than {than} ({len(ratios)})", _shorter_in_mean(ratios), "%", target)
         gaps = [100 * row.gap for row in own]
-        yield Finding(
-            "  certified gap, mean", sum(gaps) / len(gaps), "%", at_most(LARGEST_GAP_PERCENT.get(share))
-        )
+        yield Finding("  certified gap, mean", fmean(gaps), "%", at_most(LARGEST_GAP_PERCENT.get(share)))
         yield Finding("  certified gap, largest", max(gaps), "%")
     yield Finding(
         "seconds of a search, largest", max(row.seconds for row in rows), "s", at_most(MOST_SECONDS)
@@ -208,4 +202,4 @@ def unequal_findings(rows: Iterable[UnequalRow]) -> Iterator[Finding]:
 
 def _shorter_in_mean(ratios: Sequence[float]) -> float:
     """Percent by which plans are shorter, in the geometric mean of their ratios."""
-    return 100 * (1 - math.exp(sum(map(math.log, ratios)) / len(ratios)))
+    return 100 * (1 - geometric_mean(ratios))

@@ -59,8 +59,6 @@ class Prediction:
     """Bytes, of the kind and of the rank that the run states."""
     is_too_large: bool
     """Whether the run needs more memory than its device has."""
-    recompute: str
-    """What is recomputed, in words."""
 
 
 def predict(run: MeasuredRun) -> Prediction:
@@ -68,8 +66,18 @@ def predict(run: MeasuredRun) -> Prediction:
 
     Raises :class:`InvalidInput` when the degrees do not divide what they share.
     """
-    model, cluster = _padded(model_of(run), run), cluster_of(run)
-    return _predicted(run, model, cluster, run.recompute or "none")
+    cluster = cluster_of(run)
+    estimated = _estimated(run, _padded(model_of(run), run), cluster)
+    layered = estimated.problem
+    problem, orders = _ordered(run, layered, _bounds(run, layered))
+    timing = evaluate(problem, orders)
+    peak = timing.peak_memory[-1] if run.memory_rank == -1 else max(timing.peak_memory)
+    return Prediction(
+        step_time=objective_value(problem.objective, timing) * SECONDS
+        + estimated.once(layers_on_ranks(problem)),
+        memory=_taken(peak) if run.memory_kind == "device" else peak,
+        is_too_large=_taken(max(timing.peak_memory)) > cluster.size,
+    )
 
 
 def published_step(run: MeasuredRun) -> float | None:
@@ -86,33 +94,14 @@ def _padded(model: Transformer, run: MeasuredRun) -> Transformer:
     return model.model_copy(update={"vocabulary": -(-model.vocabulary // unit) * unit})
 
 
-def _predicted(
-    run: MeasuredRun, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
-) -> Prediction:
-    """Predict a run with a certain recomputation."""
-    estimated = _estimated(run, model, cluster, recompute)
-    layered = estimated.problem
-    problem, orders = _ordered(run, layered, _bounds(run, layered))
-    timing = evaluate(problem, orders)
-    peak = timing.peak_memory[-1] if run.memory_rank == -1 else max(timing.peak_memory)
-    return Prediction(
-        step_time=objective_value(problem.objective, timing) * SECONDS
-        + estimated.once(layers_on_ranks(problem)),
-        memory=_taken(peak) if run.memory_kind == "device" else peak,
-        is_too_large=_taken(max(timing.peak_memory)) > cluster.size,
-        recompute=recompute if isinstance(recompute, str) else ", ".join(recompute),
-    )
-
-
 def _taken(tensors: float) -> float:
     """Memory that a device needs for tensors of this size."""
     return RESERVED_SHARE * tensors + TAKEN_BYTES
 
 
-def _estimated(
-    run: MeasuredRun, model: Transformer, cluster: Cluster, recompute: str | tuple[str, ...]
-) -> EstimatedLayout:
+def _estimated(run: MeasuredRun, model: Transformer, cluster: Cluster) -> EstimatedLayout:
     """The layers of a run."""
+    recompute = run.recompute or "none"
     modules = () if isinstance(recompute, str) else recompute
     kind: Recompute = "none" if recompute in ("none", ()) else "full" if recompute == "full" else "selective"
     layout = Layout(

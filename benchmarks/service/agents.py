@@ -6,8 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from sqlalchemy import Engine, create_engine, text
@@ -96,19 +95,12 @@ def measure_heartbeats(agents: int, seconds: float, database: str | None = None)
     replicas = max(1, agents // _RANKS)
     sizes = sorted({_RANKS * max(1, replicas >> power) for power in range(_SIZES)})
     findings: list[Finding] = []
-    with _database(database) as url, serving("--database", url) as served:
+    with ExitStack() as stack:
+        url = database or stack.enter_context(a_server()).url
+        served = stack.enter_context(serving("--database", url))
         for size in sizes:
             findings += asyncio.run(_measure(served, url, size, seconds, is_largest=size == sizes[-1]))
     return findings
-
-
-@contextmanager
-def _database(url: str | None) -> Iterator[str]:
-    if url is not None:
-        yield url
-        return
-    with a_server() as server:
-        yield server.url
 
 
 @dataclass(frozen=True)

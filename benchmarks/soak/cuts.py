@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations, combinations_with_replacement, pairwise, product
 from typing import Any
 
-from benchmarks.soak.pipeline import Pipeline, read
+from benchmarks.soak.pipeline import Pipeline, rank_of, read
 
 Document = dict[str, Any]
 MEMORY = ("forward", "backward_input", "backward_weight", "static", "workspace")
@@ -71,7 +71,7 @@ def _as_stages(
 ) -> Document:
     p, layers = document["pp_degree"], document["layers"]
     devices = document.get("devices", [""] * p)
-    ranks = [_rank_of(stage, p, kind) for stage in range(len(again))]
+    ranks = [rank_of(stage, p, kind) for stage in range(len(again))]
     parts = [
         [
             _costs_of({**layer, **layer.get("on", {}).get(devices[rank], {})}, recomputed)
@@ -97,10 +97,6 @@ def _as_stages(
     return stages
 
 
-def _rank_of(stage: int, p: int, kind: str) -> int:
-    return 2 * p - 1 - stage if kind == "v" and stage >= p else stage % p
-
-
 def _links(document: Document, ranks: list[int], kind: str) -> list[Document | None]:
     """The link of every boundary. A list has one from each rank to the next; a V also uses it backwards."""
     link = document["costs"].get("link")
@@ -119,7 +115,7 @@ def _memory(asked: Document, parts: list[list[Document]], p: int, kind: str) -> 
             costs["memory"]
             for stage, part in enumerate(parts)
             for costs in part
-            if rank == _rank_of(stage, p, kind)
+            if rank == rank_of(stage, p, kind)
         ]
         workspace = max((held["workspace"] for held in mine), default=0.0)
         static.append(asked["static"] + sum(held["static"] for held in mine) + workspace)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from benchmarks.soak.pipeline import rank_of
+
 Document = dict[str, Any]
 Number = Callable[[], float]
 
@@ -121,18 +123,13 @@ def differing_stages(chance: Random, number: Number) -> Document:
     names = ("forward", "backward_input", "backward_weight")
     memory = {**memory, **{name: by_size(memory[name], row) for name, row in zip(names, slope, strict=True)}}
     if memory["limit"] is not None:
-        rank_of = _rank_of(document["placement"], p, n)
         fixed = memory["forward"]["fixed"]
         for rank in range(p):
-            mine = [s for s in range(n) if rank_of[s] == rank]
+            mine = [s for s in range(n) if rank_of(s, p, document["placement"]) == rank]
             held = [[fixed[s] + slope[0][s] * size[j] for s in mine] for j in range(m)]
             room = _headroom(chance, chance.choice(held))
             memory["limit"][rank] = memory["static"][rank] + max(map(sum, held)) + max(0.0, room)
     return {**document, "memory": memory}
-
-
-def _rank_of(placement: str, p: int, n: int) -> list[int]:
-    return [2 * p - 1 - s if placement == "v" and s >= p else s % p for s in range(n)]
 
 
 def fused(chance: Random, inputs: list[float], weights: list[float]) -> list[float] | None:
@@ -170,10 +167,9 @@ def _memory(chance: Random, number: Number, document: Document, n: int) -> Docum
     static = _values(chance, lambda: chance.choice((0.0, 0.0, number())), p)
     limit = None
     if chance.random() < 0.9:
-        rank_of = _rank_of(document["placement"], p, n)
         limit = []
         for rank in range(p):
-            mine = [forward[s] for s in range(n) if rank_of[s] == rank]
+            mine = [forward[s] for s in range(n) if rank_of(s, p, document["placement"]) == rank]
             limit.append(static[rank] + sum(mine) + _headroom(chance, mine))
     memory = {"forward": forward, "backward_input": inputs, "backward_weight": weights}
     return {**memory, "static": static, "limit": limit}

@@ -223,13 +223,18 @@ def _inputs(pipeline: Pipeline, there: set[Action], action: Action) -> Iterator[
         yield (I, stage, j), 0
 
 
+def rank_of(stage: int, p: int, placement: str) -> int:
+    """The rank of a stage."""
+    return 2 * p - 1 - stage if placement == "v" and stage >= p else stage % p
+
+
 def read(document: dict[str, Any]) -> Pipeline:
     """Read a problem document with one value per stage, boundary and rank, as :mod:`.draw` makes them."""
     p, m = document["pp_degree"], document["microbatches"]
     kind = document["placement"]
     chunks = {"v": 2, "single": 1}.get(kind) or document.get("chunks", 2)
     n = p * chunks
-    rank_of = tuple(2 * p - 1 - s if kind == "v" and s >= p else s % p for s in range(n))
+    ranks = tuple(rank_of(stage, p, kind) for stage in range(n))
     costs, memory = document["costs"], document.get("memory")
     features = {
         name: list(map(Fraction, values)) for name, values in (document.get("features") or {}).items()
@@ -254,12 +259,12 @@ def read(document: dict[str, Any]) -> Pipeline:
         for rows in zip(exact["backward_input"], exact["backward_weight"], strict=True)
     ]
     tables = [exact["forward"], exact["backward_input"], exact["backward_weight"], fused]
-    lag = [[Fraction(0)] * m if rank_of[s] == rank_of[s + 1] else exact["p2p"][s] for s in range(n - 1)]
+    lag = [[Fraction(0)] * m if ranks[s] == ranks[s + 1] else exact["p2p"][s] for s in range(n - 1)]
     unit = lcm(*(value.denominator for each in (*tables, lag) for row in each for value in row))
     return Pipeline(
         microbatches=m,
-        rank_of=rank_of,
-        stages_of=tuple(tuple(s for s in range(n) if rank_of[s] == rank) for rank in range(p)),
+        rank_of=ranks,
+        stages_of=tuple(tuple(s for s in range(n) if ranks[s] == rank) for rank in range(p)),
         objective=document["objective"],
         duration=tuple(_in_units(each, unit) for each in tables),
         lag=_in_units(lag, unit),

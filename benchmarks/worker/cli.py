@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from zbv_solver.documents.files import load
+from zbv_solver.documents.validation import validated
 from zbv_worker.commands.arguments import positive
-from zbv_worker.errors import InvalidRun
 
 from benchmarks.findings import WrongInput, add_output, measure_all
+
+if TYPE_CHECKING:
+    from benchmarks.worker import ranks
 
 NAMES = ("overhead", "pipeline-step", "split", "nccl-model")
 DESCRIPTION = """\
@@ -31,7 +33,7 @@ examples:
   python -m benchmarks worker all -o worker.json
   python -m benchmarks worker nccl-model --workload benchmarks/worker/nccl-model-sharded.json
 """
-Workload = TypeVar("Workload")
+Workload = TypeVar("Workload", bound="ranks.Workload")
 
 
 def add_worker(commands: Any) -> None:
@@ -67,33 +69,12 @@ def _worker(parsed: argparse.Namespace) -> int:
         kind: Any = getattr(comparison, f"{name.title().replace('-', '')}Workload")
         # Read the workload before the first measurement, so that wrong input is reported at once.
         workload = read_workload(kind, parsed.workload)
-        if parsed.rounds is not None and any(field.name == "rounds" for field in fields(kind)):
-            workload = replace(workload, rounds=parsed.rounds)
+        if parsed.rounds is not None and "rounds" in kind.model_fields:
+            workload = workload.model_copy(update={"rounds": parsed.rounds})
         jobs.append((name, name, partial(comparison.measure, workload)))
     return measure_all(jobs, parsed.output)
 
 
 def read_workload(kind: type[Workload], path: Path | None) -> Workload:
-    """Return a workload with the fields of a JSON file; the others have their defaults.
-
-    Raises
-    ------
-    InvalidRun
-        If the file cannot be read or does not fit.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    if path is None:
-        return kind()
-    try:
-        return TypeAdapter(kind).validate_python(json.loads(path.read_text()))
-    except OSError as error:
-        raise InvalidRun(f"--workload {path}: {error.strerror}.") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidRun(
-            f"--workload {path}: {where}: found {first['input']!r}; {first['msg']}. See benchmarks/worker."
-        ) from error
-    except ValueError as error:
-        raise InvalidRun(f"--workload {path}: not JSON ({error}).") from error
+    """Return a workload with the fields of a JSON file; the others have their defaults."""
+    return kind() if path is None else load(path, partial(validated, kind))

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import StringIO
 
-from pydantic import ConfigDict
 from support.fake_nccl.families import FAMILIES, Plan, stated_kernels
 from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
 from support.fake_nccl.simulation import Deadlock
 
 from benchmarks.findings import Finding, Target
+from benchmarks.worker.ranks import Workload
 
 
-@dataclass(frozen=True)
-class NcclModelWorkload:
+class NcclModelWorkload(Workload):
     """What runs."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     families: tuple[str, ...] = ()
     """Names of families; all if empty."""

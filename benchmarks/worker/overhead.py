@@ -15,7 +15,6 @@ import gc
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from pydantic import ConfigDict
 from torch import Tensor
 from typing_extensions import override
+from zbv_solver.plans.plan import plan_json
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
@@ -39,7 +38,7 @@ from zbv_worker.transport.gloo import GlooTransport
 from zbv_worker.transport.gloo_ends import SendWork
 
 from benchmarks.findings import Finding, Target, median_interval
-from benchmarks.worker.ranks import MEETING_SECONDS, bare_executor, meeting, on_ranks, plan_of
+from benchmarks.worker.ranks import MEETING_SECONDS, Workload, bare_executor, meeting, on_ranks, plan_of
 
 if TYPE_CHECKING:
     from zbv_solver.plans.orders import Action
@@ -54,11 +53,8 @@ Sample = tuple[int, int]
 """CPU time of a turn in nanoseconds: of the thread that runs the plan, and of the whole process."""
 
 
-@dataclass(frozen=True)
-class OverheadWorkload:
+class OverheadWorkload(Workload):
     """The plan, and how often it runs."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     pp_degrees: tuple[int, ...] = (2, 4)
     """Numbers of ranks; one measurement each."""
@@ -72,12 +68,10 @@ class OverheadWorkload:
 
 def measure(workload: OverheadWorkload) -> list[Finding]:
     """Measure every number of ranks."""
-    from zbv_solver.plans.plan import plan_json
-
     found: list[Finding] = []
     for p in workload.pp_degrees:
         plan = plan_json(plan_of(p, workload.microbatches))
-        found += findings(p, on_ranks("overhead", {"workload": asdict(workload), "plan": plan}, p))
+        found += findings(p, on_ranks("overhead", {"workload": workload.model_dump(), "plan": plan}, p))
     return found
 
 

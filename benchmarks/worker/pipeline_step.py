@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from pydantic import ConfigDict
+import torch
+import zbv_worker as zbv
+from torch import nn
+from zbv_solver.plans.plan import plan_json
+from zbv_worker.execution.plan_source import WholePlan
+from zbv_worker.pipeline.batch import StepData, split_batch
+from zbv_worker.transport.world import World
 
 from benchmarks.findings import Finding, Target, paired_ratio
-from benchmarks.worker.ranks import MEETING_SECONDS, bare_executor, meeting, on_ranks, plan_of
-
-if TYPE_CHECKING:
-    from zbv_worker.transport.world import World
+from benchmarks.worker.ranks import MEETING_SECONDS, Workload, bare_executor, meeting, on_ranks, plan_of
 
 MOST = 1.05
 STEP, BARE = "Pipeline.step", "executor"
 
 
-@dataclass(frozen=True)
-class PipelineStepWorkload:
+class PipelineStepWorkload(Workload):
     """Stages of one linear layer."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     pp_degrees: tuple[int, ...] = (1, 2)
     """Numbers of ranks; one measurement each."""
@@ -44,12 +43,10 @@ class PipelineStepWorkload:
 
 def measure(workload: PipelineStepWorkload) -> list[Finding]:
     """Measure every number of ranks."""
-    from zbv_solver.plans.plan import plan_json
-
     found = []
     for p in workload.pp_degrees:
         plan = plan_json(plan_of(p, workload.microbatches))
-        found += findings(p, on_ranks("pipeline_step", {"workload": asdict(workload), "plan": plan}, p))
+        found += findings(p, on_ranks("pipeline_step", {"workload": workload.model_dump(), "plan": plan}, p))
     return found
 
 
@@ -69,12 +66,6 @@ def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Seconds of every step, by kind."""
-    import torch
-    import zbv_worker as zbv
-    from torch import nn
-    from zbv_worker.execution.plan_source import WholePlan
-    from zbv_worker.pipeline.batch import StepData, split_batch
-
     workload = PipelineStepWorkload(**request["workload"])
     plan = WholePlan.of_document(request["plan"])
     rows, width, loss = workload.rows * workload.microbatches, workload.width, nn.functional.mse_loss
@@ -107,6 +98,4 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
 
 
 def _layers(count: int, width: int) -> list[Any]:
-    from torch import nn
-
     return [nn.Linear(width, width) for _ in range(count)]

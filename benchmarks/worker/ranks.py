@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import nn
 from zbv_worker.measure.ranks import answer, connected, measure_on_ranks, use_one_core
 from zbv_worker.transport.connected import ConnectedTransport
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from zbv_worker.execution.binding import Batches
     from zbv_worker.execution.executor import Executor
     from zbv_worker.execution.plan_source import WholePlan
+
+
+class Workload(BaseModel):
+    """What a comparison runs: defaults, which a JSON file may override."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
 
 MEETING_SECONDS = 120.0
 """Timeout for the rendezvous, and for one tensor."""

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pydantic import ConfigDict
+import torch
+from zbv_worker.models.gpt import Block
+from zbv_worker.stage.stage import Stage
+from zbv_worker.transport.world import World
 
 from benchmarks.findings import Finding, Target, paired_ratio
-from benchmarks.worker.ranks import on_ranks
-
-if TYPE_CHECKING:
-    from zbv_worker.stage.stage import Stage
-    from zbv_worker.transport.world import World
+from benchmarks.worker.ranks import Workload, on_ranks
 
 MOST = 1.03
 
 
-@dataclass(frozen=True)
-class SplitWorkload:
+class SplitWorkload(Workload):
     """The block, and the number of measurements."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     widths: tuple[int, ...] = (256, 512)
     heads: int = 4
@@ -38,7 +34,7 @@ class SplitWorkload:
 
 def measure(workload: SplitWorkload) -> list[Finding]:
     """One ratio per width, in one process on one core."""
-    (answer,) = on_ranks("split", {"workload": asdict(workload)}, 1)
+    (answer,) = on_ranks("split", {"workload": workload.model_dump()}, 1)
     found = []
     for width in workload.widths:
         times = answer[str(width)]
@@ -55,12 +51,6 @@ def on_rank(request: Mapping[str, Any], world: World) -> dict[str, dict[str, lis
 
 
 def _times(workload: SplitWorkload, width: int) -> dict[str, list[float]]:
-    import gc
-
-    import torch
-    from zbv_worker.models.gpt import Block
-    from zbv_worker.stage.stage import Stage
-
     torch.manual_seed(0)
     shape = (workload.sequences, workload.tokens // workload.sequences, width)
     # an inner stage, which returns the gradient of its input

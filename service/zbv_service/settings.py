@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +15,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from zbv_solver.search.options import Effort
 
 from zbv_service.client.tokens import is_loopback
-from zbv_service.compute.executor_choice import parse_choice
 from zbv_service.database.url import async_url
 
 MEBIBYTE = 1024 * 1024
@@ -21,6 +22,7 @@ LEAST_SEARCH_MEMORY, MOST_SEARCH_MEMORY = 512, 768
 """MiB. The largest problems that the service takes need 500."""
 OTHER_MEMORY = 768
 """MiB for the service's own process and computations of requests, in addition to the largest searches."""
+MOST_PROCESSES = 1024
 DAY = 86_400.0
 MOST_DAYS = 36_500
 """The longest retention: a century counts as forever."""
@@ -50,6 +52,35 @@ def _search_memory() -> int:
     """MiB of a search: half of the memory for the most searches by default, within bounds."""
     share = memory_bytes() // MEBIBYTE // 2 // (cores() + 1)
     return max(LEAST_SEARCH_MEMORY, min(MOST_SEARCH_MEMORY, share))
+
+
+@dataclass(frozen=True)
+class ExecutorChoice:
+    """An operator's choice of an executor."""
+
+    scheduler: str | None = None
+    """Address of a Dask scheduler in Dask's form; None for processes on this machine."""
+    processes: int | None = None
+    """Number of processes; None for as many as searches may run."""
+
+
+def parse_choice(text: str) -> ExecutorChoice:
+    """Read ``processes``, ``processes:N``, ``dask://host:port`` or ``tls://host:port``; raises ValueError."""
+    if text == "processes":
+        return ExecutorChoice()
+    if found := re.fullmatch(r"processes:([0-9]{1,9})", text):
+        count = int(found[1])
+        if not 1 <= count <= MOST_PROCESSES:
+            raise ValueError(f"found {text!r}; processes must be from 1 to {MOST_PROCESSES}.")
+        return ExecutorChoice(processes=count)
+    if found := re.fullmatch(r"(dask|tls)://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@\[\]]+):([0-9]{1,5})/?", text):
+        scheme, host, port = found.groups()
+        if 1 <= int(port) <= 65535:
+            return ExecutorChoice(scheduler=f"{'tls' if scheme == 'tls' else 'tcp'}://{host}:{port}")
+    raise ValueError(
+        f"found {text!r}; must be processes, processes:N with the number of searches at the same time, "
+        f"dask://HOST:PORT with the address of a Dask scheduler, or tls://HOST:PORT for one that speaks TLS."
+    )
 
 
 class Settings(BaseSettings):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zbv_solver as zbv
@@ -17,9 +16,7 @@ from support.problems import uniform_document
 DOCUMENT = uniform_document(2, 4, limit=4)
 
 
-def test_the_python_example_of_the_readme_prints_what_its_comments_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_readmes_example_prints_what_it_says(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     code = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -36,12 +33,10 @@ def test_a_plan_is_saved_loaded_and_checked(document: dict[str, object], tmp_pat
     plan = zbv.plan(problem, "quick")
     plan.save(path)
     html = plan._repr_html_() or ""
-    assert "<svg" in html
+    assert ("<svg" in html, "<script" in html) == (True, False)
     assert f"<th>span</th><td>{plan.metrics.span:g} " in html
-    assert "<script" not in html
     loaded, saved = zbv.load_plan(path), json.loads(path.read_text())
-    assert loaded.plan_id == plan.plan_id
-    assert loaded.metrics == plan.metrics
+    assert (loaded.plan_id, loaded.metrics) == (plan.plan_id, plan.metrics)
     assert loaded.rank(1) == plan.orders.text(1)
     assert zbv.check(saved, problem).problem == plan.problem
     saved["metrics"]["span"] -= 1
@@ -56,10 +51,6 @@ def test_progress_is_reported_and_a_search_starts_from_a_plan() -> None:
     assert min(progress.objective for progress in seen) == pytest.approx(plan.objective)
     better = zbv.plan(problem, "standard", start_from=plan, cancelled=lambda: True)
     assert better.objective <= plan.objective
-    with pytest.raises(zbv.InvalidPlan, match="another problem"):
-        zbv.plan(zbv.parse(DOCUMENT), "quick", start_from=plan)
-    with pytest.raises(zbv.InvalidInput, match="/workers: found 0"):
-        zbv.plan(problem, workers=0)
 
 
 def test_a_comparison_has_the_classical_schedules_and_a_frontier_falls_with_memory() -> None:
@@ -70,12 +61,6 @@ def test_a_comparison_has_the_classical_schedules_and_a_frontier_falls_with_memo
     assert values == sorted(values, reverse=True)
 
 
-def test_every_public_name_exists_and_importing_the_package_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, zbv_solver as zbv\n"
-        "print([name for name in ('numpy', 'pydantic', 'numba') if name in sys.modules])\n"
-        "print([name for name in zbv.__all__ if not hasattr(zbv, name)], callable(zbv.plan))"
-    )
-    command = [sys.executable, "-c", code]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert made.stdout.splitlines() == ["[]", "[] True"]
+def test_every_public_name_exists() -> None:
+    assert [name for name in zbv.__all__ if not hasattr(zbv, name)] == []
+    assert callable(zbv.plan)

@@ -7,7 +7,6 @@ import binascii
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -24,23 +23,10 @@ from zbv_service.records.lists import (
 )
 from zbv_service.records.shared import json_with
 
-_CURSOR = re.compile(
-    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{6})?\+00:00) ([0-9a-z]{1,64})( newer)?", re.ASCII
-)
+_CURSOR = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{6})?\+00:00) ([0-9a-z]{1,64})", re.ASCII)
 
 T = TypeVar("T")
 Q = TypeVar("Q", bound=PageQuery)
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """Addresses of the previous and next page, None without such a page.
-
-    As in all bodies, they assume a service at the root of its host.
-    """
-
-    next: str | None
-    previous: str | None
 
 
 def position_of(cursor: str | None) -> Position | None:
@@ -51,28 +37,27 @@ def position_of(cursor: str | None) -> Position | None:
         text = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode()
         found = _CURSOR.fullmatch(text)
         if found is not None:
-            return Position(datetime.fromisoformat(found[1]), found[2], found[3] is not None)
+            return Position(datetime.fromisoformat(found[1]), found[2])
     except (binascii.Error, ValueError):
         pass  # invalid like any other text
     detail = f"found {cursor[:60]!r}; it must come from an earlier page. Leave it out to start at the newest."
     raise ApiError(INVALID_PARAMETER, f"cursor: {detail}", [{"parameter": "cursor", "detail": detail}])
 
 
-def neighbours(request: Request, page: Page[Any]) -> Neighbours:
-    """The addresses of the pages before and after the one that answers a request."""
+def next_of(request: Request, page: Page[Any]) -> str | None:
+    """The address of the page after the one that answers a request, None after the last.
+
+    As in all bodies, it assumes a service at the root of its host.
+    """
+    if page.next is None:
+        return None
     query = [
         (name, value) for name, value in request.query_params.multi_items() if name != "cursor" and value
     ]
+    text = f"{page.next.created_at.isoformat()} {page.next.id}"
+    cursor = base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
     path = request.scope["path"].removeprefix(root_of(request))
-
-    def address(position: Position | None) -> str | None:
-        if position is None:
-            return None
-        text = f"{position.created_at.isoformat()} {position.id}{' newer' if position.is_newer else ''}"
-        cursor = base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
-        return f"{path}?{urlencode([*query, ('cursor', cursor)])}"
-
-    return Neighbours(address(page.next), address(page.previous))
+    return f"{path}?{urlencode([*query, ('cursor', cursor)])}"
 
 
 async def list_response(
@@ -82,7 +67,7 @@ async def list_response(
     name: str,
     write: Callable[[T], bytes],
 ) -> Response:
-    """One page of a list, with its neighbours in the header ``Link`` (RFC 8288).
+    """One page of a list, with the address of the next one also in the header ``Link`` (RFC 8288).
 
     Parameters
     ----------
@@ -95,17 +80,12 @@ async def list_response(
     computations = state_of(request).computations
     async with computations.listing(query.limit):
         page = await load(query, position_of(query.cursor))
-    around = neighbours(request, page)
+    address = next_of(request, page)
     headers = {"Cache-Control": "no-store"}
-    links = [
-        f'<{root_of(request)}{address}>; rel="{name}"'
-        for address, name in ((around.previous, "prev"), (around.next, "next"))
-        if address is not None
-    ]
-    if links:
-        headers["Link"] = ", ".join(links)
+    if address is not None:
+        headers["Link"] = f'<{root_of(request)}{address}>; rel="next"'
     # The thread gets the context of the request, because errors in the list contain its root path.
-    document = {name: None, **asdict(around)}
+    document = {name: None, "next": address}
     text = await computations.write(
         copy_context().run, lambda: json_with(document, **{name: [*map(write, page.items)]})
     )

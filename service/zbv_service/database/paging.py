@@ -54,9 +54,9 @@ def read_page(
         for name in portion:
             characters += weight(records[name])
             if found and characters > MOST_CHARACTERS:
-                return _page(found, True, after, place)
+                return Page(tuple(found), Position(*place(found[-1])))
             found.append(records[name])
-    return _page(found, len(keys) > limit, after, place)
+    return Page(tuple(found), Position(*place(found[-1])) if len(keys) > limit else None)
 
 
 def weight(value: Any) -> int:
@@ -79,35 +79,10 @@ def page_after(
     limit: int,
     after: Position | None,
 ) -> Select[Any]:
-    """The query for one page and one more row, which tells whether another page exists; nearest first."""
+    """The query for one page and one more row, which tells whether another page exists."""
     if after is not None:
-        here, there = tuple_(created_at, key), tuple_(after.created_at, after.id)
-        query = query.where(here > there if after.is_newer else here < there)
-        if after.is_newer:
-            return query.order_by(created_at, key).limit(limit + 1)
+        query = query.where(tuple_(created_at, key) < tuple_(after.created_at, after.id))
     return query.order_by(created_at.desc(), key.desc()).limit(limit + 1)
-
-
-def page_of(
-    found: Sequence[T], limit: int, after: Position | None, place: Callable[[T], tuple[datetime, str]]
-) -> Page[T]:
-    """The page made of the rows of :func:`page_after`; ``place`` returns a row's moment and key."""
-    return _page(found[:limit], len(found) > limit, after, place)
-
-
-def _page(
-    found: Sequence[T], has_more: bool, after: Position | None, place: Callable[[T], tuple[datetime, str]]
-) -> Page[T]:
-    """A page of items, nearest first, after which there may be more."""
-    if not found:
-        return Page((), None)
-    is_newer, has_before = after is not None and after.is_newer, after is not None
-    items = tuple(found[::-1] if is_newer else found)
-    return Page(
-        items,
-        next=Position(*place(items[-1])) if has_more or is_newer else None,
-        previous=Position(*place(items[0]), True) if (has_more if is_newer else has_before) else None,
-    )
 
 
 def begins(text: str | None, *columns: InstrumentedAttribute[Any]) -> list[ColumnElement[bool]]:

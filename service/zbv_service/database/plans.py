@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import BaseTable, columns_of
 from zbv_service.database.models import PlanRow
-from zbv_service.database.paging import begins, of_shape, page_after, page_of
+from zbv_service.database.paging import begins, of_shape, page_after
 from zbv_service.records.lists import Page, PlanListQuery, Position
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 
@@ -48,7 +48,9 @@ class PlanTable(BaseTable):
             select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, wanted.limit, after
         )
         found = [PlanSummaryDocument(**row._mapping) for row in await self._database.rows(query)]
-        return page_of(found, wanted.limit, after, lambda plan: (plan.created_at, plan.plan_id))
+        items = tuple(found[: wanted.limit])
+        last = items[-1] if len(found) > wanted.limit else None
+        return Page(items, None if last is None else Position(last.created_at, last.plan_id))
 
     async def best(self, problem_key: str) -> PlanSummaryDocument | None:
         """The best plan of a problem; ties go to the oldest."""

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_origin
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from pydantic import ValidationError
 
-from zbv_service.api.listing import neighbours, position_of
+from zbv_service.api.listing import next_of, position_of
 from zbv_service.api.state import state_of
 from zbv_service.pages.shell import html, render, shell_of
 from zbv_service.records.lists import (
@@ -37,13 +38,12 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True)
 class AskedList:
-    """The query of a list, and the addresses of the neighbouring pages."""
+    """The query of a list, and the address of the next page."""
 
     values: Mapping[str, Sequence[str]]
     """The non-empty parameters of the address by name."""
-    newer: str | None
     older: str | None
-    """Addresses of the neighbouring pages, without the prefix of a proxy; None if there is none."""
+    """The address of the next page, without the prefix of a proxy; None on the last."""
 
     def one(self, name: str) -> str:
         """The value of a parameter; empty if it is missing."""
@@ -52,6 +52,12 @@ class AskedList:
     def has(self, name: str, value: str) -> bool:
         """Whether a parameter has this value."""
         return value in self.values.get(name, ())
+
+    @property
+    def newest(self) -> str | None:
+        """The parameters of the first page; None on that page."""
+        query = [(name, value) for name, texts in self.values.items() for value in texts if name != "cursor"]
+        return f"?{urlencode(query)}" if "cursor" in self.values else None
 
     @property
     def is_filtered(self) -> bool:
@@ -90,15 +96,10 @@ async def get_agents(request: Request) -> HTMLResponse:
 async def _listed(request: Request, model: type[Query], load: Load, template: str) -> HTMLResponse:
     given = _given(request)
     query = _parse(model, {"limit": [str(LISTED)], **given})
-    after = position_of(query.cursor)
     computations = state_of(request).computations
     async with computations.listing(query.limit):
-        found = await load(query, after)
-        if after is not None and after.is_newer and found.previous is None:
-            # The first page of newer entries may be short: fill it.
-            found = await load(query, None)
-    around = neighbours(request, found)
-    asked = AskedList(given, newer=around.previous, older=around.next)
+        found = await load(query, position_of(query.cursor))
+    asked = AskedList(given, next_of(request, found))
     # Rendering many rows takes long, so it must not block the event loop.
     write = partial(render, template, shell_of(request), rows=found.items, asked=asked)
     return html(await computations.write(write))

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from zbv_service.records.run_options import ModelDocument, RunOptionsDocument, ScriptDocument
 from zbv_service.records.runs import FailureKind, NodeOutcome
-from zbv_service.records.shared import NEXT, PREVIOUS, Record, RequestDocument
+from zbv_service.records.shared import NEXT, Record, RequestDocument
 
 AgentState = Literal["live", "draining", "left", "lost"]
 AGENT_STATES: tuple[str, ...] = get_args(AgentState)
@@ -122,7 +122,6 @@ class AgentList(BaseModel):
 
     agents: list[AgentDocument]
     next: str | None = NEXT
-    previous: str | None = PREVIOUS
 
 
 class WorkDocument(Record):

@@ -40,9 +40,7 @@ class PageQuery(RequestDocument):
     """A page of a list. Unknown parameters are errors."""
 
     limit: int = Field(100, ge=1, le=LARGEST_PAGE, description="Entries on a page, at most.")
-    cursor: str | None = Field(
-        None, max_length=200, description="Taken from the addresses in `next` and `previous`."
-    )
+    cursor: str | None = Field(None, max_length=200, description="Taken from the address in `next`.")
 
 
 class TimedQuery(PageQuery):
@@ -104,14 +102,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Position:
-    """A position in a list sorted by creation, newest first; ``id`` breaks ties.
-
-    The items after it are older, or newer if ``is_newer`` is set.
-    """
+    """A position in a list sorted by creation, newest first; ``id`` breaks ties."""
 
     created_at: datetime
     id: str
-    is_newer: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,5 +114,4 @@ class Page(Generic[T]):
 
     items: tuple[T, ...]
     next: Position | None
-    previous: Position | None = None
-    """Positions of the older and the newer items; None if there are none."""
+    """The position of the last item, if there are older ones."""

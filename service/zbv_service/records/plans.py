@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import BaseModel
 from zbv_solver.problem.problem import Objective
 
-from zbv_service.records.shared import NEXT, PREVIOUS, Record
+from zbv_service.records.shared import NEXT, Record
 
 
 class PlanSummaryDocument(Record):
@@ -36,7 +36,6 @@ class PlanList(BaseModel):
 
     plans: list[PlanSummaryDocument]
     next: str | None = NEXT
-    previous: str | None = PREVIOUS
 
 
 @dataclass(frozen=True)

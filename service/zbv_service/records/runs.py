@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from zbv_service.errors import StoredError
 from zbv_service.records.run_options import ModelDocument, RunOptionsDocument, ScriptDocument
-from zbv_service.records.shared import NEXT, PREVIOUS, Record, json_with
+from zbv_service.records.shared import NEXT, Record, json_with
 
 RunState = Literal["planning", "waiting", "starting", "running", "succeeded", "failed", "cancelled"]
 NodeState = Literal["assigned", "running", "ended"]
@@ -178,7 +178,6 @@ class RunList(BaseModel):
 
     runs: list[RunDocument]
     next: str | None = NEXT
-    previous: str | None = PREVIOUS
 
 
 class EventDocument(Record):

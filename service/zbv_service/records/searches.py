@@ -22,7 +22,6 @@ from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.shared import (
     MAX_SEED,
     NEXT,
-    PREVIOUS,
     ProblemSummary,
     Record,
     RequestDocument,
@@ -214,7 +213,6 @@ class SearchList(BaseModel):
 
     searches: list[AnySearch]
     next: str | None = NEXT
-    previous: str | None = PREVIOUS
 
 
 @dataclass(frozen=True)

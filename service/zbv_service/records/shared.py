@@ -42,7 +42,6 @@ class ProblemSummary(BaseModel):
 
 
 NEXT = Field(None, description="Address of the page of older ones after this; null on the last.")
-PREVIOUS = Field(None, description="Address of the page of newer ones before this; null on the first.")
 
 
 def json_bytes(document: Any) -> bytes:

@@ -32,8 +32,13 @@ from zbv_service.errors import (
 from zbv_service.observability.metrics import Metrics
 from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import Claim, NewRanking, Outcome, Update
-from zbv_service.searches.executors.executor import Computation, SearchCrashed, SearchEvicted, SearchLost
-from zbv_service.searches.executors.task import plan_of_incumbent
+from zbv_service.searches.executors.task import (
+    Computation,
+    SearchCrashed,
+    SearchEvicted,
+    SearchLost,
+    plan_of_incumbent,
+)
 from zbv_service.settings import MEBIBYTE, Settings
 
 RETRY_SECONDS = 1.0

@@ -19,17 +19,15 @@ from pathlib import Path
 
 from zbv_solver.errors import ContradictedBound
 
-from zbv_service.compute.executor_choice import parse_choice
 from zbv_service.compute.waiting import happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.observability.context import SEARCH_ID
 from zbv_service.observability.metrics import Metrics
 from zbv_service.records.searches import FINISHED, Claim, SearchKind, Update
 from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings
-from zbv_service.searches.executors.executor import SearchExecutor
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.executors.task import Kind
-from zbv_service.settings import MEBIBYTE, Settings, cores
+from zbv_service.searches.executors.task import Kind, SearchExecutor
+from zbv_service.settings import MEBIBYTE, Settings, cores, parse_choice
 
 POLL_SECONDS = 0.25
 """Seconds between queries for searches and requests to stop that another service accepted."""

@@ -221,10 +221,6 @@ class Parameters(Summed):
         """Count on a device, without routed experts."""
         return self.shared // degrees.tensor + self.replicated
 
-    def tables_on(self, degrees: Degrees) -> int:
-        """Count of tables' parameters on a device; :meth:`dense_on` includes them."""
-        return self.tables // degrees.tensor
-
     def experts_on(self, degrees: Degrees) -> int:
         """Count of routed experts' parameters on a device."""
         return self.experts // degrees.expert

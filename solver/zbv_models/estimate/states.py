@@ -163,7 +163,7 @@ def shares_of(
     kept, of_tables = account(state, stage, False), account(state, stage, True)
     found = [Share(dense, degrees.replicas, kept)]
     if parameters.tables and of_tables != kept:
-        tables = parameters.tables_on(degrees)
+        tables = parameters.tables // degrees.tensor
         found = [replace(found[0], count=dense - tables), Share(tables, degrees.replicas, of_tables)]
     if parameters.experts:
         of_experts = account(replace(state, gathered=0.0), stage, False)

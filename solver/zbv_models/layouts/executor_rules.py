@@ -56,10 +56,6 @@ def _has_equal_replicas(model: Transformer, layout: Layout) -> bool:
     return inside == experts
 
 
-def _is_undivided(layout: Layout) -> bool:
-    return _is_alone(layout) and layout.context_parallel == 1
-
-
 MEGATRON, TITAN, TORCH = "Megatron-LM", "torchtitan", "PyTorch's pipeline runtime"
 _ARGUMENTS = "megatron/training/arguments.py, validate_args"
 _TITAN = "torchtitan/distributed/parallel_dims.py, ParallelDims"
@@ -162,7 +158,9 @@ LAYOUT_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             ("pipeline_parallel",),
         ),
         ExecutorRule(
-            lambda model, layout: not model.prediction_layers or _is_undivided(layout),
+            lambda model, layout: (
+                not model.prediction_layers or (_is_alone(layout) and layout.context_parallel == 1)
+            ),
             "neither a pipeline nor context parallelism with multi-token prediction (--prediction-layers 0 "
             "leaves it out)",
             "torchtitan/models/deepseek_v3/mtp.py, MTPDecoder.Config.update_from_config",

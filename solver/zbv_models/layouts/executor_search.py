@@ -176,7 +176,7 @@ class ExecutorSearch(LayoutSearch):
             return
         if not node.is_tight:
             self.push(bound, node.number, scheduled, is_tight=True)
-        elif scheduled.has_cut:
+        elif scheduled.search.best is not None:
             self.keep(node._replace(bound=bound))
         else:
             self.unresolved.append(node._replace(bound=bound))

@@ -250,7 +250,9 @@ def enumerate_layouts(
         kinds = ("per-stage",)
     elif fixed.recompute is not None:
         kinds = (fixed.recompute,)
-    for used in _sets(len(cluster.groups)):
+    groups = range(len(cluster.groups))
+    # All sets of groups, the largest first.
+    for used in chain.from_iterable(combinations(groups, len(groups) - size) for size in groups):
         sizes = [cluster.groups[group].devices for group in used]
         for degrees, pipeline in _degrees(model, sum(sizes), global_batch, fixed):
             if any(size * pipeline % sum(sizes) for size in sizes):
@@ -276,12 +278,6 @@ def enumerate_layouts(
                     modules if kinds[0] == "selective" else (),
                 )
                 yield LayoutFamily(first, stages, orders, arranged, kinds, modules)
-
-
-def _sets(groups: int) -> Iterator[tuple[int, ...]]:
-    """All sets of groups, the largest first."""
-    for size in range(groups, 0, -1):
-        yield from combinations(range(groups), size)
 
 
 @cache

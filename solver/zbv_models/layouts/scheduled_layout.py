@@ -132,11 +132,6 @@ class ScheduledLayout:
         return self.search.bound * self._unit + self.least_once
 
     @property
-    def has_cut(self) -> bool:
-        """Whether a cut that fits is known."""
-        return self.search.best is not None
-
-    @property
     def is_open(self) -> bool:
         """Whether a full search may find a shorter pipeline, or prove that there is none."""
         is_finished = (self.schedule, "finish") in self.layers.done

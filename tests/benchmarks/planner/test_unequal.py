@@ -17,7 +17,7 @@ from benchmarks.planner.unequal import (
 
 
 def row(value: float, *rivals: Rival) -> UnequalRow:
-    return UnequalRow("name", 0.6, "mem", 1.0, value, 0.04, rivals)
+    return UnequalRow(PlanningInstance(LAWS["web"], 4, 16, 0.6), 1.0, value, 0.04, rivals)
 
 
 def test_a_row_compares_the_plan_with_what_fits_and_with_mean_plans() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_solver.errors import InvalidInput
 
 from benchmarks.cli import main
@@ -42,20 +41,6 @@ def test_every_published_run_has_a_source_and_a_result() -> None:
     for run in PUBLISHED.values():
         assert run.source
         assert run.out_of_memory or run.memory_gb or published_step(run)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "stages", "expected"),
-    [
-        (32, 4, [8] * 4),
-        (126, 32, [3, *[4] * 30, 3]),  # Llama 3.1 405B: embedding and head count as blocks
-        (61, 16, [*[4] * 15, 1]),  # DeepSeek-V3 in Megatron-Bridge, whose last stage also predicts
-        (2, 4, [0, 1, 1, 0]),
-        (3, 4, [1, 1, 1, 0]),
-    ],
-)
-def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: list[int]) -> None:
-    assert dealt(blocks, stages) == expected
 
 
 def test_a_run_of_the_zero_bubble_paper_is_near() -> None:
@@ -111,10 +96,10 @@ def test_every_rank_of_a_zero_bubble_schedule_has_the_memory_of_the_first() -> N
 def test_repeated_runs_of_a_layout_count_once() -> None:
     def judged(batch: int, measured: float, predicted: float) -> Judged:
         run = own(id=f"{batch} {measured}", global_batch=batch, step_time_s=measured)
-        return Judged(run, measured, Prediction(predicted, 1.0, False, "none"))
+        return Judged(run, measured, Prediction(predicted, 1.0, False))
 
     # Per token, 8 is slowest and 32 is fastest, as predicted, except for one outlier of three repetitions.
-    runs = [judged(8, 8.0, 8.0), judged(8, 0.1, 8.0), judged(8, 8.1, 8.0), judged(16, 12.0, 12.0)]
+    runs = [judged(8, 8.0, 8.0), judged(8, 8.1, 8.0), judged(8, 0.1, 8.0), judged(16, 12.0, 12.0)]
     runs.append(judged(32, 20.0, 20.0))
     found = {each.what.strip(): each.value for each in findings(runs, [])}
     assert found["of layouts, repeated ones with their median, 1 models"] == pytest.approx(1)
@@ -124,7 +109,7 @@ def test_repeated_runs_of_a_layout_count_once() -> None:
 def test_held_out_runs_are_also_counted_by_themselves() -> None:
     def judged(batch: int, ratio: float, held_out: bool) -> Judged:
         run = own(id=str(batch), global_batch=batch, step_time_s=1.0, memory_gb=1.0, held_out=held_out)
-        return Judged(run, 1.0, Prediction(ratio, ratio * 1e9, False, "none"))
+        return Judged(run, 1.0, Prediction(ratio, ratio * 1e9, False))
 
     # Throughput is predicted in the measured order for runs held out, and in reverse for the others.
     held_out = [judged(8, 1.1, True), judged(16, 1.1, True), judged(24, 1.1, True)]
@@ -147,8 +132,8 @@ def test_flops_of_the_model_stand_for_a_step() -> None:
 
 
 def test_findings_count_runs_that_are_wrongly_called_too_large() -> None:
-    right = Judged(own(out_of_memory=True), None, Prediction(1.0, 1.0, True, "none"))
-    wrong = Judged(own(step_time_s=2.0), 2.0, Prediction(1.0, 1.0, True, "none"))
+    right = Judged(own(out_of_memory=True), None, Prediction(1.0, 1.0, True))
+    wrong = Judged(own(step_time_s=2.0), 2.0, Prediction(1.0, 1.0, True))
     found = {each.what.strip(): each for each in findings([right, wrong, replace(wrong)], [])}
     assert found["1 runs out of memory: predicted"].value == 100
     assert found["2 others, recomputation unknown: wrongly predicted"].value == 100

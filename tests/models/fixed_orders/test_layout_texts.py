@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.executor_layers import PUBLISHED
 from support.problems import uniform_document
 from zbv_models.fixed_orders import megatron_layout
-from zbv_models.fixed_orders.executor_cut import even_cut
+from zbv_models.fixed_orders.executor_cut import dealt, even_cut
 from zbv_models.fixed_orders.megatron_layout import check_layout, layout_flags, parse_layout, write_layout
 from zbv_models.fixed_orders.schedules import (
     TORCH_SCHEDULES,
@@ -295,3 +295,17 @@ def test_unknown_names_and_impossible_numbers_are_refused() -> None:
             megatron_schedule(*arguments)
     assert megatron_groups(2, 5, 2) == (3, 5)
     assert torch_schedule("interleaved1f1b", 2, 4).name == "Interleaved1F1B"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "stages", "expected"),
+    [
+        (32, 4, [8] * 4),
+        (126, 32, [3, *[4] * 30, 3]),  # Llama 3.1 405B: embedding and head count as blocks
+        (61, 16, [*[4] * 15, 1]),  # DeepSeek-V3 in Megatron-Bridge, whose last stage also predicts
+        (2, 4, [0, 1, 1, 0]),
+        (3, 4, [1, 1, 1, 0]),
+    ],
+)
+def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: list[int]) -> None:
+    assert dealt(blocks, stages) == expected

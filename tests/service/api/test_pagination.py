@@ -27,13 +27,11 @@ async def test_pages_link_to_each_other_with_their_filters_below_the_root_path(s
     assert [len(page.json()["searches"]) for page in found] == [2, 2, 1]
     assert [entry["id"] for page in found for entry in page.json()["searches"]] == ids[::-1]
     for page in found:
-        # The header Link (RFC 8288) has the same addresses, which keep the filters.
-        ways = {"prev": page.json()["previous"], "next": page.json()["next"]}
-        links = [f'<{address}>; rel="{name}"' for name, address in ways.items() if address is not None]
-        assert page.headers["link"] == ", ".join(links)
-        assert all("pp_degree=2" in link for link in links)
-    assert (found[0].json()["previous"], found[-1].json()["next"]) == (None, None)
-    assert (await service.get(found[2].json()["previous"])) == found[1].json()
+        # The header Link (RFC 8288) has the same address, which keeps the filters.
+        address = page.json()["next"]
+        assert page.headers.get("link") == (address and f'<{address}>; rel="next"')
+        assert address is None or "pp_degree=2" in address
+    assert found[-1].json()["next"] is None
     assert "link" not in (await service.http.get("/v1/searches")).headers
     transport = httpx.ASGITransport(service.app, root_path="/planner")
     async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:

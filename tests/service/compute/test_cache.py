@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from zbv_service.compute.waiting import Cache
@@ -68,3 +69,21 @@ async def test_older_values_are_dropped_when_all_are_too_large_together() -> Non
             await made.get(key, size)
             await asyncio.sleep(0)  # its size is known after it was computed
         assert {key: cache.known(key) is not None for key in kept} == kept
+
+
+async def test_a_reader_that_comes_as_the_last_one_leaves_begins_a_new_computation() -> None:
+    cache: Cache[int] = Cache(2)
+
+    async def never() -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def seven() -> int:
+        return 7
+
+    leaving = asyncio.create_task(cache.get("x", never))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with suppress(asyncio.CancelledError):
+        await leaving
+    assert await cache.get("x", seven) == 7

@@ -65,13 +65,13 @@ async def test_empty_lists_explain_how_to_fill_or_clear_them(service: Service) -
 async def test_a_list_has_pages_and_filters_and_links_under_a_prefix(service: Service) -> None:
     ids = await some_searches(service, 5)
     first = await shown(service.http, "/searches?limit=2&pp_degree=2&q=&objective=")
-    assert (rows(first), link(first, "prev")) == (ids[:2], None)
+    assert (rows(first), link(first, "first")) == (ids[:2], None)
     second = await shown(service.http, str(link(first, "next")))
     assert rows(second) == ids[2:4]
     assert "pp_degree=2" in str(link(second, "next")), "filters are kept"
     last = await shown(service.http, str(link(second, "next")))
     assert (rows(last), link(last, "next")) == (ids[4:], None)
-    assert rows(await shown(service.http, str(link(last, "prev")))) == ids[2:4]
+    assert rows(await shown(service.http, str(link(last, "first")))) == ids[:2]
 
     filtered = await shown(service.http, "/searches?state=done&state=failed&objective=span")
     assert rows(filtered) == ids

@@ -19,7 +19,6 @@ from distributed.scheduler import KilledWorker
 from pydantic import ValidationError
 from support.fake_searches import orders_of, plan_of, stages_of
 from support.serving import PROBLEM
-from zbv_service.compute.executor_choice import ExecutorChoice, parse_choice
 from zbv_service.documents.problems import pack, question_json
 from zbv_service.records.plans import NewPlan
 from zbv_service.records.searches import Claim, Update
@@ -27,11 +26,10 @@ from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.connection import Cluster
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
-from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.executors.task import search_plan
+from zbv_service.searches.executors.task import SearchCrashed, SearchEvicted, SearchLost, search_plan
 from zbv_service.searches.runner import is_dead, make_executor, new_owner
-from zbv_service.settings import Settings
+from zbv_service.settings import ExecutorChoice, Settings, parse_choice
 from zbv_solver.errors import ContradictedBound
 from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.incumbent import Progress

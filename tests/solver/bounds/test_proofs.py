@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pkgutil
 import re
@@ -15,15 +14,10 @@ from zbv_solver.packing import step_costs
 from zbv_solver.partition import balance, floors, least_memory
 
 TEXT = (Path(bounds.__file__).parent / "PROOFS.md").read_text()
-LEMMAS = {
-    int(number): body
-    for number, body in re.findall(r"^### Lemma (\d+)([\s\S]*?)(?=^##|\Z)", TEXT, re.MULTILINE)
-}
-MODULES = [
-    importlib.import_module(f"{bounds.__name__}.{each.name}")
-    for each in pkgutil.iter_modules(bounds.__path__)
-]
-MODULES += [bounds, balance, step_costs, floors, least_memory, relaxation]
+FOUND = re.findall(r"^### Lemma (\d+)([\s\S]*?)(?=^##|\Z)", TEXT, re.MULTILINE)
+LEMMAS = {int(number): body for number, body in FOUND}
+NAMES = [module.name for module in pkgutil.iter_modules(bounds.__path__, f"{bounds.__name__}.")]
+MODULES = [*map(pkgutil.resolve_name, NAMES), bounds, balance, step_costs, floors, least_memory, relaxation]
 
 
 def computed_by(number: int) -> list[str]:

@@ -10,12 +10,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.problems import uniform_document
+from support.torch_lists import torch_runtime
 from torch.distributed.pipelining import schedules as torch_schedules
 from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.commands.cli import main
 from zbv_solver.export.torch_csv import parse
+from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.stages import Placement
 from zbv_solver.timing.start_times import evaluate
 
 Check = Callable[..., tuple[int, str]]
@@ -30,28 +32,20 @@ BLOCK = {"name": "block", "forward": 1, "backward_input": 1, "backward_weight": 
 
 
 def document(p: int, m: int, placement: str) -> dict[str, Any]:
-    sizes = {"pp_degree": p, "microbatches": m, "placement": placement}
-    return {**sizes, "costs": COSTS, "memory": MEMORY}
+    return uniform_document(p, m) | {"placement": placement, "costs": COSTS, "memory": MEMORY}
 
 
-def dumped(name: str, p: int, m: int, path: Path, communication: bool) -> Path:
+def dumped(name: str, problem: Problem, path: Path, communication: bool) -> Path:
     """A schedule as PyTorch writes it, with its own ``_dump_csv`` if there is communication."""
-    single, is_v = name == "1F1B", name in ("ZBVZeroBubble", "DualPipeV")
-    placement = Placement.of("single" if single else "v" if is_v else "loop", p)
-    n = placement.n_stages
-    stages = [
-        Mock(stage_index=at, num_stages=n, group_size=p, group_rank=0, is_first=at == 0, is_last=at == n - 1,
-             stage_index_to_group_rank=dict(enumerate(placement.rank_of)))
-        for at in placement.stages_of[0]
-    ]  # fmt: skip
-    made: Any = torch_schedules.get_schedule_class(name)(stages[0] if single else stages, m, loss_fn=Mock())
-    order = made._get_pipeline_order() if single else made.pipeline_order
+    runtime, is_single = torch_runtime(problem, 0, loss_fn=Mock()), name == "1F1B"
+    runtime.stage_index_to_group_rank = dict(enumerate(problem.placement.rank_of))
+    stages = runtime._stages[0] if is_single else runtime._stages
+    made: Any = torch_schedules.get_schedule_class(name)(stages, problem.microbatches, loss_fn=Mock())
+    order = made._get_pipeline_order() if is_single else made.pipeline_order
     with path.open("w", newline="") as file:
-        for rank in range(p):
-            csv.writer(file).writerow(["" if a is None else a for a in order[rank]])
+        for rank in range(problem.pp_degree):
+            csv.writer(file).writerow(["" if action is None else action for action in order[rank]])
     if communication:
-        runtime: Any = torch_schedules._PipelineScheduleRuntime(stages, m, loss_fn=Mock())  # type: ignore[no-untyped-call]
-        runtime.stage_index_to_group_rank = dict(enumerate(placement.rank_of))
         runtime._load_csv(str(path))
         runtime._dump_csv(str(path))
     return path
@@ -87,7 +81,7 @@ def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
     """The last rank of PyTorch's own 1F1B counts forwards from 1."""
     order = torch_schedule(name, p, m)
     given = document(p, m, order.placement.kind)
-    path = dumped(name, p, m, tmp_path / "schedule.csv", communication)
+    path = dumped(name, parse_problem(given), tmp_path / "schedule.csv", communication)
     assert (f"{p - 1}F{m}" in path.read_text()) == (name == "1F1B")
     status, shown = check(path, given, "--json")
     assert status == 0, shown
@@ -106,20 +100,18 @@ def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
 
 
 @pytest.mark.parametrize(
-    ("text", "placement", "unverified", "words"),
+    ("text", "unverified", "words"),
     [
-        (SPLIT_AS_B, "loop", "8 B with a separate W are I", "\nspan 15, makespan 15,"),
-        (SPLIT_AS_B.replace("B", "I"), "loop", "", "\nspan 15, makespan 15,"),
+        (SPLIT_AS_B, "8 B with a separate W are I", "\nspan 15, makespan 15,"),
+        (SPLIT_AS_B.replace("B", "I"), "", "\nspan 15, makespan 15,"),
         # Without reductions, newer versions would not divide gradients.
-        ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "single", "0REDUCE_GRAD", ""),
+        ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "0REDUCE_GRAD", ""),
         # PyTorch writes reductions of 1F1B and GPipe without transfers, which is no communication.
-        ("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n", "single", "", "memory 4 on rank 0"),
+        ("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n", "", "memory 4 on rank 0"),
     ],
 )
-def test_old_and_partial_files_say_what_is_not_verified(
-    text: str, placement: str, unverified: str, words: str, check: Check
-) -> None:
-    status, shown = check(text, document(2, 2 if "F1" in text else 1, placement))
+def test_partial_files_say_what_is_unverified(text: str, unverified: str, words: str, check: Check) -> None:
+    status, shown = check(text, document(2, 1 + ("F1" in text), "loop" if "2F0" in text else "single"))
     assert status == 0, shown
     assert unverified in shown.partition("not verified:")[2]
     assert ("every tensor is sent" in shown) == ("SEND" in text)
@@ -164,18 +156,13 @@ def test_the_limit_and_the_rules_of_layers_hold_for_schedules(check: Check) -> N
     assert (status, "problem.json: /cut: found first 2 and last 2 on 2 ranks" in shown) == (2, True)
 
 
-def test_layers_get_the_best_cut_for_the_order_of_a_schedule(
-    tmp_path: Path, check: Check, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_get_the_best_cut_for_a_schedule(tmp_path: Path, check: Check, capsys: Any) -> None:
     """The head is as long as two blocks: with one block less in its stage, all stages are equal."""
     head = {"name": "head", "forward": 2, "backward_input": 2, "backward_weight": 2}
-    layers = {
-        "pp_degree": 4,
-        "microbatches": 8,
-        "placement": "auto",
-        "layers": [{**BLOCK, "repeat": 14}, head],
-    }
-    made, path = tmp_path / "plan.json", dumped("Interleaved1F1B", 4, 8, tmp_path / "schedule.csv", True)
+    layers = {"pp_degree": 4, "microbatches": 8, "placement": "auto"}
+    layers |= {"layers": [{**BLOCK, "repeat": 14}, head]}
+    made, looped = tmp_path / "plan.json", parse_problem(document(4, 8, "loop"))
+    path = dumped("Interleaved1F1B", looped, tmp_path / "schedule.csv", True)
     status, shown = check(path, layers, "-o", str(made))
     assert (status, "layers per stage: 2 2 2 2 2 2 2 1" in shown) == (0, True), shown
     assert main(["simulate", str(made), "--scenarios", "32"]) == 0
@@ -184,9 +171,8 @@ def test_layers_get_the_best_cut_for_the_order_of_a_schedule(
 
 def test_a_plan_without_metrics_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(
-        json.dumps({"problem": document(1, 2, "single"), "ranks": [["0F0", "0B0", "0F1", "0B1"]]})
-    )
+    plan = {"problem": document(1, 2, "single"), "ranks": [["0F0", "0B0", "0F1", "0B1"]]}
+    path.write_text(json.dumps(plan))
     assert main(["check", str(path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("valid\nspan 6, makespan 6, bubble rate 0.00%\n")

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,6 @@ def check(plan: Any) -> Any:
     return plan
 
 
-# --- zbv estimate
-
-
 def test_a_configuration_becomes_layers_and_flags_replace_its_values(run: Run) -> None:
     problem = run("estimate --config model.json -o out.json", CONFIG)[1]
     assert [each["name"] for each in problem["layers"]] == ["embedding", "block", "head"]
@@ -105,22 +103,20 @@ def test_none_undoes_every_value_that_may_be_absent(run: Run) -> None:
     """
     parser = argparse.ArgumentParser()
     add_estimate_flags(parser)
-    optional = [
-        (section, key)
+    optional = {
+        f"{section}.{key}": [flag_of(key), "none"]
         for section in SECTIONS
         for key, field in flags(section).items()
         if not field.is_required() and field.default is None and key != "qkv_bias"
-    ]
-    given = vars(parser.parse_args([word for _, key in optional for word in (flag_of(key), "none")]))
-    assert {key for section, key in optional if given[f"{section}.{key}"] is not None} == {"recompute"}
+    }
+    given = vars(parser.parse_args([*chain(*optional.values())]))
+    assert [key for key in optional if given[key] is not None] == ["parallel.recompute"]
     none, same, fp8 = (
         run(f"estimate --preset deepseek-v3 --product-dtype {dtype}", {})[1]["layers"][1]["memory"]
         for dtype in ("none", "bfloat16", "fp8")
     )
     assert none == same != fp8
 
-
-# --- zbv cut
 
 MEGATRON = "cut model.json --effort quick --executor megatron"
 GIVEN = f"{MEGATRON} --layout Et*5|tL"
@@ -138,11 +134,10 @@ LATE = f"{THOROUGH} --time-limit 1e-9"
 def test_the_best_cut_is_printed_and_is_a_plan(run: Run) -> None:
     out, plan = run(f"{MEGATRON} --json -o out.json", MODEL)
     found = json.loads(out)
-    assert found["status"] == "optimal"
+    assert (found["status"], plan["partition"]) == ("optimal", found["partition"])
     assert found["lower_bound"] == found["objective"] <= found["even_cut"]
     assert "--pipeline-model-parallel-layout" in found["settings"]
     assert found["free_order"]["lower_bound"] <= found["free_order"]["objective"] <= found["objective"]
-    assert plan["partition"] == found["partition"]
     late, whole = (json.loads(run(f"{flags} --json", MODEL)[0]) for flags in (LATE, THOROUGH))
     assert (late["status"], whole["status"]) == ("feasible", "optimal")
     assert late["lower_bound"] <= whole["objective"] < late["objective"]
@@ -175,9 +170,7 @@ def test_the_best_cut_is_printed_and_is_a_plan(run: Run) -> None:
         ({}, f"{TITAN} --layout 1,2,1,2 --schedule ZBVZeroBubble", "under ZBVZeroBubble", "inf"),
     ],
 )  # fmt: skip
-def test_the_summary_says_what_there_is_to_say(
-    changes: dict[str, Any], command: str, words: str, absent: str, run: Run
-) -> None:
+def test_the_summary_says_what_matters(changes: Any, command: str, words: str, absent: str, run: Run) -> None:
     out, _ = run(command, MODEL | changes)
     assert all(word in out for word in words.split("|")) or words in out, out
     assert absent not in out
@@ -197,14 +190,11 @@ def test_a_given_cut_is_timed_and_compared(run: Run) -> None:
     assert check(plan)["metrics"]["span"] == found["objective"]
 
 
-# --- zbv layout
-
 LAYOUT = "layout model.json --cluster h100.json"
 
 
 def test_layouts_are_listed_and_written(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     out, found = run(f"{LAYOUT} --microbatch-size 1 --top 3 --time-limit 600 -o out.json", GPT)
-    assert "pipeline parallel" in out
     assert "No layout has a step below" in " ".join(out.split())
     assert "The search ended" not in out, "the time limit suffices"
     steps = [each["step_time"] for each in found["layouts"]]
@@ -223,9 +213,8 @@ def test_layouts_are_listed_and_written(run: Run, capsys: pytest.CaptureFixture[
 
 def test_parts_of_the_step_and_changes_are_printed_and_a_full_search_is_not_worse(run: Run) -> None:
     out, found = run(f"{LAYOUT} --tensor-parallel 1 --sensitivity --points -o out.json", GPT)
-    out = " ".join(out.split())
     for words in ("the best step consists of", "backward weight", "memory x 0.9", "at most 4 pipelines are"):
-        assert words in out
+        assert words in " ".join(out.split())
     assert sum(len(each["step_time"]) for each in found["points"].values()) == found["considered"]
     step = found["layouts"][0]["step_time"]
     assert found["sensitivity"]["step_time"] == step

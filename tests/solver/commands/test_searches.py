@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zbv_solver as zbv
 from support.batches import batch_document
 from support.cuts import BLOCK, RECOMPUTE, layered
 from support.executor_layers import layer
@@ -21,10 +22,6 @@ from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.commands.tables import cut_summary, print_frontier
 from zbv_solver.construct.baselines import BASELINES
-from zbv_solver.frontiers.frontier import FrontierPoint
-from zbv_solver.plans.plan import Plan
-from zbv_solver.search.claims import load_plan
-from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 
 Run = Callable[[str], tuple[str, str]]
@@ -76,9 +73,6 @@ def written(name: str) -> Any:
     return json.loads(Path(name).read_text())
 
 
-# --- zbv plan
-
-
 @pytest.mark.parametrize(
     "flags", ["", "--jitter action=5%,transfer=20% --quantile 0.95 --effort quick"], ids=["exact", "jitter"]
 )
@@ -94,12 +88,10 @@ def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_writes_the_best_plan_so_far(
-    number: signal.Signals, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_writes_the_best_plan_so_far(number: int, run: Run, capsys: Any, monkeypatch: Any) -> None:
     searched = search
 
-    def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> Plan:
+    def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> zbv.Plan:
         os.kill(os.getpid(), number)
         while not cancelled():
             time.sleep(0.01)
@@ -114,19 +106,14 @@ def test_ctrl_c_writes_the_best_plan_so_far(
     assert written("plan.json")["provenance"]["cut"] == "cancelled"
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
+def test_on_a_terminal_the_answer_is_summarised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    for command, words in (
         ("plan problem.json", "span 24 (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved"),
         ("pack batch.json --compare", "equal-tokens|lower bound of every packing|not saved"),
-    ],
-)
-def test_on_a_terminal_the_answer_is_summarised(
-    command: str, words: str, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    out, _ = run(f"{command} --effort quick")
-    assert all(word in out for word in words.split("|"))
+    ):
+        out, _ = run(f"{command} --effort quick")
+        assert [word for word in words.split("|") if word not in out] == []
 
 
 def test_standard_input_and_output_in_a_real_process_and_help_imports_nothing_heavy() -> None:
@@ -149,9 +136,6 @@ def test_standard_input_and_output_in_a_real_process_and_help_imports_nothing_he
     assert shown.splitlines()[-1] == "[]"
 
 
-# --- zbv compare, zbv simulate and zbv pack
-
-
 def test_compare_shows_every_schedule(run: Run) -> None:
     baselines = json.loads(run("compare problem.json --json")[0])["baselines"]
     assert [row["name"] for row in baselines] == list(BASELINES)
@@ -160,20 +144,18 @@ def test_compare_shows_every_schedule(run: Run) -> None:
     assert "yes" in next(line for line in table.splitlines() if line.startswith("│ zbv"))
 
 
-def test_tables_cut_no_number_and_no_name_in_a_narrow_terminal(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_cut_nothing_in_a_narrow_terminal(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Names of the schedules of microbatches that differ are long."""
     run("plan differing.json --effort quick -o plan.json")
-    plan = load_plan("plan.json")
-    print_frontier(plan.problem, [FrontierPoint(1234567.0, plan, plan.objective * 0.812345, 1.0, 1.234567)])
+    plan = zbv.load_plan("plan.json")
+    print_frontier(plan.problem, [zbv.FrontierPoint(1234567.0, plan, plan.objective * 0.81234, 1.0, 1.2345)])
     tables = capsys.readouterr().out + run("compare differing.json --effort quick")[0]
     assert (tables.count(" interleaved-1f1b-practice "), "…" in tables) == (2, False)
 
 
 def test_simulate_compares_schedules_in_the_same_scenarios_of_every_kind_of_jitter(run: Run) -> None:
     run("plan problem.json -o plan.json --effort quick")
-    plan = load_plan("plan.json")
+    plan = zbv.load_plan("plan.json")
     traces = trace_documents(plan.problem, plan.orders, plan_id=plan.plan_id, steps=2)
     for rank, trace in enumerate(traces):
         Path(f"trace-{rank}.json").write_text(json.dumps(trace))
@@ -184,58 +166,42 @@ def test_simulate_compares_schedules_in_the_same_scenarios_of_every_kind_of_jitt
         for jitter in ("", "--jitter jitter.json", "--jitter trace-0.json,trace-1.json")
     )
     assert default["jitter"] == {"action": 0.05, "rank": 0, "transfer": 0.2}
-    assert default["expected_span"] > 24
-    assert default["plan_id"] == plan.plan_id
+    assert (default["expected_span"] > 24, default["plan_id"]) == (True, plan.plan_id)
     assert given["jitter"] == written("jitter.json")
     assert set(measured["jitter"]["rank"]["samples"]) == {1}
 
 
-@pytest.mark.parametrize(
-    ("name", "counted"),
-    [("batch", "8 microbatches on 2 replicas"), ("one", "1 microbatch on 1 replica,")],
-)
-def test_a_packing_is_written_and_its_quality_reported(name: str, counted: str, run: Run) -> None:
-    out, err = run(f"pack {name}.json -o packed.json")
-    assert (out, counted in err) == ("", True)
-    packed = written("packed.json")
-    assert len(packed["replicas"]) == written(f"{name}.json")["replicas"]
-    assert packed["baselines"][0]["step_time"] is None
-    Path("plan.json").write_text(json.dumps(packed["replicas"][0]["plan"]))
-    run("check plan.json")
+def test_a_packing_is_written_and_its_quality_reported(run: Run) -> None:
+    for name, counted in ("batch", "8 microbatches on 2 replicas"), ("one", "1 microbatch on 1 replica,"):
+        out, err = run(f"pack {name}.json -o packed.json")
+        assert (out, counted in err) == ("", True)
+        packed = written("packed.json")
+        assert len(packed["replicas"]) == written(f"{name}.json")["replicas"]
+        assert packed["baselines"][0]["step_time"] is None
+        Path("plan.json").write_text(json.dumps(packed["replicas"][0]["plan"]))
+        run("check plan.json")
 
 
-# --- the summary of a cut
-
-NOTHING = {"name": "a", "forward": 0, "backward_input": 0, "backward_weight": 0, "repeat": 4}
+AT_FIVE = "rank 0: embedding … block.4; 27 a microbatch|rank 1: block.5 … head; 30 a microbatch|below 120 ("
 LEAN = {"layers": [{**BLOCK, "recompute": RECOMPUTE, "repeat": 2}]}
 
 
 @pytest.mark.parametrize(
     ("changes", "words", "is_uneven"),
     [
-        (
-            {"placement": "single", "cut": {"first": 5}},
-            "  rank 0: embedding … block.4; 27 a microbatch\n  rank 1: block.5 … head; 30 a microbatch\n"
-            "  placement single; no cut of these layers has a span below 120 (gap ",
-            True,
-        ),
+        ({"placement": "single", "cut": {"first": 5}}, AT_FIVE, True),
         ({**LEAN, "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)|nothing", False),
         ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20% more than the mean", True),
         ({"layers": [{**BLOCK, "repeat": 8}]}, "", False),
-        ({"layers": [NOTHING]}, "", False),
+        ({"layers": [layer("a", 0, repeat=4)]}, "", False),
     ],
 )
-def test_the_summary_of_a_cut_has_the_layers_of_every_rank_and_says_what_is_uneven(
-    changes: dict[str, Any], words: str, is_uneven: bool
-) -> None:
-    summary = cut_summary(search(layered(**changes), SearchOptions("quick", seed=1)))
+def test_the_summary_of_a_cut_has_the_layers_of_every_rank(changes: Any, words: str, is_uneven: bool) -> None:
+    summary = cut_summary(zbv.plan(layered(**changes), "quick", seed=1))
     assert all(word in summary for word in words.split("|"))
     assert ("cannot be divided evenly" in summary.splitlines()[-1]) == is_uneven
 
 
-# --- mistakes: an exit status, and a message that names the place and the rule
-
-TEXTS = {"brace": b"{", "deep": b"[" * 100_000, "empty": b"{}"}
 SHORT = {
     "CUT": "cut model.json --executor megatron --effort quick",
     "ESTIMATE": "estimate --preset gpt-1.5b",
@@ -316,14 +282,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mistakes")
     for name, document in DOCUMENTS.items():
         (path / f"{name}.json").write_text(json.dumps(document))
-    for name, text in TEXTS.items():
+    for name, text in {"brace": b"{", "deep": b"[" * 100_000, "empty": b"{}"}.items():
         (path / f"{name}.json").write_bytes(text)
     (path / "schedule.csv").write_text("0F0,0B0")
     assert main(["plan", f"{path}/problem.json", "-o", f"{path}/plan.json", "--effort", "quick"]) == 0
     plan = json.loads((path / "plan.json").read_text())
     packed = {"replicas": [{"plan": plan}], "step_time": 1}
     plan["metrics"]["span"] -= 1
-    known = load_plan(path / "plan.json")
+    known = zbv.load_plan(path / "plan.json")
     trace, _ = trace_documents(known.problem, known.orders)  # of another plan
     for name, document in (("false", plan), ("packed", packed), ("trace", trace)):
         (path / f"{name}.json").write_text(json.dumps(document))

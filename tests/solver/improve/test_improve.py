@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import fitting_orders
 from support.problems import differing_problems, limited_problems, rough_problems, uniform, with_sizes
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.board import Attempt, from_orders, to_orders
 from zbv_solver.construct.dispatch import ListScheduler, priority_schedules, serial
-from zbv_solver.construct.greedy_v import GREEDY_COST
 from zbv_solver.construct.rules import injection, no_delay, simple_rule
 from zbv_solver.construct.tables import make_tables
 from zbv_solver.improve import annealing
@@ -26,30 +26,26 @@ from zbv_solver.improve.parameter_search import RestClimber, RuleClimber, parame
 from zbv_solver.kernels.jit import IntArray
 from zbv_solver.plans.orders import Orders, in_entry_order
 from zbv_solver.problem.problem import F, Problem, W
-from zbv_solver.timing.start_times import earliest_start_values, earliest_times, objective_of
+from zbv_solver.timing.start_times import earliest_start_values, earliest_times, evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 KINDS = ("v", "loop", "single")
+SMALL = limited_problems(max_p=4, max_m=6, kinds=KINDS)
 TIGHT = uniform(4, 12, p2p=1, limit=4)
 
 
-def test_the_budget_counts_placed_actions() -> None:
-    """Orders given up early cost less than whole ones, and those of the greedy cost more."""
-    for orders in (0, 7, 50):
-        made = len(list(parameter_search(uniform(1, 2), orders * 12)))
-        assert orders / GREEDY_COST <= made <= 12 * orders
-
-
-@given(limited_problems(max_p=4, max_m=6, kinds=KINDS), st.floats(0, 1))
-def test_what_starts_before_the_cut_is_kept(problem: Problem, share: float) -> None:
-    start, scheduler = next(priority_schedules(problem)), ListScheduler(problem)
-    kept = started(problem, start.orders, share * start.makespan)
-    rule = simple_rule(problem, "forward-deep", 1.0, 0.0)
-    assert scheduler.value(rule, kept=(start.code, kept)) < np.inf
-    attempt = Attempt.of("again", problem, scheduler.tables, scheduler.board)
-    for rank, until in enumerate(kept):
-        assert np.array_equal(attempt.code[rank, :until], start.code[rank, :until])
-    verify_orders(problem, attempt.orders)
+@given(SMALL, st.floats(0, 1), st.integers(0, 99))
+def test_what_starts_before_the_cut_is_kept(problem: Problem, share: float, seed: int) -> None:
+    """W's may come in any order there; constructors run the oldest one first."""
+    scheduler, rule = ListScheduler(problem), simple_rule(problem, "forward-deep", 1.0, 0.0)
+    for orders in (next(priority_schedules(problem)).orders, *fitting_orders(problem, Random(seed), 2)):
+        kept = started(problem, orders, share * evaluate(problem, orders).makespan)
+        code = from_orders(orders, problem)[0]
+        assert scheduler.value(rule, kept=(code, kept)) < np.inf
+        attempt = Attempt.of("again", problem, scheduler.tables, scheduler.board)
+        for rank, until in enumerate(kept):
+            assert np.array_equal(attempt.code[rank, :until], code[rank, :until])
+        verify_orders(problem, attempt.orders)
 
 
 def started(problem: Problem, orders: Orders, time: float) -> IntArray:
@@ -72,9 +68,7 @@ def test_the_order_remembers_which_rule_laid_which_stretch() -> None:
     assert scheduler.value(rules[-1], kept=kept) == climber.best < first.value
 
 
-@given(
-    st.one_of(limited_problems(max_p=4, max_m=6, kinds=KINDS), differing_problems()), st.integers(0, 2**31)
-)
+@given(SMALL | differing_problems(), st.integers(0, 2**31))
 def test_every_injection_gives_a_valid_order(problem: Problem, seed: int) -> None:
     scheduler, random = ListScheduler(problem), np.random.default_rng(seed)
     unit, m = float(problem.arrays.duration.mean()) + 1e-6, problem.microbatches
@@ -109,15 +103,12 @@ def test_a_rank_idles_for_an_action_that_other_actions_are_delayed_for() -> None
 
 def test_a_microbatch_that_completes_makes_room_for_one_more_only() -> None:
     """Rank 1 holds 1 on its outer chunk and 2 on the inner one; two more on the outer one block it."""
-    problem = uniform(4, 3, limit=3)
-    held = np.array([0.0, 1, 0, 0, 0, 0, 2, 0])
-    memory = replace(
-        problem.memory, forward=tuple(held), backward_input=tuple(-held), backward_weight=(0.0,) * 8
-    )
-    scheduler = ListScheduler(replace(problem, memory=memory))
+    held = [0, 1, 0, 0, 0, 0, 2, 0]
+    memory = {"forward": held, "backward_input": [-amount for amount in held], "backward_weight": 0}
+    scheduler = ListScheduler(uniform(4, 3, memory=memory | {"limit": 3}))
     for random in map(np.random.default_rng, range(20)):
         time, delay = np.cumsum(random.exponential(1.0, 3)), random.normal(0, 9, (4, 6))
-        attempt: Any = scheduler.attempt(injection(problem, np.arange(3), time, delay), "injection")
+        attempt: Any = scheduler.attempt(injection(scheduler.problem, np.arange(3), time, delay), "injection")
         verify_orders(scheduler.problem, attempt.orders)
 
 
@@ -132,21 +123,12 @@ def test_the_smallest_budget_tries_several_even_injections(share: float, ratio: 
     assert attempt.value <= ratio * lower_bound(problem).value
 
 
-ONE_LARGE = with_sizes(uniform(8, 1), [0.0] * 5 + [29.0] + [0.0] * 24)
-
-
-@pytest.mark.parametrize(
-    ("problem", "large"),
-    [
-        (with_sizes(uniform(16, 1), [0.0, 30.0, 0.1, 28.0, 0.0, 0.2, 0.0, 0.0]), [1, 3]),
-        # The work of a rank decides, or there is no large step in size.
-        (uniform(4, 8), []),
-        (with_sizes(uniform(2, 1), [1.0] + [0.0] * 30), []),
-        (with_sizes(uniform(16, 1), [1.2, 1.1, 1.0, 0.9]), []),
-    ],
-)
-def test_large_ones_are_those_before_the_largest_step_in_size(problem: Problem, large: list[int]) -> None:
-    assert large_ones(problem).tolist() == large
+def test_large_ones_are_those_before_the_largest_step_in_size() -> None:
+    """There are none where the work of a rank decides, or without a large step in size."""
+    ends = with_sizes(uniform(16, 1), [0.0, 30.0, 0.1, 28.0, 0.0, 0.2, 0.0, 0.0])
+    assert large_ones(ends).tolist() == [1, 3]
+    for p, sizes in (4, [0.0] * 8), (2, [1.0] + [0.0] * 30), (16, [1.2, 1.1, 1.0, 0.9]):
+        assert large_ones(with_sizes(uniform(p, 1), sizes)).tolist() == []
 
 
 def parameters(problem: Problem, orders: int, seed: int = 0) -> list[Attempt]:
@@ -162,8 +144,7 @@ def injections(problem: Problem, orders: int, seed: int = 0) -> list[Attempt]:
     return [*filter(None, injection_search(problem, 10 * orders * problem.max_actions, seed))]
 
 
-@given(st.one_of(limited_problems(max_p=4, max_m=6, kinds=KINDS), rough_problems(max_p=3, max_m=5)))
-@settings(max_examples=30)
+@given(SMALL | rough_problems(max_p=3, max_m=5))
 def test_attempts_are_valid_and_each_better_than_the_last(problem: Problem) -> None:
     tuned, laid, injected = (search(problem, 40) for search in (parameters, suffixes, injections))
     for attempts in (tuned, [serial(problem), *laid]):
@@ -192,16 +173,15 @@ def test_many_microbatches_are_tuned_at_few() -> None:
 
 
 def test_overtaking_is_ever_better_and_better_than_one_order_of_entry() -> None:
-    attempts = [*filter(None, overtaking_search(ONE_LARGE, 300 * ONE_LARGE.max_actions, seed=1))]
+    problem = with_sizes(uniform(8, 1), [0.0] * 5 + [29.0] + [0.0] * 24)
+    attempts = [*filter(None, overtaking_search(problem, 300 * problem.max_actions, seed=1))]
     values = [value for value, _ in attempts]
     assert values == sorted(values, reverse=True)
     for value, orders in attempts:
-        verify_orders(ONE_LARGE, orders)
-        assert objective_of(ONE_LARGE, orders) <= value * (1 + 1e-9)
-    assert values[-1] < min(attempt.value for attempt in priority_schedules(ONE_LARGE))
+        verify_orders(problem, orders)
+        assert objective_of(problem, orders) <= value * (1 + 1e-9)
+    assert values[-1] < min(attempt.value for attempt in priority_schedules(problem))
 
-
-# --- annealing
 
 ANY = st.one_of(limited_problems(max_p=5, max_m=7, kinds=KINDS), differing_problems(max_m=7))
 """Mixed I's and B's, growing I's, zero costs."""

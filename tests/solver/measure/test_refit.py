@@ -63,9 +63,7 @@ def slower(problem: Problem, slope: float = 1.0) -> Problem:
     return replace(problem, costs=fixed, features=tuple(replace(f, costs=costs) for f, costs in features))
 
 
-def documents_of(
-    problem: Problem, fused: Sequence[int] = range(0, 99, 2), **how: Any
-) -> list[dict[str, Any]]:
+def documents_of(problem: Problem, fused: Sequence[int] = range(0, 99, 2), **how: Any) -> list[Any]:
     """Traces of a random order on ranks where every action takes its cost; some microbatches have a B."""
     return trace_documents(problem, mixed_orders(problem, fused.__contains__), **how)
 
@@ -90,9 +88,9 @@ def test_the_costs_and_coefficients_of_every_measured_stage_are_recovered(proble
         for name in ("forward", "backward_input", "backward_weight"):
             expected = np.array(getattr(true, name))
             assert getattr(measured, name) == pytest.approx(expected, rel=0.02, abs=0.003)
-            assert np.array(getattr(own, name))[mine] == pytest.approx(expected[mine], rel=0.02, abs=0.003)
-            changes = np.not_equal(getattr(own, name), getattr(before, name))
-            assert not np.delete(changes, mine).any(), "other ranks were not measured"
+            partial = np.array(getattr(before, name))  # other ranks were not measured
+            partial[mine] = expected[mine]
+            assert getattr(own, name) == pytest.approx(partial, rel=0.02, abs=0.003)
     assert refitting.relative_residual(found, traces) < 1e-4
     assert largest_change(actual, found) < 1e-2
     assert largest_change(problem, found) > 0.5
@@ -157,24 +155,18 @@ def test_an_invalid_trace_is_refused_at_the_broken_key(path: str, value: Any, po
     assert caught.value.issues[0].pointer == pointer
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"placement": "loop"}, "ran stage 5, which does not belong to rank 0 of the pipeline"),
-        ({"microbatches": 4}, "ran microbatch 4"),
-        ({"pp_degree": 2}, "/pp_rank: found 2; the problem has ranks 0 to 1|ran stage"),
-    ],
-)
-def test_traces_of_another_problem_are_refused(change: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize("measure", [refit, jitter_of_traces, refitting.relative_residual])
+def test_traces_of_another_problem_are_refused(measure: Any) -> None:
     traces = traces_of(planned())
-    for measure in (refit, jitter_of_traces, refitting.relative_residual):
+    for problem, says in (
+        (planned(placement="loop"), "ran stage 5, which does not belong to rank 0 of the pipeline"),
+        (planned(microbatches=4), "ran microbatch 4"),
+        (planned(pp_degree=2), "/pp_rank: found 2; the problem has ranks 0 to 1|ran stage"),
+    ):
         with pytest.raises(InvalidInput, match=says):
-            measure(planned(**change), traces)
-        with pytest.raises(InvalidInput, match="no measured action"):
-            measure(planned(), [traces[0].only(frozenset())])
-
-
-# --- microbatches that differ
+            measure(problem, traces)
+    with pytest.raises(InvalidInput, match="no measured action"):
+        measure(planned(), [traces[0].only(frozenset())])
 
 
 def test_too_few_kinds_scale_the_planned_coefficients() -> None:
@@ -184,7 +176,6 @@ def test_too_few_kinds_scale_the_planned_coefficients() -> None:
     assert measured.ravel() == pytest.approx([0, 400])
     problem = parse_problem(DIFFERING)
     found = refit(problem, traces_of(slower(problem, slope=0.0), [5]))
-    assert found.costs.backward is not None
     assert largest_change(problem, found) == pytest.approx(1.0, rel=1e-3)
     assert found.arrays.duration[B] == pytest.approx(2 * problem.arrays.duration[B], rel=1e-3)
 
@@ -203,29 +194,18 @@ def test_no_other_coefficients_fit_better(seed: int) -> None:
     assert np.linalg.norm(design @ found - target) == pytest.approx(min(distances), rel=1e-9)
 
 
-def test_the_command_says_how_well_the_coefficients_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_how_well_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     problem = parse_problem(DIFFERING)
     orders, out = mixed_orders(problem, bool), tmp_path / "measured.json"
     plan = write_plan(tmp_path / "plan.json", problem, orders)
-    paths, plan_id = (
-        [tmp_path / "trace-0.json", tmp_path / "trace-1.json"],
-        json.loads(plan.read_text())["plan_id"],
-    )
-    for name, status, message in (
-        (plan_id, 0, r"2 ranks measured(.|\n)*relative residual 0\.0%"),
-        ("0" * 64, 2, "trace-0.json: /plan_id: found 000000000000; the plan given is"),
-    ):
-        for path, document in zip(paths, trace_documents(slower(problem), orders, plan_id=name), strict=True):
-            path.write_text(json.dumps(document))
-        assert main(["refit", str(plan), *map(str, paths), "-o", str(out)]) == status
-        assert re.search(message, capsys.readouterr().err)
+    paths = [tmp_path / "trace-0.json", tmp_path / "trace-1.json"]
+    plan_id = json.loads(plan.read_text())["plan_id"]
+    for path, document in zip(paths, trace_documents(slower(problem), orders, plan_id=plan_id), strict=True):
+        path.write_text(json.dumps(document))
+    assert main(["refit", str(plan), *map(str, paths), "-o", str(out)]) == 0
+    assert re.search(r"2 ranks measured(.|\n)*relative residual 0\.0%", capsys.readouterr().err)
     measured = refit(problem, traces_of(slower(problem), range(1, 9)))
     assert json.loads(out.read_text()) == problem_json(measured)
-
-
-# --- jitter
 
 
 def test_slow_steps_of_a_rank_are_not_taken_for_slow_actions() -> None:
@@ -252,8 +232,6 @@ def test_many_factors_become_quantiles() -> None:
     assert len(samples) == 1000
     assert np.std(np.log(samples)) == pytest.approx(0.1, rel=0.1)
 
-
-# --- layers
 
 PARTITION = [["embedding", "block.0"], ["block.1", "block.2"], ["block.3", "block.4"], ["block.5", "head"]]
 FLAGS = [False, True, True, False]

@@ -26,7 +26,7 @@ from zbv_solver.commands.cli import main
 from zbv_solver.construct.dispatch import priority_schedules
 from zbv_solver.frontiers.frontier import frontier_points
 from zbv_solver.improve.cp_sat import Grid
-from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
+from zbv_solver.plans.channels import Channel, Transfer, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders, first_in_first_out
 from zbv_solver.plans.plan import CutCertificate, Provenance, SimulatedBaseline, Spans, certify, plan_json
 from zbv_solver.plans.reading import parse_plan
@@ -134,9 +134,6 @@ def test_altered_documents_are_refused(plan: zbv.Plan, change: dict[str, Any], p
     assert caught.value.issues[0].pointer == pointer
 
 
-# --- bounds
-
-
 @pytest.mark.parametrize(
     ("objective", "bound", "expected", "gap"),
     [
@@ -145,9 +142,7 @@ def test_altered_documents_are_refused(plan: zbv.Plan, change: dict[str, Any], p
         *((*values, "contradicted", None) for values in ((10.0, 10.00000002), (1e-90, 2e-90), (0.0, 1e-90))),
     ],
 )
-def test_a_plan_may_undercut_a_bound_by_rounding(
-    objective: float, bound: float, expected: str, gap: Any
-) -> None:
+def test_plans_may_undercut_bounds_a_bit(objective: float, bound: float, expected: str, gap: Any) -> None:
     if gap is None:
         with pytest.raises(zbv.ContradictedBound) as caught:
             certify(uniform(1, 1), objective, bound, "test")
@@ -155,23 +150,20 @@ def test_a_plan_may_undercut_a_bound_by_rounding(
         assert (error.objective, error.bound, error.source) == (objective, bound, "test")
         assert zbv.parse(error.problem) == uniform(1, 1)
         return
-    certificate = certify(uniform(1, 1), objective, bound, "test")
-    assert certificate.status == expected
-    assert certificate.lower_bound == (objective if expected == "optimal" else bound)
-    assert certificate.gap == pytest.approx(gap)
+    made = certify(uniform(1, 1), objective, bound, "test")
+    assert (made.status, made.lower_bound) == (expected, objective if expected == "optimal" else bound)
+    assert made.gap == pytest.approx(gap)
 
 
 def spoil(patch: pytest.MonkeyPatch, source: str) -> None:
     """A bound becomes far too high: the full one, that over all cuts, or that of CP-SAT."""
-    quick, wrong, proven = Bound(1.0, "quick"), Bound(1e6, "wrong"), Grid.proven
-    bounds = {
-        "bounds": lambda _, effort="full", *_rest: quick if effort == "quick" else wrong,
-        "cp-sat": lambda *_, **__: quick,
-    }
+    quick, proven = Bound(1.0, "quick"), Grid.proven
+    full = Bound(1e6, "wrong") if source == "bounds" else quick
     if source == "cuts":
         patch.setattr("zbv_solver.search.layered.least_worst_load", lambda *_: 1e6)
-    else:
-        patch.setattr("zbv_solver.search.run.lower_bound", bounds[source])
+        return
+    bounds = {"quick": quick, "full": full, "thorough": full}
+    patch.setattr("zbv_solver.search.run.lower_bound", lambda _, effort="full", *_rest: bounds[effort])
     if source == "cp-sat":
         patch.setattr(Grid, "proven", lambda grid, parts: 3 * proven(grid, parts))
 
@@ -180,9 +172,7 @@ def spoil(patch: pytest.MonkeyPatch, source: str) -> None:
     ("source", "question"),
     [("bounds", uniform(2, 4)), ("cuts", layered()), ("cp-sat", uniform(2, 2, objective="makespan"))],
 )
-def test_a_search_with_a_wrong_bound_returns_no_plan(
-    source: str, question: zbv.Problem | zbv.LayeredProblem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searches_refuse_a_wrong_bound(source: str, question: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, source)
     reports: list[zbv.Progress] = []
     options = SearchOptions(without=("tune", "anneal", "windows")) if source == "cp-sat" else QUICK
@@ -195,12 +185,10 @@ def test_a_search_with_a_wrong_bound_returns_no_plan(
 
 
 @pytest.mark.parametrize(("question", "part"), [(uniform(2, 3), "metrics"), (layered(), "cut")])
-def test_a_wrong_bound_at_a_larger_limit_contradicts_plans_at_smaller_limits(
-    question: zbv.Problem | zbv.LayeredProblem, part: str
-) -> None:
+def test_a_wrong_bound_at_a_larger_limit_contradicts_plans_at_smaller_ones(question: Any, part: str) -> None:
     number = count()
 
-    def answer(problem: zbv.Problem | zbv.LayeredProblem) -> zbv.Plan:
+    def answer(problem: Any) -> zbv.Plan:
         plan = search(problem, QUICK)
         changes = {part: replace(getattr(plan, part), lower_bound=1e6)} if next(number) == 2 else {}
         return replace(plan, **changes)
@@ -227,8 +215,6 @@ def test_after_a_contradicted_bound_commands_save_the_problem_and_exit_with_70(
             assert zbv.parse(json.loads(kept.read_text())).microbatches == 4
         shutil.rmtree(folder, ignore_errors=True)
 
-
-# --- orders
 
 RIGHT = ["0F0", "12B7", "7I3", "999999999W999999999"]
 WRONG = ["", "0F", "F0", "F", "0X0", "0F0xyz", " 0F0", "0F0 ", "0F0\n", "\n", "0F0\n1F0", "0F0F", "00F0"]
@@ -265,7 +251,6 @@ def test_orders_round_trip_as_text_and_as_actions(ranks: list[list[tuple[int, st
 
 
 @given(differing_problems(max_p=3, max_m=6), st.integers(0, 2**32))
-@settings(max_examples=40)
 def test_relabelling_undoes_any_exchange_of_equal_microbatches(problem: zbv.Problem, seed: int) -> None:
     kind_of, chance = problem.arrays.kind_of, Random(seed)
     orders = random_orders(problem, chance)
@@ -281,15 +266,10 @@ def test_relabelling_undoes_any_exchange_of_equal_microbatches(problem: zbv.Prob
 
 
 @given(problems(max_m=4), st.integers(0, 2**32))
-def test_orders_with_ascending_microbatches_are_relabelled_to_themselves(
-    problem: zbv.Problem, seed: int
-) -> None:
-    orders = next(iter(priority_schedules(problem, (1.0,)))).orders
+def test_orders_with_ascending_microbatches_remain(problem: zbv.Problem, seed: int) -> None:
+    orders = next(priority_schedules(problem)).orders
     label = np.array(Random(seed).sample(range(problem.microbatches), problem.microbatches))
     assert first_in_first_out(orders.renamed(label), problem.n_stages) == orders
-
-
-# --- channels
 
 
 @given(
@@ -306,9 +286,8 @@ def test_every_crossing_is_transferred_once_as_its_sender_lists(problem: zbv.Pro
         for stage, letter, j in actions:
             target = stage + 1 if letter == "F" else stage - 1
             if letter != "W" and 0 <= target < problem.n_stages and rank_of[target] != sender:
-                kind: TransferKind = "activation" if letter == "F" else "gradient"
-                made = expected.setdefault((sender, rank_of[target]), [])
-                made.append(Transfer(kind, min(stage, target), j))
+                transfer = Transfer("activation" if letter == "F" else "gradient", min(stage, target), j)
+                expected.setdefault((sender, rank_of[target]), []).append(transfer)
     found = channels(problem, Orders.from_actions(ranks))
     assert found == tuple(Channel(*ends, tuple(made)) for ends, made in sorted(expected.items()))
     for rank in range(whole.pp_degree):
@@ -316,12 +295,10 @@ def test_every_crossing_is_transferred_once_as_its_sender_lists(problem: zbv.Pro
         assert ends == {pair for pair in expected if rank in pair}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "A", "1:2", "A1", "A1:", "A:1", "A1:2:3", "A-1:2", "A1:x", "A²:1", "F1:2", "a1:2"]
-)
-def test_transfers_are_texts_and_malformed_ones_are_refused(text: str) -> None:
-    with pytest.raises(zbv.InvalidInput, match="as in 'A3:0'"):
-        Transfer.parse(text)
+def test_transfers_are_texts_and_malformed_ones_are_refused() -> None:
+    for text in ("", "A", "1:2", "A1", "A1:", "A:1", "A1:2:3", "A-1:2", "A1:x", "A²:1", "F1:2", "a1:2"):
+        with pytest.raises(zbv.InvalidInput, match="as in 'A3:0'"):
+            Transfer.parse(text)
     texts = {"A12:345": Transfer("activation", 12, 345), "G0:0": Transfer("gradient", 0, 0)}
     assert {good: Transfer.parse(good) for good in texts} == texts
     assert list(map(str, texts.values())) == list(texts)

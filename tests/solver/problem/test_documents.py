@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zbv_solver as zbv
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import cuts
@@ -18,17 +19,16 @@ from support.cuts import BLOCK, HEAD, RECOMPUTE, document, layered
 from support.paths import ROOT
 from support.problems import DIFFERING, differing_problems, problems, rough_problems, uniform_document
 from zbv_solver.documents.files import canonical_json, decode_json
-from zbv_solver.errors import InvalidInput
 from zbv_solver.problem.jitter import Jitter, Spread, jitter_json, parse_jitter
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Units
-from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.problem.writing import any_problem_json
 
 STAGES = uniform_document(2, 3)
 LAYERS = document()
 NAMES = ["embedding", *(f"block.{copy}" for copy in range(8)), "head"]
 PARTITION = [NAMES[:2], NAMES[2:3], NAMES[3:4], NAMES[4:]]
+FUSED, AGAIN = changed(LAYERS, {"layers.1.backward": 2.5}), {"backward_input": 4}
 LOOP = {**STAGES, "placement": "loop", "chunks": 3}
 VALID = {"stages": STAGES, "differing": DIFFERING, "layers": LAYERS, "devices": document(**cuts.MIXED)}
 VALID["jitter"] = {"action": 0.05}
@@ -48,26 +48,16 @@ VALID["jitter"] = {"action": 0.05}
         (STAGES, {"measured": {"a": "b", "c": "d"}}, {"measured": {"c": "d", "a": "b"}}),
         (STAGES, {"costs.forward": {"fixed": 2}}, {"costs.forward": 2}),
         (LAYERS, {"cut": {"first": 2, "last": 1}}, {"cut": {"first": 2, "last": 1, "together": []}}),
-        (
-            DIFFERING,
-            {"features": None, "sequences": [[3, 1], [2], []]},
-            {"features": {"tokens": [4, 2, 0], "tokens_squared": [10, 4, 0]}},
-        ),
-        (
-            LAYERS,
-            {"layers.1.backward": 2.5, "layers.1.recompute": {"backward_input": 4}},
-            # The fused backward grows by as much as I and W together.
-            {"layers.1.backward": 2.5, "layers.1.recompute": {"backward_input": 4, "backward": 4.5}},
-        ),
-        (
-            LAYERS,
-            {"cut": {}, "layers.0.parameters_bytes": 7},
-            {"layers.0.parameters_bytes": 7, "layers.0.memory.static": 7},
-        ),
+        (DIFFERING, {"features": None, "sequences": [[3, 1], [2], []]},
+         {"features": {"tokens": [4, 2, 0], "tokens_squared": [10, 4, 0]}}),
+        # The fused backward grows by as much as I and W together.
+        (FUSED, {"layers.1.recompute": AGAIN}, {"layers.1.recompute": {**AGAIN, "backward": 4.5}}),
+        (LAYERS, {"layers.0.parameters_bytes": 7, "cut": {}},
+         {"layers.0.parameters_bytes": 7, "layers.0.memory.static": 7}),
     ],
-)
+)  # fmt: skip
 def test_two_spellings_of_a_problem(base: dict[str, Any], one: dict[str, Any], other: dict[str, Any]) -> None:
-    first, second = (parse_any_problem(changed(base, changes)) for changes in (one, other))
+    first, second = (zbv.parse(changed(base, changes)) for changes in (one, other))
     assert first == second
     assert canonical_json(any_problem_json(first)) == canonical_json(any_problem_json(second))
 
@@ -94,19 +84,17 @@ def any_problems(draw: st.DrawFn) -> AnyProblem:
 @given(any_problems())
 def test_a_problem_is_read_as_it_was_written(problem: AnyProblem) -> None:
     written = json.loads(json.dumps(any_problem_json(problem)))
-    assert parse_any_problem(written) == problem
-    assert any_problem_json(parse_any_problem(written)) == written
+    assert zbv.parse(written) == problem
+    assert any_problem_json(zbv.parse(written)) == written
 
 
 @pytest.mark.parametrize("given_as", [list, np.array, lambda values: np.array(values, dtype=np.float32)])
 def test_sequences_and_numbers_of_any_type_have_the_same_document(given_as: Callable[[Any], Any]) -> None:
     """The document's text is part of a plan's identity."""
-    problem: Any = parse_any_problem(changed(STAGES, {"memory.limit": 4}))
+    problem: Any = zbv.parse(changed(STAGES, {"memory.limit": 4}))
     costs = {name: given_as(values) for name, values in vars(problem.costs).items() if values is not None}
-    limit = given_as(problem.memory.limit)
-    other = replace(
-        problem, costs=replace(problem.costs, **costs), memory=replace(problem.memory, limit=limit)
-    )
+    memory = replace(problem.memory, limit=given_as(problem.memory.limit))
+    other = replace(problem, costs=replace(problem.costs, **costs), memory=memory)
     assert canonical_json(any_problem_json(other)) == canonical_json(any_problem_json(problem))
 
 
@@ -124,7 +112,7 @@ def test_absent_keys_of_a_device_and_of_recomputation_there_keep_the_nearest_val
 def test_the_example_in_the_documentation_is_valid() -> None:
     text = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
     example = text.partition("## Layers")[2].partition("```json")[2].partition("```")[0]
-    problem = parse_any_problem(json.loads(example))
+    problem = zbv.parse(json.loads(example))
     assert {placement.kind for placement in problem.placements} == {"v", "loop", "single"}  # type: ignore[union-attr]
 
 
@@ -152,11 +140,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"pp_degree": 1024, "microbatches": 2049}, "/microbatches", "product must be at most"),
         ({"chunks": 3}, "/chunks", "placement v has 2 per rank"),
         ({"measured": {str(at): "" for at in range(33)}}, "/measured", "at most 32"),
-        (
-            {"pp_degree": ABSENT, "microbatches": 0, "costs": {"forward": "x"}},
-            "/pp_degree /microbatches /costs/forward /costs/backward_input /costs/backward_weight",
-            "required",
-        ),
+        ({"pp_degree": ABSENT, "microbatches": 0, "costs": {"forward": "x"}},
+         "/pp_degree /microbatches /costs/forward /costs/backward_input /costs/backward_weight", "required"),
         ({"costs.forward": {"tokens": 1}}, "/costs/forward/tokens", "no features"),
     ],
     "differing": [
@@ -177,11 +162,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"costs.p2p": {"fixed": -3, "tokens": 1}}, "/costs/p2p", "microbatch 2 on boundary 0"),
         ({"memory.backward_input": {"tokens": -0.5}}, "/memory", "sum to"),
         ({"memory.forward": {"fixed": -4, "tokens": 2}}, "/memory/forward /memory", "microbatch 2"),
-        (
-            {"memory.backward_input.tokens": -3, "memory.backward_weight.tokens": 1},
-            "/memory/backward_weight",
-            "W releases",
-        ),
+        ({"memory.backward_input.tokens": -3, "memory.backward_weight.tokens": 1}, "/memory/backward_weight",
+         "W releases"),
     ],
     "layers": [
         ({"layers": [{}] * 513}, "/layers", "found 513 entries; must be at most 512"),
@@ -193,11 +175,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"layers.1.backward_weight": ABSENT}, "/layers/1/backward_weight", "required"),
         ({"layers.1.memory": {"forward": 1}}, "/layers/1/memory", "the deltas sum to 1"),
         ({"layers.1.recompute.memory.forward": 2}, "/layers/1/recompute/memory", "must be 0"),
-        (
-            {"layers.1.on": {"/": {}}, "layers.1.recompute": {}, "devices": ["/"] * 2},
-            "/layers/1/on/~1/recompute",
-            "on every device",
-        ),
+        ({"layers.1.on": {"/": {}}, "layers.1.recompute": {}, "devices": ["/"] * 2},
+         "/layers/1/on/~1/recompute", "on every device"),
         ({"layers": [HEAD]}, "/layers", "found 1 separable layers for 4 stages"),
         ({"cut.together": [["embedding", "nose"]]}, "/cut/together/0", "'nose', which is not a layer"),
         ({"cut.first": 11}, "/cut/first", "at most the model's 8 transformer layers"),
@@ -242,29 +221,26 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"transfer": {"samples": [-1]}}, "/transfer/samples/0", "must be a factor"),
         ({"noise": 1}, "/noise", "unknown key"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "pointers", "words"), [(kind, *row) for kind, rows in WRONG.items() for row in rows]
 )
-def test_a_wrong_document_is_refused_at_the_broken_keys(
-    kind: str, changes: dict[str, Any], pointers: str, words: str
-) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        (parse_jitter if kind == "jitter" else parse_any_problem)(changed(VALID[kind], changes))
+def test_wrong_documents_are_refused_by_key(kind: str, changes: Any, pointers: str, words: str) -> None:
+    with pytest.raises(zbv.InvalidInput) as caught:
+        (parse_jitter if kind == "jitter" else zbv.parse)(changed(VALID[kind], changes))
     assert {issue.pointer for issue in caught.value.issues} == set(pointers.split())
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "1e999", "NaN", "-Infinity", "4e-320"], ids=str.__len__)
-@pytest.mark.parametrize(
-    ("base", "key"), [(STAGES, "costs.forward"), (STAGES, "microbatches"), (LAYERS, "layers.1.repeat")]
-)
-def test_a_number_out_of_range_is_refused_by_its_key(base: dict[str, Any], key: str, number: str) -> None:
+@pytest.mark.parametrize("key", ["costs.forward", "microbatches", "layers.1.repeat"])
+def test_a_number_out_of_range_is_refused_by_its_key(key: str, number: str) -> None:
+    base = LAYERS if "layers" in key else STAGES
     text = json.dumps(changed(base, {key: "N"})).replace('"N"', number)
-    with pytest.raises(InvalidInput, match=f"/{key.replace('.', '/')}: found"):
-        parse_any_problem(decode_json(text))
+    with pytest.raises(zbv.InvalidInput, match=f"/{key.replace('.', '/')}: found"):
+        zbv.parse(decode_json(text))
 
 
 spreads = st.one_of(
@@ -295,5 +271,5 @@ def test_jitter_is_read_as_it_was_written(jitter: Jitter) -> None:
     ],
 )
 def test_the_short_form_of_jitter(text: str, same: dict[str, Any] | str) -> None:
-    with pytest.raises(InvalidInput, match=same) if isinstance(same, str) else nullcontext():
+    with pytest.raises(zbv.InvalidInput, match=same) if isinstance(same, str) else nullcontext():
         assert parse_jitter(text) == parse_jitter(same)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import zbv_solver as zbv
+from hypothesis import given
 from support import cuts
 from support.cuts import BLOCK, EMBEDDING, HEAD, RECOMPUTE, layered, space_of
 from support.executor_layers import layer
@@ -18,18 +19,14 @@ from zbv_models.fixed_orders.best_cut import best_cut
 from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, merge_stages
-from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.partition.balance import balanced_cut
-from zbv_solver.partition.cut_space import CutSpace, ScoredCut
+from zbv_solver.partition.cut_space import CutSpace
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut, rooms, roomy_cuts, with_room
-from zbv_solver.partition.joint_search import Judge
-from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, Plan, plan_json
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.search.assemble import classical, compare
 from zbv_solver.search.claims import Claim, check_plan
-from zbv_solver.search.incumbent import Progress
 from zbv_solver.search.layered import bound_over_all_cuts, first_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
@@ -43,9 +40,7 @@ BLOCKS = 16
 HELD = {"forward": 2, "backward_input": -1, "backward_weight": -1}
 AGAIN = {"backward_input": 4, "memory": {"forward": 0.5, "backward_input": 0.5, "backward_weight": -1}}
 HEAVY_HEAD: dict[str, Any] = {
-    "pp_degree": 4,
-    "microbatches": 8,
-    "costs": {"p2p": 1},
+    **{"pp_degree": 4, "microbatches": 8, "costs": {"p2p": 1}},
     "layers": [
         layer("embedding", 1, 0, 1, memory=HELD),
         layer("block", 2, 2, 1, repeat=14, memory=HELD, recompute=AGAIN),
@@ -67,7 +62,7 @@ PROBLEMS = {
 
 
 @cache
-def plan_of(name: str) -> Plan:
+def plan_of(name: str) -> Any:
     return search(PROBLEMS[name], QUICK)
 
 
@@ -75,14 +70,12 @@ def rows_of(plan: Plan) -> dict[str, Baseline]:
     return {row.name: row for row in plan.baselines}
 
 
-@pytest.mark.parametrize("placement", ["v", "single"])
-@pytest.mark.parametrize("limit", [None, 12])
+@pytest.mark.parametrize(("placement", "limit"), [*product(["v", "single"], [None, 12])])
 def test_the_smallest_cases_agree_with_brute_force_over_all_cuts(placement: str, limit: int | None) -> None:
     layers = [EMBEDDING, {**BLOCK, "repeat": 3, "recompute": RECOMPUTE}, HEAD]
     problem = layered(layers=layers, microbatches=2, placement=placement, memory={"limit": limit})
     options = SearchOptions(without=("tune", "windows"))
-    plan = search(problem, options)
-    assert plan.cut is not None
+    plan: Any = search(problem, options)
     assert plan.cut.lower_bound <= plan.objective
     for cut in cuts.every_cut(problem, problem.placements[0]):
         if lower_bound(cut).value < plan.objective * (1 - 1e-9):
@@ -93,23 +86,20 @@ def test_the_smallest_cases_agree_with_brute_force_over_all_cuts(placement: str,
 
 def test_a_placement_without_a_cut_that_fits_is_left_out() -> None:
     """One layer a stage: of a loop, rank 0 would have both heavy ones."""
-    layers = [
-        {**EMBEDDING, "name": f"layer{at}", "memory": {"static": 10 * (at % 2 == 0)}} for at in range(4)
-    ]
+    layers = [layer(f"layer{at}", 1, 0, memory={"static": 10 * (at % 2 == 0)}) for at in range(4)]
     plan = search(layered(placement="auto", layers=layers, memory={"limit": 10}), QUICK)
     names = {plan.problem.placement.kind, *rows_of(plan)}
-    assert {"v", "single"} <= names
-    assert "loop-2" not in names
+    assert {"v", "single", "loop-2"} & names == {"v", "single"}
 
 
 def test_an_incumbent_must_be_a_plan_of_these_layers_and_is_verified_again() -> None:
     small = plan_of("small")
-    others: list[dict[str, Any]] = [{"pp_degree": 3}, {"microbatches": 5}, {"memory": {"limit": 1000}}]
-    for changes in (*others, {"placement": "single"}, {"objective": "makespan"}):
-        with pytest.raises(InvalidPlan):
-            search(layered(**changes), QUICK, incumbent=small)
-    with pytest.raises(InvalidPlan):
-        search(layered(), QUICK, incumbent=replace(small, orders=Orders.of_rows([])))
+    others: Any = {"pp_degree": 3, "microbatches": 5, "memory": {"limit": 1000}, "placement": "single"}
+    for key, value in (*others.items(), ("objective", "makespan")):
+        with pytest.raises(zbv.InvalidPlan):
+            search(layered(**{key: value}), QUICK, incumbent=small)
+    with pytest.raises(zbv.InvalidPlan):
+        search(layered(), QUICK, incumbent=replace(small, orders=zbv.Orders.of_rows([])))
     with pytest.raises(TypeError, match="the incumbent must be a Plan"):
         search(layered(), incumbent=small.orders)
     metrics = replace(small.metrics, span=small.metrics.span / 2, lower_bound=1.0, status="optimal")
@@ -139,7 +129,7 @@ def test_a_placement_can_be_forced_and_one_rank_has_all_layers(placement: str) -
     one = search(layered(pp_degree=1, placement=placement, memory={"limit": 70}), QUICK)
     assert one.metrics.status == "optimal"
     assert len(plan_json(one)["partition"]) == one.problem.n_stages
-    with pytest.raises(InfeasibleMemory) as caught:
+    with pytest.raises(zbv.InfeasibleMemory) as caught:
         search(layered(placement=placement, memory={"limit": 10}), QUICK)
     least = caught.value.smallest
     assert max(least) > 10
@@ -147,7 +137,7 @@ def test_a_placement_can_be_forced_and_one_rank_has_all_layers(placement: str) -
 
 
 def test_progress_only_improves_carries_its_own_problem_and_begins_before_cuts_are_estimated() -> None:
-    reports: list[Progress] = []
+    reports: list[zbv.Progress] = []
     plan = search(layered(microbatches=8), QUICK, reports.append)
     values = [progress.objective for progress in reports]
     assert [*values, plan.objective] == pytest.approx(sorted([*values, plan.objective], reverse=True))
@@ -157,20 +147,15 @@ def test_progress_only_improves_carries_its_own_problem_and_begins_before_cuts_a
     assert len(reports) == 1
 
 
-# --- cuts
-
-
 def short_of_memory(limit: float | None, placement: str = "v") -> LayeredProblem:
     """A model of 16 blocks that hold 4 each, or 1 when recomputed, on four ranks."""
     layers = [EMBEDDING, {**BLOCK, "repeat": BLOCKS, "recompute": RECOMPUTE}, HEAD]
     return layered(pp_degree=4, microbatches=16, layers=layers, placement=placement, memory={"limit": limit})
 
 
-def balanced(space: CutSpace, without_limit: bool = False) -> ScoredCut:
+def balanced(space: CutSpace, without_limit: bool = False) -> Any:
     problem = replace(space.problem, limit=None) if without_limit else space.problem
-    cut = balanced_cut(space_of(problem), level_cut(space))
-    assert cut is not None
-    return cut
+    return balanced_cut(space_of(problem), level_cut(space))
 
 
 def test_room_is_made_for_activations_and_not_for_parameters() -> None:
@@ -180,10 +165,8 @@ def test_room_is_made_for_activations_and_not_for_parameters() -> None:
         blocks = sum(min(bounds[stage + 1], BLOCKS + 1) - max(bounds[stage], 1) for stage in stages)
         for times, roomy in ((1, space), (2, twice)):
             assert roomy.needs(bounds, rank, (False,) * len(stages)) == blocks * (times * 4 + 1)
-    kept = (True, False) * 4
-    fitting = space.fitting(bounds, kept)
-    assert fitting is not None
-    assert all(again >= keep for again, keep in zip(fitting.recompute, kept, strict=True))
+    fitting: Any = space.fitting(bounds, (True, False) * 4)
+    assert fitting.recompute[::2] == (True,) * 4
 
 
 def test_a_plan_is_no_worse_than_one_of_a_simple_cut_and_states_the_bound_over_all_cuts() -> None:
@@ -193,8 +176,7 @@ def test_a_plan_is_no_worse_than_one_of_a_simple_cut_and_states_the_bound_over_a
         simple = search(problem.cut_into(space.placement, cut), QUICK)
         assert plan.objective <= simple.objective * (1 + 1e-9)
     assert plan.cut is not None
-    assert plan.cut.lower_bound == pytest.approx(8 * balanced(space).value)
-    assert plan.objective > plan.cut.lower_bound
+    assert plan.objective > plan.cut.lower_bound == pytest.approx(8 * balanced(space).value)
     assert plan.cut.gap == pytest.approx(plan.objective / plan.cut.lower_bound - 1)
 
 
@@ -207,12 +189,10 @@ def test_memory_decides_what_is_recomputed(limit: float) -> None:
     def objective(cut: Cut) -> float:
         return search(problem.cut_into(space.placement, cut), QUICK).objective
 
-    assert plan.problem.model is not None
-    recompute = plan.problem.model.cut.recompute
-    assert plan_json(plan)["recompute"] == list(recompute)
+    recompute = plan_json(plan)["recompute"]
     assert max(plan.metrics.peak_memory) <= limit
     for again in (False, True):
-        with suppress(InfeasibleMemory):
+        with suppress(zbv.InfeasibleMemory):
             cut = replace(balanced(space, without_limit=True).cut, recompute=(again,) * 8)
             assert plan.objective <= objective(cut) * (1 + 1e-9)
     assert any(recompute) == (limit < 200)
@@ -221,7 +201,6 @@ def test_memory_decides_what_is_recomputed(limit: float) -> None:
     assert limit != 24 or plan.objective < 0.9 * objective(least)
 
 
-@settings(max_examples=40)
 @given(cuts.layered_problems(placements=("v", "single", "loop"), memory={"limit": 12}))
 def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem) -> None:
     """What is known of less room saves work and changes no load."""
@@ -236,26 +215,13 @@ def test_cuts_with_room_to_spare_fit_and_keep_the_rules(problem: LayeredProblem)
         assert loads == pytest.approx([scored.value for scored in alone if scored is not None])
 
 
-def test_a_judge_sees_that_a_tight_limit_slows_every_microbatch() -> None:
-    """16 microbatches are judged by 8 and 4; the most loaded rank's work alone would promise half of it."""
-    space = space_of(short_of_memory(32))
-    cut = balanced(space).cut
-    real = search(space.problem.cut_into(space.placement, cut), QUICK).objective
-    assert Judge(space).value(cut) == pytest.approx(real, rel=0.15)
-    assert Judge(space).floor(cut) < 0.7 * real
-
-
-# --- baselines: classical schedules have the best cut for their own order, and say which
-
-
 def test_baselines_include_the_other_placements_and_the_simple_cuts() -> None:
     plan = plan_of("auto")
     rows = rows_of(plan)
     kinds = {"v", "loop-2", "loop-3", "loop-4", "single"} & set(rows)
-    assert ({"1f1b", "interleaved-1f1b"} <= set(rows), len(kinds)) == (True, 4)
-    assert all(
-        rows[name].span >= plan.objective * (1 - 1e-9) for name in ("even-cut", "histogram-cut", *kinds)
-    )
+    assert ({"1f1b", "interleaved-1f1b", "even-cut", "histogram-cut"} <= set(rows), len(kinds)) == (True, 4)
+    spans = [rows[name].span for name in ("even-cut", "histogram-cut", *kinds)]
+    assert min(spans) >= plan.objective * (1 - 1e-9)
     # Two kinds of blocks are dealt like one: the longest run of equal blocks is not all of them.
     rows = rows_of(plan_of("two-kinds"))
     assert rows["1f1b"].layers_per_stage == (5, 5)
@@ -287,25 +253,21 @@ def test_a_baseline_states_the_best_cut_for_its_order(name: str) -> None:
 
 
 def test_with_a_limit_a_cut_that_fits_is_preferred_and_stages_may_be_recomputed() -> None:
-    (free, _), (tight, gpipe) = (
-        [rows_of(plan_of(name))[row] for row in ("1f1b", "gpipe")] for name in ("ample", "tight")
-    )
+    free = rows_of(plan_of("ample"))["1f1b"]
+    tight, gpipe = (rows_of(plan_of("tight"))[row] for row in ("1f1b", "gpipe"))
     assert (free.fits, tight.fits, any(tight.recompute or ())) == (True, True, True)
-    assert max(free.peak_memory) > 20
-    assert tight.span > free.span
+    assert (max(free.peak_memory) > 20, tight.span > free.span) == (True, True)
     # GPipe holds all microbatches; no cut fits, so it has the best cut without the limit.
     assert (gpipe.fits, any(gpipe.recompute or ())) == (False, False)
 
 
 def test_a_plan_knows_the_devices_and_links_of_its_ranks() -> None:
     problem = layered(**cuts.MIXED, placement="single", memory={"limit": [60, 60, 30]})
-    plan = search(problem, QUICK)
+    plan: Any = search(problem, QUICK)
     assert check_plan(plan_json(plan), problem).problem == plan.problem
-    assert plan.cut is not None
-    assert plan.problem.model is not None
     assert plan.cut.lower_bound <= bound_over_all_cuts(problem) * (1 + 1e-9)
     assert sum(len(plan.problem.model.partition[stage]) for stage in plan.problem.placement.stages_of[2]) <= 3
-    with pytest.raises(InvalidInput, match="/devices"):
+    with pytest.raises(zbv.InvalidInput, match="/devices"):
         best_cut(problem, [])  # an executor's order needs equal ranks
 
 
@@ -318,16 +280,6 @@ def test_baselines_hold_the_static_memory_of_their_layers() -> None:
     for name, rank in (("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 1), ("zb-v", 0), ("v-min", 0)):
         peaks = rows[name].peak_memory
         assert peaks[rank] > 100 > peaks[1 - rank]
-
-
-@pytest.mark.parametrize(("ranks", "layers", "limit"), [*product([1, 2, 3], [1, 2], [None, 5])])
-def test_few_layers_have_baselines(ranks: int, layers: int, limit: float | None) -> None:
-    """One layer cannot be both the first and the last stage's."""
-    asked = {"pp_degree": ranks, "microbatches": 2, "costs": {}, "cut": {"allow_empty": True}}
-    one = layer("a", 2, 1, 2, repeat=layers, memory=HELD)
-    for row in search(layered(**asked, layers=[one], memory={"limit": limit}), QUICK).baselines:
-        assert 5.0 * layers <= row.span <= 10.0 * layers
-        assert row.layers_per_stage is None or sum(row.layers_per_stage) == layers
 
 
 def test_claims_about_a_cut_are_checked() -> None:
@@ -348,5 +300,5 @@ def test_claims_about_a_cut_are_checked() -> None:
         ([8, 4, 4], "has 3 stages with 16 layers, which the schedule cannot have"),
         ([4, 4, 4, 5], "the problem has 16 layers on 4 ranks"),
     ):
-        with pytest.raises(InvalidPlan, match=says):
+        with pytest.raises(zbv.InvalidPlan, match=says):
             claim(layers_per_stage=layers)

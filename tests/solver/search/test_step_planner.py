@@ -11,28 +11,20 @@ import pytest
 import zbv_solver as zbv
 from support.problems import uniform
 from zbv_solver.construct.dispatch import serial
-from zbv_solver.errors import InfeasibleMemory, InvalidInput
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.step_planner import REMEMBERED, StepPlanner, stretched
 
 Lengths = dict[str, list[int]]
 SECONDS = 0.02
-COSTS = ("forward", "backward_input", "backward_weight")
 
 
 def planner(p: int = 3, m: int = 12, limit: float | None = 60.0) -> StepPlanner:
     """A planner for steps of ``m`` microbatches of at most 20 tokens."""
     costs = {"fixed": 1, "tokens": 1, "tokens_squared": 0.05}
     half = {"tokens": -0.5}
-    document = {
-        "pp_degree": p,
-        "microbatches": m,
-        "sequences": [[10]] * m,
-        "costs": dict.fromkeys(COSTS, costs) | {"p2p": 0.5},
-        "memory": {"forward": {"tokens": 1}, "backward_input": half, "backward_weight": half, "limit": limit},
-    }
-    return zbv.StepPlanner(parse_problem(document))
+    memory = {"forward": {"tokens": 1}, "backward_input": half, "backward_weight": half, "limit": limit}
+    shares = dict.fromkeys(("forward", "backward_input", "backward_weight"), costs) | {"p2p": 0.5}
+    return zbv.StepPlanner(uniform(p, m, sequences=[[10]] * m, costs=shares, memory=memory))
 
 
 def batch(seed: int, m: int = 12) -> Lengths:
@@ -91,10 +83,7 @@ def test_a_batch_in_another_order_has_the_same_plan_at_once() -> None:
 def test_what_is_remembered_is_bounded_and_different(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zbv_solver.search.step_planner.CACHED", 5)
     steps = planner(p=2, limit=None)
-    for _ in range(20):
-        steps.first(batch(3))
-    assert len(steps._known) == 1
-    for seed in range(40):
+    for seed in (*[3] * 20, *range(40)):
         steps.plan(batch(seed), seconds=2e-3)
     assert (len(steps._plans), len(steps._known) <= REMEMBERED) == (5, True)
     assert steps.first(batch(39)).provenance.method == "step(cached)"
@@ -102,22 +91,15 @@ def test_what_is_remembered_is_bounded_and_different(monkeypatch: pytest.MonkeyP
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    wrong: Any
-    for wrong in (
-        {},
-        {"tokens": [1, 2]},
-        {"token": [1], "tokens_squared": [1]},
-        {"tokens": [1, 2], "tokens_squared": [1]},
-        {"tokens": [], "tokens_squared": []},
-        {"tokens": [-1], "tokens_squared": [1]},
-        {"tokens": [float("nan")], "tokens_squared": [1]},
-    ):
-        with pytest.raises(InvalidInput, match="found"):
-            planner().first(wrong)
+    wrong: list[Any] = [{}, {"tokens": [1, 2]}, {"token": [1], "tokens_squared": [1]}]
+    wrong += [{"tokens": of, "tokens_squared": [1] * (of != [])} for of in ([1, 2], [], [-1], [float("nan")])]
+    for values in wrong:
+        with pytest.raises(zbv.InvalidInput, match="found"):
+            planner().first(values)
     steps, values = planner(limit=40.0), batch(1)
     values["tokens"][3] = 30  # two stages hold 60
-    with pytest.raises(InfeasibleMemory, match="40 < 60"):
+    with pytest.raises(zbv.InfeasibleMemory, match="40 < 60"):
         steps.plan(values)
     assert steps.first(batch(1)).metrics.span > 0
-    with pytest.raises(InvalidInput, match="/features"):
+    with pytest.raises(zbv.InvalidInput, match="/features"):
         zbv.StepPlanner(uniform(2, 4))

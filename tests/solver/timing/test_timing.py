@@ -86,10 +86,9 @@ def graph_of(weight: Sequence[Sequence[float]]) -> start_times.Graph:
         duration[at + 1] = weight[q][q]
         for place, r in enumerate((r for r in range(p) if r != q), start=at + 2):
             source[place], latency[place] = firsts[r], weight[r][q]
-    stops = [(q, at + length) for length in (1, p + 1) for q, at in enumerate(firsts)]
-    return start_times.Graph(
-        source, np.array([*firsts, p * (p + 1)]), duration, latency, np.array(stops, np.int32)
-    )
+    offset = np.array([*firsts, p * (p + 1)])
+    stops = np.array([(q, at + length) for length in (1, p + 1) for q, at in enumerate(firsts)], np.int32)
+    return start_times.Graph(source, offset, duration, latency, stops)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,6 @@ def graph_of(weight: Sequence[Sequence[float]]) -> start_times.Graph:
     [
         ([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]], r"rank 0 at 3F0, rank 1 at 2F0"),
         ([["0F0", "4F0"], []], "found 4F0; the problem has 4 stages and 1 microbatches"),
-        ([["0F0", "0F1"], []], "found 0F1; the problem has 4 stages and 1 microbatches"),
         ([["0F0"]], "found 1 ranks; the problem has 2"),
     ],
 )
@@ -117,20 +115,14 @@ def test_orders_with_empty_ranks_can_be_timed() -> None:
     assert start_times.evaluate(*baseline("1f1b", in_other_units(uniform(1, 4), 0.3, 1.0))).bubble_rate == 0
 
 
-# --- iterations with jitter
-
 NOISY = Jitter.of(0.3, 0.5, 0.2)
 
 
 @given(problems(max_p=3, max_m=4), st.integers(0, 2**16))
-def test_without_jitter_iterations_take_at_most_the_exact_span_and_settle_at_it(
-    problem: Problem, seed: int
-) -> None:
+def test_without_jitter_iterations_settle_at_the_exact_span(problem: Problem, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
-    times, exact = (
-        iteration_times(problem, orders, Jitter(), scenarios=32, seed=0),
-        start_times.evaluate(problem, orders),
-    )
+    exact = start_times.evaluate(problem, orders)
+    times = iteration_times(problem, orders, Jitter(), scenarios=32, seed=0)
     assert times.makespan == pytest.approx(exact.makespan, rel=1e-9, abs=1e-9)
     assert times.span.max() <= exact.span * (1 + 1e-9)
     # With a critical cycle through k ranks, the period shows over multiples of k iterations.

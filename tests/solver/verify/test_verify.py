@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zbv_solver as zbv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
@@ -22,20 +23,17 @@ from support.problems import limited, problems, uniform
 from support.reference import Impossible, largest_cycle_mean, peak_memory, reach, simulate
 from support.torch_lists import loaded_lists, torch_runtime
 from zbv_solver.construct.dispatch import priority_schedules
-from zbv_solver.errors import InvalidPlan
 from zbv_solver.export.torch_comms_csv import lowered
 from zbv_solver.export.torch_csv import relabelled
 from zbv_solver.plans.orders import Action, Orders
-from zbv_solver.plans.plan import Metrics, Plan, plan_json
-from zbv_solver.problem.problem import Problem
+from zbv_solver.plans.plan import plan_json
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 from zbv_solver.verify.communication import verify_comms
 from zbv_solver.verify.verifier import verify, verify_orders
 
 Ranks = list[list[Action]]
 GOOD = [["0F0", "3F0", "3I0", "3W0", "0B0"], ["1F0", "2F0", "2I0", "1I0", "1W0", "2W0"]]
+NUMBERS = ("makespan", "span", "bubble_rate", "lower_bound", "gap")
 
 
 def mutate(ranks: Ranks, random: Random) -> None:
@@ -51,7 +49,7 @@ def mutate(ranks: Ranks, random: Random) -> None:
         target.insert(random.randrange(len(target) + 1), action)
 
 
-def executable(problem: Problem, ranks: Ranks) -> bool:
+def executable(problem: zbv.Problem, ranks: Ranks) -> bool:
     """The rules in their simplest form."""
     letters = {(stage, j): "" for stage in range(problem.n_stages) for j in range(problem.microbatches)}
     for rank, actions in enumerate(ranks):
@@ -70,19 +68,16 @@ def executable(problem: Problem, ranks: Ranks) -> bool:
     return all(peak <= limit + 1e-9 for peak, limit in zip(peak_memory(problem, orders), limits, strict=True))
 
 
-@given(
-    problems(max_p=3, max_m=3), st.sampled_from([None, 0.0, 4.0]), st.integers(1, 3), st.integers(0, 2**32)
-)
-def test_the_verifier_agrees_with_the_plain_rules_on_mutated_orders(
-    problem: Problem, headroom: float | None, mutations: int, seed: int
-) -> None:
+@given(problems(max_p=3, max_m=3), st.sampled_from([None, 0.0, 4.0]), st.randoms(use_true_random=True))
+def test_the_verifier_agrees_with_the_plain_rules(problem: Any, headroom: Any, random: Random) -> None:
+    """Orders are right, but for one to three mutations."""
     problem = problem if headroom is None else limited(problem, headroom)
-    attempt, random = next(priority_schedules(problem, (1.0,))), Random(seed)
+    attempt = next(priority_schedules(problem, (1.0,)))
     ranks: Ranks = [attempt.orders.actions(rank) for rank in range(problem.pp_degree)]
-    for _ in range(mutations):
+    for _ in range(random.randint(1, 3)):
         if all(ranks):
             mutate(ranks, random)
-    with nullcontext() if executable(problem, ranks) else pytest.raises(InvalidPlan):
+    with nullcontext() if executable(problem, ranks) else pytest.raises(zbv.InvalidPlan):
         verify_orders(problem, Orders.from_actions(ranks))
 
 
@@ -114,29 +109,18 @@ def divided(*offset: int) -> Orders:
         (divided(0, 5, 10), "lists overlap or miss actions"),
         (divided(0, 12, 11), "lists overlap or miss actions"),
         (divided(0, 11), "found 1 ranks; the problem has 2"),
+        (Orders.from_text(GOOD), r"rank 0 needs 2 of memory; its limit is 1\.9"),
     ],
 )
 def test_broken_rules_are_reported(orders: Orders, says: str) -> None:
     verify_orders(uniform(2, 1), Orders.from_text(GOOD))
-    with pytest.raises(InvalidPlan, match=says):
-        verify_orders(uniform(2, 1), orders)
-
-
-def test_the_memory_that_a_rank_needs_is_reported() -> None:
-    with pytest.raises(InvalidPlan, match=r"rank 0 needs 2 of memory; its limit is 1\.9"):
-        verify_orders(uniform(2, 1, limit=1.9), Orders.from_text(GOOD))
+    with pytest.raises(zbv.InvalidPlan, match=says):
+        verify_orders(uniform(2, 1, limit=1.9 if "memory" in says else None), orders)
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return search(uniform(3, 5, limit=5, p2p=1), SearchOptions(effort="quick"))
-
-
-NOT_FINITE: list[tuple[str, Any]] = [
-    *((name, value) for name in ("makespan", "span", "bubble_rate", "lower_bound") for value in (nan, inf)),
-    *(("peak_memory", (value,) * 3) for value in (nan, inf)),
-    ("gap", nan),
-]
+def plan() -> zbv.Plan:
+    return zbv.plan(uniform(3, 5, limit=5, p2p=1), "quick")
 
 
 @pytest.mark.parametrize(
@@ -151,20 +135,20 @@ NOT_FINITE: list[tuple[str, Any]] = [
         (lambda m: {"peak_memory": tuple(1.01 * peak for peak in m.peak_memory)}, "peak_memory of rank 0"),
         (lambda m: {"peak_memory": m.peak_memory[:2]}, "peak_memory states 2 ranks, not 3"),
         (lambda m: {"lower_bound": m.span / 2, "gap": 1.0, "status": "optimal"}, "means a gap of 0"),
-        *(
-            (lambda _, name=name, value=value: {name: value}, f"{name} .* must be a finite")
-            for name, value in NOT_FINITE
-        ),
+        *((lambda _, name=name: {name: nan}, f"{name} .* must be a finite") for name in NUMBERS),
+        *((lambda _, name=name: {name: inf}, f"{name} .* must be a finite") for name in NUMBERS[:4]),
+        (lambda _: {"peak_memory": (nan,) * 3}, "peak_memory .* must be a finite"),
+        (lambda _: {"peak_memory": (inf,) * 3}, "peak_memory .* must be a finite"),
     ],
 )
-def test_false_metrics_are_refused(plan: Plan, change: Callable[[Metrics], Any], says: str) -> None:
+def test_false_metrics_are_refused(plan: zbv.Plan, change: Callable[[zbv.Metrics], Any], says: str) -> None:
     verify(plan)
-    with pytest.raises(InvalidPlan, match=says):
+    with pytest.raises(zbv.InvalidPlan, match=says):
         verify(replace(plan, metrics=replace(plan.metrics, **change(plan.metrics))))
 
 
 @given(problems(max_p=5, max_m=5, kinds=("v", "loop", "single")), st.integers(0, 2**32))
-def test_only_the_true_span_passes(problem: Problem, seed: int) -> None:
+def test_only_the_true_span_passes(problem: zbv.Problem, seed: int) -> None:
     orders = random_orders(problem, Random(seed))
     made = make_plan(problem, orders, method="random", lower_bound=0.0)  # verifies
     true = largest_cycle_mean(reach(problem, orders))
@@ -173,11 +157,11 @@ def test_only_the_true_span_passes(problem: Problem, seed: int) -> None:
     for factor in (0.5, 1 - 1e-6, 1 + 1e-6, 2.0) if true > 0 else ():
         metrics = replace(made.metrics, span=true * factor, bubble_rate=1 - busy / (true * factor))
         says = "small" if factor < 1 else "large"
-        with pytest.raises(InvalidPlan, match=f"the stated span .* is too {says}"):
+        with pytest.raises(zbv.InvalidPlan, match=f"the stated span .* is too {says}"):
             verify(replace(made, metrics=metrics))
 
 
-def test_plans_are_verified_without_numba(plan: Plan) -> None:
+def test_plans_are_verified_without_numba(plan: zbv.Plan) -> None:
     """GPU nodes verify plan files, and have no Numba. Nor is it imported before a plan is verified."""
     code = """
 import json, sys
@@ -199,12 +183,7 @@ for document in json.load(sys.stdin):
     assert (before, fine, "too large" in span, "depends on it" in order) == ("None", "None", True, True)
 
 
-# --- lists with communication for PyTorch
-
-Lists = list[list[str]]
-
-
-def loaded(problem: Problem, rank: int, lists: Lists, kind: str, **options: bool) -> Lists:
+def loaded(problem: zbv.Problem, rank: int, lists: list[list[str]], kind: str, **options: bool) -> Any:
     """The lists with communication that a rank's runtime of PyTorch makes of a file."""
     runtime = torch_runtime(problem, rank, **options)
     with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
@@ -217,7 +196,7 @@ def loaded(problem: Problem, rank: int, lists: Lists, kind: str, **options: bool
 
 @settings(max_examples=50, deadline=None)
 @given(problems(kinds=("v", "loop", "single")), st.randoms(use_true_random=True))
-def test_exported_lists_and_those_that_pytorch_makes_are_accepted(problem: Problem, random: Random) -> None:
+def test_exported_lists_and_those_of_pytorch_are_accepted(problem: zbv.Problem, random: Random) -> None:
     orders = relabelled(random_orders(problem, random), problem.n_stages)
     lists = lowered(problem, orders)
     verify_comms(problem, orders, lists)
@@ -232,7 +211,7 @@ def test_deferred_receives_on_a_v_are_refused() -> None:
     problem = uniform(2, 4)
     orders = relabelled(random_orders(problem, Random(0)), 4)
     lists = loaded(problem, 0, orders.all_text(), "compute_only", defer_pp_recv=True)
-    with pytest.raises(InvalidPlan, match=r"ranks 0 and 1: transfer .*in one order.*defer_pp_recv"):
+    with pytest.raises(zbv.InvalidPlan, match=r"ranks 0 and 1: transfer .*in one order.*defer_pp_recv"):
         verify_comms(problem, orders, lists)
 
 
@@ -285,9 +264,9 @@ def test_a_wrong_list_is_refused(change: dict[str, list[str]], says: str) -> Non
     verify_comms(problem, orders, lists)
     wrong = [[entry for text in texts for entry in change.get(text, [text])] for texts in lists]
     assert wrong != lists
-    with pytest.raises(InvalidPlan, match=says):
+    with pytest.raises(zbv.InvalidPlan, match=says):
         verify_comms(problem, orders, wrong)
-    with pytest.raises(InvalidPlan, match="found lists of 1 ranks"):
+    with pytest.raises(zbv.InvalidPlan, match="found lists of 1 ranks"):
         verify_comms(problem, orders, lists[:1])
 
 
@@ -295,7 +274,7 @@ def test_forwards_of_the_last_stage_must_be_in_order() -> None:
     """The runtime would take one microbatch's loss for another's."""
     problem = uniform(1, 2)
     orders = Orders.from_text([["0F0", "0F1", "1F1", "1F0", "1B0", "0B0", "1B1", "0B1"]])
-    with pytest.raises(InvalidPlan, match=r"1F1 as its forward number 0.*Relabel"):
+    with pytest.raises(zbv.InvalidPlan, match=r"1F1 as its forward number 0.*Relabel"):
         verify_comms(problem, orders, lowered(problem, orders))
     labelled = relabelled(orders, 2)
     verify_comms(problem, labelled, lowered(problem, labelled))
@@ -310,5 +289,5 @@ def test_sends_that_wait_in_a_cycle_are_refused() -> None:
     # Rank 0 waits for stage 3's activation, which depends on an activation that stage 0 has yet to produce.
     lists[0].remove("3RECV_F0")
     lists[0].insert(lists[0].index("0F0"), "3RECV_F0")
-    with pytest.raises(InvalidPlan, match=r"can wait forever at"):
+    with pytest.raises(zbv.InvalidPlan, match=r"can wait forever at"):
         verify_comms(problem, orders, lists)

@@ -85,7 +85,7 @@ async def import_plan(request: Request) -> Response:
     response_model=PlanList,
 )
 async def list_plans(request: Request, query: Annotated[PlanListQuery, Query()]) -> Response:
-    """``next`` leads to older plans, ``previous`` to newer ones. New plans do not shift the pages."""
+    """``next`` leads to older plans. New plans do not shift the pages."""
     plans = state_of(request).plans
     return await list_response(
         request,

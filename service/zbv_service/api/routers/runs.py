@@ -83,7 +83,7 @@ async def submit_run(request: Request, idempotency_key: IdempotencyKey = None) -
     response_model=RunList,
 )
 async def list_runs(request: Request, query: Annotated[RunListQuery, Query()]) -> Response:
-    """``next`` leads to older runs, ``previous`` to newer ones."""
+    """``next`` leads to older runs."""
     runs = state_of(request).runs
     return await list_response(
         request,

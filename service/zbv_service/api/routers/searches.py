@@ -95,7 +95,7 @@ async def submit_layouts(request: Request) -> Response:
     response_model=SearchList,
 )
 async def list_searches(request: Request, query: Annotated[SearchListQuery, Query()]) -> Response:
-    """``next`` leads to older searches, ``previous`` to newer ones. New searches do not shift the pages."""
+    """``next`` leads to older searches. New searches do not shift the pages."""
     return await list_response(request, query, state_of(request).searches.page, "searches", SearchRecord.text)
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from zbv_service.compute.child import Caller
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
 from zbv_service.records.searches import Claim, Outcome, Update
-from zbv_service.searches.executors.executor import SearchCrashed, SearchLost
-from zbv_service.searches.executors.task import Compute
+from zbv_service.searches.executors.task import Compute, SearchCrashed, SearchLost
 
 REPORT_SECONDS = 0.25
 """Minimal time between two reports of one search."""

@@ -47,19 +47,14 @@ async def test_pages_hold_every_search_once_newest_first_in_both_directions(data
         return await table.page(SearchListQuery(limit=3), position)
 
     first = await page(None)
-    # Rows that are added meanwhile are newer, move nothing, and are on a page before the first one.
+    # Rows that are added meanwhile are newer, and move nothing.
     await add(database, a_search("s7"), NOON + timedelta(seconds=1))
     second = await page(first.next)
     third = await page(second.next)
     assert (ids(first), ids(second), ids(third)) == ("654", "321", "0")
-    assert (first.previous, third.next) == (None, None)
-    back = await page(third.previous)
-    assert ids(back) == "321"
-    assert (back.next, back.previous) == (second.next, second.previous)
-    top = await page(back.previous)
-    assert (ids(top), top.next) == ("654", first.next)
-    assert ids(await page(top.previous)) == "7"
-    assert ids(await page(Position(NOON + timedelta(days=1), "x", True))) == ""
+    assert third.next is None
+    assert ids(await page(None)) == "765"
+    assert ids(await page(Position(NOON - timedelta(days=1), "x"))) == ""
     assert (await table.page(SearchListQuery(limit=8))).next is None, "a full last page"
 
 
@@ -212,5 +207,3 @@ async def test_a_page_of_large_rows_ends_early_and_the_next_one_goes_on(
         pages.append([each.id for each in page.items])
     assert [len(names) for names in pages] == [4, 3]
     assert [name for names in pages for name in names] == [f"a{index}" for index in reversed(range(7))]
-    before = await agents.page(AgentListQuery(), page.previous)
-    assert [each.id for each in before.items] == pages[0]

@@ -10,8 +10,7 @@ from distributed.scheduler import KilledWorker
 
 from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
-from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
-from zbv_service.searches.executors.task import Compute
+from zbv_service.searches.executors.task import Compute, SearchCrashed, SearchEvicted, SearchLost
 
 
 class DaskComputation:

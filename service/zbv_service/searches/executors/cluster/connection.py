@@ -17,7 +17,7 @@ from distributed import Client
 from zbv_service.records.searches import Outcome
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.worker import Evicted, describe, exchange, run_on_worker, welcome
-from zbv_service.searches.executors.executor import SearchCrashed, SearchEvicted, SearchLost
+from zbv_service.searches.executors.task import SearchCrashed, SearchEvicted, SearchLost
 
 T = TypeVar("T")
 

@@ -18,8 +18,7 @@ from contextlib import suppress
 from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.cluster.computation import DaskComputation
 from zbv_service.searches.executors.cluster.connection import Cluster
-from zbv_service.searches.executors.executor import SearchLost
-from zbv_service.searches.executors.task import Compute
+from zbv_service.searches.executors.task import Compute, SearchLost
 
 LEAST_PAUSE, MOST_PAUSE = 0.25, 10.0
 """First and longest pause in seconds between attempts to reach a scheduler; each pause doubles."""

@@ -48,7 +48,7 @@ Device = Literal["cuda", "cpu"]
 
 KERNELS = 6
 """The most communication kernels that wait on a device at once: a middle rank of a V, with all sums
-(:func:`zbv_worker.transport.nccl_environment.kernels_at_once`)."""
+(:func:`zbv_worker.transport.nccl_operations.kernels_at_once`)."""
 
 TOLERANCE = 1e-3
 """Relative error per parameter: a GPU sums in another order, in single precision."""

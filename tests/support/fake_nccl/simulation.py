@@ -339,7 +339,7 @@ def pause_if_host(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class FakeClock:
-    """The host's clock (:class:`zbv_worker.transport.torch_api.Clock`)."""
+    """The host's clock (:class:`zbv_worker.host.process.Clock`)."""
 
     def now(self) -> float:
         """Seconds of virtual time; reading it takes a microsecond."""

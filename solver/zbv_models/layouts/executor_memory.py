@@ -116,7 +116,7 @@ def worker(state: StateBytes, zero_stage: int, tables: bool = False) -> HeldByte
     """zbv's own runtime; with ``--shard`` (ZeRO stage 1) a replica holds its part in addition to the whole.
 
     A step gathers the parameters of a stage from the parts, and sums its gradients into a part after the last
-    W (``zbv_worker/training/shards.py``, ``ShardBucket``). Parameters in half precision add up gradients in
+    W (``zbv_worker/gradients``, torch's ``fully_shard``). Parameters in half precision add up gradients in
     float32 (``main_gradients``).
     """
     kept = by_zero(state, zero_stage, tables)

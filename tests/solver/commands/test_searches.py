@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from support.executor_layers import layer
 from support.problems import uniform_document
 from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
+from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.commands.tables import cut_summary, print_frontier
 from zbv_solver.construct.baselines import BASELINES
 from zbv_solver.search.run import search
@@ -104,6 +106,26 @@ def test_ctrl_c_writes_the_best_plan_so_far(number: int, run: Run, capsys: Any, 
     assert "zbv: interrupted: the search ended early, and the plan written is the best" in err
     run("check large.json plan.json")
     assert written("plan.json")["provenance"]["cut"] == "cancelled"
+
+
+@pytest.mark.parametrize("delay", [0, 0.3])
+def test_ctrl_c_stops_the_work_before_it_is_passed_on(delay: float) -> None:
+    stopped = Event()
+
+    def work(cancelled: Callable[[], bool]) -> None:
+        time.sleep(delay)
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not stopped.wait(0.01):
+            if cancelled():
+                stopped.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        interruptible(work)
+    assert stopped.is_set()
+    assert interruptible(lambda cancelled: cancelled()) is False
+    with pytest.raises(ZeroDivisionError):
+        interruptible(lambda _: 1 // 0)
 
 
 def test_on_a_terminal_the_answer_is_summarised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,7 @@ def test_offsets_of_clocks_and_one_slow_step_have_no_effect_and_replicas_count_e
     assert max(found.p2p) <= max(*actual.costs.p2p, *problem.costs.p2p)
 
 
-@pytest.mark.parametrize("has_fused", [True, False])
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(("is_fused", "has_fused"), [(0, True), (1, True), (0, False), (1, False)])
 def test_unmeasured_costs_stay_in_proportion(is_fused: bool, has_fused: bool) -> None:
     """Without a measured or a planned B it stays I + W."""
     problem = planned(costs={**PLANNED["costs"], "backward": 45 if has_fused else None})

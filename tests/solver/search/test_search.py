@@ -32,8 +32,7 @@ from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify, verify_orders
 
 QUICK = SearchOptions(effort="quick")
-SLOW = limited(uniform(4, 16, p2p=1), 2.0)
-"""A thorough search would take minutes."""
+SLOW = limited(uniform(4, 16, p2p=1), 2.0)  # a thorough search would take minutes
 LAYERS = layered(placement="auto", microbatches=32, memory={"limit": 30})
 JITTER = zbv.Jitter.of(action=0.1, transfer=0.3)
 RANKS = replace(JITTER, rank=JITTER.rank * 5)

@@ -14,7 +14,6 @@ from zbv_solver.construct.dispatch import serial
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.search.step_planner import REMEMBERED, StepPlanner, stretched
 
-Lengths = dict[str, list[int]]
 SECONDS = 0.02
 
 
@@ -27,7 +26,7 @@ def planner(p: int = 3, m: int = 12, limit: float | None = 60.0) -> StepPlanner:
     return zbv.StepPlanner(uniform(p, m, sequences=[[10]] * m, costs=shares, memory=memory))
 
 
-def batch(seed: int, m: int = 12) -> Lengths:
+def batch(seed: int, m: int = 12) -> dict[str, list[int]]:
     """Microbatches of one sequence each."""
     tokens = [Random(seed + 100 * j).randint(1, 20) for j in range(m)]
     return {"tokens": tokens, "tokens_squared": [count**2 for count in tokens]}

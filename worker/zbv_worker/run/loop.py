@@ -114,8 +114,8 @@ class Loop:
         self._stages.gradients.begin()
         launched = self._stages.launch(step, self._settle)
         with naming_errors(self._transport.rank, f"after step {step}"):
-            loss, factor = self._stages.finish(launched)
             self._require_mean()
+            loss, factor = self._stages.finish(launched)
             numbers = self._update.launch(self._timeout, loss, factor)
             auxiliary = self._stages.batch_loss.auxiliary
             replicas = self._transport.layout.replicas

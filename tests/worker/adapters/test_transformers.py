@@ -25,6 +25,7 @@ from support.plans import unit_problem
 from support.split_check import HOOKS, ON_PARAMETERS, check, strided
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 from zbv_models.estimate.transformers_text import TEXT_KINDS
@@ -37,6 +38,7 @@ from zbv_worker.adapters.transformers import TransformersLayers, from_transforme
 from zbv_worker.adapters.transformers_source import SUPPORTED
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.measure.estimate.without_memory import built
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.layers import call
@@ -832,3 +834,17 @@ def test_experts_without_tokens_have_no_gradients() -> None:
 
 def test_every_type_that_the_worker_trains_can_be_estimated() -> None:
     assert set(SUPPORTED) <= set(TEXT_KINDS)
+
+
+def test_an_estimate_builds_no_layer_with_memory() -> None:
+    """With memory, a layer of a large model takes seconds and gigabytes."""
+    model = pipeline_model(config_of("qwen3"), sequence_length=8)
+    devices: list[str] = []
+
+    def build(name: str, device: torch.device) -> nn.Module:
+        devices.append(device.type)
+        return model.build_layers([name], device)
+
+    for name in model.layer_names():
+        built(partial(build, name), FakeTensorMode(allow_non_fake_inputs=True))
+    assert set(devices) == {"meta"}

@@ -34,21 +34,20 @@ class Liveness:
 
     def __init__(self, seconds: float = BEAT_SECONDS) -> None:
         self._seconds = seconds
-        self._duties: list[Duty] = []
+        self._duties: dict[Duty, None] = {}  # a set in order, from which two threads may remove the same duty
         self._turn = threading.RLock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="zbv-liveness", daemon=True)
 
     def add(self, *duties: Duty) -> None:
         """Begin these duties at the next beat."""
-        self._duties += duties
+        self._duties |= dict.fromkeys(duties)
         if not self._thread.is_alive() and not self._ended.is_set():
             self._thread.start()
 
     def remove(self, duty: Duty) -> None:
         """End a duty, if it has not ended; it does not run any more then, unless it hangs."""
-        if duty in self._duties:
-            self._duties.remove(duty)
+        self._duties.pop(duty, None)
         if self._turn.acquire(timeout=10 * BEAT_SECONDS):
             self._turn.release()
 
@@ -62,8 +61,8 @@ class Liveness:
         while not self._ended.wait(self._seconds):
             for duty in [*self._duties]:
                 with self._turn:
-                    if duty in self._duties and not duty() and duty in self._duties:
-                        self._duties.remove(duty)
+                    if duty in self._duties and not duty():
+                        self._duties.pop(duty, None)
 
 
 class AgentWatch:

@@ -173,7 +173,7 @@ def test_the_smallest_limit_is_that_of_the_best_of_all_cuts(document: dict[str, 
     every = every_cut(replace(wanted, limit=None), wanted.placements[0])
     assert least == pytest.approx(min(max(cut.smallest_limit) for cut in every))
     limits = layer_limits(problem)  # eighths up to 1F1B's need, then 1.25, 1.5 and 2 times its activations
-    assert (limits[0], limits[10] - limits[8]) == (least, pytest.approx(limits[11] - limits[10]))
+    assert [limits[0], limits[10] - limits[8]] == pytest.approx([least, limits[11] - limits[10]])
     quick(at_limit(problem, least))
     if placement != "auto":
         with pytest.raises(zbv.InfeasibleMemory):

@@ -9,9 +9,9 @@ services do not depend on each other's clocks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
@@ -29,6 +29,8 @@ from zbv_service.records.plans import NewPlan, Refusal
 from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
 
 _CLAIM = columns_of(Claim, SearchRow)
+_CALLER = func.coalesce(SearchRow.created_by, "")
+"""Who submitted a search; all without a token count as one caller."""
 _CLAIM_LOCK = 7_321_009
 """The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
 
@@ -73,7 +75,7 @@ class SearchLeases(BaseTable):
         if cancelled_only:
             queued = queued.where(SearchRow.cancel_requested)
         if full:
-            queued = queued.where(_of_others(full))
+            queued = queued.where(_CALLER.not_in([caller or "" for caller in full]))
         # Reading blocks nobody, so the write lock is taken only if the queue is not empty.
         if not await self._database.rows(queued.with_only_columns(SearchRow.id).limit(1)):
             return None
@@ -83,11 +85,8 @@ class SearchLeases(BaseTable):
         async with self._database.writing() as session:
             if most is not None:
                 await _alone(session)
-                if served := await _callers_running(session, most):
-                    first = first.where(_of_others(served))
-            row, busy = None, [] if share is None else await _callers_running(session, share)
-            if busy:
-                row = await session.scalar(first.where(_of_others(busy)))
+                first = first.where(_of_callers_below(most))
+            row = None if share is None else await session.scalar(first.where(_of_callers_below(share)))
             row = row or await session.scalar(first)
             if row is None:
                 return None
@@ -159,7 +158,11 @@ class SearchLeases(BaseTable):
         ContradictedBound
             A plan undercuts a bound of this attempt or an earlier one. Nothing was stored.
         """
-        return await self._change(search_id, fence, partial(_absorb, found=found))
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            await _absorb(*held, found)
+        return True
 
     async def requeue(
         self,
@@ -178,16 +181,17 @@ class SearchLeases(BaseTable):
             Fail the search with this error after so many times. ``process-died`` counts every time, any other
             reason the times since the search's last progress.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             if found is not None:
                 await _absorb(session, row, now, found)
             if error is not None and most is not None and await _times(session, row, reason) >= most:
                 await _fail(session, row, now, error)
             else:
                 await _queue(session, row, now, reason)
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def finished(self, search_id: str, fence: int, plan: NewPlan) -> bool:
         """Store a search's plan and end the search: as done, or as cancelled if that was requested.
@@ -199,8 +203,10 @@ class SearchLeases(BaseTable):
         ContradictedBound
             As in :meth:`progressed`.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             if plan.refusal is not None:
                 await _forget_refused(session, row, plan.refusal)
             summary = plan.summary
@@ -214,8 +220,7 @@ class SearchLeases(BaseTable):
             if is_better:
                 await add_event(session, row, now, "improvement")
             await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def ranked(
         self, search_id: str, fence: int, found: NewRanking, unplanned: Mapping[str, Any] | None = None
@@ -229,8 +234,10 @@ class SearchLeases(BaseTable):
         ContradictedBound
             As in :meth:`progressed`.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             before = row.objective
             await _absorb_counts(session, row, found.step_time, found.lower_bound, found.progress)
             plans = {plan.summary.plan_id: plan for plan in found.plans}
@@ -247,13 +254,14 @@ class SearchLeases(BaseTable):
                 await _fail(session, row, now, unplanned)
             else:
                 await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def ended(self, search_id: str, fence: int, state: SearchState, error: Mapping[str, Any]) -> bool:
         """End a search without a plan. A failed one gives up its request key, an infeasible one keeps it."""
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             if state == "failed":
                 await _fail(session, row, now, error)
             else:
@@ -261,49 +269,52 @@ class SearchLeases(BaseTable):
                 if row.kind == "layouts":  # what the last report says of their number is no longer true
                     row.lower_bound = row.progress = None
                 await _end(session, row, now, state)
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def killed(self, search_id: str, fence: int, error: Mapping[str, Any]) -> bool:
         """End a search whose process was ended, without a plan: as cancelled if that was requested."""
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             if row.kind == "layouts":
                 _forget_found(row)
             if row.cancel_requested:
                 await _end(session, row, now, "cancelled")
             else:
                 await _fail(session, row, now, error)
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def contradicted(self, search_id: str, fence: int, error: Mapping[str, Any]) -> bool:
         """Fail a search in which a plan undercut a bound, and remove its results, one of which is wrong.
 
         The problem stays, as evidence.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             _forget_found(row)
             await _fail(session, row, now, error)
-
-        return await self._change(search_id, fence, change)
-
-    async def _change(self, search_id: str, fence: int, change: _Change) -> bool:
-        """Change a locked search; False without a change if the caller no longer holds it."""
-        held = select(SearchRow).where(SearchRow.id == search_id, SearchRow.fence == fence)
-        async with self._database.writing() as session:
-            row = await session.scalar(held.where(SearchRow.state == "running").with_for_update())
-            if row is None:
-                return False
-            now = await self._database.now(session)
-            row.updated_at = now
-            await change(session, row, now)
-        self._changed(search_id)
         return True
 
+    @asynccontextmanager
+    async def _held(self, search_id: str, fence: int) -> AsyncIterator[_Held | None]:
+        """Within the block, change a locked search; None if the caller no longer holds it."""
+        running = select(SearchRow).where(SearchRow.id == search_id, SearchRow.state == "running")
+        async with self._database.writing() as session:
+            row = await session.scalar(running.where(SearchRow.fence == fence).with_for_update())
+            if row is None:
+                yield None
+                return
+            now = await self._database.now(session)
+            row.updated_at = now
+            yield session, row, now
+        self._changed(search_id)
 
-_Change = Callable[[AsyncSession, SearchRow, datetime], Awaitable[None]]
+
+_Held = tuple[AsyncSession, SearchRow, datetime]
+"""A transaction, a search that it has locked, and the time."""
 
 
 async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: Update) -> None:
@@ -363,21 +374,16 @@ def _forget_found(row: SearchRow) -> None:
     row.objective = row.lower_bound = row.gap = row.method = row.incumbent = row.progress = None
 
 
-def _of_others(callers: Collection[str | None]) -> ColumnElement[bool]:
-    """Searches of other callers; an anonymous caller (null) counts as one caller."""
-    return func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in callers])
-
-
 async def _alone(session: AsyncSession) -> None:
     """Until the transaction ends, no other one passes here, so that none counts too few running searches."""
     if session.get_bind().dialect.name == "postgresql":  # SQLite has one writer at a time
         await session.execute(select(func.pg_advisory_xact_lock(_CLAIM_LOCK)))
 
 
-async def _callers_running(session: AsyncSession, least: int) -> list[str | None]:
-    """Callers with at least this many running searches."""
-    query = select(SearchRow.created_by).where(SearchRow.state == "running").group_by(SearchRow.created_by)
-    return list(await session.scalars(query.having(func.count() >= least)))
+def _of_callers_below(most: int) -> ColumnElement[bool]:
+    """Searches of callers with fewer running searches than this."""
+    running = select(_CALLER).where(SearchRow.state == "running").group_by(_CALLER)
+    return _CALLER.not_in(running.having(func.count() >= most))
 
 
 async def _times(session: AsyncSession, row: SearchRow, reason: str) -> int:

@@ -25,8 +25,8 @@ from zbv_service.database.events import add_event, times_since_found
 from zbv_service.database.models import SearchPlanRow, SearchRow
 from zbv_service.database.plans import insert_plan
 from zbv_service.documents.problems import finite_or_none, supported_bound, unpack
-from zbv_service.records.plans import NewPlan, Refusal
-from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim, Outcome, SearchState, Update
 
 _CLAIM = columns_of(Claim, SearchRow)
 _CALLER = func.coalesce(SearchRow.created_by, "")
@@ -193,41 +193,17 @@ class SearchLeases(BaseTable):
                 await _queue(session, row, now, reason)
         return True
 
-    async def finished(self, search_id: str, fence: int, plan: NewPlan) -> bool:
-        """Store a search's plan and end the search: as done, or as cancelled if that was requested.
-
-        Plan, end and event are one transaction: either all of them are stored, or the search runs again.
-
-        Raises
-        ------
-        ContradictedBound
-            As in :meth:`progressed`.
-        """
-        async with self._held(search_id, fence) as held:
-            if held is None:
-                return False
-            session, row, now = held
-            if plan.refusal is not None:
-                await _forget_refused(session, row, plan.refusal)
-            summary = plan.summary
-            is_better = row.objective is None or summary.value < row.objective
-            # A bound proven by an earlier attempt still holds.
-            row.lower_bound = await _best_bound(session, row, summary.value, plan.search_bound)
-            await insert_plan(session, plan, now)
-            row.objective, row.method = summary.value, summary.method
-            row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
-            row.plan_id, row.incumbent = summary.plan_id, None
-            if is_better:
-                await add_event(session, row, now, "improvement")
-            await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
-        return True
-
-    async def ranked(
-        self, search_id: str, fence: int, found: NewRanking, unplanned: Mapping[str, Any] | None = None
+    async def finished(
+        self, search_id: str, fence: int, found: Outcome, without_plan: Mapping[str, Any] | None = None
     ) -> bool:
-        """Store the answer of a search of layouts with its plans, and end the search.
+        """Store a search's plans and end the search: as done, or as cancelled if that was requested.
 
-        It is done, cancelled if that was requested, or failed with ``unplanned`` if no layout was planned.
+        Plans, end and event are one transaction: either all of them are stored, or the search runs again.
+
+        Parameters
+        ----------
+        without_plan
+            Fail a search that has no plan with this error, unless it was cancelled.
 
         Raises
         ------
@@ -238,20 +214,25 @@ class SearchLeases(BaseTable):
             if held is None:
                 return False
             session, row, now = held
+            if found.refusal is not None:
+                await _forget_refused(session, row, found.refusal)
             before = row.objective
-            await _absorb_counts(session, row, found.step_time, found.lower_bound, found.progress)
+            if found.objective is not None:
+                row.objective = found.objective
+            await _set_bound(session, row, found.lower_bound)
             plans = {plan.summary.plan_id: plan for plan in found.plans}
             for plan_id in sorted(plans):  # in this order everywhere, so that no two wait for each other
                 await insert_plan(session, plans[plan_id], now)
-                session.add(SearchPlanRow(search_id=row.id, plan_id=plan_id))
-            row.answer = found.document
+                if found.answer is not None:
+                    session.add(SearchPlanRow(search_id=row.id, plan_id=plan_id))
+            row.answer, row.progress = found.answer, found.progress
             if found.plans:
                 best = found.plans[0].summary
-                row.plan_id, row.method = best.plan_id, best.method
-            if row.objective != before:
+                row.plan_id, row.method, row.incumbent = best.plan_id, best.method, None
+            if found.objective is not None and (before is None or found.objective < before):
                 await add_event(session, row, now, "improvement")
-            if unplanned is not None and not found.plans and not row.cancel_requested:
-                await _fail(session, row, now, unplanned)
+            if without_plan is not None and not found.plans and not row.cancel_requested:
+                await _fail(session, row, now, without_plan)
             else:
                 await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
         return True
@@ -266,8 +247,7 @@ class SearchLeases(BaseTable):
                 await _fail(session, row, now, error)
             else:
                 row.error = dict(error)
-                if row.kind == "layouts":  # what the last report says of their number is no longer true
-                    row.lower_bound = row.progress = None
+                _forget_progress(row)
                 await _end(session, row, now, state)
         return True
 
@@ -277,8 +257,7 @@ class SearchLeases(BaseTable):
             if held is None:
                 return False
             session, row, now = held
-            if row.kind == "layouts":
-                _forget_found(row)
+            _forget_progress(row)
             if row.cancel_requested:
                 await _end(session, row, now, "cancelled")
             else:
@@ -322,51 +301,44 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
     if found.refusal is not None:
         await _forget_refused(session, row, found.refusal)
     before, known = row.objective, row.lower_bound
-    if found.objective is None or found.progress is not None:
-        await _absorb_counts(session, row, found.objective, found.lower_bound, found.progress)
-        await add_event(session, row, now, "progress" if row.objective == before else "improvement")
-        return
-    if before is None or found.objective < before:
+    if found.objective is not None and (before is None or found.objective < before):
         row.objective, row.method, row.incumbent = found.objective, found.method, found.incumbent
-    objective = found.objective if row.objective is None else row.objective
-    row.lower_bound = await _best_bound(session, row, objective, found.lower_bound)
-    row.gap = finite_or_none(gap_of(objective, row.lower_bound))
+    await _set_bound(session, row, found.lower_bound)
+    row.progress = found.progress
     if row.objective != before:
         await add_event(session, row, now, "improvement")
+    elif found.progress is not None:
+        await add_event(session, row, now, "progress")
     elif row.lower_bound != known:
         await add_event(session, row, now, "bound")
 
 
-async def _absorb_counts(
-    session: AsyncSession, row: SearchRow, step: float | None, bound: float, counts: dict[str, int] | None
-) -> None:
-    """Store what a search of layouts has found."""
-    if step is not None and (row.objective is None or step < row.objective):
-        row.objective = step
+async def _set_bound(session: AsyncSession, row: SearchRow, bound: float) -> None:
+    """Store the larger of a new bound and the stored one, with the gap; raises :class:`ContradictedBound`."""
+    source = "this attempt's bound"
     if row.objective is None:
         row.lower_bound = bound
-    else:
-        row.lower_bound = await _best_bound(session, row, row.objective, bound)
-        row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
-    row.progress = counts
-
-
-async def _best_bound(session: AsyncSession, row: SearchRow, objective: float, bound: float) -> float:
-    """The larger of a new bound and the stored one; raises :class:`ContradictedBound`."""
-    source = "this attempt's bound"
+        return
     if row.lower_bound is not None and row.lower_bound > bound:
         bound, source = row.lower_bound, "the bound of an earlier report"
     try:
-        return supported_bound(objective, bound, source)
+        row.lower_bound = supported_bound(row.objective, bound, source)
     except ContradictedBound as error:
         packed = (await session.execute(select(SearchRow.problem).where(SearchRow.id == row.id))).scalar_one()
         raise ContradictedBound(unpack(packed), error.objective, error.bound, source) from None
+    row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
 
 
 async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusal) -> None:
     """Remove a stored incumbent that an attempt refused, with its objective and bound."""
     stored = await session.scalar(select(SearchRow.incumbent).where(SearchRow.id == row.id))
     if stored is not None and hashlib.sha256(stored).hexdigest() == refusal.digest:
+        _forget_found(row)
+
+
+def _forget_progress(row: SearchRow) -> None:
+    """Remove what a search has found that cannot continue from an incumbent, as its end does not keep it."""
+    if row.progress is not None:
         _forget_found(row)
 
 
@@ -396,8 +368,7 @@ async def _times(session: AsyncSession, row: SearchRow, reason: str) -> int:
 
 async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:
     row.state, row.lease_owner, row.leased_until = "queued", None, None
-    if row.kind == "layouts":
-        _forget_found(row)  # it starts again, perhaps with another version's estimates
+    _forget_progress(row)  # it starts again, perhaps with another version's estimates
     await add_event(session, row, now, "state", reason)
 
 

@@ -124,11 +124,15 @@ class Searches:
 
     async def text(self, record: SearchRecord) -> bytes:
         """A search as JSON, with its place in the queue, its jitter and its answer."""
-        if record.state == "queued":
-            before = await self._table.queued_before(record)
-            record = record.model_copy(update={"queued_before": before})
+        record = await self.placed(record)
         answer = None if record.kind == "plan" else await self.answer(record)
         return await asyncio.to_thread(record.whole, answer)
+
+    async def placed(self, record: S) -> S:
+        """A search with its place in the queue, if it waits there."""
+        if record.state != "queued":
+            return record
+        return record.model_copy(update={"queued_before": await self._table.queued_before(record)})
 
     async def answer(self, record: SearchRecord) -> bytes | None:
         """The packed answer of a search for layouts; None before its end."""

@@ -11,10 +11,16 @@ from typing import Any
 from zbv_solver.commands.model_flags import FLAGS, KEPT, add_layout_flags
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import flag_of
-from zbv_service.commands.connection import connected, refused
-from zbv_service.commands.ending import DONE, EPILOG, WrongInput
-from zbv_service.commands.files import output, read_json
+from zbv_service.commands.arguments import (
+    DONE,
+    EPILOG,
+    WrongInput,
+    connected,
+    flag_of,
+    output,
+    read_json,
+    refused,
+)
 from zbv_service.commands.search_progress import summary
 from zbv_service.commands.submit import follow, no_result
 

@@ -8,10 +8,20 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import finite, flag_of
-from zbv_service.commands.connection import connected, refused
-from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, INTERRUPTED, Stop
-from zbv_service.commands.files import output, read_problem
+from zbv_service.commands.arguments import (
+    DONE,
+    EPILOG,
+    FAILED,
+    INFEASIBLE,
+    INTERRUPTED,
+    Stop,
+    connected,
+    finite,
+    flag_of,
+    output,
+    read_problem,
+    refused,
+)
 from zbv_service.commands.search_progress import SearchProgress, summary
 
 if TYPE_CHECKING:

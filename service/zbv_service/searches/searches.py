@@ -123,16 +123,9 @@ class Searches:
         return await self._table.get(search_id)
 
     async def text(self, record: SearchRecord) -> bytes:
-        """A search as JSON, with its place in the queue, its jitter and its answer."""
-        record = await self.placed(record)
+        """A search as JSON, with its jitter and its answer."""
         answer = None if record.kind == "plan" else await self.answer(record)
         return await asyncio.to_thread(record.whole, answer)
-
-    async def placed(self, record: S) -> S:
-        """A search with its place in the queue, if it waits there."""
-        if record.state != "queued":
-            return record
-        return record.model_copy(update={"queued_before": await self._table.queued_before(record)})
 
     async def answer(self, record: SearchRecord) -> bytes | None:
         """The packed answer of a search for layouts; None before its end."""

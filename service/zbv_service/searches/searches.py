@@ -20,7 +20,7 @@ from zbv_service.documents.problems import (
     unpack,
     unpack_text,
 )
-from zbv_service.errors import NOT_FOUND, SEARCH_IN_USE, TOO_MANY_SEARCHES, ApiError
+from zbv_service.errors import CONFLICT, NOT_FOUND, TOO_MANY_SEARCHES, ApiError
 from zbv_service.records.lists import Page, Position, SearchListQuery
 from zbv_service.records.searches import NewSearch, SearchKind, SearchRecord
 from zbv_service.searches.kinds import Kind
@@ -175,7 +175,7 @@ class Searches:
                 raise self._not_found(search_id)
         except SearchInUse as error:
             raise ApiError(
-                SEARCH_IN_USE, f"run {error.run_id} waits for search {search_id}; cancel the run first."
+                CONFLICT, f"run {error.run_id} waits for search {search_id}; cancel the run first."
             ) from None
         self._runner.cancel(search_id)
 

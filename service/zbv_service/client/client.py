@@ -22,7 +22,7 @@ from zbv_service.client.answers import (
     read_rank,
     read_run,
 )
-from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
+from zbv_service.client.calls import as_json, as_nothing, as_text, below
 from zbv_service.client.connection import Connection
 from zbv_service.client.errors import ClientError, RunTimeout, SearchEnded, SearchTimeout
 
@@ -120,7 +120,7 @@ class Client(Connection):
             found = self._search_page(found.next)
 
     def _search_page(self, path: str, **params: Any) -> SearchPage:
-        return self._call(Call("GET", path, as_type(SearchPage), params=params))
+        return self._call("GET", path, as_type(SearchPage), params=params)
 
     def cancel(self, search_id: str) -> Search:
         """Stop a search; it keeps the best plan found, or the layouts planned so far."""
@@ -128,7 +128,7 @@ class Client(Connection):
 
     def delete(self, search_id: str) -> None:
         """Delete a search."""
-        self._call(Call("DELETE", below("searches", search_id), as_nothing))
+        self._call("DELETE", below("searches", search_id), as_nothing)
 
     def events(self, search_id: str, last_event_id: str | None = None) -> Iterator[Event]:
         """The events of a search until its end, starting after ``last_event_id``.
@@ -253,9 +253,8 @@ class Client(Connection):
         self, plan_id: str, jitter: str | None = None, *, scenarios: int | None = None, seed: int = 0
     ) -> dict[str, Any]:
         """A plan and the classical schedules when durations vary; ``jitter`` such as ``"5%"``."""
-        given = {"jitter": jitter, "scenarios": scenarios, "seed": seed}
-        query = {name: value for name, value in given.items() if value is not None}
-        return self._get(as_type(dict[str, Any]), "plans", plan_id, "simulation", params=query)
+        query = {"jitter": jitter, "scenarios": scenarios, "seed": seed}
+        return self._get(as_type(dict[str, Any]), "plans", plan_id, "simulation", **query)
 
     def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`InvalidAnswer` when it does not hash to its id."""

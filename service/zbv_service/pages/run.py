@@ -26,8 +26,8 @@ from zbv_service.records.lists import PlanListQuery
 from zbv_service.records.plans import PlanSummaryDocument
 from zbv_service.records.run_options import OF_SCRIPTS
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, place_of
+from zbv_service.runs.measurements import StepLine
 from zbv_service.runs.requests import PlanChange
-from zbv_service.runs.steps import StepLine
 from zbv_service.security.access import READ, needs
 
 MAX_FORM_BYTES = 1024

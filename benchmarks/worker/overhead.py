@@ -30,7 +30,7 @@ from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.connected import ConnectedTransport
@@ -146,10 +146,11 @@ class PlainLoop:
                 queue = WeightGrads() if cell in self._split else None
                 if queue is not None:
                     queues[cell] = queue
-                with self._recorders[stage].into(queue):
-                    outputs[cell] = self._forward(stage, microbatch)
+                self._recorders[stage].queue = queue
+                outputs[cell] = self._forward(stage, microbatch)
             else:
                 output = outputs.pop(cell)
+                self._recorders[stage].queue = None
                 output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]  # torch's own
             self._after(action)
 

@@ -54,6 +54,7 @@ class BatchLoss:
         is_weighted: bool | None = None,
     ):
         self._stages = tuple(stages)
+        self._objectives = [stage.objective for stage in self._stages if stage.objective is not None]
         self._count = microbatches * transport.layout.replicas
         self._transport = transport
         self._device = device
@@ -81,15 +82,16 @@ class BatchLoss:
             If the loss has weights now, and had none in the first step, or has none and the microbatches
             need them.
         """
-        for stage in self._stages:
-            stage.require_equal_sizes()
+        for objective in self._objectives:
+            objective.require_equal_sizes()
         mean = None
         if losses:
             mean = torch.cat([loss.detach().reshape(1) for loss in losses]).double().sum() / len(losses)
-        mean = mean_over_replicas(self._transport, mean, self._timeout, self._device)
+        if self._transport.layout.replicas > 1:
+            mean = mean_over_replicas(self._transport, mean, self._timeout, self._device)
         factor: Tensor | float = 1.0
         count = self._count * parts
-        auxiliary = sum(stage.take_auxiliary_loss() for stage in self._stages)
+        auxiliary = sum(stage.auxiliary.take_sum() for stage in self._stages)
         self.must_repeat = False
         if self.is_weighted is not False:
             weight = self._weight(has_auxiliary=isinstance(auxiliary, Tensor))
@@ -97,7 +99,7 @@ class BatchLoss:
                 # If all weights are 0, there is nothing to learn from, and the mean is undefined.
                 factor = torch.where(weight > 0, count / weight, 0.0)
                 mean = None if mean is None else torch.where(weight > 0, mean * factor, math.nan)
-        elif any(stage.is_weighted for stage in self._stages):
+        elif any(objective.is_weighted for objective in self._objectives):
             raise ModelError(
                 "the loss returned a pair, and one number in the first step; it must return the same kind "
                 "in every step. Return (loss, 1.0) for a mean."
@@ -125,14 +127,12 @@ class BatchLoss:
 def mean_over_replicas(
     transport: Transport, value: Tensor | None, timeout: float, device: torch.device
 ) -> Tensor | None:
-    """The mean of a scalar over the replicas of a position; None if they have none.
+    """The mean of a scalar over several replicas of a position; None if they have none.
 
     Collective even without a number, so that no replica ends a step before all have begun it (see
     :mod:`zbv_worker.run.plan_change`).
     """
     replicas = transport.layout.replicas
-    if replicas == 1:
-        return value
     total = (
         torch.zeros(1, dtype=torch.float64, device=device) if value is None else value.reshape(1) / replicas
     )

@@ -71,7 +71,7 @@ class TrainedStages:
             stage.check_graph = partial(require_known_parameters, self.modules)
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
             self.ties = Ties(tied, self.modules, transport, patience)
-        self._has_ties = bool(self.ties)
+        self.has_ties = bool(self.ties)
         self.gradients = self.make_gradients()
         self.batch_loss = BatchLoss(
             stages.values(), plan.microbatches, transport, device, timeout, is_weighted=is_weighted
@@ -101,12 +101,12 @@ class TrainedStages:
 
     def check_ties(self, what: str, *, is_first: bool) -> None:
         """Require that copies of tied parameters are equal; see :meth:`Ties.check`. Collective."""
-        if not self._has_ties:
+        if not self.has_ties:
             return
         with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
             self.ties.check(self._patience if is_first else self._timeout)
 
-    def launch(self, step: int, then: Callable[[], None] = lambda: None) -> list[Launched]:
+    def launch(self, step: int, then: Callable[[], None] | None = None) -> list[Launched]:
         """Run the list as often as a step does, which a GPU may not have completed afterwards.
 
         Parameters
@@ -118,7 +118,8 @@ class TrainedStages:
         for part in range(self._options.parts):
             self._is_last_part = part == self._options.parts - 1
             launched.append(self.executor.launch(step, part))
-            then()
+            if then is not None:
+                then()
         return launched
 
     def finish(self, launched: Sequence[Launched]) -> tuple[Tensor | None, Tensor | float]:

@@ -191,7 +191,7 @@ class BareLoop(PlainLoop):
         self._sinks = {i.action: i.sink.channel for i in program if isinstance(i.sink, Remote)}
         # The transport's own wires, without what it adds to them.
         self._in = {key: transport._wires_in[key] for key in set(self._sources.values())}
-        self._out = {key: transport._senders[key].wire for key in set(self._sinks.values())}
+        self._out = {key: transport._senders[key]._wire for key in set(self._sinks.values())}
         self._counts = Counter(self._sources.values())
         self._buffers = [torch.empty_like(self._tensor) for _ in range(DEFAULT_LOOK_AHEAD)]
 
@@ -225,7 +225,8 @@ class BareLoop(PlainLoop):
     def _after(self, action: Action) -> None:
         key = self._sinks.get(action)
         if key is not None:
-            self._sent.append(self._out[key].send(self._tensor))
+            group, peer = self._out[key]
+            self._sent.append(group.send([self._tensor], peer, 0))
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:

@@ -165,23 +165,24 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
         container or an array of NumPy.
     """
     leaves, structure = tree_flatten_with_path((inputs, targets, dict(keywords)))
-    first, rows = "", 0
+    first: tuple[Any, ...] = ()  # the place of the first tensor
+    rows = 0
     for path, leaf in leaves:
         if not isinstance(leaf, Tensor):
             require_no_container(leaf, path)
         elif leaf.dim() and not first:
-            first, rows = name_of(path), leaf.shape[0]
+            first, rows = path, leaf.shape[0]
         elif leaf.dim() and leaf.shape[0] != rows:
             raise InvalidRun(
-                f"{first} has {rows} rows and {name_of(path)} has {leaf.shape[0]}; the first dimension of "
-                f"every tensor must be the batch. Mark what belongs to the whole batch: "
+                f"{name_of(first)} has {rows} rows and {name_of(path)} has {leaf.shape[0]}; the first "
+                f"dimension of every tensor must be the batch. Mark what belongs to the whole batch: "
                 f"zbv_worker.Whole(tensor)."
             )
     if first and (rows == 0 or rows % count):
         raise InvalidRun(
-            f"{first} has {rows} rows; must be a multiple of the plan's {count} microbatches. Change the "
-            f"batch size, for instance with drop_last=True in the DataLoader, or plan for another number of "
-            f"microbatches."
+            f"{name_of(first)} has {rows} rows; must be a multiple of the plan's {count} microbatches. "
+            f"Change the batch size, for instance with drop_last=True in the DataLoader, or plan for another "
+            f"number of microbatches."
         )
     parts = [
         torch.split(leaf, rows // count)

@@ -43,6 +43,7 @@ _NAMES = (
     "",
     "step",
     "evaluate",
+    "change_plan",
     "clip_grad_norm_",
     "full_state_dict",
     "checkpoints",

@@ -61,9 +61,9 @@ class Pipeline(PipelineState):
     process without both is a world of one rank. Until the pipeline is closed, some of the layers' modules are
     of subclasses that can queue weight gradients. Parameters may be added to layers, frozen or unfrozen
     between steps, alike on all replicas. Creating a pipeline, and its methods ``step``, ``evaluate``,
-    ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are collective: every
-    rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used
-    any more.
+    ``change_plan``, ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are
+    collective: every rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline
+    cannot be used any more.
 
     Parameters
     ----------
@@ -96,7 +96,10 @@ class Pipeline(PipelineState):
     backend
         ``"gloo"`` or ``"nccl"``; by default NCCL where CUDA is available.
     precision
-        ``"bfloat16"`` computes suitable operators in that dtype (autocast).
+        ``"bfloat16"`` and ``"float16"`` compute suitable operators in that dtype (autocast). With float16, a
+        step scales the loss, so that small gradients do not vanish. If gradients overflow, the step changes
+        no ``.grad``, as if there had been no batch, and later steps scale by less. The optimizer then leaves
+        parameters whose ``.grad`` is None as they are. Every step waits for a sum over all ranks.
     compile
         Whether ``torch.compile`` compiles the layers.
     timeout
@@ -306,6 +309,28 @@ class Pipeline(PipelineState):
                 own.objective.outputs = [] if outputs else None
             loss = own.evaluate()
         return (loss, own.outputs()) if outputs else loss
+
+    def change_plan(self, plan: PlanLike) -> None:
+        """Run another plan from the next step on, for example one that fits times which have changed.
+
+        Parameters
+        ----------
+        plan
+            As in :class:`Pipeline`: for as many ranks and microbatches, with the same placement, and with the
+            same layers on every stage or without layers. Stages may be recomputed otherwise.
+
+        Raises
+        ------
+        InvalidRun
+            If it differs in that. The pipeline goes on with its plan if every rank refuses it.
+        Disagreement
+            If the ranks have different plans.
+        """
+        own = self._own
+        with self._refusing("change_plan"):
+            mine, stated = own.changed(plan)
+        with self._failures.watched("changing the plan"):
+            own.change_plan(mine, stated, self._newest)
 
     @property
     def plan_id(self) -> str:

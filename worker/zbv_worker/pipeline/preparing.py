@@ -257,6 +257,38 @@ def open_channels(
         transport.open(keys, patience)
 
 
+def prepare_change(
+    options: PipelineOptions,
+    given: PlanLike,
+    current: RankPlan,
+    shape_of: ShapeOf | None,
+    transport: Transport,
+) -> tuple[RankPlan, Sequence[Structure]]:
+    """Read another plan of the same stages; returns this rank's part, and what crosses boundaries.
+
+    Raises
+    ------
+    InvalidRun
+        If the plan needs other ranks, stages or microbatches.
+    """
+    plan = rank_plan(given, transport.pp_rank, options.service, options.timeout)
+    if plan.cut.partition is None:
+        plan = replace(plan, cut=replace(plan.cut, partition=current.cut.partition))
+    if (plan.placement, plan.microbatches) != (current.placement, current.microbatches):
+        raise InvalidRun(
+            f"found a plan with {plan.placement.pp_degree} ranks, placement {plan.placement.kind} and "
+            f"{plan.microbatches} microbatches; a pipeline can only change to a plan with "
+            f"{current.placement.pp_degree} ranks, placement {current.placement.kind} and "
+            f"{current.microbatches} microbatches. Make another pipeline."
+        )
+    if plan.cut.partition != current.cut.partition:
+        raise InvalidRun(
+            "found a plan with another partition; a pipeline can only change to a plan with the same layers "
+            "on every stage. Save a checkpoint and resume it in another pipeline: it fits every partition."
+        )
+    return plan, stated_structures(shape_of, plan.features)
+
+
 @contextmanager
 def starting_together(transport: Transport, timeout: float, found: str = "") -> Iterator[None]:
     """A block that a rank runs alone; if it fails on one rank, all ranks raise an error after it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, ExecutorOptions
+from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.timeline import Launched, StepResult
 from zbv_worker.failures.progress import CurrentProgress
-from zbv_worker.gradients.accumulation import Accumulation
-from zbv_worker.gradients.batch_loss import numbers_of_place, place_of
-from zbv_worker.gradients.gradients import multiply, trained_by
+from zbv_worker.gradients.gradients import Accumulation, multiply, trained_by
+from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch, StepData
 from zbv_worker.pipeline.calls import CALLS, AgreedShapes, Announcement, Call, Calls, Given, Shapes, digest
-from zbv_worker.pipeline.connecting import PipelineOptions, RankDevice
-from zbv_worker.pipeline.preparing import Prepared
+from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, RankDevice
+from zbv_worker.pipeline.preparing import Prepared, model_digest, open_channels, prepare_change
 from zbv_worker.pipeline.step_plans import StepPlans, Values
-from zbv_worker.pipeline.trained_stages import TrainedStages
+from zbv_worker.pipeline.trained_stages import TrainedStages, numbers_of_place, place_of
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.recorder import stop_deferring
 from zbv_worker.tracing.merged_trace import Alignment, RankTrace, claim, collect, find_offsets, render
@@ -58,6 +58,8 @@ class PipelineRank:
         Whether there is a loss.
     objective
         Computes the loss; None on ranks without the last stage.
+    loss_scale
+        The factor of gradients during a step, for float16.
     microbatches
         The plan's number of microbatches.
     steps
@@ -75,6 +77,8 @@ class PipelineRank:
     ):
         plan = prepared.plan
         self._progress = progress
+        self._options, self._backend = options, place.backend
+        self.loss_scale = LossScale.of(options.precision)
         self._timeout, self._patience = options.timeout, options.patience
         self._transport, self._place = transport, place_of(transport)
         self.device = place.device
@@ -151,6 +155,33 @@ class PipelineRank:
             self.trained.gradients = self._accumulation.gradients
         return self._trained_digest
 
+    def changed(self, given: PlanLike) -> tuple[RankPlan, Sequence[Structure]]:
+        """This rank's part of another plan; raises :class:`InvalidRun` if steps cannot change to it."""
+        if self.plans is not None:
+            raise InvalidRun(
+                "found change_plan of a pipeline that plans every step. Pass the plan to step, as plan=."
+            )
+        current = self.trained.plan
+        return prepare_change(self._options, given, current, self._shape_of, self._transport)
+
+    def change_plan(self, plan: RankPlan, stated: Sequence[Structure], newest: Launched | None) -> None:
+        """Run a plan of :meth:`changed` from the next step on. Collective."""
+        self.join("change_plan")
+        if newest is not None:
+            newest.result()  # a GPU may still receive for it
+        with naming_errors(self._transport.rank, "changing the plan"):
+            self._transport.flush(self._timeout)
+        open_channels(
+            plan,
+            self._transport,
+            model=model_digest(plan, ()),
+            backend=self._backend,
+            patience=self._timeout,
+            stated=stated,
+            options=self._options.common,
+        )
+        self.trained.change(plan, stated)
+
     def plan_step(self, plan: Plan | None, values: Values | None) -> None:
         """Change to the plan of the step that begins, if every step has one. Collective.
 
@@ -221,6 +252,10 @@ class PipelineRank:
         # Replicas must not sum earlier gradients again, and weights scale only the step's own gradients.
         sums_over_ranks = self.trained.gradients.sums_over_ranks
         is_final = not sums_over_ranks and self.trained.batch_loss.is_weighted is False
+        if self.loss_scale.is_dynamic:
+            is_final = False
+            for stage in self.trained.stages.values():
+                stage.loss_scale = self.loss_scale.value
         self._accumulation.begin(in_place=is_final)
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         with numbers_of_place(self._place, self.device, advances=True):
@@ -244,14 +279,31 @@ class PipelineRank:
             return self.step()
         # In the dtype of the microbatches' losses.
         loss = None if mean is None else mean.to(next(iter(launched.losses.values())).dtype)
-        self._accumulation.end(factor)
-        if inputs:
-            _backpropagate_inputs(inputs, factor)
+        scale = self.loss_scale.value
+        if self.loss_scale.is_dynamic and self._overflows():
+            self._accumulation.cancel()
+        else:
+            factor = factor / scale
+            self._accumulation.end(factor)
+            if inputs:
+                _backpropagate_inputs(inputs, factor)
         launched.end()
         self.steps += 1
         if self.steps == 1:
             self._say_what_is_unsplit()
         return launched, loss
+
+    def _overflows(self) -> bool:
+        """Whether a smaller loss scale may avoid what is not finite in the gradients. Collective.
+
+        Adjusts the scale for the next step. Waits for the device.
+        """
+        squared = self.trained.gradients.square_sum()
+        mine = torch.zeros((), dtype=torch.float64, device=self.device) if squared is None else squared
+        total = self._transport.sum_over_ranks(mine.reshape(1), self._timeout)
+        is_finite, may_shrink = bool(total.isfinite()), self.loss_scale.may_shrink
+        self.loss_scale.update(is_finite=is_finite)
+        return may_shrink and not is_finite
 
     def _say_what_is_unsplit(self) -> None:
         """Name the stages that the plan splits and whose W has little to compute: bubbles stay."""

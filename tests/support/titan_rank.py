@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.pipeline.torchtitan import with_plan
-from zbv_worker.stage.recorder import Queueing
+from zbv_worker.stage.split_backward import Queueing
 
 from support import titan
 

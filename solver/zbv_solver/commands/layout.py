@@ -39,6 +39,7 @@ from zbv_solver.commands.messages import flag_of, named_flags, spinner
 from zbv_solver.commands.model_flags import FLAGS, given_parallel
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.export.quantities import SECONDS, counted, figure, gigabytes, time
 from zbv_solver.search.options import SearchOptions
 
 
@@ -129,9 +130,9 @@ def _given_cut(request: Request, arguments: argparse.Namespace) -> None:
     console = Console(stderr=arguments.output == "-")
     console.print(score_table(given.score))
     console.print(
-        f"A step takes {given.step_time:.4g} s. The fullest device has tensors of "
-        f"{given.peak_memory / 1e9:.3g} GB, for which PyTorch reserves {given.reserved_memory / 1e9:.3g} of "
-        f"{request.cluster.size / 1e9:.3g} GB. {memory_text(request.cluster)}",
+        f"A step takes {time(given.step_time, SECONDS)}. The fullest device has tensors of "
+        f"{gigabytes(given.peak_memory)}, for which PyTorch reserves {gigabytes(given.reserved_memory)} of "
+        f"{gigabytes(request.cluster.size)}. {memory_text(request.cluster)}",
         highlight=False,
     )
     console.print(score_summary(given.score).rstrip(), markup=False, highlight=False, soft_wrap=True)
@@ -153,10 +154,10 @@ def _naming(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _news(found: LayoutProgress) -> str:
-    best = "" if found.step_time is None else f", best step {found.step_time:.4g} s"
+    best = "" if found.step_time is None else f", best step {time(found.step_time, SECONDS)}"
     return (
-        f"{found.considered:,} layouts, {found.ruled_out:,} ruled out, {found.planned:,} planned{best}, "
-        f"none below {found.no_layout_below:.4g} s"
+        f"{counted(found.considered, 'layout')}, {figure(found.ruled_out, 12)} ruled out, "
+        f"{figure(found.planned, 12)} planned{best}, none below {time(found.no_layout_below, SECONDS)}"
     )
 
 

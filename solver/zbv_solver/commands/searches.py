@@ -123,7 +123,8 @@ def _watched_search(
     with spinner("searching") as say:
 
         def report(found: Progress) -> None:
-            say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
+            best = quantities.time(found.objective, quantities.stated(problem.units))
+            say(f"{problem.objective} {best}, gap {quantities.percent(found.gap)} ({found.method})")
 
         def work(stop: Callable[[], bool]) -> Plan:
             plan = search(problem, options, on_progress=report, cancelled=stop)
@@ -153,10 +154,12 @@ def _jitter(arguments: argparse.Namespace, problem: AnyProblem) -> Jitter | None
 def _verdict(plan: Plan) -> str:
     """What the plan achieves, in one line."""
     metrics = plan.metrics
-    proved = "proved optimal" if metrics.status == "optimal" else f"at most {metrics.gap:.2%} above optimal"
+    above = f"at most {quantities.percent(metrics.gap)} above optimal"
+    proved = "proved optimal" if metrics.status == "optimal" else above
     return (
-        f"{plan.problem.objective} {plan.objective:.6g} ({proved}), bubble rate {metrics.bubble_rate:.2%}, "
-        f"{plan.provenance.seconds:.2f} s, plan {plan.plan_id[:12]}"
+        f"{plan.problem.objective} {quantities.time(plan.objective, quantities.stated(plan.problem.units))} "
+        f"({proved}), bubble rate {quantities.percent(metrics.bubble_rate)}, found in "
+        f"{quantities.time(plan.provenance.seconds, quantities.SECONDS)}, plan {plan.plan_id[:12]}"
     )
 
 
@@ -195,30 +198,36 @@ def _packed(found: Packing) -> str:
     """What the packing achieves, in one line."""
     microbatches = quantities.counted(sum(len(each.microbatches) for each in found.replicas), "microbatch")
     return (
-        f"{found.batch.problem.objective} {found.step_time:.6g} (at most {found.gap:.2%} above any packing), "
-        f"{microbatches} on {quantities.counted(len(found.replicas), 'replica')}, {found.seconds:.2f} s"
+        f"{found.batch.problem.objective} "
+        f"{quantities.time(found.step_time, quantities.stated(found.batch.problem.units))} "
+        f"(at most {quantities.percent(found.gap)} above any packing), "
+        f"{microbatches} on {quantities.counted(len(found.replicas), 'replica')}, found in "
+        f"{quantities.time(found.seconds, quantities.SECONDS)}"
     )
 
 
 def _replicas(found: Packing) -> Table:
     lengths, rows = found.batch.sequences, []
     columns = ("replica", "microbatches", "sequences", "tokens", "largest", found.batch.problem.objective)
+    time = quantities.timer(found.step_time, found.batch.problem.units)
     for place, each in enumerate(found.replicas):
         tokens = [sum(lengths[index] for index in contents) for contents in each.microbatches]
         numbers = (place, len(tokens), sum(map(len, each.microbatches)), sum(tokens), max(tokens))
-        rows.append([*map(str, numbers), f"{each.plan.objective:.6g}"])
-    return table_of(f"lower bound of every packing: {found.lower_bound:.6g}", columns, rows)
+        rows.append([*(quantities.figure(number, 12) for number in numbers), time(each.plan.objective)])
+    bound = quantities.time(found.lower_bound, quantities.stated(found.batch.problem.units))
+    return table_of(f"lower bound of every packing: {bound}", columns, rows)
 
 
 def _baselines(found: Packing) -> Table:
     columns = ("", "microbatches", "estimate", "longer by", found.batch.problem.objective, "longer by")
+    time = quantities.timer(found.step_time, found.batch.problem.units)
     rows = (
         (
             each.name,
             str(each.microbatches),
-            f"{each.estimate:.6g}",
+            time(each.estimate),
             _longer(each.estimate, found.estimate),
-            "–" if each.step_time is None else f"{each.step_time:.6g}",
+            "–" if each.step_time is None else time(each.step_time),
             "–" if each.step_time is None else _longer(each.step_time, found.step_time),
         )
         for each in found.baselines
@@ -227,4 +236,4 @@ def _baselines(found: Packing) -> Table:
 
 
 def _longer(value: float, than: float) -> str:
-    return f"{value / than - 1:.2%}" if than > 0 else "–"
+    return quantities.percent(value / than - 1) if than > 0 else "–"

@@ -80,7 +80,7 @@ def written(name: str) -> Any:
 )
 def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> None:
     out, err = run(f"plan problem.json -o plan.json {flags}")
-    assert (out, "plan.json: span 24 (proved optimal)" in err) == ("", True)
+    assert (out, "plan.json: span 24 units (proved optimal)" in err) == ("", True)
     document = written("plan.json")
     assert document["metrics"]["span"] == 24
     assert run("check problem.json plan.json")[0].startswith("valid\n")
@@ -131,7 +131,10 @@ def test_ctrl_c_stops_the_work_before_it_is_passed_on(delay: float) -> None:
 def test_on_a_terminal_the_answer_is_summarised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for command, words in (
-        ("plan problem.json", "span 24 (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved"),
+        (
+            "plan problem.json",
+            "span 24 units (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved",
+        ),
         ("pack batch.json --compare", "equal-tokens|lower bound of every packing|not saved"),
     ):
         out, _ = run(f"{command} --effort quick")
@@ -162,7 +165,7 @@ def test_compare_shows_every_schedule(run: Run) -> None:
     baselines = json.loads(run("compare problem.json --json")[0])["baselines"]
     assert [row["name"] for row in baselines] == list(BASELINES)
     table, _ = run("compare problem.json")
-    assert all(words in table for words in ("lower bound of span: 24", "eager-1f1b"))
+    assert all(words in table for words in ("lower bound of span: 24 units", "eager-1f1b"))
     assert "yes" in next(line for line in table.splitlines() if line.startswith("│ zbv"))
 
 
@@ -204,7 +207,7 @@ def test_a_packing_is_written_and_its_quality_reported(run: Run) -> None:
         run("check plan.json")
 
 
-AT_FIVE = "rank 0: embedding … block.4; 27 a microbatch|rank 1: block.5 … head; 30 a microbatch|below 120 ("
+AT_FIVE = "rank 0: embedding … block.4; 27 units a |rank 1: block.5 … head; 30 units a |below 120 units ("
 LEAN = {"layers": [{**BLOCK, "recompute": RECOMPUTE, "repeat": 2}]}
 
 
@@ -213,7 +216,7 @@ LEAN = {"layers": [{**BLOCK, "recompute": RECOMPUTE, "repeat": 2}]}
     [
         ({"placement": "single", "cut": {"first": 5}}, AT_FIVE, True),
         ({**LEAN, "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)|nothing", False),
-        ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20% more than the mean", True),
+        ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20\u202f% more than the mean", True),
         ({"layers": [{**BLOCK, "repeat": 8}]}, "", False),
         ({"layers": [layer("a", 0, repeat=4)]}, "", False),
     ],

@@ -13,7 +13,7 @@ from zbv_solver.commands.model_flags import FLAGS, KEPT, add_layout_flags
 from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import flag_of
 from zbv_service.commands.connection import connected, refused
-from zbv_service.commands.ending import DONE, EPILOG, WrongInput
+from zbv_service.commands.ending import DONE, EPILOG, INTERRUPTED, WrongInput
 from zbv_service.commands.files import output, read_json
 from zbv_service.commands.search_progress import summary
 from zbv_service.commands.submit import follow, no_result
@@ -70,9 +70,9 @@ def _layout(parsed: argparse.Namespace) -> int:
             raise no_result(ended) from None
         if not parsed.quiet:
             address = f"{client.base_url}/plans/{found.plan_id}"
-            print(f"step and bound in seconds: {summary(found)}; {address}", file=sys.stderr)
+            print(f"{summary(found)}; {address}", file=sys.stderr)
         write(json.dumps(found.answer, ensure_ascii=False) + "\n")
-    return DONE
+    return INTERRUPTED if found.state == "cancelled" else DONE
 
 
 def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

@@ -90,7 +90,7 @@ def _submit(parsed: argparse.Namespace) -> int:
             print(f"plan {found.plan_id}: {summary(found)}; {address}", file=sys.stderr)
         document = client.plan_document(str(found.plan_id))
         write(json.dumps(document, ensure_ascii=False) + "\n")
-    return DONE
+    return INTERRUPTED if found.state == "cancelled" else DONE
 
 
 def no_result(ended: SearchEnded) -> Stop:

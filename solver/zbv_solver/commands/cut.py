@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isinf
@@ -18,6 +18,7 @@ from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, 
 from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
+from zbv_solver.commands.interrupt import Interruption, terminated_like_interrupted
 from zbv_solver.commands.messages import flag_of, named_flags, print_json, print_whole, spinner, table_of
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
@@ -59,23 +60,32 @@ def cut(arguments: argparse.Namespace) -> None:
         _score(problem, arguments)
         return
     began = time.monotonic()
-    with spinner("searching the best cut") as say:
+
+    def work(stop: Callable[[], bool]) -> tuple[ExecutorCut, Plan | None]:
         with _named(arguments):
-            found = cut_for_executor(problem, arguments.executor, **_asked(arguments))
+            found = cut_for_executor(problem, arguments.executor, **_asked(arguments), cancelled=stop)
+        if arguments.no_free_order or stop():
+            return found, None
+        left = None
         if options.time_limit is not None:
-            left = options.time_limit - (time.monotonic() - began)
-            options = replace(options, time_limit=max(left, LEAST_SECONDS))
-        say("searching a free order")
-        free = None if arguments.no_free_order else free_plan(problem, found.best, options)
+            left = max(options.time_limit - (time.monotonic() - began), LEAST_SECONDS)
+        best = quantities.time(found.best.objective, quantities.stated(problem.units))
+        say(f"searching a free order, best cut {best}")
+        return found, free_plan(problem, found.best, replace(options, time_limit=left), stop)
+
+    with terminated_like_interrupted(), spinner("searching the best cut", options.time_limit) as say:
+        interruption = Interruption(say)
+        found, free = interruption.run(work)
     if arguments.output is not None:
         best = found.best
         _write(arguments.output, best.problem, best.orders, f"{found.executor} {best.schedule.name}")
     if arguments.json:
         document = executor_cut_json(found) | {"free_order": None if free is None else _free_json(free)}
         print_json(document)
-        return
-    print_whole(_table(found, free))
-    sys.stdout.write(_summary(found, free))
+    else:
+        print_whole(_table(found, free))
+        sys.stdout.write(_summary(found, free))
+    interruption.finish("the cut shown")
 
 
 def _load(path: str) -> AnyProblem:
@@ -99,14 +109,17 @@ def _load(path: str) -> AnyProblem:
 
 def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
     """Print what a given cut achieves, and write it as a plan."""
-    with spinner("searching better cuts"), _named(arguments):
+    with terminated_like_interrupted(), spinner("searching better cuts") as say, _named(arguments):
         stages = arguments.virtual_stages or [None]
         if len(stages) > 1:
             raise InvalidInput.at(
                 "/virtual_stages", f"found {len(stages)} numbers with a given cut; give one."
             )
         given = {**_asked(arguments), "virtual_stages": stages[0]}
-        score = score_layout(problem, arguments.executor, arguments.layout, **given)
+        interruption = Interruption(say)
+        score = interruption.run(
+            lambda stop: score_layout(problem, arguments.executor, arguments.layout, **given, cancelled=stop)
+        )
     if arguments.json:
         print_json(score_json(score))
     else:
@@ -117,6 +130,7 @@ def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
             raise InfeasibleMemory(score.timing.peak_memory, score.problem.memory.limit or (), of_cut=True)
         method = f"{score.executor} {score.schedule.name}, given cut"
         _write(arguments.output, score.problem, score.orders, method)
+    interruption.finish("the best cut shown")
 
 
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import Outcome, outcomes
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
-from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
+from zbv_solver.commands.interrupt import Interruption, terminated_like_interrupted
 from zbv_solver.commands.layout_tables import (
     change_text,
     composition_table,
@@ -90,12 +90,13 @@ def layout(arguments: argparse.Namespace) -> None:
             say(f"sensitivity: {change_text(each)}")
         return ranking, found
 
-    with terminated_like_interrupted(), spinner("searching layouts") as say:
+    with terminated_like_interrupted(), spinner("searching layouts", arguments.time_limit) as say:
+        interruption = Interruption(say)
         if arguments.output is None:
-            ranking, found = interruptible(answer)
+            ranking, found = interruption.run(answer)
         else:
             with output(arguments.output) as write_text:
-                ranking, found = interruptible(answer)
+                ranking, found = interruption.run(answer)
                 document = ranking_json(ranking, request, with_points=arguments.points, sensitivity=found)
                 write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
@@ -111,6 +112,7 @@ def layout(arguments: argparse.Namespace) -> None:
         console.print(sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
+    interruption.finish("the layout shown")
 
 
 def _given_cut(request: Request, arguments: argparse.Namespace) -> None:

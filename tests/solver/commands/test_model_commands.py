@@ -248,4 +248,4 @@ def test_what_training_keeps_has_flags_and_a_given_cut_is_timed(run: Run) -> Non
     peak, reserved = (found[name] / 1e9 for name in ("peak_memory", "reserved_memory"))
     assert f"tensors of {peak:.3g} GB" in " ".join(out.split())
     assert f"PyTorch reserves {reserved:.3g} GB of 80 GB" in " ".join(out.split())
-    assert f"A step takes {found['step_time']:.4g} s." in out
+    assert f"A step takes {found['step_time'] * 1e3:.4g} ms." in out

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -24,7 +25,6 @@ from zbv_solver.commands.cli import main
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.commands.tables import cut_summary, print_frontier
 from zbv_solver.construct.baselines import BASELINES
-from zbv_solver.search.run import search
 
 Run = Callable[[str], tuple[str, str]]
 DIFFERING = uniform_document(2, 4) | {"sequences": [[1000], [2000], [500, 500], [3000]]}
@@ -89,23 +89,45 @@ def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> Non
         assert document["provenance"]["quantile"] == 0.95
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_writes_the_best_plan_so_far(number: int, run: Run, capsys: Any, monkeypatch: Any) -> None:
-    searched = search
+SEARCH = "zbv_solver.commands.searches.search"
+CUT = "zbv_solver.commands.cut.cut_for_executor"
+FIRST_PLAN = "zbv_models.layouts.search.first_plan"
 
-    def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> zbv.Plan:
-        os.kill(os.getpid(), number)
+
+@pytest.mark.parametrize(
+    ("command", "name", "number"),
+    [
+        ("plan large.json -o plan.json", SEARCH, signal.SIGTERM),
+        ("plan large.json -o plan.json", SEARCH, signal.SIGINT),
+        ("pack batch.json -o packed.json", SEARCH, signal.SIGINT),
+        ("frontier large.json -o .", SEARCH, signal.SIGINT),
+        ("cut model.json --executor megatron -o plan.json", CUT, signal.SIGINT),
+        ("layout gpt.json --cluster cluster.json -o layouts.json", FIRST_PLAN, signal.SIGINT),
+    ],
+)
+def test_ctrl_c_keeps_the_best_so_far(
+    command: str, name: str, number: int, run: Run, capsys: Any, monkeypatch: Any
+) -> None:
+    module, function = name.rsplit(".", 1)
+    whole = getattr(import_module(module), function)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        cancelled = named.get("cancelled") or arguments[1]
+        if not cancelled():
+            os.kill(os.getpid(), number)
         while not cancelled():
             time.sleep(0.01)
-        return searched(problem, options, on_progress, cancelled)
+        return whole(*arguments, **named)
 
-    monkeypatch.setattr("zbv_solver.commands.searches.search", interrupted)
-    assert main(["plan", "large.json", "-o", "plan.json"]) == 130
-    err = capsys.readouterr().err
-    assert "plan.json: span" in err
-    assert "zbv: interrupted: the search ended early, and the plan written is the best" in err
-    run("check large.json plan.json")
-    assert written("plan.json")["provenance"]["cut"] == "cancelled"
+    monkeypatch.setattr(name, interrupted)
+    assert main(command.split()) == 130
+    assert "interrupted: the search ended" in capsys.readouterr().err
+    if "plan.json" in command:
+        run("check plan.json")
+    elif "frontier" in command:
+        assert len(written("frontier.json")["points"]) == 1
+    else:
+        assert len(written(command.split()[-1])["layouts" if "layout" in command else "replicas"]) > 0
 
 
 @pytest.mark.parametrize("delay", [0, 0.3])

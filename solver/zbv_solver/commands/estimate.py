@@ -14,7 +14,7 @@ from rich.table import Table
 from zbv_models.estimate.config import EstimateConfig, estimate_config, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_models.estimate.model_layers import parameters_of
-from zbv_models.estimate.sections import preset, preset_names, with_presets
+from zbv_models.estimate.sections import preset, preset_names, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 
 from zbv_solver.commands.messages import flag_of, table_of
@@ -64,12 +64,15 @@ def estimate(arguments: argparse.Namespace) -> None:
 def _require_sequence(others: dict[str, Any]) -> None:
     if "sequence" not in others.get("model", {}):
         detail = "a config.json does not say how long sequences are in training. Give their number of tokens."
-        raise InvalidInput([Issue("", detail, "--sequence")])
+        raise InvalidInput([Issue("", detail, "--sequence-length")])
 
 
 def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:
     """An issue that names the flag or the file that holds the mistake."""
     _, section, key = (*issue.pointer.split("/"), "", "")[:3]
+    if issue.pointer == "/device":
+        detail = f"found no device. Name one of {', '.join(presets_of('device'))}, or give rates in the file."
+        return Issue("", detail, "--preset")
     if key in overrides.get(section, {}):
         return Issue("", issue.detail, flag_of(key))
     return issue if path is None or issue.source else replace(issue, source=file_label(path))

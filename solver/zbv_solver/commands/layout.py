@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from rich.console import Console
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.answer import ranking_json
-from zbv_models.layouts.cluster import parse_cluster
+from zbv_models.layouts.cluster import AnyCluster, doubts, parse_cluster
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts, score_given_cut
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed
@@ -187,7 +189,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             raise InvalidInput([Issue("", detail, flag_of(flag))])
     if arguments.model is None and not arguments.preset:
         raise InvalidInput([Issue("", "found neither; give one of them.", "model, --preset")])
-    cluster = load(arguments.cluster, parse_cluster)
+    cluster = load(arguments.cluster, _questioned_cluster)
     fixed = Fixed(**{name: getattr(arguments, name) for name in FLAGS})
     document = {} if arguments.model is None else read_json(arguments.model)
     if is_transformers_config(document):
@@ -211,6 +213,14 @@ def _request(arguments: argparse.Namespace) -> Request:
     except InvalidInput as error:
         issues = [_named(issue, arguments) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
+
+
+def _questioned_cluster(document: Any) -> AnyCluster:
+    """The cluster of a document; values that contradict its device are questioned on standard error."""
+    cluster = parse_cluster(document)
+    for doubt in doubts(document):
+        sys.stderr.write(f"zbv: warning: {doubt}\n")
+    return cluster
 
 
 def _require_batch(arguments: argparse.Namespace) -> None:
@@ -241,6 +251,8 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
         return Issue("", issue.detail, "--prediction-layers")
     if model is None and issue.pointer in flags:
         return Issue("", issue.detail, flags[issue.pointer])
+    if issue.pointer in flags and "required" in issue.detail:
+        issue = replace(issue, detail=f"{issue.detail} Give it, or {flags[issue.pointer]}.")
     is_of_cluster = issue.pointer == "/groups" or (model is None and not issue.pointer)
     path = arguments.cluster if is_of_cluster else model
     return issue if path is None else replace(issue, source=file_label(path))

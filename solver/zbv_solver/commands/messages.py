@@ -35,6 +35,7 @@ def named_flags(error: InvalidInput) -> InvalidInput:
 
 def flag_of(key: str) -> str:
     """The flag of a key of an options document."""
+    key = "sequence_length" if key == "sequence" else key  # one name in all commands
     return f"--{key.replace('_', '-')}"
 
 

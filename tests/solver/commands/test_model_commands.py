@@ -77,7 +77,7 @@ def test_a_configuration_becomes_layers_and_flags_replace_its_values(run: Run) -
     assert (problem["placement"], problem["chunks"], problem["objective"]) == ("loop", 3, "makespan")
     assert problem["layers"][1]["parameters_bytes"] == 2 * (4 * 512**2 + 2 * 512)
     assert not any("recompute" in layer for layer in problem["layers"])
-    published = "--preset h100 --pp-degree 4 --microbatches 8 --sequence 2048 --prediction-layers 0"
+    published = "--preset h100 --pp-degree 4 --microbatches 8 --sequence-length 2048 --prediction-layers 0"
     layers = run(f"estimate --config model.json {published}", DEEPSEEK)[1]["layers"]
     assert [(each["name"], each["repeat"]) for each in layers[1:-1]] == [("dense", 1), ("moe", 3)]
 
@@ -221,8 +221,8 @@ def test_parts_of_the_step_and_changes_are_printed_and_a_full_search_is_not_wors
     full = run(f"{LAYOUT} --tensor-parallel 1 --effort quick -o out.json", GPT)[1]
     assert full["layouts"][0]["step_time"] <= step
     # Of a single layout in hardly enough memory, none fits in less.
-    fixed = "--data-parallel 2 --microbatch-size 4 --zero-stage 0 --recompute none -o out.json"
-    memory = 1.02 * run(f"{LAYOUT} {fixed}", GPT)[1]["layouts"][0]["reserved_memory"]
+    fixed = "--data-parallel 2 --microbatch-size 4 --zero-stage 0 --recompute none"
+    memory = 1.02 * run(f"{LAYOUT} {fixed} -o out.json", GPT)[1]["layouts"][0]["reserved_memory"]
     Path("tight.json").write_text(json.dumps({**H100, "memory": memory}))
     assert "none fits" in run(f"layout model.json --cluster tight.json {fixed} --sensitivity", GPT)[0]
 

@@ -48,6 +48,8 @@ DOCUMENTS: dict[str, Any] = {
     "t5": {"model_type": "t5"},
     "cluster": CLUSTER,
     "cluster-list": [],
+    "cluster-H100": {**CLUSTER, "device": "H100"},
+    "unbatched": {"model": SHAPE},
     "cluster-tiny": {**CLUSTER, "memory": 1e6},
     "batch": batch_document([8] * 8, max_tokens=8),
     "one": batch_document([8], max_tokens=8, replicas=1),
@@ -305,9 +307,14 @@ layout --cluster cluster.json → model, --preset: found neither
 LAYOUT --prediction-layers -1 → --prediction-layers: found -1; input should be
 layout transformers.json --cluster cluster.json → --global-batch: a config.json does not say it
 layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; must be a JSON object
+plan t5.json → t5.json: this is a model's configuration, not a problem. `zbv estimate --config` makes
+layout unbatched.json --cluster cluster.json → /global_batch: this key is required and absent. Give it, or
+layout gpt.json --cluster cluster-H100.json → Use one of a100, a100-80gb, b200, b300, gb200
+layout gpt.json --cluster cluster-H100.json → Did you mean h100?
+estimate --config gpt.json → --preset: found no device. Name one of a100
 estimate → --config, --preset: found neither; give one
 estimate --preset gpt-5 → --preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb
-estimate --config transformers.json → --sequence: a config.json does not say how long
+estimate --config transformers.json → --sequence-length: a config.json does not say how long
 estimate --config t5.json → t5.json: /model_type: found 't5'
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)
 ESTIMATE --memory-limit nan → --memory-limit: found nan
@@ -362,3 +369,16 @@ def test_a_mistake_is_named_and_nothing_is_written(
     assert err.startswith("zbv: ")
     assert message in " ".join(err.split())
     assert {*folder.iterdir()} == before
+
+
+def test_misspelt_words_get_a_suggestion_and_no_word_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, meant in (
+        ("plna", "plan"),
+        ("plan x --efort a", "--effort"),
+        ("plan x --effort quik", "quick"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(command.split())
+        assert f"Did you mean {meant}?" in capsys.readouterr().err
+    assert main([]) == 0
+    assert "search a plan for a problem" in capsys.readouterr().out

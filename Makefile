@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) install --quiet --no-compile --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# Without the compiled kernels, the first plan takes about half a minute longer.
+# Without the compiled kernels, the first plan takes one to two minutes longer.
 $(VENV)/.compiled: $(VENV)/.installed
 	$(BIN)/python -m zbv_solver.commands.warm_up
 	@touch $@

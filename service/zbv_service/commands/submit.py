@@ -138,7 +138,7 @@ def search_to_end(
         if not parsed.quiet:
             print(f"{line}; {client.base_url}/plans/{found.plan_id}", file=sys.stderr)
         write(json.dumps(document, ensure_ascii=False) + "\n")
-    return DONE
+    return INTERRUPTED if found.state == "cancelled" else DONE
 
 
 def follow(client: Client, search: Search, what: str, *, is_quiet: bool) -> Search:

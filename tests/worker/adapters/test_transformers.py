@@ -846,5 +846,5 @@ def test_an_estimate_builds_no_layer_with_memory() -> None:
         return model.build_layers([name], device)
 
     for name in model.layer_names():
-        built(partial(build, name), FakeTensorMode(allow_non_fake_inputs=True))
+        built(name, partial(build, name), FakeTensorMode(allow_non_fake_inputs=True))
     assert set(devices) == {"meta"}

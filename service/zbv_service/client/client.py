@@ -363,6 +363,10 @@ class Client(Connection):
         """The newest step that all ranks measured, in the Trace Event Format; raises :class:`NotFound`."""
         return self._get(as_type(dict[str, Any]), "runs", run_id, "trace", generation=generation)
 
+    def run_steps(self, run_id: str) -> list[dict[str, Any]]:
+        """The steps of a run, ascending: ``step``, ``seconds`` and ``loss``; some 500 of a long run."""
+        return self._get(as_type(list[dict[str, Any]], "steps"), "runs", run_id, "steps")
+
     def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
         """The end of a rank's log; raises :class:`NotFound`."""
         return self._get(as_text, "runs", run_id, "ranks", str(rank), "log", generation=generation)

@@ -57,7 +57,7 @@ def _layout(parsed: argparse.Namespace) -> int:
         return client.submit_layouts(body)
 
     def shown(_client: Client, found: Search) -> tuple[str, Any]:
-        return f"step and bound in seconds: {summary(found)}", found.answer
+        return summary(found), found.answer
 
     return search_to_end(parsed, submit, sources, "layouts", shown)
 

@@ -138,7 +138,7 @@ def search_to_end(
         if not parsed.quiet:
             print(f"{line}; {client.base_url}/plans/{found.plan_id}", file=sys.stderr)
         write(json.dumps(document, ensure_ascii=False) + "\n")
-    return DONE
+    return INTERRUPTED if found.state == "cancelled" else DONE
 
 
 def follow(client: Client, search: Search, what: str, *, is_quiet: bool) -> Search:
@@ -218,11 +218,15 @@ class SearchProgress:
 
 def summary(search: Search) -> str:
     """The best objective, the lower bound, the gap between them, and the method that found the plan."""
-    parts = [] if search.objective is None else [f"objective {search.objective:.9g}"]
+    from zbv_solver.export import quantities  # takes a while to import; --help does not need it
+    from zbv_solver.problem.problem import Units
+
+    units = quantities.stated(Units(time=search.summary.get("time_unit")))
+    parts = [] if search.objective is None else [f"objective {quantities.time(search.objective, units)}"]
     if search.lower_bound is not None:
-        parts.append(f"bound {search.lower_bound:.9g}")
+        parts.append(f"bound {quantities.time(search.lower_bound, units)}")
     if search.gap is not None:
-        parts.append(f"gap {search.gap:.2%}")
+        parts.append(f"gap {quantities.percent(search.gap)}")
     if search.method:
         parts.append(search.method)
     return ", ".join(parts)

@@ -29,7 +29,7 @@ from zbv_service.errors import (
     TOO_MUCH_STORED,
 )
 from zbv_service.records.lists import RunListQuery
-from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
+from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList, StepList
 from zbv_service.runs.requests import PlanChange, RunRequest
 from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
@@ -188,6 +188,22 @@ async def get_run_trace(request: Request, run_id: str, generation: Generation = 
     """For Perfetto and chrome://tracing. The default is the newest generation that has traces."""
     found = state_of(request)
     text = await found.parts.merged_trace(await found.runs.brief(run_id), generation)
+    return Response(text, media_type="application/json", headers=_NO_STORE)
+
+
+@router.get(
+    "/{run_id}/steps",
+    dependencies=[READ],
+    summary="Get the losses and times of a run's steps",
+    response_model=StepList,
+    response_description="All steps of a short run; of a long one some 500, with the first and the newest.",
+)
+async def get_run_steps(request: Request, run_id: str) -> Response:
+    """Ranks send steps every few seconds. After a restart, steps that were run again replace earlier ones."""
+    found = state_of(request)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        steps = await found.steps.of(run_id, await found.parts.index(run_id))
+    text = await asyncio.to_thread(StepList(steps=steps).model_dump_json)
     return Response(text, media_type="application/json", headers=_NO_STORE)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zbv_solver
 from support.selfcheck import random_orders
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
@@ -99,3 +100,25 @@ def test_ranks_that_change_to_different_plans_say_so() -> None:
     found = on_ranks(plan, layers, mse, program, ranks=2)
     assert all(isinstance(each, Disagreement | PeerLost) for each in found)
     assert any(isinstance(each, Disagreement) for each in found)
+
+
+def test_a_plan_with_other_layers_on_a_stage_is_refused() -> None:
+    def plan(*costs: float) -> Plan:
+        each = [
+            {"name": f"n{at}", "forward": cost, "backward_input": cost, "backward_weight": cost}
+            for at, cost in enumerate(costs)
+        ]
+        problem = {"pp_degree": 2, "microbatches": 4, "placement": "v", "layers": each}
+        return zbv_solver.plan(zbv_solver.parse(problem), "quick")
+
+    def program(pipe: Pipeline) -> str:
+        with pytest.raises(InvalidRun, match="found a plan with another partition"):
+            pipe.change_plan(plan(8, *[1] * 7))
+        pipe.change_plan(plan(*[2] * 8))
+        pipe.step(*batch(0))
+        return pipe.plan_id
+
+    def named() -> dict[str, nn.Module]:
+        return {f"n{at}": layer for at, layer in enumerate(layers())}
+
+    assert on_ranks(plan(*[1] * 8), named, mse, program, ranks=2) == [plan(*[2] * 8).plan_id] * 2

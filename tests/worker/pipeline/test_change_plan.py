@@ -56,20 +56,23 @@ def gradients(model: Any) -> dict[str, Tensor]:
 )
 def test_a_change_of_plan_does_not_change_the_training(ranks: int, placement: str, replicas: int) -> None:
     plan = plan_of(ranks, placement)
-    others = [shuffled(plan, 1), shuffled(plan, 2), (plan.plan_id, plan)]
+    others: list[tuple[str, Any]] = [shuffled(plan, 1), shuffled(plan, 2), (plan.plan_id, plan)]
 
     def program(pipe: Pipeline) -> Any:
-        ids, losses = [], []
+        ids, losses, actions = [], [], []
         for step in range(STEPS):
             losses.append(pipe.step(*batch(step)))
             ids.append(pipe.plan_id)
+            actions.append([[str(action) for action in trace.actions] for trace in pipe.trace()])
             if step < len(others):
                 pipe.change_plan(others[step][1])
-        return ids, losses, gradients(pipe)
+        return ids, losses, actions, gradients(pipe)
 
     found = on_ranks(plan, layers, mse, program, ranks=ranks, replicas=replicas)
     wanted, means = expected()
-    for ids, losses, mine in found:
+    for ids, losses, actions, mine in found:
+        for changed, (_, document) in zip(actions[1:3], others, strict=False):
+            assert changed == [each for each in document["ranks"] for _ in range(replicas)]
         assert ids == [plan.plan_id, *(plan_id for plan_id, _ in others)]
         torch.testing.assert_close(mine, {name: wanted[name] for name in mine})
         if losses[0] is not None:

@@ -153,6 +153,7 @@ def test_plans_may_undercut_bounds_a_bit(objective: float, bound: float, expecte
     made = certify(uniform(1, 1), objective, bound, "test")
     assert (made.status, made.lower_bound) == (expected, objective if expected == "optimal" else bound)
     assert made.gap == pytest.approx(gap)
+    assert certify(uniform(1, 1), 10.0, 9 - 1e-12, "test").lower_bound == 9, "a sum of whole numbers is one"
 
 
 def spoil(patch: pytest.MonkeyPatch, source: str) -> None:

@@ -101,7 +101,7 @@ $(GPU)/.installed: pyproject.toml constraints.txt
 # environment, and `make test` does not include this check.
 TITAN := build/torchtitan$(if $(TORCHTITAN),-source)
 torchtitan: $(TITAN)/.installed ## Check plans and settings in torchtitan 0.3.0, or in its source with TORCHTITAN=CHECKOUT; downloads 500 MB
-	PYTHONPATH=$(if $(TORCHTITAN),$(TORCHTITAN):)tests:examples $(TITAN)/bin/python -m support.titan_check
+	PYTHONPATH=$(if $(TORCHTITAN),$(TORCHTITAN):)tests:. $(TITAN)/bin/python -m support.titan_check
 
 $(TITAN)/.installed: constraints.txt pyproject.toml
 	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)

@@ -15,9 +15,9 @@ from zbv_service.app import create_app
 from zbv_service.commands import serving
 from zbv_service.commands.cli import main
 from zbv_service.documents.problems import Question
-from zbv_service.records.searches import Claim, NewRanking, Update
-from zbv_service.searches.executors.layouts import rank_layouts
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.task import Reporter, solver_search
+from zbv_service.searches.kinds import rank_layouts
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.assemble import make_plan
@@ -65,7 +65,7 @@ class Patient:
             time.sleep(0.05)
 
 
-def patient_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
+def patient_layouts(claim: Claim, reporter: Reporter) -> Outcome:
     """Search with the solver; a thorough search waits after its first layout."""
     is_patient = claim.options.get("effort") == "thorough"
     return rank_layouts(claim, Patient(reporter) if is_patient else reporter)

@@ -35,12 +35,11 @@ from zbv_service.problems.estimate import Estimates
 from zbv_service.records.searches import SearchKind
 from zbv_service.runs.agents import Agents, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
-from zbv_service.runs.measurements import Measurements
+from zbv_service.runs.measurements import Measurements, RunSteps
 from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
-from zbv_service.runs.steps import RunSteps
-from zbv_service.searches.executors.task import Kind
+from zbv_service.searches.kinds import Kind
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
@@ -79,7 +78,7 @@ class ApplicationState:
         self.run_events = EventFeed(RunEventTable(database))
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
         self.runner = Runner(search_table, settings, metrics, kinds)
-        self.searches = Searches(search_table, self.runner, settings, computations)
+        self.searches = Searches(search_table, self.runner, kinds, settings, computations)
 
         self.plans = Plans(plan_table, settings, computations)
         self.compared = ComparedPlans(self.plans)

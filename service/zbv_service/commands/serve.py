@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zbv_service.commands.ending import DONE, FAILED, WrongInput
+from zbv_service.commands.arguments import DONE, FAILED, WrongInput
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ async def _prepare(settings: Settings) -> bool:
 
 
 def _needs_token(settings: Settings) -> str:
-    from zbv_service.database.url import shown_url
+    from zbv_service.settings import shown_url
 
     database = shown_url(settings.database)
     return (

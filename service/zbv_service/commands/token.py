@@ -14,10 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import at_least_one
-from zbv_service.commands.connection import connected
-from zbv_service.commands.ending import DONE, FAILED, Stop, WrongInput
-from zbv_service.commands.files import output
+from zbv_service.commands.arguments import DONE, FAILED, Stop, WrongInput, at_least_one, connected, output
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:
@@ -218,8 +215,8 @@ def _with_table(
 ) -> T:
     """Call a function with the database's tokens. Only ``creates`` may create a new SQLite file."""
     from zbv_service.database import Database, DatabaseAway, DatabaseUnusable
-    from zbv_service.database.url import shown_url, sqlite_file
     from zbv_service.security.tokens import TokenTable
+    from zbv_service.settings import shown_url, sqlite_file
 
     url = settings_of(parsed).database
     file = sqlite_file(url)

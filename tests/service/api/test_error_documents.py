@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.documents.parsing import parse_json
+from zbv_service.documents.problems import parse_request
 from zbv_service.errors import INVALID_BODY, ApiError, error_document, error_response
-from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 

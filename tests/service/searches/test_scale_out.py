@@ -26,8 +26,8 @@ from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.search import best_layouts
 from zbv_service.client import Client, Search
-from zbv_service.database.url import async_url
 from zbv_service.documents.layouts import LayoutRequest, read_layouts
+from zbv_service.settings import async_url
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search

@@ -42,7 +42,7 @@ from zbv_worker.measure.estimate.without_memory import built
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.layers import call
-from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.stage import Stage
 from zbv_worker.stage.weight_grads import WeightGrads
 

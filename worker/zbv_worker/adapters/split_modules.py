@@ -4,7 +4,7 @@ Experts keep one weight (experts, out, in) for all of them. Between I and W the 
 expert got and the gradients of its output.
 
 Libraries also subclass ``nn.Linear`` and ``nn.Embedding`` to add a configuration or an initialization, as
-torchtitan does. :func:`~zbv_worker.stage.split_backward.defer_weight_gradients` leaves all subclasses alone,
+torchtitan does. :func:`~zbv_worker.stage.recorder.defer_weight_gradients` leaves all subclasses alone,
 so a library's adapter asks for them here.
 """
 
@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.stage.recorder import Queueing, ordinary_forward, queue_for, queueing_class
-from zbv_worker.stage.split_backward import QueueingEmbedding, QueueingLinear, is_accumulating, queued_linear
+from zbv_worker.stage.recorder import ordinary_forward, queueing_class
+from zbv_worker.stage.split_backward import (
+    Queueing,
+    QueueingEmbedding,
+    QueueingLinear,
+    is_accumulating,
+    queue_for,
+    queued_linear,
+)
 from zbv_worker.stage.weight_grads import GroupedGrad, WeightGrads
 
 

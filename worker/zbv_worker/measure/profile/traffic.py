@@ -15,7 +15,7 @@ from zbv_solver.problem.stages import Placement
 
 from zbv_worker.measure.profile.captured import Captured
 from zbv_worker.transport.channels import ChannelKey, Pending, Transport
-from zbv_worker.values.packing import Crossing
+from zbv_worker.transport.endpoints import Crossing
 from zbv_worker.values.structure import Structure
 
 _CPU = torch.device("cpu")
@@ -50,8 +50,9 @@ class Traffic:
                     boundary = self._boundary(stage, letter)
                     if boundary is not None and self._receiver(stage, letter) == self._transport.pp_rank:
                         receive = self._transport.receiver(ChannelKey(peer, self._transport.pp_rank))
-                        kind = "activation" if letter == "F" else "gradient"
-                        self._pending.append(receive(self._crossing(boundary).spec(kind)))
+                        crossing = self._crossing(boundary)
+                        travelling = crossing.activation if letter == "F" else crossing.gradient
+                        self._pending.append(receive(travelling.spec))
 
     def sending(self, stage: int, letter: str, action: Callable[[], Any]) -> Callable[[], Any]:
         """An action that also sends its output, if a pipeline would send it to another rank."""

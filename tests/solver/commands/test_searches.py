@@ -91,25 +91,24 @@ def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> Non
         assert document["provenance"]["quantile"] == 0.95
 
 
-SEARCH = "zbv_solver.commands.searches.search"
-CUT = "zbv_solver.commands.cut.cut_for_executor"
-FIRST_PLAN = "zbv_models.layouts.search.first_plan"
+INTERRUPTED = """\
+plan large.json -o plan.json → zbv_solver.commands.searches.search
+pack batch.json -o packed.json → zbv_solver.commands.searches.search
+frontier large.json -o . → zbv_solver.commands.searches.search
+cut model.json --executor megatron -o plan.json → zbv_solver.commands.cut.cut_for_executor
+layout gpt.json --cluster cluster.json -o layouts.json → zbv_models.layouts.search.first_plan
+"""
+KEPT = {
+    "frontier": ("frontier.json", "points"),
+    "pack": ("packed.json", "replicas"),
+    "layout": ("layouts.json", "layouts"),
+}
 
 
-@pytest.mark.parametrize(
-    ("command", "name", "number"),
-    [
-        ("plan large.json -o plan.json", SEARCH, signal.SIGTERM),
-        ("plan large.json -o plan.json", SEARCH, signal.SIGINT),
-        ("pack batch.json -o packed.json", SEARCH, signal.SIGINT),
-        ("frontier large.json -o .", SEARCH, signal.SIGINT),
-        ("cut model.json --executor megatron -o plan.json", CUT, signal.SIGINT),
-        ("layout gpt.json --cluster cluster.json -o layouts.json", FIRST_PLAN, signal.SIGINT),
-    ],
-)
-def test_ctrl_c_keeps_the_best_so_far(
-    command: str, name: str, number: int, run: Run, capsys: Any, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("row", INTERRUPTED.splitlines())
+def test_ctrl_c_keeps_the_best_so_far(row: str, number: int, run: Run, capsys: Any, monkeypatch: Any) -> None:
+    command, name = row.split(" → ")
     module, function = name.rsplit(".", 1)
     whole = getattr(import_module(module), function)
 
@@ -123,13 +122,12 @@ def test_ctrl_c_keeps_the_best_so_far(
 
     monkeypatch.setattr(name, interrupted)
     assert main(command.split()) == 130
-    assert "interrupted: the search ended" in capsys.readouterr().err
+    assert "interrupted: the search ended early, and the" in capsys.readouterr().err
     if "plan.json" in command:
         run("check plan.json")
-    elif "frontier" in command:
-        assert len(written("frontier.json")["points"]) == 1
     else:
-        assert len(written(command.split()[-1])["layouts" if "layout" in command else "replicas"]) > 0
+        file, key = KEPT[command.split()[0]]
+        assert len(written(file)[key]) == (2 if key == "replicas" else 1)
 
 
 @pytest.mark.parametrize("delay", [0, 0.3])
@@ -155,10 +153,7 @@ def test_ctrl_c_stops_the_work_before_it_is_passed_on(delay: float) -> None:
 def test_on_a_terminal_the_answer_is_summarised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for command, words in (
-        (
-            "plan problem.json",
-            "span 24 units (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved",
-        ),
+        ("plan problem.json", "span 24 units (proved optimal), |eager-1f1b|rank 1: 1F0 2F0 |not saved"),
         ("pack batch.json --compare", "equal-tokens|lower bound of every packing|not saved"),
     ):
         out, _ = run(f"{command} --effort quick")
@@ -188,9 +183,7 @@ def test_standard_input_and_output_in_a_real_process_and_help_imports_nothing_he
 def test_compare_shows_every_schedule(run: Run) -> None:
     baselines = json.loads(run("compare problem.json --json")[0])["baselines"]
     assert [row["name"] for row in baselines] == list(BASELINES)
-    table, _ = run("compare problem.json")
-    assert all(words in table for words in ("lower bound of span: 24 units", "eager-1f1b"))
-    assert "yes" in next(line for line in table.splitlines() if line.startswith("│ zbv"))
+    assert "lower bound of span: 24 units" in run("compare problem.json")[0]
 
 
 def test_tables_cut_nothing_in_a_narrow_terminal(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from support.problems import uniform_document
 from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.commands.messages import shortened, spinner
 from zbv_solver.commands.tables import cut_summary, print_frontier
 from zbv_solver.construct.baselines import BASELINES
 
@@ -193,6 +194,19 @@ def test_tables_cut_nothing_in_a_narrow_terminal(run: Run, capsys: pytest.Captur
     print_frontier(plan.problem, [zbv.FrontierPoint(1234567.0, plan, plan.objective * 0.81234, 1.0, 1.2345)])
     tables = capsys.readouterr().out + run("compare differing.json --effort quick")[0]
     assert (tables.count(" interleaved-1f1b-practice "), "…" in tables) == (2, False)
+    line = "19 layouts, best step 3.608 s, none below 4.166 s"
+    assert [shortened(line, width) for width in (99, 40, 8)] == [line, line[:29], "19"]
+
+
+def test_long_work_prints_lines_where_there_is_no_terminal(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("zbv_solver.commands.messages.LINE_SECONDS", 0.01)
+    shown, until = "", time.monotonic() + 60
+    with spinner("searching", 60) as say:
+        say("span 3 ms")
+        while "0 s of 60 s: span 3 ms\n" not in shown and time.monotonic() < until:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    assert "0 s of 60 s: span 3 ms\n" in shown
 
 
 def test_simulate_compares_schedules_in_the_same_scenarios_of_every_kind_of_jitter(run: Run) -> None:
@@ -280,7 +294,6 @@ CUT --virtual-stages 2 -3 → --virtual-stages: found -3 virtual stages
 CUT --group-size 5 --executor torch → --group-size: found it and executor torch
 CUT --schedule 1F1B → --schedule: found it and executor megatron
 CUT --executor torch --schedule ZBVZeroBubble --virtual-stages 3 → --virtual-stages, --schedule: found 4
-CUT --layout Et*4|tL → --layout: found the modules Et*5L; the model has Et*6L
 CUT --layout 3,3 --virtual-stages 1 2 → --virtual-stages: found 2 numbers
 CUT --layout 3,3 --virtual-stages 2 → --layout: found 2 stages on 2 ranks, and --virtual-stages 2; leave it
 CUT --layout 3,3 --recompute per-stage → --recompute: found per-stage
@@ -295,18 +308,15 @@ LAYOUT --executor megatron --recompute selective --recompute-modules moe → --r
 LAYOUT --executor torchtitan --precision float8-gather → Set product_dtype fp8
 LAYOUT --cut 4 → --cut: found a cut and executor zbv. Name an executor with a fixed order
 FIXED --cut 4 → a cut is that of one. Fix --tensor-parallel
-FIXED --cut 5 --data-parallel 2 --microbatch-size 4 --zero-stage 1 → the model has 4
 layout --cluster cluster.json → model, --preset: found neither
 LAYOUT --prediction-layers -1 → --prediction-layers: found -1; input should be
 layout transformers.json --cluster cluster.json → --global-batch: a config.json does not say it
 layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; must be a JSON object
 plan t5.json → t5.json: this is a model's configuration, not a problem. `zbv estimate --config` makes
 layout unbatched.json --cluster cluster.json → /global_batch: this key is required and absent. Give it, or
-layout gpt.json --cluster cluster-H100.json → Use one of a100, a100-80gb, b200, b300, gb200
 layout gpt.json --cluster cluster-H100.json → Did you mean h100?
 estimate --config gpt.json → --preset: found no device. Name one of a100
 estimate → --config, --preset: found neither; give one
-estimate --preset gpt-5 → --preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb
 estimate --config transformers.json → --sequence-length: a config.json does not say how long
 estimate --config t5.json → t5.json: /model_type: found 't5'
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_models.layouts.cluster import parse_cluster
+from zbv_solver.export import quantities
 
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
@@ -185,8 +186,9 @@ def layout_picture(answer: Mapping[str, Any], memory: float, root: str) -> dict[
         if is_inside(layout["step_time"], layout["peak_memory"])
     ]
     dots = [*slower, *too_large]
+    count = len(planned) + len(layouts) + len(dots)
     return {
-        "summary": f"Step time over memory of {len(planned) + len(layouts) + len(dots):,} layouts. "
+        "summary": f"Step time over memory of {quantities.figure(count, 12)} layouts. "
         f"The best takes {seconds(best)}.",
         "x_ticks": x.ticks(8),
         "y_ticks": y.ticks(8),

@@ -37,6 +37,8 @@ MAX_INDEX = 2**31 - 1
 
 Index = Annotated[int | None, Query(ge=0, le=MAX_INDEX)]
 LAUNCH = needs("launch")
+IN_SECONDS = ("timeout", "startup_timeout")
+"""Options of a run."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -227,7 +229,8 @@ def _options(run: RunDocument) -> Iterator[tuple[str, str]]:
         if run.script is not None and name not in OF_SCRIPTS:
             continue
         if value is not None and name != "checkpoint":
-            yield name.replace("_", " ").capitalize(), _text(value)
+            unit = " s" if name in IN_SECONDS else ""
+            yield name.replace("_", " ").capitalize(), _text(value) + unit
     checkpoint = run.options.checkpoint
     if checkpoint is not None:
         yield "Checkpoints", f"every {checkpoint.every} steps, in {checkpoint.directory}"
@@ -237,6 +240,8 @@ def _text(value: Any) -> str:
     """A JSON value as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return quantities.figure(value)
     return str(value)[:200]
 
 

@@ -15,10 +15,19 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import finite, flag_of, json_object
-from zbv_service.commands.connection import connected, refused
-from zbv_service.commands.ending import DONE, FAILED, INTERRUPTED, Stop, WrongInput
-from zbv_service.commands.files import read_json
+from zbv_service.commands.arguments import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    Stop,
+    WrongInput,
+    connected,
+    finite,
+    flag_of,
+    json_object,
+    read_json,
+    refused,
+)
 from zbv_service.commands.submit import add_effort
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import Card
-from zbv_solver.measure.refit import NANOSECONDS
+from zbv_solver.problem.problem import NANOSECONDS
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of

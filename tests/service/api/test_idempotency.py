@@ -34,7 +34,7 @@ async def test_a_repeated_request_does_not_start_a_second_run(serving: Serving) 
         await service.http.post(f"/v1/runs/{run_id}/cancel")
         again = await submit_run(service, f'"{KEY}"')
         assert (again.status_code, again.json()["id"], again.json()["state"]) == (202, run_id, "cancelled")
-        assert kind(await submit_run(service, steps=6)) == (422, "idempotency-key-reused")
+        assert kind(await submit_run(service, steps=6)) == (422, "invalid-parameter")
         assert await runs(service) == [run_id]
         assert kind(await submit_run(service, None, id="d" * 32)) == (422, "invalid-body"), (
             "the service chooses the id"

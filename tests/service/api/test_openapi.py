@@ -9,7 +9,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from support.paths import ROOT
 from support.serving import Serving
-from zbv_service.api.openapi_extras import EXAMPLES, TAGS
+from zbv_service.api.openapi import EXAMPLES, TAGS
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
 

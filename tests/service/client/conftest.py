@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Records the pauses between requests instead of sleeping."""
     found: list[float] = []
-    monkeypatch.setattr(connection, "time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr(connection, "time", SimpleNamespace(sleep=found.append, monotonic=time.monotonic))
     return found
 
 

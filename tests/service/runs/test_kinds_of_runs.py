@@ -96,7 +96,7 @@ async def test_a_waiting_run_can_change_its_plan(held: Service, directory: Path)
     plan_id = await held.import_plan()
     run = (await submit_problem(held)).json()
     early = await held.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": plan_id})
-    assert (early.status_code, early.json()["type"]) == (409, "/errors/run-state")
+    assert (early.status_code, early.json()["type"]) == (409, "/errors/conflict")
     waiting = (await held.submit_run()).json()["id"]
     other = {**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}}
     another = await held.import_plan(other)

@@ -22,9 +22,9 @@ from zbv_service.api.state import state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import (
-    IDEMPOTENCY_KEY_REUSED,
+    CONFLICT,
     INVALID_BODY,
-    RUN_STATE,
+    INVALID_PARAMETER,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
@@ -63,7 +63,7 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function
     response_description="Accepted: it starts once its plan is found and all its agents are free. Follow the "
     "Location.",
     openapi_extra=body_of(RunRequest),
-    responses=documented(IDEMPOTENCY_KEY_REUSED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+    responses=documented(INVALID_PARAMETER, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
 )
 async def submit_run(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """The run gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
@@ -163,7 +163,7 @@ async def cancel_run(request: Request, run_id: str) -> Response:
     response_model=RunDocument,
     response_description="Its ranks will change plans between two steps, and add the event `swapped`.",
     openapi_extra=body_of(PlanChange),
-    responses=documented(INVALID_BODY, RUN_STATE),
+    responses=documented(INVALID_BODY, CONFLICT),
 )
 async def change_plan(request: Request, run_id: str) -> Response:
     """Accepts an offer, or any stored plan with the same ranks, placement and microbatches."""

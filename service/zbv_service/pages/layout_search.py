@@ -17,7 +17,7 @@ from zbv_service.api.state import state_of
 from zbv_service.documents.problems import unpack
 from zbv_service.pages.charts import Scale, percent
 from zbv_service.pages.shell import page
-from zbv_service.pages.words import gigabytes, seconds
+from zbv_service.pages.words import seconds
 from zbv_service.records.searches import FINISHED, LayoutSearchDocument
 from zbv_service.security.access import READ, needs
 
@@ -158,7 +158,7 @@ def layout_picture(answer: Mapping[str, Any], memory: float, root: str) -> dict[
     planned = sorted(_places(points.get("planned")))[len(layouts) :]
 
     def mark(step: float, held: float, name: str, url: str | None = None, is_best: bool = False) -> Any:
-        text = f"{name}: {seconds(step)}, {gigabytes(held)}"
+        text = f"{name}: {seconds(step)}, {quantities.gigabytes(held)}"
         return {"x": x(held / GIGA), "y": y(step), "text": text, "url": url, "is_best": is_best}
 
     def is_inside(step: float, held: float) -> bool:

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, quote
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from zbv_solver.export import quantities
+from zbv_solver.export.quantities import SECONDS
 from zbv_solver.export.report.figures import Card
 from zbv_solver.problem.problem import NANOSECONDS
 
@@ -162,10 +163,10 @@ def _facts(
         middle = sorted(step.seconds for step in latest)[(len(latest) - 1) // 2]
         note = "median of the latest steps"
         if planned:
-            note = f"planned {duration(planned)}, {quantities.relative(middle, planned)}"
-        yield Card("Step time", duration(middle), note)
+            note = f"planned {quantities.time(planned, SECONDS)}, {quantities.relative(middle, planned)}"
+        yield Card("Step time", quantities.time(middle, SECONDS), note)
     elif planned:
-        yield Card("Step time", "–", f"planned {duration(planned)}")
+        yield Card("Step time", "–", f"planned {quantities.time(planned, SECONDS)}")
     losses = [(step.step, step.loss) for step in steps if step.loss is not None]
     if losses:
         (_, begin), (last, loss) = losses[0], losses[-1]
@@ -257,20 +258,20 @@ def step_chart(steps: Sequence[StepDocument], planned: float | None) -> dict[str
     x = Scale(first - 0.5, last + 0.5)
     apart = median([other.step - one.step for one, other in pairwise(shown)] or [1])
     width = max(0.1, 72 * apart / (last - first + 1))
-    least, most = (duration(pick(step.seconds for step in shown)) for pick in (min, max))
+    least, most = (quantities.time(pick(step.seconds for step in shown), SECONDS) for pick in (min, max))
     summary = f"Times of steps {first} to {last}: {least} to {most}"
     return {
-        "summary": f"{summary}{f'; planned {duration(planned)}' if planned else ''}.",
+        "summary": f"{summary}{f'; planned {quantities.time(planned, SECONDS)}' if planned else ''}.",
         "bars": [
             (
                 round(x(step.step) - width / 2, 3),
                 y(step.seconds),
-                f"step {step.step}: {duration(step.seconds)}",
+                f"step {step.step}: {quantities.time(step.seconds, SECONDS)}",
             )
             for step in shown
         ],
         "width": round(width, 3),
-        "y_ticks": [(y(at), duration(at) if at else "0") for at in quantities.ticks(0.0, y.first, _TICKS)],
+        "y_ticks": y.ticks(_TICKS, quantities.timer(y.first, SECONDS)),
         "x_ticks": _step_ticks(x, first, last),
         "planned": None if planned is None else y(planned),
     }
@@ -311,11 +312,3 @@ def _thinned(steps: Sequence[StepDocument]) -> str:
     if shown == every:
         return ""
     return f"{shown} of {quantities.figure(every, 12)} steps, evenly spread, with the first and the newest."
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits: ``51.2 ms``."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= scale:
-            return f"{quantities.figure(seconds / scale)} {unit}"
-    return f"{quantities.figure(seconds * 1e9)} ns"

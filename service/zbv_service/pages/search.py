@@ -134,9 +134,7 @@ def course_chart(moments: Sequence[Moment], until: float, units: Units) -> dict[
     return {
         "summary": f"Best plan and lower bound during {clock(x.last)}; the table below has the numbers.",
         "x_ticks": [(x(at), clock(at) if at else "0 s") for at in quantities.ticks(0.0, x.last, _X_TICKS)],
-        "y_ticks": [
-            (y(at), quantities.time(at, units)) for at in quantities.ticks(y.last, y.first, _Y_TICKS)
-        ],
+        "y_ticks": y.ticks(_Y_TICKS, quantities.timer(best, units)),
         "best": lines([moment.best for moment in moments]),
         "bound": lines([moment.bound for moment in moments]),
         "gaps": [

@@ -129,7 +129,7 @@ def _environment() -> Environment:
         tone=words.tone,
         signed=words.signed,
         seconds=words.seconds,
-        gigabytes=words.gigabytes,
+        gigabytes=quantities.gigabytes,
         time_unit=quantities.time_unit,
     )
     environment.globals["bytes"] = words.BYTES

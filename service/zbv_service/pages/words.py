@@ -128,13 +128,8 @@ def tone(ratio: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time in seconds; ``–`` if there is none."""
-    return "–" if value is None else f"{quantities.figure(value)} s"
-
-
-def gigabytes(value: float) -> str:
-    """Bytes in powers of ten: ``37.4 GB``."""
-    return f"{value / 1e9:.3g} GB"
+    """A time in the unit that suits; ``–`` if there is none."""
+    return "–" if value is None else quantities.time(value, quantities.SECONDS)
 
 
 def signed(value: float) -> str:

@@ -123,6 +123,7 @@ def _environment() -> Environment:
         moment=words.moment,
         ago=words.ago,
         clock=words.clock,
+        marked=words.marked,
         grouped=words.grouped,
         reached_step=words.reached_step,
         recomputed=words.recomputed,

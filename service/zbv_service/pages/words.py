@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from markupsafe import Markup, escape
 from zbv_solver.export import quantities
 from zbv_solver.export.quantities import counted
 from zbv_solver.problem.cut import CutRules
@@ -130,6 +132,11 @@ def tone(ratio: float) -> str:
 def seconds(value: float | None) -> str:
     """A time in the unit that suits; ``–`` if there is none."""
     return "–" if value is None else quantities.time(value, quantities.SECONDS)
+
+
+def marked(text: str) -> Markup:
+    """Text whose words in backticks are code."""
+    return Markup(re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(text)))
 
 
 def signed(value: float) -> str:

@@ -100,6 +100,9 @@ def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
     ):
         assert words in text, words
     assert "Open plan" not in text
+    assert "14\u202f% of the time limit" in page_of(attempts=1)
+    assert "of the time limit" not in page_of(attempts=1, options=OptionsDocument())
+    assert "of the time limit" not in page_of(**DONE)
     assert 'http-equiv="refresh"' in text
     for scope, may_stop in (("read", False), ("admin", True)):
         text = page_of(shell=Shell(may=frozenset({scope})))

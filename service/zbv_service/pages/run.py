@@ -30,6 +30,8 @@ from zbv_service.records.run_options import OF_SCRIPTS
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, StepDocument, place_of
 from zbv_service.runs.requests import PlanChange
 from zbv_service.security.access import READ, needs
+from zbv_service.security.quotas import STORES
+from zbv_service.security.tokens import grant_of
 
 MAX_FORM_BYTES = 1024
 EVENTS = 200
@@ -38,6 +40,8 @@ MAX_INDEX = 2**31 - 1
 
 Index = Annotated[int | None, Query(ge=0, le=MAX_INDEX)]
 LAUNCH = needs("launch")
+AGAIN = {"plan_id", "model", "script", "nodes", "steps", "options"}
+"""What a run that starts again has of the earlier one."""
 IN_SECONDS = ("timeout", "startup_timeout")
 """Options of a run."""
 
@@ -66,6 +70,15 @@ async def post_cancel(request: Request, run_id: str) -> Response:
     """Stop a run on all of its nodes."""
     await state_of(request).runs.cancel(run_id)
     return _to_run(request, run_id)
+
+
+@router.post("/runs/{run_id}/again", dependencies=[LAUNCH, STORES["runs"]])
+async def post_again(request: Request, run_id: str) -> Response:
+    """Start a run like an earlier one, from its beginning, and show it."""
+    found = state_of(request)
+    run = await found.runs.get(run_id)
+    body = run.model_dump_json(include=AGAIN, exclude_defaults=True, exclude_none=True).encode()
+    return _to_run(request, (await found.runs.submit(body, grant_of(request))).id)
 
 
 @router.post("/runs/{run_id}/plan", dependencies=[LAUNCH])

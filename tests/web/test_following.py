@@ -11,7 +11,9 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Page
 from zbv_service.client import NotFound
+from zbv_solver.export import quantities
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Units
 
 from web.browsing import PHONE, PROBLEM, Open, Service
 from web.played_runs import play, slower, traces
@@ -115,7 +117,8 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(look: Open, service
     ended = service.call(f"/v1/searches/{search_id}")
     target = page.get_by_role("link", name="Open plan").get_attribute("href")
     assert target == f"/plans/{ended['plan_id']}"
-    assert f"{ended['objective']:,.0f}".replace(",", "\u202f") in page.locator(".cards.values").inner_text()
+    best = quantities.time(ended["objective"], Units(time="us"))
+    assert best in page.locator(".cards.values").inner_text()
     assert page.locator("#improvements tbody tr").count() == drawn(page) >= 3
     # The turn of the other search has come, and no plan fits its limit.
     waits.soon(waits.page.get_by_text("No plan fits the memory limit"))

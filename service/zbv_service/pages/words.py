@@ -139,7 +139,7 @@ def marked(text: str) -> Markup:
     return Markup(re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(text)))
 
 
-def signed(value: float) -> str:
-    """A difference with its sign; 0 has none."""
-    text = quantities.figure(value)
-    return text if value <= 0 or text == "0" else f"+{text}"
+def signed(value: float, units: Units | None = None) -> str:
+    """A difference with its sign, and with its unit if units are given; 0 has no sign."""
+    text = quantities.figure(value) if units is None else quantities.time(value, units)
+    return f"+{text}" if value > 0 else text

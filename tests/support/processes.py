@@ -1,7 +1,8 @@
-"""Whether a process still runs."""
+"""Processes: whether they still run, and files that they write for their test."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -11,3 +12,10 @@ def is_alive(process_id: int) -> bool:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def announce(path: Path, text: str) -> None:
+    """Write a file that a test waits for; the test never sees a part of it."""
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)

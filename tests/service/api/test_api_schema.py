@@ -81,7 +81,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
 def test_every_operation_responds_as_documented(label: str, known: Known) -> None:
     @given(OPERATIONS[label].as_strategy())
     @examples(
-        max_examples=6,
+        max_examples=3,
         deadline=None,
         derandomize=True,
         database=None,

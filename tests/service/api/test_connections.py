@@ -21,7 +21,7 @@ from support import fake_searches
 from support.fake_kinds import kinds
 from support.live import Live, listening
 from support.malformed import PLAN
-from support.processes import is_alive
+from support.processes import announce, is_alive
 from support.serving import DEADLINE, PROBLEM, Serving, until
 from zbv_service.api import readiness
 from zbv_service.app import create_app
@@ -62,20 +62,16 @@ def test_a_connection_above_the_limit_is_refused(limited: Live) -> None:
 
 
 REQUESTS: tuple[tuple[str, str, Any], ...] = (
-    ("GET", "/v1/plans/{plan}/simulation?scenarios=10", None),
-    ("GET", "/v1/plans/{plan}/ranks/0", None),
     ("GET", "/v1/plans/{plan}/export/svg", None),
-    *(("GET", f"/plans/{{plan}}{page}", None) for page in ("", "/actions", "/thumbnail.png", "/compare")),
+    ("GET", "/plans/{plan}/compare", None),
     ("GET", "/plans/{plan}/frontier", None),
     ("POST", "/v1/problems/estimate", {"problem": PROBLEM}),
-    ("POST", "/v1/problems/compare", {"problem": PROBLEM}),
-    ("POST", "/v1/problems/pack", {"batch": {"sequences": [1, 2], "max_tokens": 4, "problem": PROBLEM}}),
 )
 
 
 def sleep(directory: str, *_arguments: object) -> None:
     """A computation that writes its process and lasts far too long."""
-    Path(directory, "process").write_text(str(os.getpid()))
+    announce(Path(directory, "process"), str(os.getpid()))
     time.sleep(10 * DEADLINE)
 
 
@@ -110,7 +106,7 @@ async def test_the_computation_of_a_request_ends_when_its_client_disconnects(
     started = tmp_path / "process"
     for method, path, body in REQUESTS:
         connection = send(live, method, path.format(plan=plan), json.dumps(body).encode() if body else b"")
-        await until(lambda: started.exists() and bool(started.read_text()), f"the computation of {path}")
+        await until(started.exists, f"the computation of {path}")
         process = int(started.read_text())
         connection.close()
         await until(partial(has_ended, process), f"the end of that of {path}")

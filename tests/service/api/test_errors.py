@@ -1,22 +1,29 @@
-"""Errors: their types are a contract, their promises are true, and browsers get pages."""
+"""Errors are problem documents (RFC 9457) with types that are a contract; a wrong request stores nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import Request
+from support.malformed import AGENT
 from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import HTML, accepts
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.database.engine import Base
-from zbv_service.errors import error_document, kinds
+from zbv_service.documents.parsing import parse_json
+from zbv_service.errors import ApiError, error_document, kinds
+from zbv_solver.errors import InvalidInput
 
 
 async def test_every_type_has_a_meaning_a_remedy_and_a_page_at_its_address(service: Service) -> None:
@@ -93,18 +100,12 @@ async def test_a_crash_shows_its_request_id_and_only_the_log_has_details(
     body = answer.json()
     assert (answer.status_code, body["type"]) == (500, "/errors/internal-error")
     assert body["request_id"] == answer.headers["x-request-id"]
+    assert body["detail"].endswith("Repeat the request in a moment."), "reading changes nothing"
     assert "secret" not in json.dumps(body)
     assert "secret" in caplog.text
 
 
 KEY = {"Idempotency-Key": "one"}
-
-
-async def rows(database: Database) -> dict[str, int]:
-    """The number of rows of every table, except the one that running services update by themselves."""
-    async with database.writing() as session:
-        tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
-        return {t.name: await session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
 
 
 async def submit_run(service: Service, plan_id: str) -> Any:
@@ -166,34 +167,6 @@ async def test_a_crash_after_a_commit_says_that_the_request_may_have_succeeded(
     assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
 
 
-WRONG_BODIES: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/searches", {"problem": {**PROBLEM, "pp_degree": 0}}),
-    ("/v1/searches", {"problem": PROBLEM, "options": {"effort": "none"}}),
-    ("/v1/runs", {"problem": PROBLEM, "model": MODEL, "nodes": 3, "steps": 5}),
-    (
-        "/v1/runs",
-        {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5, "search_options": {"seed": -1}},
-    ),
-    ("/v1/runs", {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5}),
-    ("/v1/plans", {"problem": PROBLEM, "ranks": []}),
-    ("/v1/agents", {"id": "a" * 32, "name": "h", "address": "h", "port": 0, "slots": 1}),
-]
-
-
-async def test_a_wrong_body_and_a_request_from_another_site_store_nothing(service: Service) -> None:
-    database = service.app.state.application.database
-    before = await rows(database)
-    for path, body in WRONG_BODIES:
-        answer = await service.http.post(path, json=body, headers=KEY)
-        assert (answer.status_code, answer.json()["type"]) == (422, "/errors/invalid-body"), answer.text
-        assert await rows(database) == before, body
-    other = {"Origin": "http://evil"}
-    for path in ("/v1/searches", "/example", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/sign-in-links"):
-        answer = await service.http.post(path, json={"problem": PROBLEM}, headers=other)
-        assert (answer.status_code, answer.json()["type"]) == (403, "/errors/other-origin"), path
-    assert await rows(database) == before
-
-
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
 
@@ -214,12 +187,193 @@ def test_a_caller_accepts_what_it_names(accept: list[str], is_named: bool) -> No
     assert accepts(Request({"type": "http", "headers": headers}), HTML) is is_named
 
 
-async def test_resources_are_json_for_browsers_too_and_have_pages(service: Service) -> None:
-    accepted = await service.submit()
-    ended = await service.ended(accepted.json()["id"])
-    for address in (accepted.headers["location"], f"/v1/plans/{ended['plan_id']}", "/v1/searches"):
-        answer = await service.http.get(address, headers={"accept": BROWSER})
-        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
-        shown = await service.http.get(address.removeprefix("/v1"))
-        assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
-        assert ended["plan_id"][:12] in shown.text
+JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong request and its expected error."""
+
+    method: str
+    path: str
+    status: int
+    kind: str
+    body: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    pointer: str | None = None
+
+
+def wrong_body(
+    change: dict[str, Any] | None = None, pointer: str = "", options: Any = None, path: str = "/v1/searches"
+) -> Wrong:
+    body = {"problem": {**PROBLEM, **(change or {})}, **({} if options is None else {"options": options})}
+    return Wrong("POST", path, 422, "invalid-body", json.dumps(body).encode(), JSON, pointer)
+
+
+def sent(body: bytes, status: int, kind: str, headers: dict[str, str] = JSON) -> Wrong:
+    return Wrong("POST", "/v1/searches", status, kind, body, headers)
+
+
+COSTS, MEMORY = PROBLEM["costs"], PROBLEM["memory"]
+
+JSON_OF_PRESETS = json.dumps(
+    {
+        "model": {"presets": ["llama-3.1-8b"] * 9},
+        "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
+        "global_batch": 8,
+    }
+).encode()
+
+WRONG = {
+    "unknown route": Wrong("GET", "/v2/nothing", 404, "not-found"),
+    "unknown search": Wrong("GET", "/v1/searches/nothing", 404, "not-found"),
+    "unknown plan": Wrong("GET", "/v1/plans/nothing", 404, "not-found"),
+    "export of an unknown plan": Wrong("GET", "/v1/plans/nothing/export/svg", 404, "not-found"),
+    "unknown format": Wrong("GET", "/v1/plans/nothing/export/none", 404, "not-found"),
+    "wrong method": Wrong("DELETE", "/v1/searches", 405, "method-not-allowed"),
+    "list limit": Wrong("GET", "/v1/searches?limit=0", 422, "invalid-parameter"),
+    "no body": sent(b"", 400, "malformed-json"),
+    "no content type": sent(b"{}", 415, "unsupported-media-type", {}),
+    "broken JSON": sent(b'{"problem": ', 400, "malformed-json"),
+    "NaN": sent(b'{"problem": NaN}', 400, "malformed-json"),
+    "not UTF-8": sent(b'{"problem": "\xff"}', 400, "malformed-json"),
+    "nested too deeply": sent(b"[" * 40_000, 400, "malformed-json"),
+    "nested beyond what pydantic writes": Wrong(
+        "POST",
+        "/v1/layouts",
+        400,
+        "malformed-json",
+        b'{"model": {"model_type": "llama", "x": ' + b"[" * 260 + b"]" * 260 + b"}}",
+        JSON,
+    ),
+    "NUL in a text": wrong_body({"units": {"time": "a\0b"}}, "/problem/units/time"),
+    "NUL in an ignored key": Wrong(
+        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": {"\\u0000": 1}}}', JSON, "/model/x"
+    ),
+    "NUL in an address": Wrong("GET", "/v1/runs/%00", 404, "not-found"),
+    "NUL in an address to post to": Wrong("POST", "/v1/agents/%00/drain", 404, "not-found"),
+    "a preset named often": Wrong(
+        "POST", "/v1/layouts", 422, "invalid-body", JSON_OF_PRESETS, JSON, "/model/presets"
+    ),
+    "more tokens than any memory": Wrong(
+        "POST",
+        "/v1/problems/pack",
+        422,
+        "invalid-body",
+        b'{"batch": {"sequences": [1], "problem": {}, "max_tokens": ' + b"9" * 4000 + b"}}",
+        JSON,
+        "/batch/max_tokens",
+    ),
+    "endless integer": sent(b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
+    "large body": sent(b" " * 100_001, 413, "body-too-large"),
+    "not an object": Wrong("POST", "/v1/searches", 422, "invalid-body", b"[]", JSON, ""),
+    "no problem": Wrong("POST", "/v1/searches", 422, "invalid-body", b"{}", JSON, "/problem"),
+    "half a surrogate": Wrong(
+        "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, "/problem"
+    ),
+    "unknown key": Wrong("POST", "/v1/searches", 422, "invalid-body", b'{"x": 1}', JSON, "/x"),
+    "negative cost": wrong_body({"costs": {**COSTS, "forward": -1}}, "/problem/costs/forward"),
+    "number too large": wrong_body({"costs": {**COSTS, "forward": 10**400}}, "/problem/costs/forward"),
+    "wrong length": wrong_body({"costs": {**COSTS, "forward": [1, 2, 3]}}, "/problem/costs/forward"),
+    "one of a list": wrong_body({"costs": {**COSTS, "forward": [1, 2, -3, 4]}}, "/problem/costs/forward/2"),
+    "unknown cost": wrong_body({"costs": {**COSTS, "sideways": 1}}, "/problem/costs/sideways"),
+    "leaking deltas": wrong_body({"memory": {**MEMORY, "forward": 2}}, "/problem/memory"),
+    "absurdly many microbatches": wrong_body({"microbatches": 10**30}, "/problem/microbatches"),
+    "too many for the planner": wrong_body(
+        {"pp_degree": 1000, "microbatches": 10**5}, "/problem/microbatches"
+    ),
+    "too many for this service": wrong_body({"pp_degree": 8, "microbatches": 5000}, "/problem/microbatches"),
+    "negative time limit": wrong_body(pointer="/options/time_limit", options={"time_limit": -1}),
+    "endless time limit": wrong_body(pointer="/options/time_limit", options={"time_limit": 1e9}),
+    "plan without ranks": Wrong("POST", "/v1/plans", 422, "invalid-body", b'{"problem": {}}', JSON, "/ranks"),
+    "agent without a port": Wrong(
+        "POST", "/v1/agents", 422, "invalid-body", json.dumps({**AGENT, "port": 0}).encode(), JSON, "/port"
+    ),
+    "large plan": Wrong("POST", "/v1/plans", 413, "body-too-large", b" " * 200_001, JSON),
+}
+
+
+async def refused(service: Service, wrong: Wrong) -> httpx.Response:
+    return await service.http.request(wrong.method, wrong.path, content=wrong.body, headers=wrong.headers)
+
+
+async def rows(database: Database) -> dict[str, int]:
+    """The number of rows of every table, except the one that running services update by themselves."""
+    tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
+    return {t.name: (await database.rows(select(func.count()).select_from(t)))[0][0] for t in tables}
+
+
+async def test_every_error_is_a_problem_document_and_stores_nothing(service: Service) -> None:
+    before = await rows(service.app.state.application.database)
+    for name, wrong in WRONG.items():
+        answer = await refused(service, wrong)
+        assert answer.headers["content-type"] == "application/problem+json", name
+        body = answer.json()
+        assert (answer.status_code, body["status"]) == (wrong.status, wrong.status), (name, body)
+        assert body["type"] == f"/errors/{wrong.kind}", (name, body)
+        assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, name
+        assert body["title"], name
+        assert len(body["detail"]) > 10, name
+        for entry in body.get("errors", []):
+            assert set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}), name
+        if wrong.pointer is not None:
+            assert wrong.pointer in [entry["pointer"] for entry in body["errors"]], (name, body)
+    assert await rows(service.app.state.application.database) == before
+
+
+async def test_types_are_addresses_below_the_root_path(serving: Serving) -> None:
+    async with serving("broken") as service:
+        failed = await service.done()
+        run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5}
+        run_id = (await service.http.post("/v1/runs", json=run)).json()["id"]
+        await service.until_run(run_id, lambda found: found["state"] == "failed")
+        transport = httpx.ASGITransport(service.app, root_path="/planner")
+        async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
+            search = f"/planner/v1/searches/{failed['id']}"
+            missing = (await http.get("/planner/v1/searches/x")).json()
+            listed = (await http.get("/planner/v1/searches")).json()["searches"]
+            events = (await http.get(f"{search}/events?after=0")).json()["events"]
+            runs = (await http.get("/planner/v1/runs")).json()["runs"]
+            errors = [(await http.get(search)).json()["error"], listed[-1]["error"], events[-1]["error"]]
+            for error in (missing, *errors, runs[0]["error"]):
+                assert error["type"].startswith("/planner/errors/"), error
+                assert (await http.get(error["type"])).status_code == 200
+            page = await http.get("/planner/v1/searches/x/problem", headers={"accept": "text/html"})
+            assert 'href="/planner/errors/not-found"' in page.text
+    assert failed["error"]["type"].startswith("/errors/"), "without a root path"
+
+
+async def test_a_body_without_a_declared_length_is_limited(serving: Serving) -> None:
+    async def endless() -> Any:
+        for _ in range(10_000):
+            yield b" " * 1000
+
+    async with serving("immediate") as service:
+        answer = await service.http.post("/v1/searches", content=endless(), headers=JSON)
+        assert (answer.status_code, answer.json()["type"]) == (413, "/errors/body-too-large")
+
+
+_NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+_TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+_JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | _NUMBERS | _TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(_JSON_VALUES)
+def test_strict_parsing_accepts_valid_json(value: Any) -> None:
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@given(st.binary(max_size=40))
+def test_strict_parsing_accepts_or_refuses_any_bytes(body: bytes) -> None:
+    status = 400
+    try:
+        json.dumps(parse_json(body), allow_nan=False)
+    except ApiError as error:
+        status = error.kind.status
+    except InvalidInput:
+        return
+    assert status == 400

@@ -23,16 +23,12 @@ CONFIGURATION = ROOT / "docker/haproxy.cfg"
 CLIENT = "203.0.113.9"
 
 
-def frontend() -> list[str]:
-    """The directives of the frontend, in order."""
-    text = CONFIGURATION.read_text().partition("frontend http\n")[2].partition("\nbackend ")[0]
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-
-
 def passed_on(headers: httpx.Headers, *, over_tls: bool) -> httpx.Headers:
     """The headers that the load balancer forwards, by the few directives that the file uses."""
     found = httpx.Headers(headers)
-    for line in frontend():
+    frontend = CONFIGURATION.read_text().partition("frontend http\n")[2].partition("\nbackend ")[0]
+    lines = map(str.strip, frontend.splitlines())
+    for line in (line for line in lines if line and not line.startswith("#")):
         if match := re.fullmatch(r"http-request del-header (\S+)( -m beg)?", line):
             name = match[1].lower()
             for known in list(found):

@@ -147,6 +147,8 @@ def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Pa
         (["--database", "sqlite:///no/such/directory/zbv.db"], "directory must exist"),
         (["--database", f"sqlite:///{__file__}"], "cannot use the database"),
         (["--port", "PORT"], "cannot listen on 127.0.0.1 port PORT"),
+        (["--tls-cert", "no.pem", "--tls-key", "no.key"], "cannot use no.pem, no.key for TLS"),
+        (["--host", "0.0.0.0"], "zbv-service token create --name admin --scope admin --database sqlite:///"),
     ],
 )
 def test_a_service_that_cannot_start_says_why_without_a_traceback(

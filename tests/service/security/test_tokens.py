@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import stat
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from zbv_service.security.tokens import (
 )
 
 
+@dataclass
 class Clock:
     """A clock that the test advances."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now: float = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -173,10 +174,13 @@ async def test_the_last_use_of_a_token_is_stored_at_intervals(database: Database
     assert [record.used_at for record in await table.tokens()] == [first.used_at]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = main(["token", *arguments])
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
+    """Exit status and output of ``zbv-service token``."""
+    try:
+        status: object = main(["token", *arguments])
+    except SystemExit as ended:  # by argparse
+        status = ended.code
+    return status, *capsys.readouterr()
 
 
 @pytest.fixture
@@ -231,13 +235,8 @@ def test_wrong_input_creates_no_token(capsys: pytest.CaptureFixture[str], url: s
         (["--name", "x", "--expires", "0d"], "must be a time such as 90d"),
         (["--name", "x", "--max-searches", "0"], "--max-searches: found '0'; must be a whole number"),
     ):
-        try:
-            status: object = main(["token", "create", "--scope", "read", *arguments])
-        except SystemExit as ended:
-            status = ended.code
-        printed = capsys.readouterr()
-        assert (status, printed.out) == (2, "")
-        assert complaint in printed.err
+        status, out, err = run(capsys, "create", "--scope", "read", *arguments)
+        assert (status, out, complaint in err) == (2, "", True), err
     assert run(capsys, "list")[1].count("\n") == 1, "only the heading"
 
 

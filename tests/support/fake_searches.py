@@ -26,9 +26,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Progress
 
-from support.processes import announce
-
-DEADLINE = 120.0
+from support.processes import DEADLINE, announce
 
 
 def directory() -> Path:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+DEADLINE = 120.0
+"""Generous: no test is about speed."""
 
 
 def is_alive(process_id: int) -> bool:
@@ -12,6 +17,14 @@ def is_alive(process_id: int) -> bool:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def wait_until(holds: Callable[[], object], what: str) -> None:
+    """Wait for a condition; every test that waits has the same patience."""
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.02)
 
 
 def announce(path: Path, text: str) -> None:

@@ -16,9 +16,7 @@ from fastapi import FastAPI
 from zbv_solver.problem.reading import parse_problem
 
 from support.fake_searches import orders_of
-
-DEADLINE = 120.0
-"""Generous: no test is about speed."""
+from support.processes import DEADLINE
 
 PROBLEM: dict[str, Any] = {
     "pp_degree": 2,

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from support.client_answers import Answering, Chunks, Given
-from zbv_service.client import Client, Retries, connection
+from zbv_service.client import Client, Retries
 
 AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Records the pauses between requests instead of sleeping."""
-    found: list[float] = []
-    monkeypatch.setattr(connection, "time", SimpleNamespace(sleep=found.append))
-    return found
 
 
 @pytest.fixture

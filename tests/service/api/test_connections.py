@@ -44,8 +44,8 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def connected(live: Live) -> socket.socket:
-    port = int(live.address.rpartition(":")[2])
-    return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE)
+    at = urlsplit(live.address)
+    return socket.create_connection((at.hostname, at.port), timeout=DEADLINE)
 
 
 def test_a_connection_above_the_limit_is_refused(limited: Live) -> None:
@@ -83,8 +83,7 @@ def live(settings: Settings) -> Iterator[Live]:
 
 def send(live: Live, method: str, path: str, body: bytes = b"") -> socket.socket:
     """Send a request, and do not read its answer."""
-    at = urlsplit(live.address)
-    connection = socket.create_connection((at.hostname, at.port), timeout=DEADLINE)
+    connection = connected(live)
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
     connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
     return connection

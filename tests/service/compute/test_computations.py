@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import is_alive
+from support.processes import announce, is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
 from zbv_service.compute.computations import LIGHT_BYTES, LIGHT_VALUES, Computations, is_light
@@ -38,7 +38,7 @@ async def computing(seconds: float = DEADLINE, memory: float = math.inf) -> Asyn
 
 def sleep(directory: str, _argument: object) -> None:
     """Write the id of this process, and sleep far too long."""
-    Path(directory, "process").write_text(str(os.getpid()))
+    announce(Path(directory, "process"), str(os.getpid()))
     time.sleep(10 * DEADLINE)
 
 
@@ -103,7 +103,7 @@ async def test_a_computation_that_needs_too_much_memory_is_refused_and_later_one
 def hold(file: str, size: int) -> str:
     """Hold so many bytes until the file is removed; its content is the id of this process."""
     held = b"x" * size
-    Path(file).write_text(str(os.getpid()))
+    announce(Path(file), str(os.getpid()))
     while Path(file).exists():
         time.sleep(0.01)
     return f"held {len(held)}"
@@ -199,45 +199,22 @@ class LeavingClient(Client):
         return {"type": "http.disconnect"}
 
 
-def begun(directory: Path) -> bool:
-    """Whether :func:`sleep` has written its process."""
-    started = directory / "process"
-    return started.exists() and bool(started.read_text())
-
-
 async def compute_for(client: Client, making: Coroutine[Any, Any, Any]) -> Any:
     CLIENT.set(client)
     return await making
 
 
-async def test_a_computation_ends_when_its_client_disconnects(tmp_path: Path) -> None:
-    async with computing() as found:
-        client = LeavingClient()
-        asked = compute_for(client, found.run(partial(sleep, str(tmp_path)), None))
-        waiting = asyncio.create_task(asked)
-        await until(lambda: begun(tmp_path), "it begins")
-        client.leave()
-        with pytest.raises(ApiError, match="disconnected"):
-            await waiting
-        await until(lambda: not is_alive(int((tmp_path / "process").read_text())), "the process ends")
-        # Other computations continue, and waiting callers can leave, too.
-        assert await found.run(process_of, None)
-        with pytest.raises(ApiError, match="disconnected"):
-            await asyncio.create_task(compute_for(client, found.run(partial(sleep, str(tmp_path)), None)))
-        assert found._turns.waiting == 0
-
-
-async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_path: Path) -> None:
+async def test_a_computation_ends_when_its_last_client_disconnects(tmp_path: Path) -> None:
     cache: Cache[object] = Cache(2)
+    clients, started = [LeavingClient(), LeavingClient()], tmp_path / "process"
     async with computing() as found:
-        clients = [LeavingClient(), LeavingClient()]
 
         def asked(client: Client) -> Coroutine[Any, Any, Any]:
             return compute_for(client, cache.get("x", lambda: found.run(partial(sleep, str(tmp_path)), None)))
 
         waiting = [asyncio.create_task(asked(client)) for client in clients]
-        await until(lambda: begun(tmp_path), "it begins")
-        process = int((tmp_path / "process").read_text())
+        await until(started.exists, "it begins")
+        process = int(started.read_text())
         clients[0].leave()  # the one that started it
         with pytest.raises(ApiError, match="disconnected"):
             await waiting[0]
@@ -246,8 +223,11 @@ async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_pa
         with pytest.raises(ApiError, match="disconnected"):
             await waiting[1]
         await until(lambda: not is_alive(process), "the process ends")
-
         assert await cache.get("x", lambda: found.run(nothing, None)) is None  # begins again
+        # Who leaves while waiting for a turn, leaves the queue, too.
+        with pytest.raises(ApiError, match="disconnected"):
+            await asyncio.create_task(compute_for(clients[0], found.run(process_of, None)))
+        assert found._turns.waiting == 0
 
 
 @pytest.mark.parametrize(

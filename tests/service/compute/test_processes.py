@@ -8,16 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 from support.paths import TESTS
-from support.processes import is_alive
+from support.processes import is_alive, wait_until
 from support.refusals import refusal
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import Client, Search, tokens
@@ -69,24 +69,15 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
         yield start
 
 
-def until(look: Callable[[], Search], holds: Callable[[Search], bool]) -> Search:
-    deadline = time.monotonic() + DEADLINE
-    while not holds(found := look()):
-        assert time.monotonic() < deadline, f"did not happen in time: {found}"
-        time.sleep(0.05)
-    return found
+def begun(client: Client, search_id: str, attempts: int) -> Search:
+    """A search that has found a plan and continues, in this attempt."""
 
+    def has_found() -> bool:
+        found = client.search(search_id)
+        return found.attempts == attempts and found.state == "running" and found.objective is not None
 
-def begun(served: Served) -> Search:
-    """A long search that has found a plan and continues."""
-    search_id = served.client.submit(PROBLEM, LONG_OPTIONS).id
-    found = until(lambda: served.client.search(search_id), lambda seen: seen.objective is not None)
-    assert found.state == "running"
-    return found
-
-
-def begun_again(client: Client, search_id: str, attempts: int) -> Search:
-    return until(lambda: client.search(search_id), lambda seen: seen.attempts == attempts)
+    wait_until(has_found, f"attempt {attempts}")
+    return client.search(search_id)
 
 
 def children_of(process_id: int) -> list[int]:
@@ -96,46 +87,40 @@ def children_of(process_id: int) -> list[int]:
     return [below for child in children for below in (child, *children_of(child))]
 
 
+def none_lives(process_ids: list[int]) -> bool:
+    return not any(map(is_alive, process_ids))
+
+
 def test_no_signal_loses_a_search_or_leaves_a_process(serve: Serve, tmp_path: Path) -> None:
     """Three services, one after the other, with one directory, port, search and client."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
     served = serve(tmp_path, port)
-    before = begun(served)
+    before = begun(served.client, served.client.submit(PROBLEM, LONG_OPTIONS).id, 1)
     token = tokens.find(served.address)
     assert token is not None
     polling = httpx.Client(base_url=served.address, headers={"Authorization": f"Bearer {token}"})
-    other = served.client.submit(PROBLEM, {"effort": "quick"})
+    other = served.client.submit(PROBLEM, {"effort": "standard", "seed": 2})
     for attempts, number in enumerate((signal.SIGKILL, signal.SIGTERM), start=2):
-        deadline = time.monotonic() + DEADLINE
-        while not (below := children_of(served.process.pid)):
-            assert time.monotonic() < deadline, "the service starts no process for its searches"
-            time.sleep(0.05)
+        below = children_of(served.process.pid)
+        assert below, "the process of the search"
         status = served.ended_with(number)
         assert status == (-number if number == signal.SIGKILL else 0)
-        deadline = time.monotonic() + DEADLINE
-        while alive := [process_id for process_id in below if is_alive(process_id)]:
-            assert time.monotonic() < deadline, f"orphans: {alive}"
-            time.sleep(0.05)
+        wait_until(partial(none_lives, below), f"the end of {below}")
 
         served = serve(tmp_path, port)
         polled = polling.get(f"/v1/searches/{before.id}")
         assert (polled.status_code, polled.json()["id"]) == (200, before.id), polled.text
-        resumed = begun_again(served.client, before.id, attempts)
-        assert resumed.objective is not None
-        assert before.objective is not None
-        assert resumed.objective <= before.objective * (1 + 1e-9)
+        resumed = begun(served.client, before.id, attempts)
+        assert (resumed.objective or 0) <= (before.objective or 0) * (1 + 1e-9)
         before = resumed
 
     client = served.client
     assert client.wait(other.id, timeout=DEADLINE).state == "done"
-    until(lambda: client.search(before.id), lambda seen: seen.state == "running")
     client.cancel(before.id)
     after = client.wait(before.id, timeout=DEADLINE)
     assert (after.state, after.attempts) == ("cancelled", 3)
-    assert after.objective is not None
-    assert before.objective is not None
-    assert after.objective <= before.objective * (1 + 1e-9)
+    assert (after.objective or 0) <= (before.objective or 0) * (1 + 1e-9)
     verify(client.plan(str(after.plan_id)))
     assert polling.get(f"/v1/searches/{before.id}").json()["state"] == "cancelled"
     polling.close()

@@ -1,19 +1,25 @@
-"""Log lines: readable by machines, with the ids of requests and searches, and without secrets."""
+"""Log lines, readable by machines and without secrets, and the metrics of docs/metrics.md."""
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import io
 import json
 import logging
 import re
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from support.serving import Service, Serving
+from prometheus_client.parser import text_string_to_metric_families as parse
+from support.paths import ROOT
+from support.serving import PROBLEM, Service, Serving, until
 from zbv_service.observability import logs
 from zbv_service.observability.context import REQUEST_ID, SEARCH_ID
+from zbv_service.observability.metrics import Metrics
+from zbv_service.searches.runner import family
 from zbv_service.security.tokens import TokenText
 
 
@@ -108,7 +114,7 @@ def test_every_record_is_one_line_with_a_json_object() -> None:
     line = json.loads(text)
     assert (line["level"], line["logger"], line["size"]) == ("warning", "x", 3)
     assert line["message"].startswith("two\nlines")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+    assert datetime.fromisoformat(line["time"]).utcoffset() == timedelta(0)
 
 
 def test_no_message_forges_a_line_of_text() -> None:
@@ -136,3 +142,107 @@ def test_auto_is_text_on_a_terminal_and_json_elsewhere(log: io.StringIO) -> None
         logs.configure("info", wanted, stream)  # type: ignore[arg-type]  # the literals above
         logging.getLogger("x").info("said")
         assert stream.getvalue().startswith("{") == is_json
+
+
+DOCUMENTED = {
+    row[1]: row[2]
+    for row in re.finditer(r"^\| `(zbv_\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+}
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+async def scraped(service: Service) -> Samples:
+    answer = await service.http.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for found in parse(answer.text)
+        for sample in found.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples.get((name, frozenset(labels.items())), 0.0)
+
+
+def test_exactly_the_documented_metrics_exist() -> None:
+    found = {
+        metric.name + ("_total" if metric.type == "counter" else ""): metric.type
+        for metric in Metrics().registry.collect()
+        if metric.name.startswith("zbv_")
+    }
+    assert found == DOCUMENTED
+
+
+async def test_a_search_shows_in_the_metrics(serving: Serving) -> None:
+    async with serving("immediate") as service:
+        before = await scraped(service)
+        search_id = (await service.submit()).json()["id"]
+        plan_id = (await service.ended(search_id))["plan_id"]
+        for path in (
+            f"/v1/plans/{plan_id}",
+            *[f"/v1/plans/{plan_id}/ranks/0"] * 3,
+            "/nonsense",
+            "/v1/runs/x",
+        ):
+            await service.http.get(path)
+        await service.http.request("JUNK", "/healthz")
+        after = await scraped(service)
+
+    assert value(before, "zbv_searches", state="done") == 0
+    assert value(after, "zbv_searches", state="done") == 1
+    assert value(after, "zbv_searches", state="queued") == 0
+    assert ("zbv_searches", frozenset({("state", "infeasible")})) in after
+    assert value(after, "zbv_search_duration_seconds_count", state="done", method="fake") == 1
+    assert value(after, "zbv_search_gap_ratio_count") == 1
+    assert value(after, "zbv_search_gap_ratio_sum") == 1.0  # the fake plan's gap
+    assert value(after, "zbv_plan_fetches_total") == 1
+    assert value(after, "zbv_rank_fetches_total") == 3  # the first by the route, the others by RankFetches
+    requests = "zbv_http_requests_total"
+    assert value(after, requests, method="POST", route="/v1/searches", status="202") == 1
+    rank = "/v1/plans/{plan_id}/ranks/{rank}"
+    assert value(after, requests, method="GET", route=rank, status="200") == 3
+    assert value(after, requests, method="GET", route="/v1/runs/{run_id}", status="404") == 1
+    assert value(after, requests, method="GET", route="unknown", status="404") == 1
+    assert value(after, requests, method="unknown", route="/healthz", status="405") == 1
+    assert value(after, "zbv_http_request_duration_seconds_count", method="GET", route=rank) == 3
+    assert value(after, "zbv_event_streams") == 0
+    assert value(after, "process_resident_memory_bytes") > 0
+
+
+async def test_agents_runs_queued_searches_and_open_event_streams_are_counted(serving: Serving) -> None:
+    async with serving("held", searches=1) as service:
+        search_id = await service.begun()
+        await service.register("a")
+        await service.submit_run(plan_id=None, problem=PROBLEM, nodes=1, search_options={"seed": 1})
+        address, accept = f"/v1/searches/{search_id}/events", {"Accept": "text/event-stream"}
+        stream = asyncio.create_task(service.http.get(address, headers=accept))
+        await until(lambda: service.app.state.application.events.readers == 1, "it follows")
+        samples = await scraped(service)
+        for kind, state, count in (("agents", "live", 1), ("agents", "lost", 0), ("runs", "planning", 1)):
+            assert value(samples, f"zbv_{kind}", state=state) == count
+        assert value(samples, "zbv_event_streams") == 1
+        assert value(samples, "zbv_searches", state="running") == 1
+        assert value(samples, "zbv_searches", state="queued") == 1
+        assert value(samples, "zbv_search_queue_age_seconds") > 0
+        await service.cancel(search_id)
+        await stream
+        assert value(await scraped(service), "zbv_event_streams") == 0
+
+
+async def test_a_client_that_accepts_openmetrics_gets_it(service: Service) -> None:
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    answer = await service.http.get("/metrics", headers=accept)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+
+
+def test_the_label_of_a_method_is_its_first_word() -> None:
+    labels = {
+        "greedy": "greedy",
+        "import: gpipe 3": "import",
+        "CP-SAT+x": "cp-sat",
+        None: "none",
+        "": "none",
+    }
+    assert {method: family(method) for method in labels} == labels

@@ -76,13 +76,12 @@ async def test_head_of_an_endless_stream_ends(held: Service) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_readiness_names_every_failed_check(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        ready = await service.http.get("/readyz")
-        assert (ready.status_code, ready.headers["cache-control"]) == (200, "no-store")
-        await service.app.state.application.runner.stop()
-        answer = await service.http.get("/readyz")
-        assert (await service.http.get("/healthz")).status_code == 200
+async def test_readiness_names_every_failed_check(service: Service) -> None:
+    ready = await service.http.get("/readyz")
+    assert (ready.status_code, ready.headers["cache-control"]) == (200, "no-store")
+    await service.app.state.application.runner.stop()
+    answer = await service.http.get("/readyz")
+    assert (await service.http.get("/healthz")).status_code == 200
     assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
     assert [entry["check"] for entry in answer.json()["errors"]] == ["searches"]
     assert int(answer.headers["retry-after"]) >= 1

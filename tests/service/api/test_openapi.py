@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from support.paths import ROOT
-from support.serving import Serving
+from support.serving import Service
 from support.walk import FETCH, modules, walk
 from zbv_service.api.openapi_extras import EXAMPLES, TAGS
 from zbv_service.app import create_app
@@ -52,16 +52,15 @@ def test_every_json_body_has_an_example(document: dict[str, Any]) -> None:
     assert set(EXAMPLES) == bodies - {"put_trace", "put_events"}  # which are only sent by agents
 
 
-async def test_the_examples_are_accepted(serving: Serving, document: dict[str, Any]) -> None:
+async def test_the_examples_are_accepted(service: Service, document: dict[str, Any]) -> None:
     paths = {operation["operationId"]: path for _, path, operation in operations(document)}
-    async with serving("immediate") as service:
-        assert EXAMPLES["compare_problem"]["problem"] == EXAMPLES["submit_search"]["problem"]
-        for name in ("submit_search", "submit_layouts", "import_plan", "submit_run", "register_agent"):
-            answer = await service.http.post(paths[name], json=EXAMPLES[name])
-            assert answer.is_success, (name, answer.text)
-        beat = paths["beat"].replace("{agent_id}", EXAMPLES["register_agent"]["id"])
-        answer = await service.http.post(beat, json=EXAMPLES["beat"])
-        assert answer.is_success, answer.text
+    assert EXAMPLES["compare_problem"]["problem"] == EXAMPLES["submit_search"]["problem"]
+    for name in ("submit_search", "submit_layouts", "import_plan", "submit_run", "register_agent"):
+        answer = await service.http.post(paths[name], json=EXAMPLES[name])
+        assert answer.is_success, (name, answer.text)
+    beat = paths["beat"].replace("{agent_id}", EXAMPLES["register_agent"]["id"])
+    answer = await service.http.post(beat, json=EXAMPLES["beat"])
+    assert answer.is_success, answer.text
 
 
 def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any]) -> None:

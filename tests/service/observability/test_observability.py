@@ -76,21 +76,19 @@ async def test_lines_about_a_search_name_it(serving: Serving, log: io.StringIO) 
     assert any("ZeroDivisionError" in line.get("exception", "") for line in about)
 
 
-async def test_reads_are_logged_only_when_they_fail(serving: Serving, log: io.StringIO) -> None:
+async def test_reads_are_logged_only_when_they_fail(service: Service, log: io.StringIO) -> None:
     logging.getLogger().setLevel("INFO")
-    async with serving("immediate") as service:
-        await service.http.get("/v1/searches")
-        await service.http.get("/v1/searches/x")
-        await service.submit()
+    await service.http.get("/v1/searches")
+    await service.http.get("/v1/searches/x")
+    await service.submit()
     said = [line["message"] for line in lines(log) if line["logger"].endswith("requests")]
     assert said[:2] == ["GET /v1/searches/x 404", "POST /v1/searches 202"]
 
 
-async def test_no_secret_is_logged(serving: Serving, log: io.StringIO) -> None:
+async def test_no_secret_is_logged(service: Service, log: io.StringIO) -> None:
     headers = {"Authorization": "Bearer sesame-one"}
-    async with serving("immediate") as service:
-        await service.http.get("/v1/searches?token=sesame-two", headers=headers)
-        await service.http.get("/nothing?token=sesame-two", headers=headers)
+    await service.http.get("/v1/searches?token=sesame-two", headers=headers)
+    await service.http.get("/nothing?token=sesame-two", headers=headers)
     try:
         raise ValueError("GET /x?a=1&token=sesame-three&b=2 with Authorization: sesame-four")
     except ValueError:
@@ -175,20 +173,19 @@ def test_exactly_the_documented_metrics_exist() -> None:
     assert found == DOCUMENTED
 
 
-async def test_a_search_shows_in_the_metrics(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        before = await scraped(service)
-        search_id = (await service.submit()).json()["id"]
-        plan_id = (await service.ended(search_id))["plan_id"]
-        for path in (
-            f"/v1/plans/{plan_id}",
-            *[f"/v1/plans/{plan_id}/ranks/0"] * 3,
-            "/nonsense",
-            "/v1/runs/x",
-        ):
-            await service.http.get(path)
-        await service.http.request("JUNK", "/healthz")
-        after = await scraped(service)
+async def test_a_search_shows_in_the_metrics(service: Service) -> None:
+    before = await scraped(service)
+    search_id = (await service.submit()).json()["id"]
+    plan_id = (await service.ended(search_id))["plan_id"]
+    for path in (
+        f"/v1/plans/{plan_id}",
+        *[f"/v1/plans/{plan_id}/ranks/0"] * 3,
+        "/nonsense",
+        "/v1/runs/x",
+    ):
+        await service.http.get(path)
+    await service.http.request("JUNK", "/healthz")
+    after = await scraped(service)
 
     assert value(before, "zbv_searches", state="done") == 0
     assert value(after, "zbv_searches", state="done") == 1

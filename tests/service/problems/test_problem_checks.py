@@ -136,15 +136,14 @@ async def test_a_problem_that_cannot_be_estimated_is_refused(honest: Service) ->
         assert answer.json()["errors"][0]["pointer"] == pointer
 
 
-async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(serving: Serving) -> None:
+async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(honest: Service) -> None:
     plan = json.loads(json.dumps(plan_json(baseline_plan("zb-h1", parse_problem(PROBLEM)))))
     problem = plan["problem"]
-    async with serving("honest") as service:
-        right = (await checked(service, {"problem": problem, "plan": plan}))["plan"]
-        other = (await checked(service, {"problem": PROBLEM, "plan": plan}))["plan"]
-        metrics = plan["metrics"] | {"makespan": 1}
-        false = (await checked(service, {"problem": problem, "plan": plan | {"metrics": metrics}}))["plan"]
-        shapeless = (await checked(service, {"problem": problem, "plan": 7}))["plan"]
+    right = (await checked(honest, {"problem": problem, "plan": plan}))["plan"]
+    other = (await checked(honest, {"problem": PROBLEM, "plan": plan}))["plan"]
+    metrics = plan["metrics"] | {"makespan": 1}
+    false = (await checked(honest, {"problem": problem, "plan": plan | {"metrics": metrics}}))["plan"]
+    shapeless = (await checked(honest, {"problem": problem, "plan": 7}))["plan"]
     verified = {claim["pointer"]: claim["is_verified"] for claim in right["claims"]}
     assert right["is_valid"]
     assert verified["/ranks"]

@@ -45,12 +45,9 @@ async def a_search(service: Service, directory: Path, **options: Any) -> tuple[s
     return search_id, events_of(answer.text)
 
 
-async def test_a_stream_has_the_events_of_a_search_from_start_to_end(
-    serving: Serving, directory: Path
-) -> None:
-    async with serving("held") as service:
-        search_id, events = await a_search(service, directory)
-        ended = await service.search(search_id)
+async def test_a_stream_has_the_events_of_a_search_from_start_to_end(held: Service, directory: Path) -> None:
+    search_id, events = await a_search(held, directory)
+    ended = await held.search(search_id)
     assert kinds(events) == [
         ("state", "submitted"),
         ("state", "started"),

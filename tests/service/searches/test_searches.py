@@ -113,19 +113,18 @@ async def test_a_queued_search_has_a_position_and_is_cancelled_immediately(
             assert (ended["state"], ended["queued_before"]) == ("done", None)
 
 
-async def test_an_infeasible_memory_limit_ends_the_search_as_infeasible(serving: Serving) -> None:
+async def test_an_infeasible_memory_limit_ends_the_search_as_infeasible(service: Service) -> None:
     tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "static": [0, 1], "limit": [2, 2.5]}}
-    async with serving("immediate") as service:
-        search_id = (await service.submit(tight)).json()["id"]
-        ended = await service.ended(search_id)
-        assert (ended["state"], ended["plan_id"]) == ("infeasible", None)
-        error = ended["error"]
-        assert error["type"] == "/errors/infeasible-memory"
-        assert error["smallest_limit"] == [2, 3]
-        assert [entry["pointer"] for entry in error["errors"]] == ["/problem/memory/limit"]
-        assert "rank 1" in error["detail"]
-        again = await service.submit(tight)
-        assert (again.status_code, again.json()["id"]) == (200, search_id)
+    search_id = (await service.submit(tight)).json()["id"]
+    ended = await service.ended(search_id)
+    assert (ended["state"], ended["plan_id"]) == ("infeasible", None)
+    error = ended["error"]
+    assert error["type"] == "/errors/infeasible-memory"
+    assert error["smallest_limit"] == [2, 3]
+    assert [entry["pointer"] for entry in error["errors"]] == ["/problem/memory/limit"]
+    assert "rank 1" in error["detail"]
+    again = await service.submit(tight)
+    assert (again.status_code, again.json()["id"]) == (200, search_id)
 
 
 async def test_a_failed_search_reports_its_error_and_can_be_submitted_again(serving: Serving) -> None:
@@ -142,16 +141,6 @@ async def test_a_failed_search_reports_its_error_and_can_be_submitted_again(serv
 
 async def discard(service: Service, search_id: str) -> int:
     return (await service.http.delete(f"/v1/searches/{search_id}")).status_code
-
-
-async def test_any_service_can_cancel_a_search_of_another_service(serving: Serving, directory: Path) -> None:
-    async with serving("held", heartbeat_seconds=4.0) as runs:
-        search_id = await runs.begun()
-        async with serving("held") as asked:
-            assert (await asked.cancel(search_id)).status_code == 202
-            ended = await asked.ended(search_id)
-            assert (ended["state"], ended["objective"]) == ("cancelled", 8)
-            assert (await asked.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
 
 
 async def test_a_cancelled_search_with_an_incumbent_does_not_wait_for_a_free_slot(

@@ -64,20 +64,6 @@ async def test_a_new_token_waits_for_one_round_only(table: SearchTable) -> None:
     assert [await claimed_id(table) for _ in range(6)] == ["f10", "l0", "f11", "l1", "f12", "l2"]
 
 
-async def test_a_token_with_one_search_at_a_time_is_served_as_often_as_one_with_many(
-    table: SearchTable,
-) -> None:
-    await queue(table, "flood", *(f"f{index}" for index in range(20)))
-    served: Counter[str] = Counter()
-    for index in range(8):
-        await queue(table, "patient", f"p{index}")
-        for _ in range(2):
-            claim = await next_of(table)
-            served[claim.id[0]] += 1
-            await finish(table, claim)
-    assert served == {"f": 8, "p": 8}
-
-
 async def test_a_search_that_is_queued_again_keeps_its_turn(table: SearchTable) -> None:
     await queue(table, "a", "a0", "a1")
     await queue(table, "b", "b0", "b1")

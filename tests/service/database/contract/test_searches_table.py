@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC
 
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from support.serving import DEADLINE
 from support.stored import a_layout_search, a_plan, a_run, a_search, claimed, found_in, next_of
@@ -28,26 +28,6 @@ from zbv_service.records.searches import NewRanking, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound
 
 BETTER = Update(5.0, 2.0, 1.5, "m", b"ranks")
-
-
-async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
-    async def change_and_fail() -> None:
-        async with database.writing() as session:
-            await session.execute(text("UPDATE alembic_version SET version_num = 'x'"))
-            raise LookupError
-
-    with pytest.raises(LookupError):
-        await change_and_fail()
-    async with database.writing() as session:
-        assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
-
-
-async def test_many_writers_at_once_all_succeed(database: Database, second: Database) -> None:
-    tables = [SearchTable(database), SearchTable(second)]
-    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(16)))
-    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(17)))
-    ids = [claim.id for claim in claims if claim is not None]
-    assert sorted(ids) == sorted(f"s{index}" for index in range(16))
 
 
 async def test_a_request_is_stored_once_until_it_is_given_up(database: Database) -> None:

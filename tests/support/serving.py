@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from zbv_solver.problem.reading import parse_problem
 
 from support.fake_searches import orders_of
-from support.processes import DEADLINE
+from support.processes import DEADLINE as DEADLINE
 
 PROBLEM: dict[str, Any] = {
     "pp_degree": 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -114,7 +115,7 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
     for index, name in enumerate(("llama", "GPT", "llama", "GPT", None)):
         model = name and {"factory": f"package.models:{name}", "arguments": {}, "seed": 0}
         script = None if name else {"path": "/shared/train.py", "arguments": []}
-        what = {"model": model, "script": script, "steps": 5 if name else None}
+        what: dict[str, Any] = {"model": model, "script": script, "steps": 5 if name else None}
         created_at = NOON + timedelta(seconds=index)
         await table.add(a_run(f"r{index}", plan_id="plan", created_at=created_at, **what))
     await table.request_cancel("r1")

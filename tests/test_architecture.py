@@ -34,7 +34,7 @@ LINES = {
         "gradients checkpoints pipeline run check agent commands __init__ __main__"
     ),
     "service/zbv_service": (
-        "__init__ client observability errors records documents compute database settings security plans "
+        "__init__ client observability errors settings records documents compute database security plans "
         "searches problems frontier runs api pages app commands"
     ),
 }

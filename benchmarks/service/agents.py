@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import Engine, create_engine, text
 from support.postgres import a_server
 from zbv_service.client import AgentClient, Client
-from zbv_service.database.url import async_url
+from zbv_service.settings import async_url
 
 from benchmarks.findings import Finding, at_least, at_most, quantile
 from benchmarks.service.load import Load, get, offer, post, saturate

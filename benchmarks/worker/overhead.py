@@ -210,7 +210,8 @@ class BareLoop(PlainLoop):
         if self._left[key]:
             self._left[key] -= 1
             buffer = self._buffers[self._left[key] % len(self._buffers)]
-            self._posted[key].append(self._in[key].receive(buffer))
+            group, peer = self._in[key]
+            self._posted[key].append(group.recv([buffer], peer, 0))
 
     @override
     def _before(self, action: Action) -> None:

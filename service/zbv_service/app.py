@@ -32,8 +32,7 @@ from zbv_service.observability.metrics import Metrics
 from zbv_service.pages import errors, sign_in
 from zbv_service.pages.assets import STATIC_DIRECTORIES, assets, assets_app
 from zbv_service.records.searches import SearchKind
-from zbv_service.searches.executors.task import Kind
-from zbv_service.searches.searches import KINDS
+from zbv_service.searches.kinds import KINDS, Kind
 from zbv_service.security.access import Access, require_declared
 from zbv_service.security.tokens import TokenTable, TokenText
 from zbv_service.settings import Settings

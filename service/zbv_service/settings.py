@@ -12,10 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
 from zbv_solver.search.options import Effort
 
 from zbv_service.client.tokens import is_loopback
-from zbv_service.database.url import async_url
 
 MEBIBYTE = 1024 * 1024
 LEAST_SEARCH_MEMORY, MOST_SEARCH_MEMORY = 512, 768
@@ -327,3 +328,50 @@ class Settings(BaseSettings):
                     f"{beat}, or {otherwise}."
                 )
         return self
+
+
+_DRIVERS = {
+    "sqlite": ("sqlite+aiosqlite", "aiosqlite", "service"),
+    "postgresql": ("postgresql+psycopg", "psycopg", "postgres"),
+}
+"""For each kind of database: the driver, its module, and the extra of zbv that installs it."""
+
+
+def async_url(text: str) -> URL:
+    """A database URL with its asynchronous driver filled in.
+
+    Raises
+    ------
+    ValueError
+        The text is not a database URL, names an unsupported database, or the driver is not installed.
+    """
+    try:
+        url = make_url(text)
+    except ArgumentError:
+        raise ValueError(
+            f"found {text!r}; must be a database URL such as sqlite:///zbv.db or "
+            f"postgresql://user@host/name. A path alone needs sqlite:/// before it."
+        ) from None
+    backend = url.get_backend_name()
+    if backend not in _DRIVERS:
+        raise ValueError(f"found {backend!r}; must be a URL of {' or '.join(_DRIVERS)}.")
+    drivername, module, extra = _DRIVERS[backend]
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"found {backend!r}; its driver is not installed. Run: pip install 'zbv[{extra}]'.")
+    if backend == "sqlite" and sqlite_file(text) is None:
+        raise ValueError(
+            f"found {text!r}; must name a file, because a database in memory ends with its process."
+        )
+    return url.set(drivername=drivername)
+
+
+def shown_url(text: str) -> str:
+    """A database URL without its password, for display."""
+    return make_url(text).render_as_string(hide_password=True)
+
+
+def sqlite_file(text: str) -> Path | None:
+    """The file of a SQLite database; None for other databases."""
+    url = make_url(text)
+    name = url.database or ":memory:"
+    return Path(name) if url.get_backend_name() == "sqlite" and name != ":memory:" else None

@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError, ProgrammingError
 from zbv_service import database
 from zbv_service.database.engine import Base
 from zbv_service.database.migrate import upgrade
-from zbv_service.database.url import async_url
+from zbv_service.settings import async_url
 
 Kind = Literal["sqlite", "postgresql"]
 KINDS: tuple[Kind, ...] = ("sqlite", "postgresql")

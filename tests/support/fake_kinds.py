@@ -11,10 +11,9 @@ from typing import Any
 
 from zbv_models.layouts.progress import LayoutProgress
 from zbv_service.documents.problems import pack, pack_plan, unpack
-from zbv_service.records.searches import Claim, NewRanking, SearchKind
-from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
-from zbv_service.searches.executors.task import Compute, Kind, Reporter, SearchFunction, search_plan
-from zbv_service.searches.searches import KINDS
+from zbv_service.records.searches import Claim, Outcome, SearchKind
+from zbv_service.searches.executors.task import Compute, Reporter, SearchFunction, search_plan
+from zbv_service.searches.kinds import KINDS, Kind, rank_layouts, update_of_layouts
 from zbv_solver.errors import NoLayoutFits
 from zbv_solver.problem.reading import parse_problem
 
@@ -34,14 +33,14 @@ LAYOUT: dict[str, Any] = {
 COUNTS = {"considered": 3, "ruled_out": 1, "planned": 2}
 
 
-def immediate_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
+def immediate_layouts(claim: Claim, reporter: Reporter) -> Outcome:
     """Ends at once with two layouts; devices of little memory fit none."""
     if unpack(claim.problem)["cluster"].get("memory", math.inf) <= LITTLE_MEMORY:
         raise NoLayoutFits(considered=3, memory=LITTLE_MEMORY)
     return ranking(2)
 
 
-def held_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
+def held_layouts(claim: Claim, reporter: Reporter) -> Outcome:
     """Reports one layout, then waits for the file ``release``, or ends with that layout when it is stopped.
 
     With the file ``unplanned``, it ends at once without a layout.
@@ -53,7 +52,7 @@ def held_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
     return ranking(2 if was_released else 1)
 
 
-def ranking(top: int) -> NewRanking:
+def ranking(top: int) -> Outcome:
     """The outcome with so many layouts, each with another plan."""
     problems = (parse_problem({**PROBLEM, "microbatches": 4 + at}) for at in range(top))
     plans = tuple(pack_plan(plan_of(problem)) for problem in problems)
@@ -62,7 +61,7 @@ def ranking(top: int) -> NewRanking:
         layout["plan_id"] = plan.summary.plan_id
     answer = {"considered": 3, "planned": 2, "pruned": 1, "unsettled": 0}
     document = {"layouts": layouts, **answer, "proof": {"no_layout_below": BOUND}}
-    return NewRanking(plans, pack(document), 8.0 if top else None, BOUND, COUNTS)
+    return Outcome(plans, 8.0 if top else None, BOUND, pack(document), COUNTS)
 
 
 def kinds(plan: SearchFunction, layouts: Compute = immediate_layouts) -> Mapping[SearchKind, Kind]:

@@ -17,9 +17,9 @@ from zbv_service.app import create_app
 from zbv_service.commands import serving
 from zbv_service.commands.cli import main
 from zbv_service.documents.problems import Question
-from zbv_service.records.searches import Claim, NewRanking
-from zbv_service.searches.executors.layouts import rank_layouts, update_of_layouts
+from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import Reporter, solver_search
+from zbv_service.searches.kinds import rank_layouts, update_of_layouts
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.assemble import make_plan
@@ -53,7 +53,7 @@ def patient(
     return plan
 
 
-def patient_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
+def patient_layouts(claim: Claim, reporter: Reporter) -> Outcome:
     """A search for layouts."""
     effort = claim.options.get("effort")
     if effort not in ("standard", "thorough"):

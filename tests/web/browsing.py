@@ -71,7 +71,7 @@ class Look:
         self.page.get_by_role("button", name="Sign in").click()
         self.page.wait_for_url(f"{self.origin}/")
 
-    def soon(self, wanted: Locator, state: Literal["visible", "detached"] = "visible") -> None:
+    def soon(self, wanted: Locator, state: Literal["visible", "hidden", "attached"] = "visible") -> None:
         """Wait for an element of a page with a controlled clock: its timers run out at once."""
         until = time.monotonic() + SOON_SECONDS
         while True:

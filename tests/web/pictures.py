@@ -120,7 +120,7 @@ def the_search(seen: Look, service: Service) -> None:
     while service.call(f"/v1/searches/{search_id}")["objective"] is None and time.monotonic() < until:
         time.sleep(0.2)
     seen.page.goto(f"{seen.origin}/searches/{search_id}")
-    enough = f"() => document.querySelectorAll('#steps-body tr').length >= {IMPROVEMENTS}"
+    enough = f"() => document.querySelectorAll('#improvements tbody tr').length >= {IMPROVEMENTS}"
     with suppress(TimeoutError):
         seen.page.wait_for_function(enough, timeout=1000 * LIVE_SECONDS)
 

@@ -97,6 +97,7 @@ def test_from_the_form_to_the_live_search_to_the_plan(form: Form, service: Servi
     form.field("microbatches").press("Enter")
     page.wait_for_url(f"{service.url}/searches/*")
     assert page.locator("h1").inner_text() == "3 ranks × 7 microbatches"
+    form.look.soon(page.get_by_role("link", name="Open plan"))
     page.get_by_role("link", name="Open plan").click()
     page.wait_for_selector('#chart[data-state="ready"]')
     plan = service.client.plan(page.url.rsplit("/", 1)[1])

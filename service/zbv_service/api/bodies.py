@@ -7,11 +7,12 @@ of the command line.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -33,6 +34,17 @@ FREE = 64 * 1024
 """Bytes of each body that are not counted, because connections are limited too."""
 SLOWEST = 16 * 1024
 """Bytes per second; slower bodies are refused after ``settings.request_seconds``."""
+
+
+class Media(NamedTuple):
+    """The content types of a kind of body, and how to send it."""
+
+    pattern: re.Pattern[str]
+    how: str
+
+
+JSON = Media(re.compile(r"application/json|.*\+json"), "JSON as application/json")
+FORM = Media(re.compile("application/x-www-form-urlencoded"), "a form as a browser does")
 
 
 async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T:
@@ -57,47 +69,68 @@ async def read_json(request: Request, limit: int, read: Callable[[Any], T]) -> T
 
 
 @asynccontextmanager
-async def read_text(request: Request, limit: int) -> AsyncIterator[bytearray]:
-    """Within the block, the undecoded JSON body of a request, of at most ``limit`` bytes.
+async def read_text(
+    request: Request, limit: int, media: Media | None = JSON, *, may_be_gzip: bool = False
+) -> AsyncIterator[bytearray]:
+    """Within the block, the body of a request, of at most ``limit`` bytes, which stay reserved.
+
+    Parameters
+    ----------
+    media
+        What the body must be declared as; None for anything.
+    may_be_gzip
+        Whether it may be compressed; :func:`is_gzip` tells.
 
     Raises
     ------
     ApiError
-        413: the body is larger. 415: it is not declared as JSON, or compressed. 503: too many bodies are in
-        memory.
+        413: the body is larger. 415: it is declared as something else. 503: too many bodies are in memory.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not (kind == "application/json" or kind.endswith("+json")):
-        raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send JSON as application/json.")
-    async with _reading(request, limit) as (body, _):
+    if media is not None and not media.pattern.fullmatch(kind):
+        raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send {media.how}.")
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
+    encodings = ("identity", "gzip") if may_be_gzip else ("identity",)
+    if encoding not in encodings:
+        raise ApiError(
+            UNSUPPORTED_MEDIA_TYPE,
+            f"found content encoding {encoding[:60]!r}; send it plain{' or as gzip' if may_be_gzip else ''}.",
+            headers={"Accept-Encoding": ", ".join(encodings)},  # RFC 9110, section 12.5.3
+        )
+    declared = request.headers.get("content-length", "")
+    is_declared = declared.isdecimal() and len(declared) < 20
+    if is_declared and int(declared) > limit:
+        raise too_large(limit)
+    memory: BodyMemory = request.app.state.body_memory
+    with memory.reserved(int(declared) if is_declared else limit):
+        body, loop = bytearray(), asyncio.get_running_loop()
+        until = loop.time() + request.app.state.settings.request_seconds
+        try:
+            async with asyncio.timeout_at(until) as patience:
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise too_large(limit)
+                    patience.reschedule(until + len(body) / SLOWEST)
+        except TimeoutError:
+            raise ApiError(
+                BODY_TOO_SLOW,
+                f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
+                headers={"Connection": "close"},
+            ) from None
+        except ClientDisconnect:
+            raise malformed("it ends before its declared length") from None
         yield body
 
 
-@asynccontextmanager
-async def read_packed(request: Request, limit: int) -> AsyncIterator[tuple[bytearray, bool]]:
-    """Within the block, the body of a request, of at most ``limit`` bytes, and whether it is gzip.
-
-    Raises
-    ------
-    ApiError
-        413: the body is larger. 415: it has another encoding. 503: too many bodies are in memory.
-    """
-    async with _reading(request, limit, "gzip") as (body, encoding):
-        yield body, encoding == "gzip"
+def is_gzip(request: Request) -> bool:
+    """Whether the body is declared as compressed."""
+    return request.headers.get("content-encoding", "").strip().lower() == "gzip"
 
 
 async def read_form(request: Request, limit: int) -> str:
-    """The encoded body of a browser's form, of at most ``limit`` bytes.
-
-    Raises
-    ------
-    ApiError
-        413: the body is larger. 415: it is not a form.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/x-www-form-urlencoded":
-        raise ApiError(UNSUPPORTED_MEDIA_TYPE, f"found content type {kind!r}; send a form as a browser does.")
-    async with _reading(request, limit) as (body, _):
+    """The encoded body of a browser's form; see :func:`read_text`."""
+    async with read_text(request, limit, FORM) as body:
         return body.decode("latin-1")
 
 
@@ -134,42 +167,3 @@ class BodyMemory:
             self._held[caller] -= size
             if not self._held[caller]:
                 del self._held[caller]
-
-
-@asynccontextmanager
-async def _reading(request: Request, limit: int, *encodings: str) -> AsyncIterator[tuple[bytearray, str]]:
-    """Within the block, the body of a request, whose bytes stay reserved, and its content encoding.
-
-    It is ``identity`` or one of ``encodings``.
-    """
-    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower() or "identity"
-    if encoding not in ("identity", *encodings):
-        raise ApiError(
-            UNSUPPORTED_MEDIA_TYPE,
-            f"found content encoding {encoding[:60]!r}; send it {' or as '.join(('plain', *encodings))}.",
-            headers={"Accept-Encoding": ", ".join(("identity", *encodings))},  # RFC 9110, section 12.5.3
-        )
-    declared = request.headers.get("content-length", "")
-    is_declared = declared.isdecimal() and len(declared) < 20
-    if is_declared and int(declared) > limit:
-        raise too_large(limit)
-    memory: BodyMemory = request.app.state.body_memory
-    with memory.reserved(int(declared) if is_declared else limit):
-        body, loop = bytearray(), asyncio.get_running_loop()
-        until = loop.time() + request.app.state.settings.request_seconds
-        try:
-            async with asyncio.timeout_at(until) as patience:
-                async for part in request.stream():
-                    body += part
-                    if len(body) > limit:
-                        raise too_large(limit)
-                    patience.reschedule(until + len(body) / SLOWEST)
-        except TimeoutError:
-            raise ApiError(
-                BODY_TOO_SLOW,
-                f"The body stopped arriving after {len(body)} bytes; send it again, faster.",
-                headers={"Connection": "close"},
-            ) from None
-        except ClientDisconnect:
-            raise malformed("it ends before its declared length") from None
-        yield body, encoding

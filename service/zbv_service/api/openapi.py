@@ -13,6 +13,7 @@ from zbv_solver.measure.rank_trace import RankTraceDocument
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.openapi_extras import enrich
 from zbv_service.documents.layouts import LayoutRequest
+from zbv_service.documents.problems import SearchRequest
 from zbv_service.errors import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
@@ -30,7 +31,6 @@ from zbv_service.plans.documents import PlanDocument, RankDocument
 from zbv_service.problems.documents import CheckRequest, CompareRequest, EstimateRequest, PackRequest
 from zbv_service.records.agents import AgentRequest, Heartbeat, NodeEnd, RankEvents
 from zbv_service.runs.requests import PlanChange, RunRequest
-from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.access import SCHEME
 from zbv_service.security.tokens import SCOPES
 

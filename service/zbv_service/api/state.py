@@ -40,7 +40,7 @@ from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
 from zbv_service.runs.steps import RunSteps
-from zbv_service.searches.executors.task import Kind
+from zbv_service.searches.kinds import Kind
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches
 from zbv_service.security.access import Access
@@ -79,7 +79,7 @@ class ApplicationState:
         self.run_events = EventFeed(RunEventTable(database))
         plan_table, search_table = PlanTable(database), SearchTable(database, self.events.changed)
         self.runner = Runner(search_table, settings, metrics, kinds)
-        self.searches = Searches(search_table, self.runner, settings, computations)
+        self.searches = Searches(search_table, self.runner, kinds, settings, computations)
 
         self.plans = Plans(plan_table, settings, computations)
         self.compared = ComparedPlans(self.plans)

@@ -78,7 +78,7 @@ async def _prepare(settings: Settings) -> bool:
 
 
 def _needs_token(settings: Settings) -> str:
-    from zbv_service.database.url import shown_url
+    from zbv_service.settings import shown_url
 
     database = shown_url(settings.database)
     return (

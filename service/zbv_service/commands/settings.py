@@ -143,7 +143,7 @@ def _show(parsed: argparse.Namespace) -> int:
     if parsed.markdown:
         print(markdown(), end="")
         return DONE
-    from zbv_service.database.url import shown_url
+    from zbv_service.settings import shown_url
 
     settings = settings_of(parsed)
     rows = [(setting.variable, getattr(settings, setting.name), setting) for setting in declared()]

@@ -218,8 +218,8 @@ def _with_table(
 ) -> T:
     """Call a function with the database's tokens. Only ``creates`` may create a new SQLite file."""
     from zbv_service.database import Database, DatabaseAway, DatabaseUnusable
-    from zbv_service.database.url import shown_url, sqlite_file
     from zbv_service.security.tokens import TokenTable
+    from zbv_service.settings import shown_url, sqlite_file
 
     url = settings_of(parsed).database
     file = sqlite_file(url)

@@ -41,7 +41,7 @@ from sqlalchemy.orm import DeclarativeBase, Session
 from sqlalchemy.util import await_only
 
 from zbv_service.database.migrate import BUSY_SECONDS, make_private, open_once, upgrade
-from zbv_service.database.url import async_url, sqlite_file
+from zbv_service.settings import async_url, sqlite_file
 
 POOLED, MORE_POOLED = 10, 20
 """Connections to a PostgreSQL server that the pool keeps, and how many more it may open under load."""

@@ -9,9 +9,9 @@ services do not depend on each other's clocks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
-from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
@@ -25,10 +25,12 @@ from zbv_service.database.events import add_event, times_since_found
 from zbv_service.database.models import SearchPlanRow, SearchRow
 from zbv_service.database.plans import insert_plan
 from zbv_service.documents.problems import finite_or_none, supported_bound, unpack
-from zbv_service.records.plans import NewPlan, Refusal
-from zbv_service.records.searches import Claim, NewRanking, SearchState, Update
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim, Outcome, SearchState, Update
 
 _CLAIM = columns_of(Claim, SearchRow)
+_CALLER = func.coalesce(SearchRow.created_by, "")
+"""Who submitted a search; all without a token count as one caller."""
 _CLAIM_LOCK = 7_321_009
 """The advisory lock of claims that count running searches on PostgreSQL; the number is arbitrary."""
 
@@ -73,7 +75,7 @@ class SearchLeases(BaseTable):
         if cancelled_only:
             queued = queued.where(SearchRow.cancel_requested)
         if full:
-            queued = queued.where(_of_others(full))
+            queued = queued.where(_CALLER.not_in([caller or "" for caller in full]))
         # Reading blocks nobody, so the write lock is taken only if the queue is not empty.
         if not await self._database.rows(queued.with_only_columns(SearchRow.id).limit(1)):
             return None
@@ -83,11 +85,8 @@ class SearchLeases(BaseTable):
         async with self._database.writing() as session:
             if most is not None:
                 await _alone(session)
-                if served := await _callers_running(session, most):
-                    first = first.where(_of_others(served))
-            row, busy = None, [] if share is None else await _callers_running(session, share)
-            if busy:
-                row = await session.scalar(first.where(_of_others(busy)))
+                first = first.where(_of_callers_below(most))
+            row = None if share is None else await session.scalar(first.where(_of_callers_below(share)))
             row = row or await session.scalar(first)
             if row is None:
                 return None
@@ -159,7 +158,11 @@ class SearchLeases(BaseTable):
         ContradictedBound
             A plan undercuts a bound of this attempt or an earlier one. Nothing was stored.
         """
-        return await self._change(search_id, fence, partial(_absorb, found=found))
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            await _absorb(*held, found)
+        return True
 
     async def requeue(
         self,
@@ -178,132 +181,119 @@ class SearchLeases(BaseTable):
             Fail the search with this error after so many times. ``process-died`` counts every time, any other
             reason the times since the search's last progress.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             if found is not None:
                 await _absorb(session, row, now, found)
             if error is not None and most is not None and await _times(session, row, reason) >= most:
                 await _fail(session, row, now, error)
             else:
                 await _queue(session, row, now, reason)
+        return True
 
-        return await self._change(search_id, fence, change)
-
-    async def finished(self, search_id: str, fence: int, plan: NewPlan) -> bool:
-        """Store a search's plan and end the search: as done, or as cancelled if that was requested.
-
-        Plan, end and event are one transaction: either all of them are stored, or the search runs again.
-
-        Raises
-        ------
-        ContradictedBound
-            As in :meth:`progressed`.
-        """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-            if plan.refusal is not None:
-                await _forget_refused(session, row, plan.refusal)
-            summary = plan.summary
-            is_better = row.objective is None or summary.value < row.objective
-            # A bound proven by an earlier attempt still holds.
-            row.lower_bound = await _best_bound(session, row, summary.value, plan.search_bound)
-            await insert_plan(session, plan, now)
-            row.objective, row.method = summary.value, summary.method
-            row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
-            row.plan_id, row.incumbent = summary.plan_id, None
-            if is_better:
-                await add_event(session, row, now, "improvement")
-            await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
-
-        return await self._change(search_id, fence, change)
-
-    async def ranked(
-        self, search_id: str, fence: int, found: NewRanking, unplanned: Mapping[str, Any] | None = None
+    async def finished(
+        self, search_id: str, fence: int, found: Outcome, without_plan: Mapping[str, Any] | None = None
     ) -> bool:
-        """Store the answer of a search of layouts with its plans, and end the search.
+        """Store a search's plans and end the search: as done, or as cancelled if that was requested.
 
-        It is done, cancelled if that was requested, or failed with ``unplanned`` if no layout was planned.
+        Plans, end and event are one transaction: either all of them are stored, or the search runs again.
+
+        Parameters
+        ----------
+        without_plan
+            Fail a search that has no plan with this error, unless it was cancelled.
 
         Raises
         ------
         ContradictedBound
             As in :meth:`progressed`.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
+            if found.refusal is not None:
+                await _forget_refused(session, row, found.refusal)
             before = row.objective
-            await _absorb_counts(session, row, found.step_time, found.lower_bound, found.progress)
+            if found.objective is not None:
+                row.objective = found.objective
+            await _set_bound(session, row, found.lower_bound)
             plans = {plan.summary.plan_id: plan for plan in found.plans}
             for plan_id in sorted(plans):  # in this order everywhere, so that no two wait for each other
                 await insert_plan(session, plans[plan_id], now)
-                session.add(SearchPlanRow(search_id=row.id, plan_id=plan_id))
-            row.answer = found.document
+                if found.answer is not None:
+                    session.add(SearchPlanRow(search_id=row.id, plan_id=plan_id))
+            row.answer, row.progress = found.answer, found.progress
             if found.plans:
                 best = found.plans[0].summary
-                row.plan_id, row.method = best.plan_id, best.method
-            if row.objective != before:
+                row.plan_id, row.method, row.incumbent = best.plan_id, best.method, None
+            if found.objective is not None and (before is None or found.objective < before):
                 await add_event(session, row, now, "improvement")
-            if unplanned is not None and not found.plans and not row.cancel_requested:
-                await _fail(session, row, now, unplanned)
+            if without_plan is not None and not found.plans and not row.cancel_requested:
+                await _fail(session, row, now, without_plan)
             else:
                 await _end(session, row, now, "cancelled" if row.cancel_requested else "done")
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def ended(self, search_id: str, fence: int, state: SearchState, error: Mapping[str, Any]) -> bool:
         """End a search without a plan. A failed one gives up its request key, an infeasible one keeps it."""
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             if state == "failed":
                 await _fail(session, row, now, error)
             else:
                 row.error = dict(error)
-                if row.kind == "layouts":  # what the last report says of their number is no longer true
-                    row.lower_bound = row.progress = None
+                _forget_progress(row)
                 await _end(session, row, now, state)
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def killed(self, search_id: str, fence: int, error: Mapping[str, Any]) -> bool:
         """End a search whose process was ended, without a plan: as cancelled if that was requested."""
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
-            if row.kind == "layouts":
-                _forget_found(row)
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
+            _forget_progress(row)
             if row.cancel_requested:
                 await _end(session, row, now, "cancelled")
             else:
                 await _fail(session, row, now, error)
-
-        return await self._change(search_id, fence, change)
+        return True
 
     async def contradicted(self, search_id: str, fence: int, error: Mapping[str, Any]) -> bool:
         """Fail a search in which a plan undercut a bound, and remove its results, one of which is wrong.
 
         The problem stays, as evidence.
         """
-
-        async def change(session: AsyncSession, row: SearchRow, now: datetime) -> None:
+        async with self._held(search_id, fence) as held:
+            if held is None:
+                return False
+            session, row, now = held
             _forget_found(row)
             await _fail(session, row, now, error)
-
-        return await self._change(search_id, fence, change)
-
-    async def _change(self, search_id: str, fence: int, change: _Change) -> bool:
-        """Change a locked search; False without a change if the caller no longer holds it."""
-        held = select(SearchRow).where(SearchRow.id == search_id, SearchRow.fence == fence)
-        async with self._database.writing() as session:
-            row = await session.scalar(held.where(SearchRow.state == "running").with_for_update())
-            if row is None:
-                return False
-            now = await self._database.now(session)
-            row.updated_at = now
-            await change(session, row, now)
-        self._changed(search_id)
         return True
 
+    @asynccontextmanager
+    async def _held(self, search_id: str, fence: int) -> AsyncIterator[_Held | None]:
+        """Within the block, change a locked search; None if the caller no longer holds it."""
+        running = select(SearchRow).where(SearchRow.id == search_id, SearchRow.state == "running")
+        async with self._database.writing() as session:
+            row = await session.scalar(running.where(SearchRow.fence == fence).with_for_update())
+            if row is None:
+                yield None
+                return
+            now = await self._database.now(session)
+            row.updated_at = now
+            yield session, row, now
+        self._changed(search_id)
 
-_Change = Callable[[AsyncSession, SearchRow, datetime], Awaitable[None]]
+
+_Held = tuple[AsyncSession, SearchRow, datetime]
+"""A transaction, a search that it has locked, and the time."""
 
 
 async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: Update) -> None:
@@ -311,45 +301,32 @@ async def _absorb(session: AsyncSession, row: SearchRow, now: datetime, found: U
     if found.refusal is not None:
         await _forget_refused(session, row, found.refusal)
     before, known = row.objective, row.lower_bound
-    if found.objective is None or found.progress is not None:
-        await _absorb_counts(session, row, found.objective, found.lower_bound, found.progress)
-        await add_event(session, row, now, "progress" if row.objective == before else "improvement")
-        return
-    if before is None or found.objective < before:
+    if found.objective is not None and (before is None or found.objective < before):
         row.objective, row.method, row.incumbent = found.objective, found.method, found.incumbent
-    objective = found.objective if row.objective is None else row.objective
-    row.lower_bound = await _best_bound(session, row, objective, found.lower_bound)
-    row.gap = finite_or_none(gap_of(objective, row.lower_bound))
+    await _set_bound(session, row, found.lower_bound)
+    row.progress = found.progress
     if row.objective != before:
         await add_event(session, row, now, "improvement")
+    elif found.progress is not None:
+        await add_event(session, row, now, "progress")
     elif row.lower_bound != known:
         await add_event(session, row, now, "bound")
 
 
-async def _absorb_counts(
-    session: AsyncSession, row: SearchRow, step: float | None, bound: float, counts: dict[str, int] | None
-) -> None:
-    """Store what a search of layouts has found."""
-    if step is not None and (row.objective is None or step < row.objective):
-        row.objective = step
+async def _set_bound(session: AsyncSession, row: SearchRow, bound: float) -> None:
+    """Store the larger of a new bound and the stored one, with the gap; raises :class:`ContradictedBound`."""
+    source = "this attempt's bound"
     if row.objective is None:
         row.lower_bound = bound
-    else:
-        row.lower_bound = await _best_bound(session, row, row.objective, bound)
-        row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
-    row.progress = counts
-
-
-async def _best_bound(session: AsyncSession, row: SearchRow, objective: float, bound: float) -> float:
-    """The larger of a new bound and the stored one; raises :class:`ContradictedBound`."""
-    source = "this attempt's bound"
+        return
     if row.lower_bound is not None and row.lower_bound > bound:
         bound, source = row.lower_bound, "the bound of an earlier report"
     try:
-        return supported_bound(objective, bound, source)
+        row.lower_bound = supported_bound(row.objective, bound, source)
     except ContradictedBound as error:
         packed = (await session.execute(select(SearchRow.problem).where(SearchRow.id == row.id))).scalar_one()
         raise ContradictedBound(unpack(packed), error.objective, error.bound, source) from None
+    row.gap = finite_or_none(gap_of(row.objective, row.lower_bound))
 
 
 async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusal) -> None:
@@ -359,13 +336,14 @@ async def _forget_refused(session: AsyncSession, row: SearchRow, refusal: Refusa
         _forget_found(row)
 
 
+def _forget_progress(row: SearchRow) -> None:
+    """Remove what a search has found that cannot continue from an incumbent, as its end does not keep it."""
+    if row.progress is not None:
+        _forget_found(row)
+
+
 def _forget_found(row: SearchRow) -> None:
     row.objective = row.lower_bound = row.gap = row.method = row.incumbent = row.progress = None
-
-
-def _of_others(callers: Collection[str | None]) -> ColumnElement[bool]:
-    """Searches of other callers; an anonymous caller (null) counts as one caller."""
-    return func.coalesce(SearchRow.created_by, "").not_in([caller or "" for caller in callers])
 
 
 async def _alone(session: AsyncSession) -> None:
@@ -374,10 +352,10 @@ async def _alone(session: AsyncSession) -> None:
         await session.execute(select(func.pg_advisory_xact_lock(_CLAIM_LOCK)))
 
 
-async def _callers_running(session: AsyncSession, least: int) -> list[str | None]:
-    """Callers with at least this many running searches."""
-    query = select(SearchRow.created_by).where(SearchRow.state == "running").group_by(SearchRow.created_by)
-    return list(await session.scalars(query.having(func.count() >= least)))
+def _of_callers_below(most: int) -> ColumnElement[bool]:
+    """Searches of callers with fewer running searches than this."""
+    running = select(_CALLER).where(SearchRow.state == "running").group_by(_CALLER)
+    return _CALLER.not_in(running.having(func.count() >= most))
 
 
 async def _times(session: AsyncSession, row: SearchRow, reason: str) -> int:
@@ -390,8 +368,7 @@ async def _times(session: AsyncSession, row: SearchRow, reason: str) -> int:
 
 async def _queue(session: AsyncSession, row: SearchRow, now: datetime, reason: str) -> None:
     row.state, row.lease_owner, row.leased_until = "queued", None, None
-    if row.kind == "layouts":
-        _forget_found(row)  # it starts again, perhaps with another version's estimates
+    _forget_progress(row)  # it starts again, perhaps with another version's estimates
     await add_event(session, row, now, "state", reason)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -14,13 +16,18 @@ from zbv_models.layouts.executor_rules import FREE, require_runnable
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, Fixed, LayoutFamily, Order, Recompute
 from zbv_models.layouts.profile import Profile, parse_profile
 from zbv_models.layouts.request import Request, parse_request
+from zbv_solver import __version__
 from zbv_solver.documents.fields import MAX_NAME
+from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.numeric import MAX_LAYERS
 
-from zbv_service.records.searches import LayoutOptions
+from zbv_service.documents.parsing import parse_body
+from zbv_service.documents.problems import pack, require_allowed
+from zbv_service.records.searches import LayoutOptions, NewSearch
 from zbv_service.records.shared import RequestDocument
+from zbv_service.settings import Settings
 
 MAX_DEVICES = 65_536
 MAX_BATCH = 65_536
@@ -191,3 +198,26 @@ def layouts_summary(asked: LayoutRequest, found: Request) -> dict[str, Any]:
         "sequence_length": found.config.model.sequence,
         "layouts": count_layouts(asked, found),
     }
+
+
+def new_layout_search(settings: Settings, body: Any) -> NewSearch:
+    """The search of a decoded request body; takes seconds for a large cluster, whose layouts it counts.
+
+    Raises
+    ------
+    InvalidInput
+        The body breaks a rule, or no layout divides the cluster.
+    """
+    asked = parse_body(LayoutRequest, body)
+    require_allowed(asked.options.effort, asked.options.time_limit, settings)
+    summary = layouts_summary(asked, read_layouts(asked))
+    normal, options = asked.model_dump(mode="json"), asked.options.model_dump()
+    key = canonical_json({"layouts": normal, "version": __version__})
+    return NewSearch(
+        id=uuid.uuid4().hex,
+        request_key=hashlib.sha256(key.encode()).hexdigest(),
+        problem=pack(normal),
+        summary=summary,
+        options=options,
+        kind="layouts",
+    )

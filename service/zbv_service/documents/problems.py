@@ -1,4 +1,4 @@
-"""Problems and plans: in requests, and as they are stored and sent to processes, as compressed JSON.
+"""Problems, searches for their plans, and plans: in requests, and as they are stored and sent to processes.
 
 A problem has stages, layers that are already cut into stages, or layers still to be cut.
 """
@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import uuid
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,18 +17,24 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
+from zbv_solver import __version__
 from zbv_solver.documents.files import canonical_json
 from zbv_solver.errors import ContradictedBound, InvalidInput
-from zbv_solver.plans.plan import Plan, gap_of, plan_json, verdict
+from zbv_solver.plans.plan import Plan, plan_json, verdict
 from zbv_solver.problem.documents import LayeredProblemDocument, ProblemDocument
+from zbv_solver.problem.jitter import check_quantile, parse_jitter
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import MAX_CELLS
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import to_cut_problem, to_layered, to_problem
 from zbv_solver.problem.writing import layered_json, problem_json
+from zbv_solver.search.options import EFFORTS, Effort
 
+from zbv_service.documents.parsing import parse_body
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
-from zbv_service.records.searches import Update
+from zbv_service.records.searches import NewSearch, OptionsDocument, Outcome, Update
+from zbv_service.records.shared import RequestDocument
+from zbv_service.settings import Settings
 
 Question = Problem | LayeredProblem
 
@@ -79,6 +86,62 @@ def read_problem(document: QuestionDocument, max_cells: int) -> Problem:
             "the plan has the partition.",
         )
     return question
+
+
+class SearchRequest(RequestDocument):
+    """A problem to search a plan for."""
+
+    problem: QuestionDocument
+    options: OptionsDocument = OptionsDocument()
+
+
+def new_search(settings: Settings, body: Any) -> NewSearch:
+    """The search of a decoded request body; raises :class:`InvalidInput`."""
+    question, options = parse_request(body, settings)
+    document, chosen = question_json(question), options.stored()
+    key, jitter = request_key(document, chosen), chosen.pop("jitter", None)
+    return NewSearch(
+        id=uuid.uuid4().hex,
+        request_key=key,
+        problem=pack(document),
+        summary=summary_of(question),
+        options=chosen,
+        jitter=None if jitter is None else pack(jitter),
+    )
+
+
+def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocument]:
+    """The problem and options of a request body; raises :class:`InvalidInput`."""
+    request = parse_body(SearchRequest, body)
+    question = read_question(request.problem, settings.max_cells)
+    options = request.options
+    require_allowed(options.effort, options.time_limit, settings)
+    try:
+        if options.jitter is None:
+            check_quantile(options.quantile, None)
+        else:
+            parse_jitter(options.jitter).require_ranks(question.pp_degree)
+    except InvalidInput as error:
+        raise error.below("/options" if options.jitter is None else "/options/jitter") from None
+    return question, options
+
+
+def require_allowed(effort: Effort | None, time_limit: float | None, settings: Settings) -> None:
+    """Raise :class:`InvalidInput` for options beyond the limits of the service."""
+    if time_limit is not None and time_limit > settings.max_time_limit:
+        raise InvalidInput.at(
+            "/options/time_limit",
+            f"found {time_limit:.15g}; this service takes at most {settings.max_time_limit:.15g} seconds.",
+        )
+    highest = settings.max_effort
+    if effort is not None and EFFORTS.index(effort) > EFFORTS.index(highest):
+        raise InvalidInput.at("/options/effort", f"found {effort}; this service takes at most {highest}.")
+
+
+def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:
+    """Hash of the normalised problem, the options and the planner's version, which determine the result."""
+    asked = {"problem": problem, "options": options, "version": __version__}
+    return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
 
 
 def answers(question: Question, problem: Problem) -> bool:
@@ -229,16 +292,16 @@ def pack_plan(plan: Plan) -> NewPlan:
     return NewPlan(summary, pack(document), problem_key(document["problem"]), search_bound)
 
 
-def incumbent_of(plan: NewPlan) -> Update:
-    """The update that gives a search this plan as its first incumbent."""
-    summary, document = plan.summary, unpack(plan.document)
+def incumbent_of(found: Outcome) -> Update:
+    """The update that gives a search for a plan its outcome as its first incumbent."""
+    (plan,) = found.plans
+    document = unpack(plan.document)
     return Update(
-        objective=summary.value,
-        lower_bound=plan.search_bound,
-        gap=finite_or_none(gap_of(summary.value, plan.search_bound)),
-        method=summary.method,
+        objective=found.objective,
+        lower_bound=found.lower_bound,
+        method=plan.summary.method,
         incumbent=pack_incumbent(document["ranks"], document["problem"] if "partition" in document else None),
-        refusal=plan.refusal,
+        refusal=found.refusal,
     )
 
 

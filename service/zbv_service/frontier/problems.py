@@ -23,12 +23,11 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import layered_json, problem_json
 from zbv_solver.search.options import EFFORTS
 
-from zbv_service.documents.problems import asked_of, problem_key, unpack
+from zbv_service.documents.problems import asked_of, new_search, problem_key, request_key, unpack
 from zbv_service.errors import INVALID_PARAMETER, ApiError
 from zbv_service.frontier.points import CutSummary
 from zbv_service.plans.renderings import PlanFacts, facts_of, plan_of
 from zbv_service.records.searches import NewSearch, OptionsDocument
-from zbv_service.searches.searches import new_search, request_key
 from zbv_service.settings import Settings
 
 MAX_STAGES = 4096

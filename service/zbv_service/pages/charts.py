@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zbv_solver.export import quantities
 
@@ -44,6 +46,19 @@ class Scale:
         else:
             values = list(quantities.ticks(low, high, most))
         return [(self(value), quantities.figure(value)) for value in values if self.shows(value)]
+
+
+def stairs(corners: Sequence[tuple[float, float]], last: float) -> Iterator[Line]:
+    """The lines of a value that changes at some places: alternately horizontal and vertical ones.
+
+    ``corners`` are the places with the values from there on, which end at ``last``.
+    """
+    for (x, y), (after, then) in pairwise(corners):
+        yield x, y, after, y
+        yield after, y, after, then
+    if corners:
+        x, y = corners[-1]
+        yield x, y, last, y
 
 
 def percent(part: float) -> float:

@@ -22,7 +22,7 @@ from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.frontier.points import CutSummary, Frontier, Point
 from zbv_service.frontier.problems import FrontierPlan
-from zbv_service.pages.charts import Line, Scale, Ticks
+from zbv_service.pages.charts import Line, Scale, Ticks, stairs
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import placement_name, shape_of
 from zbv_service.security.access import READ, needs
@@ -198,6 +198,7 @@ def picture_of(found: Frontier, root: str) -> dict[str, Any]:
     margin = _MARGIN * (high - low or high or 1.0)
     chart = _Chart(axis, Scale(high + margin, max(0.0, low - 1.6 * margin)), units, root)
     corners = staircase(plans)
+    best = stairs([(known.needs, known.value) for known in corners], axis.last)
     pieces = _bound_pieces(found.points)
     return {
         "summary": _summary(found, corners, axis),
@@ -206,7 +207,7 @@ def picture_of(found: Frontier, root: str) -> dict[str, Any]:
         "infeasible": axis.place(found.points[0].at),
         "below": [chart.line(start, bound, end, bound) for start, end, bound in pieces],
         "bound": [chart.line(*ends) for ends in _bound_line(found.points, pieces)],
-        "steps": [chart.line(*ends) for ends in _stairs(corners, axis.last)],
+        "steps": [chart.line(*ends) for ends in best],
         "marks": [*chart.baselines(baselines), *chart.plans(found.own, plans, corners)],
         "beyond": [
             f"{name} needs {axis.said(known.needs)}: {quantities.time(known.value, units)}"
@@ -279,15 +280,6 @@ def _bound_line(
     if lines and first.bound is not None and lines[0][0] == first.at:
         lines.insert(0, (first.at, first.bound, first.at, lines[0][1]))
     return lines
-
-
-def _stairs(corners: Sequence[Known], last: float) -> Iterator[tuple[float, float, float, float]]:
-    """The lines of the running minimum, alternately horizontal and vertical, up to the last limit."""
-    for corner, after in pairwise(corners):
-        yield corner.needs, corner.value, after.needs, corner.value
-        yield after.needs, corner.value, after.needs, after.value
-    if corners:
-        yield corners[-1].needs, corners[-1].value, last, corners[-1].value
 
 
 def _summary(found: Frontier, corners: Sequence[Known], axis: Axis) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
-from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import cost_facts, cost_values
 from zbv_solver.export.report.sections import deviations
@@ -17,15 +19,20 @@ from zbv_solver.problem.jitter import parse_jitter
 from zbv_solver.problem.layer import Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import exceeds
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import Problem, Units
 
+from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
+from zbv_service.database.events import KEPT_EVENTS
 from zbv_service.documents.problems import Question, unpack
+from zbv_service.pages.charts import Scale, stairs
 from zbv_service.pages.shell import page
-from zbv_service.pages.words import facts_of_layers, shape_of
-from zbv_service.records.searches import FINISHED, SearchDocument
+from zbv_service.pages.words import clock, facts_of_layers, shape_of
+from zbv_service.records.searches import FINISHED, SearchDocument, SearchEventDocument
 from zbv_service.searches.searches import parse_packed
-from zbv_service.security.access import READ
+from zbv_service.security.access import READ, needs
+
+SEARCH = needs("search")
 
 router = APIRouter(include_in_schema=False)
 
@@ -35,12 +42,29 @@ async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
     """The page of a search."""
     found = state_of(request)
     record, packed = await found.searches.asked(search_id, SearchDocument)
-    values = await found.computations.run(partial(_values, record), packed)
+    record = await found.searches.placed(record)
+    async with found.computations.listing(KEPT_EVENTS):
+        events = await found.events.since(search_id, 0)
+    values = await found.computations.run(partial(_values, record, events), packed)
     return await page(request, "search.html.j2", row=record, **values)
 
 
-def _values(record: SearchDocument, packed: bytes) -> dict[str, Any]:
-    return search_values(record, parse_packed(packed))
+@router.post("/searches/{search_id}/cancel", dependencies=[SEARCH])
+async def post_cancel(request: Request, search_id: str) -> Response:
+    """Stop a search; its best plan is kept."""
+    await state_of(request).searches.cancel(search_id)
+    return RedirectResponse(f"{root_of(request)}/searches/{quote(search_id)}", 303)
+
+
+@router.post("/searches/{search_id}/delete", dependencies=[SEARCH])
+async def post_delete(request: Request, search_id: str) -> Response:
+    """Remove a search, and show the others."""
+    await state_of(request).searches.discard(search_id)
+    return RedirectResponse(f"{root_of(request)}/searches", 303)
+
+
+def _values(record: SearchDocument, events: Sequence[SearchEventDocument], packed: bytes) -> dict[str, Any]:
+    return search_values(record, parse_packed(packed), events)
 
 
 PLACEMENTS = {"v": "V, two stages per rank", "loop": "interleaved", "single": "one stage per rank"}
@@ -56,8 +80,97 @@ class Shortage:
     smallest: str
 
 
-def search_values(record: SearchDocument, problem: Question, now: datetime | None = None) -> dict[str, Any]:
-    """What the template shows of a search's problem."""
+_MOST_MOMENTS = 400
+"""Moments that are shown of a search: a screen has about twice as many columns."""
+_FAR = 6
+"""A plan that is this many times farther from the bound than the best one is above the chart."""
+_X_TICKS, _Y_TICKS = 8, 5
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is known of a search from a time on, in seconds since its start."""
+
+    seconds: float
+    best: float
+    bound: float
+    gap: float | None
+    method: str | None
+
+
+def moments_of(events: Sequence[SearchEventDocument]) -> list[Moment]:
+    """The moments at which a search found a better plan or bound; of those that are close, the last."""
+    found: list[Moment] = []
+    for event in events:
+        if event.objective is None or event.lower_bound is None:
+            continue
+        last = found[-1] if found else None
+        # The first plan may be older than this search, if an earlier one found it.
+        seconds = max(event.seconds or 0.0, last.seconds if last else 0.0)
+        if last is None or (last.best, last.bound) != (event.objective, event.lower_bound):
+            found.append(Moment(seconds, event.objective, event.lower_bound, event.gap, event.method))
+    if len(found) <= _MOST_MOMENTS:
+        return found
+    width = found[-1].seconds / (_MOST_MOMENTS - 1) or 1.0
+    return [found[0], *{int(moment.seconds / width): moment for moment in found[1:]}.values()]
+
+
+def course_chart(moments: Sequence[Moment], until: float, units: Units) -> dict[str, Any]:
+    """The chart of a search: its best plan and its bound against time, up to ``until`` seconds."""
+    low, high = min(moment.bound for moment in moments), max(moment.best for moment in moments)
+    best, bound = moments[-1].best, moments[-1].bound
+    top = min(high, best + _FAR * max(best - bound, 0.02 * abs(best)))
+    room = 0.08 * (top - low) or 0.05 * abs(top) or 1.0
+    x = Scale(0.0, max(until, moments[-1].seconds, 0.5))
+    y = Scale(top + room, max(0.0, low - room))
+
+    def place(value: float) -> float:
+        return max(0.0, y(value))
+
+    def lines(values: Sequence[float]) -> list[tuple[float, float, float, float]]:
+        corners = [(moment.seconds, value) for moment, value in zip(moments, values, strict=True)]
+        return [(x(one), place(a), x(other), place(b)) for one, a, other, b in stairs(corners, x.last)]
+
+    ends = [*(moment.seconds for moment in moments[1:]), x.last]
+    return {
+        "summary": f"Best plan and lower bound during {clock(x.last)}; the table below has the numbers.",
+        "x_ticks": [(x(at), clock(at) if at else "0 s") for at in quantities.ticks(0.0, x.last, _X_TICKS)],
+        "y_ticks": [
+            (y(at), quantities.time(at, units)) for at in quantities.ticks(y.last, y.first, _Y_TICKS)
+        ],
+        "best": lines([moment.best for moment in moments]),
+        "bound": lines([moment.bound for moment in moments]),
+        "gaps": [
+            {
+                "x": x(moment.seconds),
+                "width": round(x(end) - x(moment.seconds), 3),
+                "y": place(moment.best),
+                "height": round(place(moment.bound) - place(moment.best), 3),
+                "text": _told(moment, units),
+            }
+            for moment, end in zip(moments, ends, strict=True)
+        ],
+        "above": "" if high <= top else f"↑ first plan: {quantities.time(moments[0].best, units)}",
+    }
+
+
+def _told(moment: Moment, units: Units) -> str:
+    gap = "" if moment.gap is None else f", gap {quantities.percent(moment.gap)}"
+    values = [
+        f"best {quantities.time(moment.best, units)}",
+        f"lower bound {quantities.time(moment.bound, units)}",
+    ]
+    method = f", {moment.method}" if moment.method else ""
+    return f"after {clock(moment.seconds)}: {', '.join(values)}{gap}{method}"
+
+
+def search_values(
+    record: SearchDocument,
+    problem: Question,
+    events: Sequence[SearchEventDocument] = (),
+    now: datetime | None = None,
+) -> dict[str, Any]:
+    """What the template shows of a search, its problem and its events."""
     shortages = _shortages(record, problem) if record.state == "infeasible" else []
     model: Model | None
     if isinstance(problem, LayeredProblem):
@@ -65,11 +178,14 @@ def search_values(record: SearchDocument, problem: Question, now: datetime | Non
     else:
         model, facts = None if problem.model is None else problem.model.model, _facts(problem)
     method, _, details = (record.method or "").partition("(")
+    seconds, moments = _seconds(record, now or datetime.now(UTC)), moments_of(events)
     return {
         "title": shape_of(problem),
         "subtitle": _subtitle(problem),
         "is_open": record.state not in FINISHED,
-        "seconds": _seconds(record, now or datetime.now(UTC)),
+        "seconds": seconds,
+        "moments": moments,
+        "course": course_chart(moments, seconds or 0.0, problem.units) if moments else None,
         "method": method,
         "details": details.removesuffix(")"),
         "shortages": shortages,

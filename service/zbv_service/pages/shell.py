@@ -122,6 +122,7 @@ def _environment() -> Environment:
     environment.filters.update(
         moment=words.moment,
         ago=words.ago,
+        clock=words.clock,
         grouped=words.grouped,
         reached_step=words.reached_step,
         recomputed=words.recomputed,

@@ -41,6 +41,16 @@ def ago(at: datetime) -> str:
     return f"{max(0.0, seconds):.0f} s ago"
 
 
+def clock(seconds: float) -> str:
+    """Seconds that have passed, with tenths below 100: ``12.5 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
 def grouped(names: Sequence[str]) -> str:
     """Names in order of their first occurrence, with counts: ``8 × NVIDIA H200, CPU``."""
     return ", ".join(name if n == 1 else f"{n} × {name}" for name, n in Counter(names).items())

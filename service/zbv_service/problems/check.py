@@ -15,7 +15,7 @@ from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem
 
 from zbv_service.documents.parsing import parse_body
-from zbv_service.documents.problems import Question, require_size, summary_of
+from zbv_service.documents.problems import Question, parse_request, require_size, summary_of
 from zbv_service.plans.documents import ClaimDocument
 from zbv_service.problems.documents import (
     CheckRequest,
@@ -27,7 +27,6 @@ from zbv_service.problems.documents import (
     ProblemFacts,
 )
 from zbv_service.records.shared import ProblemSummary
-from zbv_service.searches.searches import parse_request
 from zbv_service.settings import Settings
 
 

@@ -60,5 +60,3 @@ class NewPlan:
     be compared."""
     search_bound: float
     """The lower bound of the search, which for a problem given by layers holds for every cut."""
-    refusal: Refusal | None = None
-    """As in :class:`zbv_service.records.searches.Update`."""

@@ -242,14 +242,14 @@ class Update:
     objective: float | None
     """None as long as no layout was planned."""
     lower_bound: float
-    gap: float | None
-    method: str
+    method: str | None
     incumbent: bytes | None
     """The plan's packed ranks; for a problem given by layers, an object of problem and ranks; None for
     layouts."""
     refusal: Refusal | None = None
     """Set if the search could not use its stored incumbent; the results stored with that one are void."""
     progress: dict[str, int] | None = None
+    """The :class:`LayoutCounts`. A search that has them cannot continue from an incumbent."""
 
 
 class SearchEventDocument(Record):
@@ -332,20 +332,23 @@ class SearchEventList(BaseModel):
 
 
 @dataclass(frozen=True)
-class NewRanking:
-    """The outcome of a search of layouts."""
+class Outcome:
+    """What a search has found in the end, in the form in which it is stored."""
 
     plans: tuple[NewPlan, ...]
-    """Of the pipelines of the listed layouts, the best layout first; empty if the search was stopped
-    before the first."""
-    document: bytes
-    """The answer, packed; its layouts name their plans."""
-    step_time: float | None
-    """Seconds, of the best layout; None without a layout."""
+    """The best first: the plan, or those of the pipelines of the listed layouts. Empty if the search was
+    stopped before it had one."""
+    objective: float | None
+    """None without a plan."""
     lower_bound: float
-    """Seconds, of all layouts."""
-    progress: dict[str, int]
+    """Of all answers to the question."""
+    answer: bytes | None = None
+    """The packed answer, which names the plans; None if the plan is the answer."""
+    progress: dict[str, int] | None = None
+    refusal: Refusal | None = None
+    """Set if the search could not use its stored incumbent."""
 
-
-Outcome = NewPlan | NewRanking
-"""The result of a search."""
+    @classmethod
+    def of(cls, plan: NewPlan, refusal: Refusal | None = None) -> Self:
+        """The outcome of a search for a plan."""
+        return cls((plan,), plan.summary.value, plan.search_bound, refusal=refusal)

@@ -22,13 +22,13 @@ from zbv_solver.problem.writing import problem_json
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import DatabaseAway, PartTable, RunPlanTable, RunTable
-from zbv_service.documents.problems import unpack
+from zbv_service.documents.problems import new_search, unpack
 from zbv_service.plans.plans import Plans
 from zbv_service.plans.renderings import plan_of
 from zbv_service.records.runs import OfferDocument, Replanning, RunDocument
 from zbv_service.records.searches import FINISHED, NewSearch
 from zbv_service.runs.parts import parse_traces
-from zbv_service.searches.searches import Searches, new_search
+from zbv_service.searches.searches import Searches
 from zbv_service.settings import Settings
 
 FRESH_STEPS = 3

@@ -11,11 +11,10 @@ from pydantic import Field
 from zbv_solver.errors import InvalidInput, Issue
 
 from zbv_service.documents.parsing import is_deep, parse_body
-from zbv_service.documents.problems import QuestionDocument, pack
+from zbv_service.documents.problems import QuestionDocument, new_search, pack
 from zbv_service.records.run_options import MAX_INTEGER, ModelDocument, RunOptionsDocument, ScriptDocument
 from zbv_service.records.searches import NewSearch, OptionsDocument
 from zbv_service.records.shared import RequestDocument
-from zbv_service.searches.searches import new_search
 from zbv_service.settings import Settings
 
 MAX_NODES = 4096

@@ -30,8 +30,8 @@ from zbv_service.errors import (
     infeasible,
 )
 from zbv_service.observability.metrics import Metrics
-from zbv_service.records.plans import NewPlan, Refusal
-from zbv_service.records.searches import Claim, NewRanking, Outcome, Update
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.task import (
     Computation,
     SearchCrashed,
@@ -194,7 +194,7 @@ class Endings:
             detail = str(error) if isinstance(error, ZbvError) else "The search failed; see the log."
             document = error_document(INTERNAL, detail)
             return partial(table.ended, claim.id, claim.fence, "failed", document)
-        if not isinstance(found, NewRanking) and found.refusal is not None:
+        if found.refusal is not None:
             self.note_refusal(attempt, found.refusal)
         return partial(self._keep, attempt, found)
 
@@ -224,21 +224,16 @@ class Endings:
         """Store a result. If only the service's stop ended the search, a plan becomes its incumbent."""
         claim = attempt.claim
         if self._stopping.is_set() and not await self._is_cancelled(claim.id):
-            known = None
-            if not isinstance(found, NewRanking):
-                known = await asyncio.to_thread(incumbent_of, found)
+            known = None if found.answer is not None else await asyncio.to_thread(incumbent_of, found)
             is_ours, end = await self._table.requeue(claim.id, claim.fence, known), "was queued again"
-        elif isinstance(found, NewRanking):
-            detail = (
-                f"The time limit of {self._limit_of(claim):g} s passed before a layout was planned. Raise "
-                "options.time_limit, or fix parts of the layout, such as tensor_parallel and expert_parallel."
-            )
-            unplanned = error_document(TIME_LIMIT, detail)
-            is_ours = await self._table.ranked(claim.id, claim.fence, found, unplanned)
-            end = f"found {len(found.plans)} layouts"
         else:
-            is_ours = await self._table.finished(claim.id, claim.fence, found)
-            end = f"found plan {found.summary.plan_id}"
+            without_plan = None
+            if not found.plans:
+                limit = f"The time limit of {self._limit_of(claim):g} s passed before a layout was planned."
+                way = "Raise options.time_limit, or fix parts, such as tensor_parallel and expert_parallel."
+                without_plan = error_document(TIME_LIMIT, f"{limit} {way}")
+            is_ours = await self._table.finished(claim.id, claim.fence, found, without_plan)
+            end = f"found {', '.join(f'plan {plan.summary.plan_id}' for plan in found.plans) or 'no plan'}"
         logger.info("search %s %s", claim.id, end if is_ours else "now belongs to another service")
         return is_ours
 
@@ -285,7 +280,7 @@ class Endings:
         )
         return await self._table.killed(claim.id, claim.fence, error_document(TIME_LIMIT, detail))
 
-    async def _plan_of(self, claim: Claim) -> NewPlan:
+    async def _plan_of(self, claim: Claim) -> Outcome:
         """The plan of an incumbent, made in another process; raises TimeoutError, or its errors."""
         future = self._processes.submit(plan_of_incumbent, claim)
         try:

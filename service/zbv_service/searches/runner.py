@@ -26,7 +26,8 @@ from zbv_service.observability.metrics import Metrics
 from zbv_service.records.searches import FINISHED, Claim, SearchKind, Update
 from zbv_service.searches.attempts import RETRY_SECONDS, Attempt, Endings
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.executors.task import Kind, SearchExecutor
+from zbv_service.searches.executors.task import SearchExecutor
+from zbv_service.searches.kinds import Kind
 from zbv_service.settings import MEBIBYTE, Settings, cores, parse_choice
 
 POLL_SECONDS = 0.25

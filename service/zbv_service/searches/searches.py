@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import uuid
@@ -12,33 +11,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from zbv_solver import __version__
-from zbv_solver.documents.files import canonical_json
-from zbv_solver.errors import InvalidInput
-from zbv_solver.problem.jitter import check_quantile, parse_jitter
 from zbv_solver.problem.reading import parse_any_problem
-from zbv_solver.search.options import EFFORTS, Effort
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import SearchInUse, SearchTable, TooManySearches
-from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
-from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import (
     Question,
-    QuestionDocument,
-    pack,
-    question_json,
-    read_question,
-    summary_of,
     unpack,
     unpack_text,
 )
 from zbv_service.errors import NOT_FOUND, SEARCH_IN_USE, TOO_MANY_SEARCHES, ApiError
 from zbv_service.records.lists import Page, Position, SearchListQuery
-from zbv_service.records.searches import NewSearch, OptionsDocument, SearchKind, SearchRecord
-from zbv_service.records.shared import RequestDocument
-from zbv_service.searches.executors.layouts import rank_layouts
-from zbv_service.searches.executors.task import Kind, search_plan
+from zbv_service.records.searches import NewSearch, SearchKind, SearchRecord
+from zbv_service.searches.kinds import Kind
 from zbv_service.searches.runner import Runner
 from zbv_service.security.tokens import Grant
 from zbv_service.settings import Settings
@@ -51,100 +36,23 @@ S = TypeVar("S", bound=SearchRecord)
 logger = logging.getLogger(__name__)
 
 
-class SearchRequest(RequestDocument):
-    """A problem to search a plan for."""
-
-    problem: QuestionDocument
-    options: OptionsDocument = OptionsDocument()
-
-
 def parse_packed(packed: bytes) -> Question:
     """The problem of a packed document."""
     return parse_any_problem(unpack(packed))
 
 
-def new_search(settings: Settings, body: Any) -> NewSearch:
-    """The search of a decoded request body; raises :class:`InvalidInput`."""
-    question, options = parse_request(body, settings)
-    document, chosen = question_json(question), options.stored()
-    key, jitter = request_key(document, chosen), chosen.pop("jitter", None)
-    return NewSearch(
-        id=uuid.uuid4().hex,
-        request_key=key,
-        problem=pack(document),
-        summary=summary_of(question),
-        options=chosen,
-        jitter=None if jitter is None else pack(jitter),
-    )
-
-
-def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocument]:
-    """The problem and options of a request body; raises :class:`InvalidInput`."""
-    request = parse_body(SearchRequest, body)
-    question = read_question(request.problem, settings.max_cells)
-    options = request.options
-    require_allowed(options.effort, options.time_limit, settings)
-    try:
-        if options.jitter is None:
-            check_quantile(options.quantile, None)
-        else:
-            parse_jitter(options.jitter).require_ranks(question.pp_degree)
-    except InvalidInput as error:
-        raise error.below("/options" if options.jitter is None else "/options/jitter") from None
-    return question, options
-
-
-def require_allowed(effort: Effort | None, time_limit: float | None, settings: Settings) -> None:
-    """Raise :class:`InvalidInput` for options beyond the limits of the service."""
-    if time_limit is not None and time_limit > settings.max_time_limit:
-        raise InvalidInput.at(
-            "/options/time_limit",
-            f"found {time_limit:.15g}; this service takes at most {settings.max_time_limit:.15g} seconds.",
-        )
-    highest = settings.max_effort
-    if effort is not None and EFFORTS.index(effort) > EFFORTS.index(highest):
-        raise InvalidInput.at("/options/effort", f"found {effort}; this service takes at most {highest}.")
-
-
-def request_key(problem: dict[str, Any], options: dict[str, Any]) -> str:
-    """Hash of the normalised problem, the options and the planner's version, which determine the result."""
-    asked = {"problem": problem, "options": options, "version": __version__}
-    return hashlib.sha256(canonical_json(asked).encode()).hexdigest()
-
-
-def new_layout_search(settings: Settings, body: Any) -> NewSearch:
-    """The search of a decoded request body; takes seconds for a large cluster, whose layouts it counts.
-
-    Raises
-    ------
-    InvalidInput
-        The body breaks a rule, or no layout divides the cluster.
-    """
-    asked = parse_body(LayoutRequest, body)
-    require_allowed(asked.options.effort, asked.options.time_limit, settings)
-    summary = layouts_summary(asked, read_layouts(asked))
-    normal, options = asked.model_dump(mode="json"), asked.options.model_dump()
-    key = canonical_json({"layouts": normal, "version": __version__})
-    return NewSearch(
-        id=uuid.uuid4().hex,
-        request_key=hashlib.sha256(key.encode()).hexdigest(),
-        problem=pack(normal),
-        summary=summary,
-        options=options,
-        kind="layouts",
-    )
-
-
-KINDS: Mapping[SearchKind, Kind] = {
-    "plan": Kind(new_search, search_plan),
-    "layouts": Kind(new_layout_search, rank_layouts),
-}
-
-
 class Searches:
     """The searches of a service."""
 
-    def __init__(self, table: SearchTable, runner: Runner, settings: Settings, computations: Computations):
+    def __init__(
+        self,
+        table: SearchTable,
+        runner: Runner,
+        kinds: Mapping[SearchKind, Kind],
+        settings: Settings,
+        computations: Computations,
+    ):
+        self._kinds = kinds
         self._table = table
         self._computations = computations
         self._runner = runner
@@ -169,7 +77,7 @@ class Searches:
         """
         is_text = isinstance(body, bytes | bytearray)
         compute = self._computations.of_body if is_text else self._computations.of_document
-        new = await compute(partial(KINDS[kind].read, self._settings), body)
+        new = await compute(partial(self._kinds[kind].read, self._settings), body)
         return await self.submit_read(new, grant)
 
     async def submit_read(
@@ -216,11 +124,15 @@ class Searches:
 
     async def text(self, record: SearchRecord) -> bytes:
         """A search as JSON, with its place in the queue, its jitter and its answer."""
-        if record.state == "queued":
-            before = await self._table.queued_before(record)
-            record = record.model_copy(update={"queued_before": before})
+        record = await self.placed(record)
         answer = None if record.kind == "plan" else await self.answer(record)
         return await asyncio.to_thread(record.whole, answer)
+
+    async def placed(self, record: S) -> S:
+        """A search with its place in the queue, if it waits there."""
+        if record.state != "queued":
+            return record
+        return record.model_copy(update={"queued_before": await self._table.queued_before(record)})
 
     async def answer(self, record: SearchRecord) -> bytes | None:
         """The packed answer of a search for layouts; None before its end."""

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zbv_service.client.tokens import local_files, state_folder
-from zbv_service.database.url import shown_url, sqlite_file
 from zbv_service.security.tokens import TokenText
+from zbv_service.settings import shown_url, sqlite_file
 
 _KEPT = "secret-"
 _MOST_BYTES = 8192

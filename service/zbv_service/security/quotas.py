@@ -65,18 +65,29 @@ class Quotas(BaseTable):
         ApiError
             429: the token has stored too much.
         """
-        refusal: ApiError | None = None
         for seconds in FRESH_SECONDS:
             period = int(asyncio.get_running_loop().time() / seconds)
             key = f"{grant.owner} {grant.name} {grant.local_id} {seconds} {period}"
             stored = await self._known.get(key, partial(self.stored, grant))
-            refusal = self._refusal(grant, stored, kind, size)
-            if refusal is None:
-                break
-        if refusal is not None:
-            raise refusal
-        stored.rows[kind] += 1
-        stored.size += size
+            has_rows = stored.rows[kind] < self._rows[kind]
+            has_bytes = kind == "sessions" or stored.size + size <= self._bytes
+            if has_rows and has_bytes:
+                stored.rows[kind] += 1
+                stored.size += size
+                return
+        what, setting, most, way = f"{stored.rows[kind]} {kind}", "rows", self._rows[kind], _WAYS[kind]
+        if has_rows:
+            what, setting = f"{stored.size} bytes of searches, plans, runs and agents", "bytes"
+            most, way = self._bytes, f"{_WAYS['searches']}. {_WAYS['plans']}"
+        name = f"max-stored-{setting}"
+        if kind == "agents" and not has_rows:
+            name = "max-agents"
+        whose = f"Token {grant.name}" if grant.name else "This service"
+        raise ApiError(
+            TOO_MUCH_STORED,
+            f"{whose} has stored {what}; the limit is {most} (--{name}-per-token). {way}, or have the "
+            f"operator raise the limit.",
+        )
 
     async def stored(self, grant: Grant) -> Stored:
         """What a token has stored now."""
@@ -104,20 +115,6 @@ class Quotas(BaseTable):
         rows: Sequence[Any] = await self._database.rows(select(counts.subquery()))
         return Stored(size=sum(int(row[2] or 0) for row in rows), rows={row[0]: row[1] for row in rows})
 
-    def _refusal(self, grant: Grant, stored: Stored, kind: str, size: int) -> ApiError | None:
-        if stored.rows[kind] >= self._rows[kind]:
-            setting = "--max-agents-per-token" if kind == "agents" else "--max-stored-rows-per-token"
-            return _refused(grant, f"{stored.rows[kind]} {kind}", setting, self._rows[kind], _WAYS[kind])
-        if kind != "sessions" and stored.size + size > self._bytes:
-            return _refused(
-                grant,
-                f"{stored.size} bytes of searches, plans, runs and agents",
-                "--max-stored-bytes-per-token",
-                self._bytes,
-                f"{_WAYS['searches']}. {_WAYS['plans']}",
-            )
-        return None
-
 
 def _count(kind: str, where: ColumnElement[bool], *columns: Any) -> Select[str, int, int]:
     """The number of rows of a kind, and the bytes of these columns."""
@@ -126,15 +123,6 @@ def _count(kind: str, where: ColumnElement[bool], *columns: Any) -> Select[str, 
         content = as_type(column, Text) if isinstance(column.type, JSON) else column
         size = size + func.coalesce(func.length(content), 0)
     return select(literal(kind).label("kind"), func.count(), func.sum(size)).where(where)
-
-
-def _refused(grant: Grant, found: str, setting: str, most: int, way: str) -> ApiError:
-    whose = f"Token {grant.name}" if grant.name else "This service"
-    return ApiError(
-        TOO_MUCH_STORED,
-        f"{whose} has stored {found}; the limit is {most} ({setting}). {way}, or have the operator raise "
-        f"the limit.",
-    )
 
 
 def _stores(kind: Stores) -> params.Depends:

@@ -76,7 +76,7 @@ def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize(("auth", "functions", "of_a_fetch"), [("none", 120, 11), ("tokens", 128, 15)])
+@pytest.mark.parametrize(("auth", "functions", "of_a_fetch"), [("none", 115, 11), ("tokens", 120, 15)])
 async def test_the_walk_from_a_search_to_the_fetch_of_a_rank_is_short(
     tmp_path: Path, auth: Literal["none", "tokens"], functions: int, of_a_fetch: int
 ) -> None:

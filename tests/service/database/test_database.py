@@ -22,9 +22,9 @@ from support.tokens import add, bearer
 from zbv_service.database import Database, DatabaseUnusable, SearchTable
 from zbv_service.database.engine import Base
 from zbv_service.database.migrate import upgrade
-from zbv_service.database.url import async_url
 from zbv_service.records.lists import SearchListQuery
 from zbv_service.security.tokens import TokenText
+from zbv_service.settings import async_url
 
 
 async def test_sqlite_uses_a_write_ahead_log_a_busy_timeout_and_foreign_keys(tmp_path: Path) -> None:

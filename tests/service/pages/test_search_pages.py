@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from support.serving import PROBLEM, Serving
 from zbv_service.documents.problems import question_json
 from zbv_service.pages.compare import compare_values
 from zbv_service.pages.new_search import presets, start_from, start_from_layers
-from zbv_service.pages.search import Shortage, search_values
+from zbv_service.pages.search import Shortage, course_chart, moments_of, search_values
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.words import facts_of_layers, recomputed
 from zbv_service.problems.check import check
-from zbv_service.records.searches import OptionsDocument, SearchDocument
+from zbv_service.records.searches import OptionsDocument, SearchDocument, SearchEventDocument
 from zbv_service.records.shared import ProblemSummary
 from zbv_service.settings import Settings
 from zbv_solver.export import export
@@ -28,7 +29,7 @@ from zbv_solver.export.report.sections import layers_view
 from zbv_solver.frontiers.memory_fraction import at_fraction
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
@@ -52,13 +53,34 @@ RECORD = SearchDocument(
     updated_at=AT,
     finished_at=None,
 )
+
+
+def event(number: int, kind: str, **values: Any) -> SearchEventDocument:
+    common = {"id": number, "at": AT, "event": kind, "search_id": "a" * 32}
+    return SearchEventDocument.model_validate({**common, **values})
+
+
+def known(
+    number: int, seconds: float, best: float, bound: float, kind: str = "improvement"
+) -> SearchEventDocument:
+    gap = best / bound - 1
+    values = {"objective": best, "lower_bound": bound, "gap": gap, "method": "greedy(1)", "seconds": seconds}
+    return event(number, kind, **values)
+
+
+EVENTS = (
+    event(1, "state", state="running", attempts=1),
+    known(2, 0.5, 1300, 1200),
+    known(3, 2.0, 1234, 1200),
+)
 NOTHING: dict[str, Any] = {"objective": None, "lower_bound": None, "gap": None, "method": None}
 DONE: dict[str, Any] = {"state": "done", "plan_id": "b" * 64, "finished_at": AT}
 
 
 def values_of(problem: Problem | LayeredProblem, **changes: Any) -> dict[str, Any]:
     record = RECORD.model_copy(update=changes)
-    return search_values(record, problem, AT + timedelta(seconds=12.5)) | {"row": record}
+    events = EVENTS if record.objective is not None else ()
+    return search_values(record, problem, events, AT + timedelta(seconds=12.5)) | {"row": record}
 
 
 def page_of(
@@ -73,17 +95,41 @@ def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
     text = page_of()
     for words in (
         *("2 ranks × 4 microbatches", "1\u202f234", "2.88", "12.5 s", "started 2 times", "parameters"),
-        *("quick, at most 90 s, seed 7", "3, 0.75 × 1F1B", 'id="stop"', 'id="delete"'),
+        *("quick, at most 90 s, seed 7", "3, 0.75 × 1F1B", "All improvements"),
+        "after 0.5 s: best 1\u202f300, lower bound 1\u202f200, gap 8.33\u202f%, greedy(1)",
     ):
         assert words in text, words
-    assert 'id="to-plan"' not in text
+    assert "Open plan" not in text
     assert 'http-equiv="refresh"' in text
-    data = re.search(r'id="search">(.*?)</script>', text)
-    assert data is not None
-    assert json.loads(data[1])["seconds"] == 12.5
     for scope, may_stop in (("read", False), ("admin", True)):
         text = page_of(shell=Shell(may=frozenset({scope})))
-        assert ('id="stop"' in text, 'id="delete"' in text) == (may_stop, may_stop)
+        assert ("Stop and keep best plan" in text, "Delete this search" in text) == (may_stop, may_stop)
+
+
+def test_the_chart_of_a_search_has_a_moment_per_better_plan_or_bound() -> None:
+    units = Units(time="us")
+    early = known(2, -1.0, 1300, 1200)  # found by an earlier search
+    moments = moments_of(
+        [event(1, "state", state="running"), early, known(3, 2.0, 1234, 1200), known(4, 3, 1234, 1200, "end")]
+    )
+    assert [(moment.seconds, moment.best) for moment in moments] == [(0.0, 1300), (2.0, 1234)]
+    chart = course_chart(moments, 8.0, units)
+    assert [(gap["x"], gap["width"]) for gap in chart["gaps"]] == [(0.0, 25.0), (25.0, 75.0)]
+    (_, high, end, level), (_, _, _, low), (start, *_, last, _) = chart["best"]
+    assert (high == level < low, end, start, last) == (True, 25.0, 25.0, 100.0)
+    assert chart["above"] == ""
+    far = course_chart(moments_of([known(1, 0, 9000, 1000), known(2, 1, 1010, 1000)]), 2.0, units)
+    assert far["above"] == "↑ first plan: 9\u202f000 µs"
+    assert min(y for line in far["best"] for y in (line[1], line[3])) == 0.0, "it does not leave the chart"
+    assert course_chart(moments_of([known(1, 0, 5, 5)]), 0.0, units)["gaps"][0]["height"] == 0.0
+
+
+def test_a_long_search_shows_its_first_and_last_moment_and_some_between() -> None:
+    events = [known(number, number / 10, 10_000 - number, 100) for number in range(1000)]
+    moments = moments_of(events)
+    assert 200 <= len(moments) <= 401
+    assert (moments[0].best, moments[-1].best) == (10_000, 9001)
+    assert all(one.seconds < other.seconds for one, other in pairwise(moments))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +143,7 @@ def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
             NOTHING | {"state": "failed", "error": {"title": "It <died>", "detail": "memory ran out",
                                                     "type": "/errors/search-crashed", "status": 500}},
             ["It &lt;died&gt;", "memory ran out", 'href="/zbv/errors/search-crashed"', "/zbv/new?from="],
-            ['id="course-panel"'],
+            ["All improvements"],
         ),
     ],
 )  # fmt: skip

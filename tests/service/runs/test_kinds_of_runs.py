@@ -10,8 +10,8 @@ from support.fake_searches import orders_of
 from support.layered import LAYERED
 from support.rank_traces import trace_documents
 from support.serving import MODEL, PROBLEM, Service, Serving
+from zbv_service.documents.problems import new_search
 from zbv_service.runs.replanner import measure
-from zbv_service.searches.searches import new_search
 from zbv_service.settings import Settings
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.measure.refit import with_stage_costs

@@ -45,7 +45,7 @@ async def claimed(table: SearchTable, search_id: str) -> Claim:
 
 
 def better(objective: float) -> Update:
-    return Update(objective, 1.0, objective - 1, "m", b"ranks")
+    return Update(objective, 1.0, "m", b"ranks")
 
 
 async def all_of(events: EventFeed[Event], search_id: str, after: int = 0) -> list[Event]:

@@ -17,7 +17,7 @@ from zbv_service.database.models import SearchRow
 from zbv_service.documents.problems import answers, incumbent_of, pack, pack_plan, problem_key, question_json
 from zbv_service.frontier.points import Point, tightened
 from zbv_service.problems.estimate import estimate_of_layers
-from zbv_service.records.searches import Claim
+from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import search_plan, solver_search
 from zbv_service.settings import Settings
 from zbv_solver.errors import ContradictedBound, InvalidPlan
@@ -36,7 +36,7 @@ OTHER_LAYERS = {
 
 
 def incumbent_for(problem: Any) -> bytes:
-    packed = incumbent_of(pack_plan(plan_of(stages_of(parse_any_problem(problem))))).incumbent
+    packed = incumbent_of(Outcome.of(pack_plan(plan_of(stages_of(parse_any_problem(problem)))))).incumbent
     assert packed is not None
     return packed
 

@@ -12,8 +12,7 @@ from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.serving import Service, Serving
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.problems import incumbent_of, pack, pack_plan, question_json
-from zbv_service.records.plans import NewPlan
-from zbv_service.records.searches import Claim, Update
+from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.executors.task import search_plan, solver_search
 from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.reading import parse_any_problem
@@ -173,7 +172,7 @@ class Listener:
 
 
 def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
-    known = pack_plan(plan_of(stages_of(parse_any_problem(LAYERED))))
+    known = Outcome.of(pack_plan(plan_of(stages_of(parse_any_problem(LAYERED)))))
     given: list[Any] = []
 
     def search(problem: Any, options: Any, on_progress: Any, cancelled: Any, incumbent: Any) -> Plan:
@@ -188,6 +187,5 @@ def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
     assert isinstance(incumbent, Plan)
     assert incumbent.problem == stages_of(parse_any_problem(LAYERED))
     # It stops immediately, and is still at least as good as its incumbent.
-    assert isinstance(found, NewPlan)
-    assert found.summary.value <= incumbent.objective
+    assert found.plans[0].summary.value <= incumbent.objective
     assert all(report.objective is not None for report in listener.reports)

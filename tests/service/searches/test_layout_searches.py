@@ -13,11 +13,10 @@ from zbv_models.layouts import executor_search
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.search import best_layouts
 from zbv_service.documents import layouts as layout_documents
-from zbv_service.documents.layouts import LayoutRequest, count_layouts, read_layouts
+from zbv_service.documents.layouts import LayoutRequest, count_layouts, new_layout_search, read_layouts
 from zbv_service.documents.problems import unpack
-from zbv_service.records.searches import Claim, NewRanking, Update
-from zbv_service.searches.executors.layouts import rank_layouts
-from zbv_service.searches.searches import new_layout_search
+from zbv_service.records.searches import Claim, Outcome, Update
+from zbv_service.searches.kinds import rank_layouts
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 from zbv_solver.search.options import SearchOptions
@@ -67,7 +66,7 @@ async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
         asked = LayoutRequest.model_validate(await service.get(f"/v1/searches/{search_id}/problem"))
     assert asked == LayoutRequest.model_validate(SMALL)
     ids = [plan["plan_id"] for plan in plans]
-    assert found["answer"] == unpack(ranking(2).document)
+    assert found["answer"] == unpack(ranking(2).answer or b"")
     assert [layout["plan_id"] for layout in found["answer"]["layouts"]] == ids
     assert (found["kind"], found["plan_id"], found["objective"]) == ("layouts", ids[0], 8.0)
     assert (found["lower_bound"], found["progress"]) == (BOUND, COUNTS)
@@ -94,7 +93,7 @@ async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_da
         listed = (await service.get("/v1/searches?state=cancelled"))["searches"]
         assert [each["id"] for each in listed] == [behind, search_id]
         assert await submitted(service) != behind
-    assert found["answer"] == unpack(ranking(1).document)
+    assert found["answer"] == unpack(ranking(1).answer or b"")
     assert (found["objective"], found["lower_bound"]) == (8.0, BOUND)
 
 
@@ -125,12 +124,12 @@ class Listener:
         make()
 
 
-def ranked(body: dict[str, Any], listener: Listener | None = None) -> tuple[NewRanking, dict[str, Any]]:
+def ranked(body: dict[str, Any], listener: Listener | None = None) -> tuple[Outcome, dict[str, Any]]:
     """The outcome of a request in this process, and its answer."""
     new = new_layout_search(Settings(), body)
     claim = Claim("a", 1, new.problem, {**new.options, "workers": 1}, None, 1, False, "layouts")
     outcome = rank_layouts(claim, listener or Listener())
-    return outcome, unpack(outcome.document)
+    return outcome, unpack(outcome.answer or b"")
 
 
 @pytest.mark.parametrize("executor", ["zbv", "any"])
@@ -144,7 +143,7 @@ def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(executo
     }
     for options, listener in (({"time_limit": 0.3}, Listener()), ({}, Listener(stops=True))):
         outcome, answer = ranked({**large, "options": options}, listener)
-        assert (outcome.plans, outcome.step_time, answer["layouts"]) == ((), None, [])
+        assert (outcome.plans, outcome.objective, answer["layouts"]) == ((), None, [])
         assert outcome.lower_bound == 0, "nothing is known about layouts that were not enumerated"
 
 
@@ -188,7 +187,7 @@ def test_the_answer_is_that_of_the_solver() -> None:
     for layout, planned in zip(expected["layouts"], best.best, strict=True):
         layout["plan_id"] = planned.plan.plan_id
     assert answer == expected
-    assert (outcome.step_time, outcome.lower_bound) == (best.best[0].step_time, best.no_layout_below)
+    assert (outcome.objective, outcome.lower_bound) == (best.best[0].step_time, best.no_layout_below)
     counts = {"considered": len(request.layouts), "ruled_out": best.pruned, "planned": best.planned}
     assert outcome.progress == counts
     names = [baseline["name"] for baseline in unpack(outcome.plans[0].document)["baselines"]]

@@ -118,7 +118,7 @@ async def test_a_search_with_an_expired_lease_runs_elsewhere(serving: Serving, t
     async with serving("immediate") as service:
         ended = await service.ended(lost.id)
         assert (ended["state"], ended["attempts"]) == ("done", 2)
-    update = Update(1.0, 1.0, 0.0, "late", b"")
+    update = Update(1.0, 1.0, "late", b"")
     assert not await table.progressed(lost.id, lost.fence, update)
     assert not await table.requeue(lost.id, lost.fence, update)
 

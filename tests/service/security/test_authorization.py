@@ -16,6 +16,7 @@ from support.stored import a_plan, a_search, next_of
 from support.tokens import add, bearer, kind_of
 from zbv_service.app import create_app
 from zbv_service.database import Database, PlanTable, SearchTable
+from zbv_service.records.searches import Outcome
 from zbv_service.security import quotas
 from zbv_service.security.access import needs, require_declared, scopes_of
 from zbv_service.security.quotas import Quotas
@@ -269,7 +270,7 @@ async def test_each_token_is_counted_by_itself(database: Database) -> None:
     await plans.add(a_plan("f" * 64), "b")
     await plans.add(a_plan("e" * 64))
     claim = await next_of(searches)
-    assert await searches.finished(claim.id, claim.fence, a_plan("d" * 64))
+    assert await searches.finished(claim.id, claim.fence, Outcome.of(a_plan("d" * 64)))
     found = {}
     for caller in ("a", "b", None):
         grant = Grant(caller, frozenset(), "token", token_id="x")

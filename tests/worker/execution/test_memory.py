@@ -15,7 +15,7 @@ from torch import Tensor
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.timing.start_times import memory_profile
-from zbv_worker.execution.binding import Bound, WalkState
+from zbv_worker.execution.binding import Bound
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor
 from zbv_worker.execution.rank_plan import RankPlan
@@ -99,9 +99,9 @@ def watch(executor: Executor, live: LiveBytes) -> list[int]:
     seen: list[int] = []
 
     def watched(bound: Bound) -> Bound:
-        def run(value: Any, state: WalkState) -> Any:
-            output = bound.run(value, state)
-            passing = [*state.handed_over.values(), *([] if output is None else [output])]
+        def run(*value: Any) -> Any:
+            output = bound.run(*value)
+            passing = [*executor._binding.state.local.values(), *([] if output is None else [output])]
             seen.append(live.bytes - sum(tensor.untyped_storage().nbytes() for tensor in passing))
             return output
 

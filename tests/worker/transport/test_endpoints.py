@@ -62,7 +62,7 @@ def crossings(**known: tuple[int, ...]) -> Crossings:
 
 
 def take(inbox: Inbox, text: str) -> Tensor:
-    found = inbox.take(inbox.index(Transfer.parse(text)), 1.0)
+    found = inbox.take(inbox.index(Transfer.parse(text)))
     assert isinstance(found, Tensor)
     return found
 
@@ -72,7 +72,7 @@ def send_all(wire: Wire, carried: Channel, shapes: dict[int, tuple[int, ...]]) -
     sent = {}
     for transfer in carried.transfers:
         sent[transfer] = torch.randn(shapes[transfer.boundary])
-        outbox.sender(transfer)(sent[transfer], str(transfer))
+        outbox.sender(transfer, str(transfer))(sent[transfer])
     return sent
 
 
@@ -83,7 +83,7 @@ def test_tensors_are_taken_in_any_order_with_boundaries_of_different_shapes(look
     sent = send_all(wire, carried, {0: (2, 3), 2: (4,), 4: (5,)})
     known = crossings(b4=(5,))
     inbox = Inbox(wire, carried, known, look_ahead)
-    inbox.begin()
+    inbox.begin(1.0)
     for text in ("A0:0", "A0:1", "A2:0", "G4:1", "A2:1", "A2:2", "G4:0", "A0:2"):
         assert take(inbox, text) is sent[Transfer.parse(text)]
     shapes = {boundary: each.specs[0].shape for boundary, each in known.largest().items()}
@@ -97,7 +97,7 @@ def test_receives_are_posted_ahead_of_the_furthest_needed_tensor() -> None:
     wire = Wire()
     send_all(wire, carried, {0: (1,)})
     inbox = Inbox(wire, carried, crossings(), look_ahead=2)
-    inbox.begin()
+    inbox.begin(1.0)
     assert len(wire.posted_specs) == 0  # the shape is not known yet, and beginning a step must not wait
     take(inbox, "A0:0")
     assert len(wire.posted_specs) == 1 + 1 + 2
@@ -115,7 +115,7 @@ def test_receives_are_posted_ahead_up_to_the_first_unknown_shape() -> None:
     wire, known = Wire(), crossings()
     sent = send_all(wire, carried, {0: (1,), 2: (3,)})
     inbox = Inbox(wire, carried, known, look_ahead=2)
-    inbox.begin()
+    inbox.begin(1.0)
     take(inbox, "A0:0")
     assert len(wire.posted_specs) == 1 + 1
     known.add(2, 0, Structure.of_tensor(TensorSpec((3,), torch.float32)))  # as sending its activation does
@@ -128,7 +128,7 @@ def test_a_gradient_that_precedes_its_activation_is_refused() -> None:
     wire = Wire()
     send_all(wire, carried, {0: (1,), 2: (3,)})
     inbox = Inbox(wire, carried, crossings(), look_ahead=1)
-    inbox.begin()
+    inbox.begin(1.0)
     with pytest.raises(
         ModelError, match="gradient of boundary 2 for microbatch 0 is sent before this rank made"
     ):
@@ -141,8 +141,8 @@ def test_the_next_step_posts_at_once_and_sends_no_header_again() -> None:
     inbox, outbox = Inbox(wire, carried, crossings(), look_ahead=2), Outbox(wire, carried, crossings())
     for step in range(3):
         for transfer in carried.transfers:
-            outbox.sender(transfer)(torch.full((1,), float(step)), "")
-        inbox.begin()
+            outbox.sender(transfer, "")(torch.full((1,), float(step)))
+        inbox.begin(1.0)
         assert len(wire.posted_specs) == (1 + 2 * step + 2 if step else 0)
         assert [float(take(inbox, text)) for text in ("A0:0", "A0:1")] == [step, step]
     assert len(wire.sent) == 1 + 6
@@ -150,9 +150,9 @@ def test_the_next_step_posts_at_once_and_sends_no_header_again() -> None:
 
 def test_a_stage_whose_output_changes_its_shape_is_refused() -> None:
     outbox = Outbox(Wire(), channel("A0:0", "A0:1"), crossings())
-    outbox.sender(Transfer.parse("A0:0"))(torch.zeros(2, 3), "0F0")
+    outbox.sender(Transfer.parse("A0:0"), "0F0")(torch.zeros(2, 3))
     with pytest.raises(ModelError, match=r"0F1: the output is \[2, 2\] float32, but it was \[2, 3\] float32"):
-        outbox.sender(Transfer.parse("A0:1"))(torch.zeros(2, 2), "0F1")
+        outbox.sender(Transfer.parse("A0:1"), "0F1")(torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -179,28 +179,28 @@ def test_nested_values_travel_as_one_tensor_with_one_header() -> None:
     sent = [nested(), nested()]
     gradients = torch.rand(2, 3), torch.rand(4)
     for transfer, value in zip(carried.transfers, [*sent, gradients], strict=True):
-        outbox.sender(transfer)(value, str(transfer))
+        outbox.sender(transfer, str(transfer))(value)
     assert len(wire.sent) == 2 + 3  # the header has two parts
-    inbox.begin()
+    inbox.begin(1.0)
     for at, value in enumerate(sent):
-        found = inbox.take(at, 1.0)
+        found = inbox.take(at)
         assert Structure.of(found) == Structure.of(value)
         assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), tensors_of(value), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(inbox.take(2, 1.0), gradients, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(inbox.take(2), gradients, strict=True))
 
 
 def test_a_value_that_changes_its_structure_is_refused() -> None:
     outbox = Outbox(Wire(), channel("A0:0", "A0:1"), crossings())
-    outbox.sender(Transfer.parse("A0:0"))(nested(), "0F0")
+    outbox.sender(Transfer.parse("A0:0"), "0F0")(nested())
     changed = {**nested(), "n": 3}
     with pytest.raises(ModelError, match=r"0F1: the output is \{h: .*, n: 3\}, but it was \{h: "):
-        outbox.sender(Transfer.parse("A0:1"))(changed, "0F1")
+        outbox.sender(Transfer.parse("A0:1"), "0F1")(changed)
 
 
 def test_a_tensor_on_another_device_is_refused() -> None:
     outbox = Outbox(Wire(), channel("A0:0"), crossings())
     with pytest.raises(ModelError, match="0F0: the output has a tensor on meta; must be on cpu"):
-        outbox.sender(Transfer.parse("A0:0"))((torch.zeros(2), torch.zeros(1, device="meta")), "0F0")
+        outbox.sender(Transfer.parse("A0:0"), "0F0")((torch.zeros(2), torch.zeros(1, device="meta")))
 
 
 def test_a_value_that_is_too_large_to_describe_is_refused() -> None:
@@ -223,9 +223,9 @@ def pair(wire: Wire, carried: Channel, **options: Any) -> tuple[Outbox, Inbox, t
 def pass_all(outbox: Outbox, inbox: Inbox, carried: Channel, values: list[Any]) -> list[Any]:
     """What arrives in one step."""
     for transfer, value in zip(carried.transfers, values, strict=True):
-        outbox.sender(transfer)(value, str(transfer))
-    inbox.begin()
-    return [inbox.take(at, 1.0) for at in range(len(values))]
+        outbox.sender(transfer, str(transfer))(value)
+    inbox.begin(1.0)
+    return [inbox.take(at) for at in range(len(values))]
 
 
 SIZES = (3, 5, 3, 5, 1)
@@ -262,15 +262,15 @@ def test_shapes_that_the_model_states_need_no_header() -> None:
     assert len(wire.sent) == 4
     assert both[0].largest([0, 2]) == {0: stated[1], 2: stated[1]}
     with pytest.raises(ModelError, match=r"0F4: the output is \[2\] float32, but shape_of returns \[1\]"):
-        outbox.sender(carried.transfers[0])(torch.rand(2), "0F4")
+        outbox.sender(carried.transfers[0], "0F4")(torch.rand(2))
 
 
 def test_an_output_that_does_not_follow_from_the_shapes_of_the_data_is_refused() -> None:
     outbox, _, (crossings, _) = pair(Wire(), channel("A0:0", "A0:1"))
     crossings.expect((5, 5))
-    outbox.sender(Transfer.parse("A0:0"))(torch.zeros(2), "0F0")
+    outbox.sender(Transfer.parse("A0:0"), "0F0")(torch.zeros(2))
     with pytest.raises(ModelError, match="must depend only on the shapes of the data"):
-        outbox.sender(Transfer.parse("A0:1"))(torch.zeros(3), "0F1")
+        outbox.sender(Transfer.parse("A0:1"), "0F1")(torch.zeros(3))
 
 
 def test_structure_and_dtypes_of_nested_values_are_sent_once() -> None:

@@ -73,7 +73,7 @@ def test_only_tensors_with_a_gradient_get_one() -> None:
     sent = crossing.packed_gradient(gradient, CPU)
     assert sent is gradient[0]  # one floating tensor is not copied
     assert crossing.unpacked_gradient(sent) == gradient
-    assert crossing.spec("gradient") == TensorSpec((2, 3), torch.float32)
+    assert crossing.gradient.spec == TensorSpec((2, 3), torch.float32)
     (zeros,) = zero_gradient(value)
     assert not zeros.any()
 
@@ -81,7 +81,7 @@ def test_only_tensors_with_a_gradient_get_one() -> None:
 def test_a_value_without_gradients_sends_something() -> None:
     crossing = Crossing(Structure.of((torch.arange(3), torch.rand(2))))
     sent = crossing.packed_gradient((), CPU)
-    assert crossing.spec("gradient").fits(sent)
+    assert crossing.gradient.spec.fits(sent)
     assert sent.nbytes > 0
     assert crossing.unpacked_gradient(sent) == ()
 

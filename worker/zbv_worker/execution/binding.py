@@ -2,8 +2,9 @@
 
 Time between two actions is time in which a rank does not compute. So everything that is the same in every
 step (the stage, the channel, the tensor's index on the channel) is looked up once per plan, and each
-instruction becomes three calls: take the input, run, pass the output on. What a stage must offer for that is
-a protocol, because a rehearsal's stages only sleep.
+instruction becomes three calls: take the input, run, pass the output on. They are the methods of stages and
+channels themselves, with their fixed arguments, wherever an action needs nothing else. What a stage must
+offer for that is a protocol, because a rehearsal's stages only sleep.
 
 A rank that waited without success says where it waited, what for, and which peer to look at.
 """
@@ -21,10 +22,11 @@ from torch import Tensor
 from zbv_solver.plans.channels import Transfer
 
 from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
-from zbv_worker.execution.fetch_ahead import Fetch
+from zbv_worker.execution.fetch_ahead import Load
 from zbv_worker.execution.rank_plan import Instruction, Local, Remote
 from zbv_worker.execution.timeline import Overdue, Patience
-from zbv_worker.failures.progress import CurrentProgress, Place
+from zbv_worker.failures.progress import Place
+from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey
@@ -87,34 +89,35 @@ def keywords_of(stages: Iterable[Computation]) -> Keywords:
     return Keywords.union(stage.keywords for stage in stages if isinstance(stage, TakesKeywords))
 
 
-@dataclass
 class WalkState:
-    """State of one walk through the action list."""
+    """State of the current walk through the action list, which the bound calls share."""
 
-    step: int
-    number: int
-    """Of this run of the plan, as :attr:`microbatch` counts them."""
-    microbatch: Fetch
-    patience: Patience
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    handed_over: dict[Transfer, Any] = field(default_factory=dict)
-    data: dict[int, Microbatch] = field(default_factory=dict)
-    """Microbatches that later stages of the rank need again."""
+    def __init__(self) -> None:
+        self.number = 0
+        self.losses: dict[int, Tensor] = {}
+        self.local: dict[Transfer, Any] = {}
+        """What one stage of the rank has computed for another one."""
+        self.data: dict[int, Microbatch] = {}
+        """Microbatches that later stages of the rank need again."""
 
-
-Take = Callable[[WalkState], Any]
-Run = Callable[[Any, WalkState], Any]
-"""Takes the input, or None if the action has none."""
-PassOn = Callable[[Any, WalkState], None]
+    def begin(self, number: int, load: Load) -> None:
+        """Begin a walk, the run of the plan with this number, as ``load`` counts them."""
+        self.number, self.load = number, load
+        self.losses = {}
+        self.local.clear()
+        self.data.clear()
 
 
 class Bound(NamedTuple):
-    """An instruction and its calls; ``take`` and ``pass_on`` are None if there is nothing to do."""
+    """An instruction and its calls."""
 
     instruction: Instruction
-    take: Take | None
-    run: Run
-    pass_on: PassOn | None
+    take: Callable[[], Any] | None
+    """Returns the input; None if the action has none."""
+    run: Callable[..., Any]
+    """Takes the input, if the action has one."""
+    pass_on: Callable[[Any], object] | None
+    """Takes the output; None if nothing needs it."""
 
 
 class Pinning:
@@ -154,9 +157,9 @@ class Binding:
     outboxes: Mapping[ChannelKey, Outbox]
     device: torch.device
     pinned: Pinning
-    progress: CurrentProgress
     keywords: Keywords | None = None
     """Those that layers of the whole model take; None if unknown."""
+    state: WalkState = field(default_factory=WalkState)
 
     def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
         """Bind instructions for a training step."""
@@ -166,35 +169,24 @@ class Binding:
         """Bind F's for an evaluation; raises :class:`InvalidRun` for stages that cannot be evaluated."""
         return tuple(self._bound(instruction, self._evaluate(instruction)) for instruction in forwards)
 
-    def _bound(self, instruction: Instruction, run: Run) -> Bound:
+    def _bound(self, instruction: Instruction, run: Callable[..., Any]) -> Bound:
         return Bound(instruction, self._take(instruction), run, self._pass_on(instruction))
 
-    def _take(self, instruction: Instruction) -> Take | None:
+    def _take(self, instruction: Instruction) -> Callable[[], Any] | None:
         source = instruction.source
         if isinstance(source, Remote):
-            return self._receive(instruction, source)
+            inbox = self.inboxes[source.channel]
+            return partial(inbox.take, inbox.index(source.transfer))
         if isinstance(source, Local):
-            transfer = source.transfer
-            return lambda state: state.handed_over.pop(transfer)
+            return partial(self.state.local.pop, source.transfer)
         if instruction.action.letter != "F":
             return None
         data_of, on_device = self._data(0, "input", instruction.action.microbatch), self._on_device()
-        return lambda state: on_device(data_of(state).input)
 
-    def _receive(self, instruction: Instruction, source: Remote) -> Take:
-        inbox, rank, progress = self.inboxes[source.channel], self.rank, self.progress
-        index, peer = inbox.index(source.transfer), instruction.peer
+        def take_input() -> Any:
+            return on_device(data_of().input)
 
-        def receive(state: WalkState) -> Any:
-            progress.waiting_for = peer
-            try:
-                tensor = inbox.take(index, state.patience.seconds)
-            except (TimeoutError, ConnectionError) as error:
-                raise not_received(error, rank, instruction, state.patience) from error
-            progress.waiting_for = None
-            return tensor
-
-        return receive
+        return take_input
 
     @cached_property
     def data_stages(self) -> tuple[int, ...]:
@@ -215,33 +207,35 @@ class Binding:
     def _takes_keywords(self, stage: int) -> bool:
         return bool(keywords_of([self.stages[stage]]))
 
-    def _data(self, stage: int, part: str, microbatch: int) -> Callable[[WalkState], Microbatch]:
+    def _data(self, stage: int, part: str, microbatch: int) -> Callable[[], Microbatch]:
         """How to get the data of a microbatch, which is fetched once for all its uses on the rank."""
-        users = self._data_users
+        users, state = self._data_users, self.state
         is_first, is_last = (stage, part) == users[0], (stage, part) == users[-1]
 
-        def data(state: WalkState) -> Microbatch:
+        def data() -> Microbatch:
             if not is_first:
                 return state.data.pop(microbatch) if is_last else state.data[microbatch]
-            found = state.microbatch(state.number, microbatch)
-            self._require_taken(found)
+            loaded = state.load(state.number, microbatch)
+            if type(loaded) is not Microbatch:
+                loaded = checked_microbatch(loaded)
+            if loaded.keywords:
+                self._require_taken(loaded)
             if not is_last:
-                state.data[microbatch] = found
-            return found
+                state.data[microbatch] = loaded
+            return loaded
 
         return data
 
     def _require_taken(self, microbatch: Microbatch) -> None:
         """Refuse keywords that no layer of the model takes."""
-        known = self.keywords
-        wrong = [] if known is None or not microbatch.keywords else known.untaken(microbatch.keywords)
+        wrong = [] if self.keywords is None else self.keywords.untaken(microbatch.keywords)
         if wrong:
             raise ModelError(
                 f"rank {self.rank}: the microbatch has the keyword {wrong[0]!r}, and no layer of the model "
                 f"takes it. Name it in the forward of a layer, or leave it out."
             )
 
-    def _run(self, instruction: Instruction) -> Run:
+    def _run(self, instruction: Instruction) -> Callable[..., Any]:
         stage, letter, microbatch = instruction.action
         computation = self.stages[stage]
         if letter == "F":
@@ -249,71 +243,56 @@ class Binding:
                 instruction, partial(computation.forward, microbatch, split=instruction.split)
             )
         if letter == "W":
-            backward_weight = computation.backward_weight
-            return lambda value, state: backward_weight(microbatch)
+            return partial(computation.backward_weight, microbatch)
         backward = computation.backward_input if letter == "I" else computation.backward
-        return lambda value, state: backward(microbatch, value)
+        is_of_loss = instruction.source is None  # which has no gradient to take
+        return partial(backward, microbatch, None) if is_of_loss else partial(backward, microbatch)
 
-    def _evaluate(self, instruction: Instruction) -> Run:
+    def _evaluate(self, instruction: Instruction) -> Callable[..., Any]:
         stage = instruction.action.stage
         return self._forward(instruction, evaluation_of(stage, self.stages[stage]).evaluate)
 
-    def _forward(self, instruction: Instruction, forward: Callable[..., Any]) -> Run:
+    def _forward(self, instruction: Instruction, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Bind an F: its output is passed on, or kept if it is a loss."""
         stage, _, microbatch = instruction.action
         is_last, takes_keywords = stage == self.last_stage, self._takes_keywords(stage)
         if not is_last and not takes_keywords:
-            return lambda value, state: forward(value, None)
+            return forward
         data_of, on_device = self._data(stage, "target and keywords", microbatch), self._on_device()
+        state = self.state
 
-        def run(value: Any, state: WalkState) -> Any:
-            data = data_of(state)
+        def forward_with_data(value: Any) -> Any:
+            data = data_of()
             more = {"keywords": on_device(data.keywords)} if takes_keywords and data.keywords else {}
             if not is_last:
                 return forward(value, None, **more)
             state.losses[microbatch] = forward(value, on_device(data.target), **more)
             return None
 
-        return run
+        return forward_with_data
 
-    def _pass_on(self, instruction: Instruction) -> PassOn | None:
+    def _pass_on(self, instruction: Instruction) -> Callable[[Any], object] | None:
         sink = instruction.sink
         if sink is None:
             return None
         if isinstance(sink, Local):
-            handed = sink.transfer
-
-            def hand_over(output: Any, state: WalkState) -> None:
-                state.handed_over[handed] = output
-
-            return hand_over
-        send = self.outboxes[sink.channel].sender(sink.transfer)
-        rank, action = self.rank, instruction.action
-
-        def pass_on(output: Any, state: WalkState) -> None:
-            try:
-                send(output, action)
-            except (TimeoutError, ConnectionError) as error:
-                raise send_failed(error, rank, instruction) from error
-
-        return pass_on
+            return partial(self.state.local.__setitem__, sink.transfer)
+        return self.outboxes[sink.channel].sender(sink.transfer, instruction.action)
 
     def _on_device(self) -> Callable[[Any], Any]:
         """Moves the tensors of a value to the device."""
-        device = self.device
+        device, is_gpu = self.device, self.device.type == "cuda"
 
-        def through_pinned_memory(tensor: Tensor) -> Tensor:
-            if tensor.device.type != "cpu" or tensor.requires_grad or tensor.is_inference():
-                return plainly(tensor)
-            # A copy from pageable memory would block the host until the device reaches it. torch reuses
-            # pinned memory only after the copies queued from it.
-            return self.pinned(tensor).to(device, non_blocking=True)
+        def moved(tensor: Tensor) -> Tensor:
+            is_on_host = is_gpu and tensor.device.type == "cpu"
+            if is_on_host and not (tensor.requires_grad or tensor.is_inference()):
+                # A copy from pageable memory would block the host until the device reaches it. torch reuses
+                # pinned memory only after the copies queued from it.
+                return self.pinned(tensor).to(device, non_blocking=True)
+            there = tensor.to(device)
+            return there.clone() if there.is_inference() else there  # autograd cannot save the former
 
-        def plainly(tensor: Tensor) -> Tensor:
-            moved = tensor.to(device)
-            return moved.clone() if moved.is_inference() else moved  # autograd cannot save the former
-
-        return partial(map_tensors, through_pinned_memory if device.type == "cuda" else plainly)
+        return partial(map_tensors, moved)
 
 
 def send_failed(error: Exception, rank: int, instruction: Place) -> ChannelTimeout | PeerLost:

@@ -8,8 +8,9 @@ next step (:mod:`zbv_worker.execution.timeline`).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,9 +25,9 @@ from zbv_worker.execution.binding import (
     Bound,
     Computation,
     Pinning,
-    WalkState,
     evaluation_of,
     keywords_of,
+    not_received,
     overdue,
     send_failed,
 )
@@ -45,8 +46,7 @@ from zbv_worker.execution.timeline import (
     StepResult,
     Timeline,
 )
-from zbv_worker.failures.progress import CurrentProgress, Place, Progress, attach_progress
-from zbv_worker.model.checks import checked_microbatch
+from zbv_worker.failures.progress import CurrentProgress, Progress, attach_progress
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
@@ -166,7 +166,8 @@ class Executor:
         stated
             As in :class:`ExecutorOptions`, for the plan's microbatches.
         """
-        self._data.close()
+        if self._ahead is not None:
+            self._ahead.close()
         if stated:
             self._crossings = Crossings(plan.microbatches, stated)
         self._bind(plan)
@@ -203,7 +204,6 @@ class Executor:
             outboxes=outboxes(self._crossings),
             device=device,
             pinned=self._pinned,
-            progress=self._progress,
             keywords=self._known,
         )
         self._program = self._binding.of_step(program)
@@ -213,14 +213,13 @@ class Executor:
             outboxes=outboxes(self._evaluated),
         )
         self._forwards = forwards(program)
-        self._data = FetchAhead(
-            self._batches.microbatch,
-            order_of_need(program, self._binding.data_stages),
-            options.fetch_ahead,
-            self._pinned,
-            self._timeout,
-            options.last_step,
-        )
+        order = order_of_need(program, self._binding.data_stages)
+        self._ahead: FetchAhead | None = None
+        if options.fetch_ahead and order:
+            load, timeout = self._batches.microbatch, self._timeout
+            self._ahead = FetchAhead(
+                load, order, options.fetch_ahead, self._pinned, timeout, options.last_step
+            )
 
     @property
     def boundaries(self) -> dict[int, Structure]:
@@ -271,25 +270,26 @@ class Executor:
         before, self._before = self._before, None
         if before is not None:
             before.end()
-        fetch = self._data.begin(number)
-        state = WalkState(step, number, fetch, self._patience)
-        with self._trying("step"):
+        ahead, binding = self._ahead, self._binding
+        binding.state.begin(number, self._batches.microbatch if ahead is None else ahead.begin(number))
+        with self._trying("step") if self._untried else nullcontext():
             self._crossings.begin()
-            for inbox in self._binding.inboxes.values():
-                inbox.begin()
-            launched = self._walk(self._program, state)
+            for inbox in binding.inboxes.values():
+                inbox.begin(self._patience.seconds)
+            launched = self._walk(self._program, binding, step)
         self._starting -= 1
         if self._starting <= 0:
             self._patience = self._later_patience
         if before is not None:
             before.result()
-        if self.is_late:
+        if self._queued is not None:
             self._before = launched
         return launched
 
     def close(self) -> None:
         """Stop the thread that fetches data."""
-        self._data.abandon()
+        if self._ahead is not None:
+            self._ahead.abandon()
 
     def evaluate(self, step: int) -> dict[int, float]:
         """Run only the plan's forwards; returns losses by microbatch on the rank of the last stage.
@@ -311,21 +311,22 @@ class Executor:
         InvalidRun
             If a stage cannot be evaluated.
         """
-        batches = self._batches
-        fetch = batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch
-        self._data.close()  # so that the model's methods never run at the same time
+        batches, binding = self._batches, self._evaluation
+        if self._ahead is not None:
+            self._ahead.close()  # so that the model's methods never run at the same time
         if self._before is not None:
             self._before.result()
-        state = WalkState(step, step, lambda at, index: checked_microbatch(fetch(at, index)), self._patience)
-        program = self._evaluation.of_evaluation(self._forwards)
+        load = batches.evaluation_microbatch if isinstance(batches, Evaluated) else batches.microbatch
+        binding.state.begin(step, load)
+        program = binding.of_evaluation(self._forwards)
         with ExitStack() as stack:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
             self._evaluated.begin()
             stack.enter_context(self._trying("evaluation"))
-            for inbox in self._evaluation.inboxes.values():
-                inbox.begin()
-            return self._walk(program, state).result().losses
+            for inbox in binding.inboxes.values():
+                inbox.begin(self._patience.seconds)
+            return self._walk(program, binding, step).result().losses
 
     @contextmanager
     def _trying(self, walk: Walk) -> Iterator[None]:
@@ -345,34 +346,53 @@ class Executor:
         if walk == "evaluation" or self._starting <= 1:
             self._untried.discard(walk)
 
-    def _walk(self, program: Iterable[Bound], state: WalkState) -> Launched:
+    def _walk(self, program: Iterable[Bound], binding: Binding, step: int) -> Launched:
         """Launch instructions in order."""
-        timeline, progress, step, patience = self._timeline, self._progress, state.step, state.patience
+        timeline, progress, patience, rank = self._timeline, self._progress, self._patience, self._rank
         timeline.begin()
-        mark, done, check, queued = timeline.mark, self._on_stage_done, self._checked, self._queued
+        mark, done, check, queued = timeline.mark, self._on_stage_done, self._check, self._queued
         walk, self._walks = self._walks, self._walks + 1
         records = []
         instruction: Instruction | None = None
         value: Any = None
+        is_collecting = gc.isenabled()
+        # A rank that stops to collect garbage delays every rank that needs its next tensor.
+        gc.disable()
         try:
             for instruction, take, run, pass_on in program:
                 progress.now = (step, instruction)
                 if queued is not None:
                     queued.make_room()
-                wait = mark()
-                check(instruction)
-                if take is not None:
-                    value = take(state)
-                start = mark()
-                output = run(value, state)
+                wait, peer = mark(), instruction.peer
+                try:
+                    check()
+                except (TimeoutError, ConnectionError) as error:
+                    raise send_failed(error, rank, instruction) from error
+                if take is None:
+                    start = mark()
+                    output = run()
+                else:
+                    progress.waiting_for = peer
+                    try:
+                        value = take()
+                    except (TimeoutError, ConnectionError) as error:
+                        if peer is None:  # an error of the user's data
+                            raise
+                        raise not_received(error, rank, instruction, patience) from error
+                    progress.waiting_for = None
+                    start = mark()
+                    output = run(value)
                 end = mark()
                 if queued is not None:
                     queued.add(QueuedWork(walk, step, instruction, start, end, patience))
                 if pass_on is not None:
-                    pass_on(output, state)
+                    try:
+                        pass_on(output)
+                    except (TimeoutError, ConnectionError) as error:
+                        raise send_failed(error, rank, instruction) from error
                 if done is not None and instruction.completes_stage:
                     done(instruction.action.stage)
-                received = 0 if instruction.peer is None or value is None else bytes_of(value)
+                received = 0 if peer is None else bytes_of(value)
                 records.append(Record(instruction.action, wait, start, end, received))
                 value = output = None  # release the memory before the next action takes its input
         except Overdue as late:
@@ -380,6 +400,9 @@ class Executor:
         except Exception as error:
             self._mark(error, step, instruction, progress.waiting_for)
             raise
+        finally:
+            if is_collecting:
+                gc.enable()
         waits = None
         if queued is not None:
             add = queued.add
@@ -387,7 +410,7 @@ class Executor:
                 lambda start, end: add(QueuedWork(walk, step, None, start, end, patience)),
                 partial(self._finish, queued, walk),
             )
-        return Launched(step, state.losses, records, timeline, waits)
+        return Launched(step, binding.state.losses, records, timeline, waits)
 
     def _finish(self, queued: Queued, walk: int) -> list[float]:
         try:
@@ -405,14 +428,12 @@ class Executor:
     def _check_queued(self) -> None:
         """Check for failures while the host waits for the device, at its newest action."""
         now = self._progress.now
-        if now is not None:
-            self._checked(now[1])
-
-    def _checked(self, instruction: Place) -> None:
         try:
             self._check()
         except (TimeoutError, ConnectionError) as error:
-            raise send_failed(error, self._rank, instruction) from error
+            if now is None:
+                raise
+            raise send_failed(error, self._rank, now[1]) from error
 
     def _mark(self, error: Exception, step: int, instruction: Instruction | None, peer: int | None) -> None:
         """Record where an error happened: as a note for people, and for :func:`progress_of_error`.

@@ -9,23 +9,9 @@ from collections; after every step the youngest objects are collected, and now a
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _FULL_EVERY = 100
 """Steps between collections of the objects that have survived some; they grow with the report."""
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """A context without automatic collections; they go on afterwards, in the code between two steps."""
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 class GarbageCollection:

@@ -21,7 +21,6 @@ from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.gradients.accumulation import Accumulation
 from zbv_worker.gradients.batch_loss import numbers_of_place, place_of
 from zbv_worker.gradients.gradients import multiply, trained_by
-from zbv_worker.host.garbage import paused
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.batch import Batch, StepData
 from zbv_worker.pipeline.calls import Announcement, Calls, digest
@@ -217,7 +216,7 @@ class PipelineRank:
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         for stage in self.trained.stages.values():
             stage.take_input_gradients()  # of a step that must run again
-        with numbers_of_place(self._place, self.device, advances=True), paused():
+        with numbers_of_place(self._place, self.device, advances=True):
             (launched,) = self.trained.launch(self.steps)
         with naming_errors(self._transport.rank, f"step {self.steps}"):
             self.calls.meet_all()

@@ -85,6 +85,8 @@ class Transport(ABC):
     layout: Layout
     communicator_bytes: int = 0
     """Memory of the device that the connections took, as measured when they were made."""
+    check: Callable[[], None]
+    """Raises TimeoutError or ConnectionError if a send has failed. Does not block."""
 
     @property
     def world_size(self) -> int:
@@ -128,10 +130,6 @@ class Transport(ABC):
     @abstractmethod
     def receiver(self, key: ChannelKey) -> Receive:
         """The receiving end of an open channel."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise TimeoutError or ConnectionError if a send has failed. Does not block."""
 
     @abstractmethod
     def flush(self, timeout: float) -> None:

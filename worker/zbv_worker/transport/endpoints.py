@@ -134,7 +134,7 @@ class Crossings:
         for (boundary, _), crossing in self._known.items():
             found.setdefault(boundary, []).append(crossing)
         return {
-            boundary: max(each, key=lambda crossing: crossing.spec("activation").nbytes).structure
+            boundary: max(each, key=lambda crossing: crossing.activation.spec.nbytes).structure
             for boundary, each in sorted(found.items())
         }
 
@@ -224,16 +224,21 @@ class Outbox:
         self._crossings = crossings
         self._device = device
 
-    def sender(self, transfer: Transfer) -> Any:
+    def sender(self, transfer: Transfer, label: object) -> Callable[[Any], None]:
         """How to send a transfer, when its turn in the channel's order has come; does not wait.
 
-        The returned function takes an activation or a gradient, and a label for errors. It raises
-        :class:`ModelError` if an activation has another structure than its receiver expects.
+        The returned function takes an activation or a gradient. It raises :class:`ModelError` if an
+        activation has another structure than its receiver expects.
+
+        Parameters
+        ----------
+        label
+            Names the transfer in errors.
         """
         send, crossings, device = self._send, self._crossings, self._device
         _, boundary, microbatch = transfer
 
-        def send_activation(value: Any, label: object) -> None:
+        def send_activation(value: Any) -> None:
             known = crossings.of(boundary, microbatch)
             if known is None:
                 known = self._announce(value, transfer, label)
@@ -241,7 +246,7 @@ class Outbox:
                 raise self._unexpected(Structure.of(value), known.structure, label)
             send(value if known.is_plain else known.packed(value, device), label)
 
-        def send_gradient(gradient: Any, label: object) -> None:
+        def send_gradient(gradient: Any) -> None:
             if not isinstance(gradient, Tensor):
                 gradient = _known(crossings, transfer).packed_gradient(gradient, device)
             send(gradient, label)
@@ -314,51 +319,55 @@ class Inbox:
         self._index = {transfer: index for index, transfer in enumerate(channel.transfers)}
         self._crossings = crossings
         self._look_ahead = look_ahead
+        self._timeout = 0.0
         self._posted = 0
         self._pending: dict[int, tuple[Pending, Crossing]] = {}
 
-    def begin(self) -> None:
-        """Start a step: post the first receives."""
+    def begin(self, timeout: float) -> None:
+        """Start a step: post the first receives.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for any one tensor of the step.
+        """
+        self._timeout = timeout
         self._posted, self._is_met = 0, self._meet is None
         self._pending.clear()
-        self._post_ahead(self._look_ahead)
+        self._post(self._look_ahead)
 
     def index(self, transfer: Transfer) -> int:
         """A transfer's position in the channel's order."""
         return self._index[transfer]
 
-    def take(self, index: int, timeout: float) -> Any:
+    def take(self, index: int) -> Any:
         """The value at an index of the channel, for the current stream (:meth:`Pending.on_stream`)."""
         if not self._is_met and self._meet is not None:
             self._is_met = True
             self._meet()
         while self._posted <= index:
-            if not self._post_next():
-                self._receive_header(timeout)
+            self._post(index + 1)
+            if self._posted <= index:
+                self._receive_header(self._timeout)
         pending, crossing = self._pending.pop(index)
-        tensor = pending.on_stream(timeout)
+        tensor = pending.on_stream(self._timeout)
         # Not before the wait: gloo's thread spins if a receive is posted while the peer's tensor arrives.
-        self._post_ahead(index + 1 + self._look_ahead)
+        self._post(index + 1 + self._look_ahead)
         if crossing.is_plain:
             return tensor
         is_gradient = self._transfers[index].kind == "gradient"
         return crossing.unpacked_gradient(tensor) if is_gradient else crossing.unpacked(tensor)
 
-    def _post_ahead(self, end: int) -> None:
+    def _post(self, end: int) -> None:
         """Post the receives before an index of the channel, as far as their structures are known."""
-        end = min(end, len(self._transfers))
-        while self._posted < end and self._post_next():
-            pass
-
-    def _post_next(self) -> bool:
-        """Post the channel's next receive; returns False if its structure is not known yet."""
-        kind, boundary, microbatch = self._transfers[self._posted]
-        crossing = self._crossings.of(boundary, microbatch)
-        if crossing is None:
-            return False
-        self._pending[self._posted] = self._receive(crossing.spec(kind)), crossing
-        self._posted += 1
-        return True
+        for at in range(self._posted, min(end, len(self._transfers))):
+            kind, boundary, microbatch = self._transfers[at]
+            crossing = self._crossings.of(boundary, microbatch)
+            if crossing is None:
+                return
+            of_kind = crossing.gradient if kind == "gradient" else crossing.activation
+            self._pending[at] = self._receive(of_kind.spec), crossing
+            self._posted = at + 1
 
     def _receive_header(self, timeout: float) -> None:
         """Receive the header of the channel's next activation."""

@@ -17,22 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from zbv_worker.errors import InvalidRun
-from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send
+from zbv_worker.transport.channels import ChannelKey, Receive, Reduction, Send
 from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
 from zbv_worker.transport.gloo_control import break_connections
 from zbv_worker.transport.gloo_ends import (
     GroupWire,
     HostReceive,
     SendFailures,
-    StagedReceive,
     Staging,
     ThreadSender,
+    receiving_end,
     sending_end,
 )
 from zbv_worker.transport.rendezvous import named
-from zbv_worker.transport.torch_api import classified, classifying, new_group
-from zbv_worker.values.structure import TensorSpec
+from zbv_worker.transport.torch_api import classifying, new_group
 
 _CPU = torch.device("cpu")
 
@@ -78,6 +76,7 @@ class GlooTransport(ConnectedTransport):
         self._staging = Staging(device) if device.type == "cuda" else None
         self._senders: dict[ChannelKey, ThreadSender] = {}
         self._failures = SendFailures()
+        self.check = self._failures.check
         self._wires_in: dict[ChannelKey, GroupWire] = {}
         self._device = device
         # Counts collectives by their ranks, to name their notes. Equal on these ranks.
@@ -118,26 +117,7 @@ class GlooTransport(ConnectedTransport):
 
     @override
     def receiver(self, key: ChannelKey) -> Receive:
-        wire, device, staging = self._wires_in.get(key), self._device, self._staging
-        if wire is None:
-            raise InvalidRun(f"rank {self.rank} does not receive on {key}.")
-        receive = wire.receive
-
-        def post(spec: TensorSpec) -> Pending:
-            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            try:
-                if staging is None:
-                    return HostReceive(receive(buffer), buffer)
-                host = staging.host_memory(spec.shape, spec.dtype)
-                return StagedReceive(receive(host), host, buffer, staging.here(), staging)
-            except RuntimeError as error:
-                raise classified(error, f"posting a receive from rank {key.sender}") from error
-
-        return post
-
-    @override
-    def check(self) -> None:
-        self._failures.check()
+        return receiving_end(self._wires_in, key, self.rank, self._device, self._staging)
 
     @override
     def flush(self, timeout: float) -> None:

@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.transport.channels import ChannelKey, Send
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
 from zbv_worker.transport.torch_api import CudaApi, CudaEvent, classified, torch_cuda
+from zbv_worker.values.structure import TensorSpec
 
 
 class Staging:
@@ -197,9 +198,31 @@ class GroupWire(NamedTuple):
         """Start a send."""
         return self.group.send([tensor], self.peer, _TAG)
 
-    def receive(self, tensor: Tensor) -> dist.Work:
-        """Post a receive into a tensor."""
-        return self.group.recv([tensor], self.peer, _TAG)
+
+def receiving_end(
+    wires: Mapping[ChannelKey, GroupWire],
+    key: ChannelKey,
+    rank: int,
+    device: torch.device,
+    staging: Staging | None,
+) -> Receive:
+    """How a rank receives on an open channel; raises :class:`InvalidRun` if it does not."""
+    wire = wires.get(key)
+    if wire is None:
+        raise InvalidRun(f"rank {rank} does not receive on {key}.")
+    receive, peer = wire.group.recv, wire.peer
+
+    def post(spec: TensorSpec) -> Pending:
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        try:
+            if staging is None:
+                return HostReceive(receive([buffer], peer, _TAG), buffer)
+            host = staging.host_memory(spec.shape, spec.dtype)
+            return StagedReceive(receive([host], peer, _TAG), host, buffer, staging.here(), staging)
+        except RuntimeError as error:
+            raise classified(error, f"posting a receive from rank {key.sender}") from error
+
+    return post
 
 
 class SendFailures:
@@ -341,20 +364,17 @@ class ThreadSender:
     def _reap_one(self, sent: _Sent) -> None:
         self._current = sent.label
         try:
-            self._finish(sent)
+            if sent.copied is not None:
+                sent.copied.synchronize()
+            work = sent.work if sent.work is not None else self._start(sent.payload, sent.label)
+            # No timeout here: the receiving peer times its own wait and may be busy with other microbatches.
+            # This wait ends with the connection or with the process.
+            work.wait(_EVER)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             if not self._closed:
                 known = isinstance(error, TimeoutError | ConnectionError | torch.AcceleratorError)
                 self._failures.add(error if known else classified(error, self._what(sent.label)))
         self._finished += 1
-
-    def _finish(self, sent: _Sent) -> None:
-        if sent.copied is not None:
-            sent.copied.synchronize()
-        work = sent.work if sent.work is not None else self._start(sent.payload, sent.label)
-        # No timeout here: the receiving peer times its own wait and may be busy with other microbatches. This
-        # wait ends with the connection or with the process.
-        work.wait(_EVER)
 
     def _start(self, tensor: Tensor, label: object) -> SendWork:
         try:

@@ -62,35 +62,36 @@ class Crossing:
 
     The gradient of a value that is one floating tensor is one tensor. Any other value has a tuple of
     gradients, one per tensor that has one.
+
+    Attributes
+    ----------
+    activation, gradient
+        How a value, and its gradients, travel.
     """
 
     def __init__(self, structure: Structure):
         self.structure = structure
         self.is_plain = structure.is_plain
         self._flags = structure.has_gradient
-        self._plain = structure.specs[0] if self.is_plain else None
-        self._activation = Packing(structure.specs)
-        self._gradient = Packing(
+        self.activation = Packing(structure.specs)
+        self.gradient = Packing(
             [spec for spec, flag in zip(structure.specs, self._flags, strict=True) if flag]
         )
 
     def fits(self, value: object) -> bool:
         """Whether a value has the boundary's structure."""
-        if self._plain is not None:
-            return isinstance(value, Tensor) and self._plain.fits(value)
-        return self.structure.fits(value)
-
-    def spec(self, kind: str) -> TensorSpec:
-        """The tensor that travels for an ``activation`` or a ``gradient``."""
-        return self._plain or (self._gradient if kind == "gradient" else self._activation).spec
+        if self.is_plain:
+            shape, dtype = self.activation.spec
+            return isinstance(value, Tensor) and value.shape == shape and value.dtype is dtype
+        return self.structure == Structure.of(value)
 
     def packed(self, value: object, device: torch.device) -> Tensor:
         """The tensor that travels for a value."""
-        return self._activation.pack(list(tensors_of(value)), device)
+        return self.activation.pack(list(tensors_of(value)), device)
 
     def unpacked(self, tensor: Tensor) -> object:
         """The value of a tensor that travelled; the tensors with a gradient require it."""
-        tensors = self._activation.unpack(tensor)
+        tensors = self.activation.unpack(tensor)
         if not self.is_plain:
             tensors = [
                 each.detach().requires_grad_(flag) for each, flag in zip(tensors, self._flags, strict=True)
@@ -99,11 +100,11 @@ class Crossing:
 
     def packed_gradient(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         """The tensor that travels for the gradients of a value."""
-        return self._gradient.pack(gradients, device)
+        return self.gradient.pack(gradients, device)
 
     def unpacked_gradient(self, tensor: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The gradients of a value."""
-        return tensor if self.is_plain else tuple(self._gradient.unpack(tensor))
+        return tensor if self.is_plain else tuple(self.gradient.unpack(tensor))
 
 
 def zero_gradient(output: object) -> Tensor | tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from zbv_solver.measure.rank_trace import RankTraceDocument
 
-from zbv_service.api.bodies import read_json, read_packed
+from zbv_service.api.bodies import is_gzip, read_json, read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.listing import list_response
 from zbv_service.api.openapi import body_of, operation_id
@@ -189,8 +189,8 @@ async def put_trace(request: Request, key: _Key) -> Response:
     """Replaces the rank's earlier trace. May be sent as gzip."""
     found = state_of(request)
     limit = found.settings.max_trace_bytes
-    async with read_packed(request, limit) as (body, is_gzip):
-        await found.parts.put_trace(key, body, limit if is_gzip else None)
+    async with read_text(request, limit, None, may_be_gzip=True) as body:
+        await found.parts.put_trace(key, body, limit if is_gzip(request) else None)
     return Response(status_code=204)
 
 
@@ -229,8 +229,8 @@ async def put_events(request: Request, key: _Key) -> Response:
 @asynccontextmanager
 async def _small_body(request: Request) -> AsyncIterator[bytes]:
     """Within the block, a log or events, which count as a body in memory until they are stored."""
-    async with read_packed(request, MAX_LOG_BYTES) as (body, is_gzip):
-        yield decompressed(body, MAX_LOG_BYTES) if is_gzip else bytes(body)
+    async with read_text(request, MAX_LOG_BYTES, None, may_be_gzip=True) as body:
+        yield decompressed(body, MAX_LOG_BYTES) if is_gzip(request) else bytes(body)
 
 
 @router.post(

@@ -18,6 +18,7 @@ from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.database.events import KEPT_EVENTS
 from zbv_service.documents.layouts import LayoutRequest
+from zbv_service.documents.problems import SearchRequest
 from zbv_service.errors import (
     INVALID_BODY,
     SEARCH_IN_USE,
@@ -35,7 +36,6 @@ from zbv_service.records.searches import (
     SearchList,
     SearchRecord,
 )
-from zbv_service.searches.searches import SearchRequest
 from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
 from zbv_service.security.tokens import grant_of

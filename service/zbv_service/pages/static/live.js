@@ -1,15 +1,18 @@
 // Keeps a page up to date while something is going on: as long as an element has data-open, the script fetches the page
-// again and replaces elements with data-live. Selected text, open details, focus and scroll positions are kept.
+// again and replaces elements with data-live. Selected text, open details, focus and scroll positions are kept. The
+// value of data-open, if any, is the time between two fetches.
+
+import { at } from "./dom.js";
 
 const EVERY = 2500; // ms
 const SLOWEST = 30000; // ms, while the service does not answer
 const AT_ONCE = 400; // ms after the page becomes visible again
 
-let wait = EVERY;
-let timer = null;
+const live = (page) => [...page.querySelectorAll("[data-live]")];
+const every = () => Math.min(...live(document).filter((part) => "open" in part.dataset).map((part) => Number(part.dataset.open) || EVERY));
 
-const live = (page) => page.querySelectorAll("[data-live]");
-const isOpen = () => [...live(document)].some((part) => part.matches("[data-open]"));
+let wait = every();
+let timer = null;
 
 function replace(old, fresh) {
   const focused = old.contains(document.activeElement) ? document.activeElement : null;
@@ -45,14 +48,22 @@ const bare = (part) => {
   return copy.outerHTML.replace(' class=""', "");
 };
 
+// Updates the page; returns what is wrong, or nothing.
 async function refresh() {
-  const answer = await fetch(window.location.href, { headers: { Accept: "text/html" } });
-  if (!answer.ok) {
-    throw new Error(`status ${answer.status}`);
+  const answer = await fetch(window.location.href, { headers: { Accept: "text/html" } }).catch(() => null);
+  if (answer?.status === 404) {
+    return "This page is gone: somebody deleted what it shows.";
+  }
+  if (answer?.status === 401 || answer?.redirected) {
+    return "You are signed out. Reload the page to sign in.";
+  }
+  if (!answer?.ok) {
+    return "Connection lost; reconnecting …"; // the service may be restarting; the page stays as it is
   }
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const fresh = new Map([...live(page)].map((part) => [part.dataset.live, part]));
+  const fresh = new Map(live(page).map((part) => [part.dataset.live, part]));
   const selected = window.getSelection();
+  document.title = page.title;
   for (const old of live(document)) {
     const now = fresh.get(old.dataset.live);
     const isSelected = selected !== null && !selected.isCollapsed && selected.containsNode(old, true);
@@ -60,21 +71,20 @@ async function refresh() {
       replace(old, now);
     }
   }
+  return "";
 }
 
 async function turn() {
   timer = null;
-  try {
-    await refresh();
-    wait = EVERY;
-  } catch {
-    wait = Math.min(2 * wait, SLOWEST); // the service may be restarting; the page stays as it is
-  }
+  const wrong = await refresh();
+  wait = wrong ? Math.min(2 * wait, SLOWEST) : every();
+  at("away").hidden = !wrong;
+  at("away").textContent = wrong;
   plan(wait);
 }
 
 function plan(delay) {
-  if (timer === null && !document.hidden && isOpen()) {
+  if (timer === null && !document.hidden && Number.isFinite(every())) {
     timer = window.setTimeout(turn, delay);
   }
 }
@@ -86,4 +96,4 @@ document.addEventListener("visibilitychange", () => {
   }
   plan(AT_ONCE);
 });
-plan(EVERY);
+plan(wait);

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zbv_solver.errors import ContradictedBound, InvalidPlan
@@ -22,14 +21,12 @@ from zbv_solver.problem.writing import problem_json
 from zbv_service.documents.problems import (
     Question,
     answers,
-    finite_or_none,
     pack_incumbent,
     pack_plan,
     unpack,
 )
-from zbv_service.records.plans import NewPlan, Refusal
-from zbv_service.records.searches import Claim, NewSearch, Outcome, Update
-from zbv_service.settings import Settings
+from zbv_service.records.plans import Refusal
+from zbv_service.records.searches import Claim, Outcome, Update
 
 if TYPE_CHECKING:  # loading the solver's kernels takes a second, which only search processes need
     from zbv_solver.search.incumbent import Progress
@@ -130,16 +127,6 @@ class SearchExecutor(Protocol):
         """Prepare a search; ``on_update`` is called in the event loop."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of search."""
-
-    read: Callable[[Settings, Any], NewSearch]
-    """Makes the search of a decoded request body; raises :class:`InvalidInput`. Importable elsewhere."""
-    compute: Compute
-    """Computes a search in another process, where it must be importable."""
-
-
 def solver_search(
     problem: Question,
     options: dict[str, Any],
@@ -165,7 +152,7 @@ def solver_search(
     )
 
 
-def search_plan(claim: Claim, reporter: Reporter, search: SearchFunction = solver_search) -> NewPlan:
+def search_plan(claim: Claim, reporter: Reporter, search: SearchFunction = solver_search) -> Outcome:
     """Compute a claimed search for a plan.
 
     If the stored incumbent does not fit the problem, it is refused and the search starts without it.
@@ -199,10 +186,10 @@ def search_plan(claim: Claim, reporter: Reporter, search: SearchFunction = solve
     plan = search(question, options, report, reporter.is_stopped, incumbent)
     if not answers(question, plan.problem):
         raise InvalidPlan("the search returned a plan of another problem. This is a bug in zbv.")
-    return replace(pack_plan(plan), refusal=refusal)
+    return Outcome.of(pack_plan(plan), refusal)
 
 
-def plan_of_incumbent(claim: Claim) -> NewPlan:
+def plan_of_incumbent(claim: Claim) -> Outcome:
     """The plan of a claim's incumbent, without a search.
 
     Raises
@@ -273,7 +260,6 @@ def update_of(progress: Progress, refusal: Refusal | None = None) -> Update:
     return Update(
         objective=progress.objective,
         lower_bound=progress.lower_bound,
-        gap=finite_or_none(progress.gap),
         method=progress.method[:METHOD_CHARACTERS],
         incumbent=pack_incumbent(
             progress.orders.all_text(), None if problem.model is None else problem_json(problem)

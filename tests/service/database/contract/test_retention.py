@@ -28,7 +28,7 @@ from zbv_service.database.models import (
 )
 from zbv_service.database.retention import Sweeper
 from zbv_service.records.lists import SearchListQuery
-from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, NewRanking, SearchState
+from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, Outcome, SearchState
 
 KEEP = Keep(others=10, plans=20)
 FOREVER = Keep(others=36_500, plans=36_500)
@@ -72,7 +72,7 @@ async def ended(database: Database, name: str, state: SearchState, plan_id: str 
     if plan_id is None:
         assert await table.ended(name, claim.fence, state, {"detail": "why"})
     else:
-        assert await table.finished(name, claim.fence, a_plan(plan_id))
+        assert await table.finished(name, claim.fence, Outcome.of(a_plan(plan_id)))
 
 
 def a_run(now: datetime, name: str, state: str, plan_id: str | None, **more: Any) -> RunRow:
@@ -210,9 +210,9 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Datab
     claim = await next_of(table)
     plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan
     counts = {"considered": 3, "ruled_out": 0, "planned": 3}
-    ranking = NewRanking(plans, b"answer", step_time=2.5, lower_bound=2.0, progress=counts)
-    assert not await table.ranked("s", claim.fence + 1, ranking), "another service holds it"
-    assert await table.ranked("s", claim.fence, ranking)
+    ranking = Outcome(plans, 2.5, 2.0, b"answer", counts)
+    assert not await table.finished("s", claim.fence + 1, ranking), "another service holds it"
+    assert await table.finished("s", claim.fence, ranking)
     assert await table.answer("s") == b"answer"
     record = await table.get("s")
     assert isinstance(record, LayoutSearchDocument)

@@ -8,12 +8,12 @@ import pytest
 from support.stored import a_plan, a_search, claimed, found_in, next_of
 from zbv_service.database import Database, SearchEventTable, SearchTable
 from zbv_service.database import events as stored
+from zbv_service.records.searches import Outcome, Update
 from zbv_service.records.searches import SearchEventDocument as Event
-from zbv_service.records.searches import Update
 
 
 def found(objective: float, lower_bound: float, ranks: bytes = b"ranks") -> Update:
-    return Update(objective, lower_bound, objective / lower_bound - 1, "m", ranks)
+    return Update(objective, lower_bound, "m", ranks)
 
 
 async def stored_events(database: Database, search_id: str = "a", after: int = 0) -> list[Event]:
@@ -33,7 +33,7 @@ async def test_stored_results_never_get_worse(database: Database) -> None:
     assert await table.progressed("a", second.fence, found(9, 7, b"nine"))  # its bound still counts
     record = await found_in(table)
     assert (record.objective, record.lower_bound, record.gap) == (8, 7, 8 / 7 - 1)
-    assert await table.finished("a", second.fence, a_plan("p", 7.5))  # its bound is 2
+    assert await table.finished("a", second.fence, Outcome.of(a_plan("p", 7.5)))  # its bound is 2
     record = await found_in(table)
     assert (record.objective, record.lower_bound, record.plan_id) == (7.5, 7, "p")
     seen = [(e.kind, e.objective, e.lower_bound) for e in await stored_events(database) if e.kind != "state"]
@@ -55,9 +55,9 @@ async def test_a_report_without_progress_and_a_rejected_change_add_no_event(data
     assert [event.kind for event in await stored_events(database)] == ["state", "state", "improvement"]
     heard.clear()
     assert not await table.progressed("a", claim.fence - 1, found(9, 5))
-    assert not await table.finished("a", claim.fence - 1, a_plan("p"))
+    assert not await table.finished("a", claim.fence - 1, Outcome.of(a_plan("p")))
     assert (len(await stored_events(database)), heard) == (3, [])
-    assert await table.finished("a", claim.fence, a_plan("p", 6.0))
+    assert await table.finished("a", claim.fence, Outcome.of(a_plan("p", 6.0)))
     assert (len(await stored_events(database)), heard) == (5, ["a"])
 
 

@@ -14,7 +14,7 @@ from support.stored import a_plan, a_search, claimed, found_in, next_of
 from zbv_service.database import Database, SearchTable
 from zbv_service.database.tally import tally
 from zbv_service.records.lists import SearchListQuery
-from zbv_service.records.searches import Claim, Update
+from zbv_service.records.searches import Claim, Outcome, Update
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ async def claimed_id(table: SearchTable, **options: int | None) -> str | None:
 
 
 async def finish(table: SearchTable, claim: Claim) -> None:
-    assert await table.finished(claim.id, claim.fence, a_plan(f"plan-{claim.id}"))
+    assert await table.finished(claim.id, claim.fence, Outcome.of(a_plan(f"plan-{claim.id}")))
 
 
 async def test_tokens_are_served_in_rotation_and_their_searches_in_order(table: SearchTable) -> None:
@@ -111,7 +111,7 @@ async def test_a_cancelled_search_with_an_incumbent_waits_only_for_other_cancell
     first, other = await next_of(table), await next_of(table)
     assert await claimed_id(table, cancelled_only=True) is None
     await table.requeue(other.id, other.fence, None)
-    await table.requeue("a0", first.fence, Update(10.0, 5.0, 1.0, "m", b"ranks"))
+    await table.requeue("a0", first.fence, Update(10.0, 5.0, "m", b"ranks"))
     await table.request_cancel("a0")
     await queue(table, "b", "b0")
     claim = await table.claim("me", 60, cancelled_only=True)
@@ -164,7 +164,7 @@ async def test_a_service_with_a_wrong_clock_stores_right_times(database: Databas
         assert (await tally(database)).queue_age < 60
         await table.request_cancel("before")
         claim = await next_of(table)
-        assert await table.finished("a", claim.fence, a_plan("p"))
+        assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     found, cancelled = await found_in(table), await found_in(table, "before")
     times = (found.created_at, found.started_at, found.finished_at, found.updated_at, cancelled.finished_at)
     assert all(moment and abs(moment - datetime.now(UTC)) < MINUTE for moment in times)

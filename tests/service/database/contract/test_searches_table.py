@@ -24,10 +24,10 @@ from zbv_service.database import (
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.problems import pack
 from zbv_service.records.plans import Refusal
-from zbv_service.records.searches import NewRanking, SearchDocument, Update
+from zbv_service.records.searches import Outcome, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound
 
-BETTER = Update(5.0, 2.0, 1.5, "m", b"ranks")
+BETTER = Update(5.0, 2.0, "m", b"ranks")
 
 
 async def test_a_request_is_stored_once_until_it_is_given_up(database: Database) -> None:
@@ -45,7 +45,7 @@ async def test_a_request_is_stored_once_until_it_is_given_up(database: Database)
 async def test_discarding_removes_everything_except_the_plan(database: Database) -> None:
     table = SearchTable(database)
     claim = await claimed(table, "a", "key")
-    assert await table.finished("a", claim.fence, a_plan("p"))
+    assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     assert await table.discard("a")
     assert not await table.discard("a")
     assert await table.get("a") is None
@@ -59,7 +59,7 @@ async def test_writes_to_a_discarded_search_are_ignored(database: Database) -> N
     claim = await claimed(table)
     assert await table.discard("a")
     assert await table.renew("me", {"a": claim.fence}, 60) == set()
-    assert not await table.finished("a", claim.fence, a_plan("p"))
+    assert not await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     assert await PlanTable(database).document("p") is None
     assert not await table.requeue("a", claim.fence, None, "process-died", 1, {})
     assert not await table.requeue("a", claim.fence, None)
@@ -70,7 +70,7 @@ async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan
     await table.add(a_search("a", placement="auto", layers=8))
     claim = await next_of(table)
     found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), search_bound=4.0)
-    assert await table.finished("a", claim.fence, found)
+    assert await table.finished("a", claim.fence, Outcome.of(found))
     record = await found_in(table)
     assert (record.objective, record.lower_bound, record.gap) == (5.0, 4.0, 0.25)
     assert isinstance(record, SearchDocument)
@@ -94,14 +94,14 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert not await table.requeue("a", old.fence, None, "process-died", 1, {})
     assert not await table.requeue("a", old.fence, None, "worker-ended", 1, {})
     assert not await table.ended("a", old.fence, "failed", {})
-    assert not await table.finished("a", old.fence, a_plan("p"))
+    assert not await table.finished("a", old.fence, Outcome.of(a_plan("p")))
     record = await found_in(table)
     assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
 
     assert await table.renew("new", {"a": new.fence}, 60) == {"a"}
     assert await table.renew("new", {"a": old.fence}, 60) == set(), "the fence of its earlier attempt"
-    assert await table.finished("a", new.fence, a_plan("p"))
-    assert not await table.finished("a", new.fence, a_plan("p"))
+    assert await table.finished("a", new.fence, Outcome.of(a_plan("p")))
+    assert not await table.finished("a", new.fence, Outcome.of(a_plan("p")))
 
 
 async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database: Database) -> None:
@@ -111,7 +111,7 @@ async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database
     assert record is not None
     assert record.state == "running"
     assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
-    assert await table.finished("a", claim.fence, a_plan("p"))
+    assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     ended = await found_in(table)
     assert (ended.state, ended.plan_id) == ("cancelled", "p")
 
@@ -142,8 +142,8 @@ async def test_a_killed_search_is_cancelled_only_if_somebody_cancelled_it(
         if name == "killed":
             assert await table.killed(name, claim.fence, {"detail": "why"})
         else:
-            found = NewRanking((), b"answer", None, 0.0, {"considered": 5, "ruled_out": 0, "planned": 0})
-            assert await table.ranked(name, claim.fence, found, {"detail": "why"})
+            found = Outcome((), None, 0.0, b"answer", {"considered": 5, "ruled_out": 0, "planned": 0})
+            assert await table.finished(name, claim.fence, found, {"detail": "why"})
         record = await found_in(table, name)
         assert (record.state, record.error) == (state, None if is_cancelled else {"detail": "why"})
 
@@ -154,7 +154,7 @@ async def test_a_search_fails_after_too_many_evictions_without_progress(database
     await table.add(a_search("a"))
     for value in (None, None, 9.0, None, None, None):
         claim = await next_of(table)
-        found = None if value is None else Update(value, 4.0, 1.0, "m", b"ranks")
+        found = None if value is None else Update(value, 4.0, "m", b"ranks")
         assert await table.requeue("a", claim.fence, found, "worker-ended", 4, {"detail": "why"})
         states.append((await found_in(table)).state)
     assert states == ["queued"] * 5 + ["failed"]
@@ -193,14 +193,14 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
     asked = pack({"pp_degree": 2})
     await table.add(replace(a_search("a", "key"), problem=asked))
     claim = await next_of(table)
-    assert await table.progressed("a", claim.fence, Update(9.0, 8.5, 0.5 / 8.5, "m", b"ranks"))
-    better, plan = Update(8.0, 8.0, 0.0, "n", b"others"), a_plan("p")  # of value 3 and bound 2
+    assert await table.progressed("a", claim.fence, Update(9.0, 8.5, "m", b"ranks"))
+    better, plan = Update(8.0, 8.0, "n", b"others"), a_plan("p")  # of value 3 and bound 2
     for store in (
         table.progressed("a", claim.fence, better),
         table.requeue("a", claim.fence, better),
         table.requeue("a", claim.fence, better, "process-died", 1, {}),
         table.requeue("a", claim.fence, better, "worker-ended", 1, {}),
-        table.finished("a", claim.fence, plan),
+        table.finished("a", claim.fence, Outcome.of(plan)),
     ):
         with pytest.raises(ContradictedBound) as raised:
             await store
@@ -221,8 +221,8 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
 async def test_a_bound_above_the_objective_by_rounding_is_lowered(database: Database) -> None:
     table = SearchTable(database)
     claim = await claimed(table)
-    assert await table.progressed("a", claim.fence, Update(9.0, 3 * (1 + 1e-13), 2.0, "m", b"ranks"))
-    assert await table.finished("a", claim.fence, a_plan("p"))
+    assert await table.progressed("a", claim.fence, Update(9.0, 3 * (1 + 1e-13), "m", b"ranks"))
+    assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     done = await found_in(table)
     assert (done.state, done.lower_bound, done.gap) == ("done", 3.0, 0.0)
 
@@ -235,7 +235,7 @@ async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_
         await table.add(a_search(name))
     for first in [await table.claim("me", 60) for _ in range(3)]:
         assert first is not None
-        assert await table.requeue(first.id, first.fence, Update(1.0, 1.0, 0.0, "foreign", b"foreign"))
+        assert await table.requeue(first.id, first.fence, Update(1.0, 1.0, "foreign", b"foreign"))
     refusal = Refusal(hashlib.sha256(b"foreign").hexdigest(), "why")
     claims = [await table.claim("me", 60) for _ in range(3)]
     a, b, c = (claim for claim in claims if claim is not None)
@@ -244,7 +244,7 @@ async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_
     assert await table.progressed(a.id, a.fence, own)
     # Every report of the attempt carries the refusal; results of the attempt itself stay.
     assert await table.progressed(a.id, a.fence, replace(own, objective=7.0, incumbent=b"worse"))
-    assert await table.finished(b.id, b.fence, replace(a_plan("p"), refusal=refusal))
+    assert await table.finished(b.id, b.fence, Outcome.of(a_plan("p"), refusal))
     unrelated = replace(own, lower_bound=0.5, refusal=Refusal("of another", "why"))
     assert await table.progressed(c.id, c.fence, unrelated)
     records = [await table.get(name) for name in "abc"]

@@ -50,8 +50,9 @@ class Traffic:
                     boundary = self._boundary(stage, letter)
                     if boundary is not None and self._receiver(stage, letter) == self._transport.pp_rank:
                         receive = self._transport.receiver(ChannelKey(peer, self._transport.pp_rank))
-                        kind = "activation" if letter == "F" else "gradient"
-                        self._pending.append(receive(self._crossing(boundary).spec(kind)))
+                        crossing = self._crossing(boundary)
+                        travelling = crossing.activation if letter == "F" else crossing.gradient
+                        self._pending.append(receive(travelling.spec))
 
     def sending(self, stage: int, letter: str, action: Callable[[], Any]) -> Callable[[], Any]:
         """An action that also sends its output, if a pipeline would send it to another rank."""

@@ -1,19 +1,36 @@
-"""One search for layouts as a plain function of plain data, for another process."""
+"""The kinds of searches: how a request of each kind is read, and what its search computes.
+
+Everything else is the same for all kinds: one queue, one runner, one set of routes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.progress import Ends, LayoutProgress
-from zbv_solver.plans.plan import gap_of
 from zbv_solver.search.options import SearchOptions
 
-from zbv_service.documents.layouts import LayoutRequest, families_of, read_layouts
-from zbv_service.documents.problems import finite_or_none, pack, pack_plan, unpack
-from zbv_service.records.searches import Claim, NewRanking, Update
-from zbv_service.searches.executors.task import Reporter
+from zbv_service.documents.layouts import LayoutRequest, families_of, new_layout_search, read_layouts
+from zbv_service.documents.problems import new_search, pack, pack_plan, unpack
+from zbv_service.records.searches import Claim, NewSearch, Outcome, SearchKind, Update
+from zbv_service.searches.executors.task import Compute, Reporter, search_plan
+from zbv_service.settings import Settings
 
 
-def rank_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
+@dataclass(frozen=True)
+class Kind:
+    """A kind of search."""
+
+    read: Callable[[Settings, Any], NewSearch]
+    """Makes the search of a decoded request body; raises :class:`InvalidInput`. Importable elsewhere."""
+    compute: Compute
+    """Computes a search in another process, where it must be importable."""
+
+
+def rank_layouts(claim: Claim, reporter: Reporter) -> Outcome:
     """Search the layouts of a claim to the end.
 
     A time limit counts from the start. After a stop, the ranking has the layouts planned so far.
@@ -67,10 +84,10 @@ def rank_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
     for layout, planned in zip(document["layouts"], ranking.best, strict=True):
         plans.append(pack_plan(planned.plan))
         layout["plan_id"] = plans[-1].summary.plan_id
-    return NewRanking(
+    return Outcome(
         plans=tuple(plans),
-        document=pack(document),
-        step_time=ranking.best[0].step_time if ranking.best else None,
+        answer=pack(document),
+        objective=ranking.best[0].step_time if ranking.best else None,
         lower_bound=ranking.no_layout_below,
         progress=_counts(ranking.considered, ranking.pruned, ranking.planned),
     )
@@ -78,12 +95,10 @@ def rank_layouts(claim: Claim, reporter: Reporter) -> NewRanking:
 
 def update_of_layouts(progress: LayoutProgress) -> Update:
     """A report in the form that is stored."""
-    step, bound = progress.step_time, progress.no_layout_below
     return Update(
-        objective=step,
-        lower_bound=bound,
-        gap=None if step is None else finite_or_none(gap_of(step, bound)),
-        method="layouts",
+        objective=progress.step_time,
+        lower_bound=progress.no_layout_below,
+        method=None,
         incumbent=None,
         progress=_counts(progress.considered, progress.ruled_out, progress.planned),
     )
@@ -91,3 +106,9 @@ def update_of_layouts(progress: LayoutProgress) -> Update:
 
 def _counts(considered: int, ruled_out: int, planned: int) -> dict[str, int]:
     return {"considered": considered, "ruled_out": ruled_out, "planned": planned}
+
+
+KINDS: Mapping[SearchKind, Kind] = {
+    "plan": Kind(new_search, search_plan),
+    "layouts": Kind(new_layout_search, rank_layouts),
+}

@@ -13,9 +13,6 @@ from functools import partial
 from typing import Any
 
 from zbv_models.layouts.progress import LayoutProgress
-from zbv_service.app import create_app
-from zbv_service.commands import serving
-from zbv_service.commands.cli import main
 from zbv_service.documents.problems import Question
 from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import Reporter, solver_search
@@ -72,7 +69,11 @@ def wait_for(is_stopped: Callable[[], bool]) -> None:
 
 
 if __name__ == "__main__":
-    # Import it by its real name, which other processes use to find it.
+    # Search processes and workers, which import this module by its real name, need none of these.
+    from zbv_service.app import create_app
+    from zbv_service.commands import serving
+    from zbv_service.commands.cli import main
+
     from support.patient_searches import patient as search
     from support.patient_searches import patient_layouts as layouts
 

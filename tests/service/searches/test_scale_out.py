@@ -3,139 +3,80 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import create_engine, text
 from support.dask_cluster import DaskCluster
 from support.databases import PostgresDatabases
 from support.fake_kinds import ranking
 from support.fake_searches import orders_of
-from support.paths import TESTS
 from support.processes import wait_until
+from support.served import PATH, Served, begun, owner_of, start_services, stored
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import Client, Search
 from zbv_service.documents.problems import unpack
-from zbv_service.settings import async_url
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.verify.verifier import verify
 
-COMMAND = [sys.executable, "-m", "support.patient_searches"]
 LAYOUTS: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},
     "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h200"},
     "global_batch": 4,
 }
-LEASE_SECONDS = 2.0
-# Services, the scheduler and workers import the searches from there.
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
-}
-
-
-@dataclass
-class Served:
-    """A service process and a client of it."""
-
-    process: subprocess.Popen[str]
-    client: Client
-    http: httpx.Client
-    log: Path
 
 
 class Site:
     """Services that share one database and one cluster."""
 
-    def __init__(self, folder: Path, database: str, cluster: DaskCluster, stack: ExitStack):
-        self._folder = folder
-        self._stack = stack
-        self._engine = create_engine(async_url(database))
-        stack.callback(self._engine.dispose)
-        self.cluster = cluster
-        self.scheduler = cluster.start_scheduler()
-        self.workers = [cluster.start_worker() for _ in range(2)]
-        starting = [self._start(database, index) for index in range(2)]
-        self.services = [self._listening(*started) for started in starting]
+    def __init__(self, folder: Path, database: str, stack: ExitStack):
+        self.database = database
+        # Services, the scheduler and workers import the searches from there.
+        self.cluster = DaskCluster(folder, {**os.environ, "PYTHONPATH": PATH})
+        stack.callback(self.cluster.close)
+        self.scheduler = self.cluster.start_scheduler()
+        self.workers = [self.cluster.start_worker() for _ in range(2)]
+        executor = self.cluster.address.replace("tcp:", "dask:")
+        settings = {"ZBV_AUTH": "none", "ZBV_DATABASE": database, "ZBV_EXECUTOR": executor}
+        times = {"ZBV_LEASE_SECONDS": "2.0", "ZBV_HEARTBEAT_SECONDS": "0.5"}
+        self.services = start_services(stack, folder, 2, **settings, **times)
 
-    def owner_of(self, search: Search) -> int | None:
-        """Process id of the service that has leased a search."""
-        owner = self._column("lease_owner", search)
-        return None if owner is None else int(owner.split(":")[1])
+    def owner(self, search: Search) -> Served:
+        """The service that has leased a search."""
+        pid = owner_of(self.database, search.id)
+        return next(each for each in self.services if each.process.pid == pid)
 
     def crashes(self, *searches: Search) -> int:
         """The crashes that count against searches."""
-        return sum(int(self._column("crashes", search)) for search in searches)
-
-    def _column(self, name: str, search: Search) -> Any:
-        with self._engine.connect() as connection:
-            query = text(f"SELECT {name} FROM searches WHERE id = :id")
-            return connection.execute(query, {"id": search.id}).scalar_one()
-
-    def _start(self, database: str, index: int) -> tuple[subprocess.Popen[str], Path]:
-        log = self._folder / f"service-{index}.log"
-        environment = {
-            **ENVIRONMENT,
-            "ZBV_AUTH": "none",
-            "ZBV_DATABASE": database,
-            "ZBV_LEASE_SECONDS": str(LEASE_SECONDS),
-            "ZBV_HEARTBEAT_SECONDS": "0.5",
-        }
-        executor = self.cluster.address.replace("tcp:", "dask:")
-        process = subprocess.Popen(
-            [*COMMAND, "serve", "--port", "0", "--executor", executor],
-            cwd=self._folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=self._stack.enter_context(log.open("w")),
-            text=True,
-        )
-        self._stack.enter_context(process)
-        self._stack.callback(process.kill)
-        return process, log
-
-    def _listening(self, process: subprocess.Popen[str], log: Path) -> Served:
-        assert process.stdout is not None
-        while (found := re.search(r"http://[^/\s]+", line := process.stdout.readline())) is None:
-            assert line, log.read_text()
-        client = self._stack.enter_context(Client(found[0], timeout=DEADLINE))
-        http = self._stack.enter_context(httpx.Client(base_url=found[0], timeout=DEADLINE))
-        return Served(process, client, http, log)
+        return sum(int(stored(self.database, each.id, "crashes")) for each in searches)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, postgres: PostgresDatabases) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     with ExitStack() as stack:
-        database = stack.enter_context(postgres.migrated())
-        cluster = DaskCluster(folder, ENVIRONMENT)
-        stack.callback(cluster.close)
-        yield Site(folder, database, cluster, stack)
+        yield Site(folder, stack.enter_context(postgres.migrated()), stack)
 
 
-def asked(service: Served, kind: str, effort: str, seed: int = 1) -> Search:
-    """A new search; each seed is another search for a plan."""
-    if kind == "layouts":
-        return service.client.submit_layouts({**LAYOUTS, "options": {"effort": effort}})
-    return service.client.submit(PROBLEM, {"effort": effort, "time_limit": 600.0, "seed": seed})
+def asked_layouts(service: Served, effort: str) -> Search:
+    return service.client.submit_layouts({**LAYOUTS, "options": {"effort": effort}})
 
 
-def begun(service: Served, kind: str, seed: int = 1) -> Search:
-    """A search that has found something, and waits."""
-    search = asked(service, kind, "thorough", seed)
+def begun_layouts(service: Served) -> Search:
+    """A search for layouts that has found one, and waits."""
+    search = asked_layouts(service, "thorough")
     wait_until(lambda: service.client.search(search.id).objective is not None, f"a result of {search.id}")
     return service.client.search(search.id)
+
+
+def readiness(service: Served) -> httpx.Response:
+    return httpx.get(f"{service.address}/readyz")
 
 
 def ended_by_cancellation(client: Client, asked: Search) -> Search:
@@ -149,9 +90,10 @@ def ended_by_cancellation(client: Client, asked: Search) -> Search:
 
 
 def test_services_share_the_work_of_both_kinds(site: Site) -> None:
-    wait_until(lambda: all(each.http.get("/readyz").is_success for each in site.services), "readiness")
+    wait_until(lambda: all(readiness(each).is_success for each in site.services), "readiness")
     one, other = site.services
-    plan, layouts = asked(one, "plan", "standard"), asked(other, "layouts", "standard")
+    plan = one.client.submit(PROBLEM, {"effort": "standard", "seed": 1})
+    layouts = asked_layouts(other, "standard")
     problem = parse_problem(PROBLEM)
     done = other.client.wait(plan.id, timeout=DEADLINE)
     assert done.plan_id == make_plan(problem, orders_of(problem), method="patient").plan_id
@@ -162,16 +104,16 @@ def test_services_share_the_work_of_both_kinds(site: Site) -> None:
 
 @pytest.mark.parametrize("kind", ["plan", "layouts"])
 def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Site, kind: str) -> None:
-    running = begun(site.services[0], kind, 2)
-    owner = site.owner_of(running)
-    other = next(service for service in site.services if service.process.pid != owner)
+    asked = site.services[0]
+    running = begun(asked.client, seed=2) if kind == "plan" else begun_layouts(asked)
+    other = next(each for each in site.services if each is not site.owner(running))
     other.client.cancel(running.id)
     assert ended_by_cancellation(other.client, running).attempts == 1
 
 
 def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: Site) -> None:
     first, second = site.services
-    plan, layouts = before = [begun(first, "plan", 3), begun(second, "layouts")]
+    plan, layouts = before = [begun(first.client, seed=3), begun_layouts(second)]
 
     def states() -> list[str]:
         return sorted(first.client.search(found.id).state for found in before)
@@ -184,7 +126,7 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     # The scheduler, and with it the workers. This is no crash either; the services wait for another one.
     site.scheduler.send_signal(signal.SIGKILL)
     lost = "Searches wait: The Dask scheduler"
-    wait_until(lambda: lost in first.http.get("/readyz").text, "the loss of the scheduler")
+    wait_until(lambda: lost in readiness(first).text, "the loss of the scheduler")
     wait_until(lambda: states() == ["queued", "queued"], "the queue")
     assert site.crashes(*before) == 0
     site.cluster.start_scheduler()
@@ -192,14 +134,14 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     wait_until(lambda: states() == ["running", "running"], "the searches' return")
 
     # A service: the other one takes over its searches. A worker, and with it the search that it computes.
-    victim = next(each for each in site.services if each.process.pid == site.owner_of(plan))
+    victim = site.owner(plan)
     survivor = second if victim is first else first
     victim.process.send_signal(signal.SIGKILL)
     site.workers[0].send_signal(signal.SIGKILL)
 
     def is_back(found: Search) -> bool:
+        is_ours = owner_of(site.database, found.id) == survivor.process.pid
         seen = survivor.client.search(found.id)
-        is_ours = site.owner_of(found) == survivor.process.pid
         return seen.state == "running" and is_ours and seen.objective is not None
 
     # One worker remains, so the two searches run one after the other.
@@ -215,6 +157,6 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
         assert found.objective is not None
         assert ended.objective <= found.objective * (1 + 1e-9)
     assert site.crashes(*before) <= 1
-    later = asked(survivor, "plan", "standard", 9)
+    later = survivor.client.submit(PROBLEM, {"effort": "standard", "seed": 9})
     assert survivor.client.wait(later.id, timeout=DEADLINE).state == "done"
     assert "Traceback" not in survivor.log.read_text()

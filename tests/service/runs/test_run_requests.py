@@ -14,6 +14,7 @@ OF_PROBLEM: dict[str, Any] = {**OF_MODEL, "plan_id": None, "problem": PROBLEM}
 OF_SCRIPT: dict[str, Any] = {"model": None, "script": SCRIPT, "nodes": 2, "steps": None, "options": {}}
 CHECKPOINT = {"directory": "/a", "every": 1}
 Wrong = tuple[dict[str, Any], dict[str, Any], str]
+# The OpenAPI document, which a test compares, states most limits of single fields; here are the other rules.
 WRONG: list[Wrong] = [
     *(
         (OF_MODEL, changes, pointer)
@@ -21,11 +22,7 @@ WRONG: list[Wrong] = [
             ({"plan_id": "0" * 64}, "/plan_id"),
             ({"plan_id": "x"}, "/plan_id"),
             ({"nodes": 3}, "/nodes"),
-            ({"nodes": 0}, "/nodes"),
-            ({"steps": 2**40}, "/steps"),
             ({"steps": None}, "/steps"),
-            ({"model": {"factory": "no colon"}}, "/model/factory"),
-            ({"model": {"factory": "a:b", "seed": -1}}, "/model/seed"),
             ({"extra": 1}, "/extra"),
             ({"problem": PROBLEM}, "/plan_id"),
         )
@@ -36,7 +33,6 @@ WRONG: list[Wrong] = [
             ({"problem": None}, "/plan_id"),
             ({"problem": {**PROBLEM, "microbatches": 0}}, "/problem/microbatches"),
             ({"problem": {**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": [1]}}}, "/problem/costs/p2p"),
-            ({"search_options": {"effort": "lazy"}}, "/search_options/effort"),
             ({"search_options": {"time_limit": 1e9}}, "/search_options/time_limit"),
             ({"nodes": 3}, "/nodes"),
         )
@@ -62,15 +58,7 @@ WRONG: list[Wrong] = [
         (OF_MODEL, {"options": options}, f"/options/{pointer}")
         for options, pointer in (
             ({"backend": "mpi"}, "backend"),
-            ({"data_parallel": 0}, "data_parallel"),
-            ({"startup_timeout": 0}, "startup_timeout"),
-            ({"compile": "yes"}, "compile"),
-            ({"precision": "float8"}, "precision"),
-            ({"clip_norm": 0}, "clip_norm"),
-            ({"accumulate": 0}, "accumulate"),
-            ({"evaluate_every": 0}, "evaluate_every"),
             ({"checkpoint": {"directory": "/a"}}, "checkpoint/every"),
-            ({"checkpoint": {**CHECKPOINT, "keep": 2}}, "checkpoint/keep"),
             (
                 {"checkpoint": {**CHECKPOINT, "directory": "ck"}},
                 "checkpoint/directory: .*must be an absolute path, .* such as /shared/ck",
@@ -79,10 +67,6 @@ WRONG: list[Wrong] = [
                 {"checkpoint": {**CHECKPOINT, "directory": "/shared/../etc"}},
                 r"checkpoint/directory: .*must not contain '\.\.'",
             ),
-            ({"retries": 101}, "retries"),
-            ({"retries": -1}, "retries"),
-            ({"replan": "yes"}, "replan"),
-            ({"replan_threshold": 0}, "replan_threshold"),
             ({"replicas": 2}, "replicas"),
         )
     ),

@@ -35,8 +35,9 @@ async def listed(table: SearchTable, wanted: SearchListQuery) -> list[str]:
     return [record.id for record in (await table.page(wanted)).items]
 
 
-async def test_pages_hold_every_search_once_newest_first_in_both_directions(database: Database) -> None:
-    table = SearchTable(database)
+async def test_pages_hold_every_search_once_newest_first_in_both_directions(
+    database: Database, table: SearchTable
+) -> None:
     # Three share each time of creation, so the time alone does not order them.
     for index in range(7):
         await add(database, a_search(f"s{index}"), NOON + timedelta(microseconds=index // 3))
@@ -59,8 +60,7 @@ async def test_pages_hold_every_search_once_newest_first_in_both_directions(data
     assert (await table.page(SearchListQuery(limit=8))).next is None, "a full last page"
 
 
-async def test_searches_are_filtered_by_their_properties(database: Database) -> None:
-    table = SearchTable(database)
+async def test_searches_are_filtered_by_their_properties(database: Database, table: SearchTable) -> None:
     await add(database, a_search("old"), NOON)
     await add(database, a_search("wide", pp_degree=8), NOON + timedelta(seconds=1))
     await add(database, a_search("long", microbatches=64), NOON + timedelta(seconds=2))

@@ -204,8 +204,9 @@ async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Da
         }
 
 
-async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(database: Database) -> None:
-    table = SearchTable(database)
+async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(
+    database: Database, table: SearchTable
+) -> None:
     await table.add(a_layout_search("s"))
     claim = await next_of(table)
     plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan

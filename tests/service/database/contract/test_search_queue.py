@@ -18,11 +18,6 @@ from zbv_service.records.searches import Claim, Outcome, Update
 
 
 @pytest.fixture
-def table(database: Database) -> SearchTable:
-    return SearchTable(database)
-
-
-@pytest.fixture
 async def tables(any_database_url: str) -> AsyncIterator[list[SearchTable]]:
     """Of four services on one database."""
     async with AsyncExitStack() as stack:
@@ -138,10 +133,9 @@ MINUTE = timedelta(minutes=1)
 
 @pytest.mark.parametrize("hours", [-1, 1])
 async def test_a_service_with_a_wrong_clock_keeps_its_searches_for_the_usual_time(
-    database: Database, hours: float
+    table: SearchTable, hours: float
 ) -> None:
     """It requeues no search of others, and its own leases last as long as others'."""
-    table = SearchTable(database)
     with clock_off_by(hours):
         claim = await claimed(table)
     assert await table.requeue_lost() == 0
@@ -156,8 +150,9 @@ async def test_a_service_with_a_wrong_clock_keeps_its_searches_for_the_usual_tim
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-async def test_a_service_with_a_wrong_clock_stores_right_times(database: Database, hours: float) -> None:
-    table = SearchTable(database)
+async def test_a_service_with_a_wrong_clock_stores_right_times(
+    database: Database, table: SearchTable, hours: float
+) -> None:
     await table.add(a_search("before"))
     with clock_off_by(hours):
         await table.add(a_search("a"))
@@ -171,7 +166,7 @@ async def test_a_service_with_a_wrong_clock_stores_right_times(database: Databas
 
 
 async def test_searches_created_at_the_same_time_are_listed_in_order_of_submission(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite's clock counts milliseconds."""
     noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -180,7 +175,7 @@ async def test_searches_created_at_the_same_time_are_listed_in_order_of_submissi
         return noon
 
     monkeypatch.setattr(Database, "now", now)
-    table, names = SearchTable(database), list("zmaqkfyb")
+    names = list("zmaqkfyb")
     for name in names:
         await table.add(a_search(name))
     assert [record.id for record in (await table.page(SearchListQuery())).items] == names[::-1]

@@ -72,8 +72,6 @@ def encoded(text: str) -> str:
 WRONG = {
     "limit": ("0", "10001"),
     "state": ("asleep",),
-    "pp_degree": ("0", "9" * 20),
-    "microbatches": ("x",),
     "created_after": ("yesterday", "2030-01-01T00:00:00"),
     "created_before": ("0001-01-01T00:00:00%2B10:00",),
     "sort": ("oldest",),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 import stat
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,19 +90,15 @@ async def test_a_link_starts_one_session(service: Service) -> None:
     cookie = answer.headers["set-cookie"]
     assert cookie.startswith("zbv-session-8000=")
     assert {"HttpOnly", "SameSite=strict", "Path=/"} <= {part.strip() for part in cookie.split(";")}
-    page = await service.http.get("/", headers=PAGE)
-    assert page.status_code == 200
-    assert "Signed in as local" in page.text
+    assert "Signed in as local" in (await service.http.get("/", headers=PAGE)).text
 
     leading = await follow(service, f"{await link(service)}&next=/plans/abc")
     assert leading.headers["location"] == "/plans/abc"
 
     service.http.cookies.clear()
     again = await follow(service, url)
-    assert again.status_code == 401
+    assert (again.status_code, "set-cookie" in again.headers) == (401, False)
     assert "was already used" in again.text
-    assert "zbv-service token link" in again.text
-    assert "set-cookie" not in again.headers
 
 
 async def test_a_wrong_link_starts_no_session_and_a_link_is_no_token(service: Service) -> None:
@@ -127,10 +122,8 @@ async def test_a_browser_signs_in_and_returns_to_its_page(service: Service) -> N
     answer = await service.http.post("/sign-in", data={**form, "next": "/plans/abc?x=1"}, headers=OURS)
     assert (answer.status_code, answer.headers["location"]) == (303, "/plans/abc?x=1")
     assert (await service.http.get("/v1/searches")).is_success
-    refused = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=OURS)
-    assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope"), (
-        "the session has no more scopes than its token"
-    )
+    refused = await submit(service, **OURS)
+    assert (refused.status_code, kind_of(refused)) == (403, "insufficient-scope"), "as its token"
 
 
 async def test_sign_in_needs_a_valid_token_and_never_redirects_to_another_site(service: Service) -> None:
@@ -195,14 +188,9 @@ async def test_a_session_of_a_local_token_works_only_with_that_token(
 
 async def test_other_sites_cannot_use_the_session(service: Service) -> None:
     await follow(service, await link(service))
-    for fields in (
-        {"Sec-Fetch-Site": "cross-site"},
-        {"Sec-Fetch-Site": "same-site"},
-        {"Origin": "http://evil.example"},
-        {"Origin": "http://zbv:8001"},
-        {"Origin": "null"},
-        {},
-    ):
+    other = ("http://evil.example", "http://zbv:8001", "null")
+    sites: list[dict[str, str]] = [{"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, {}]
+    for fields in [*sites, *({"Origin": origin} for origin in other)]:
         refused = await submit(service, **fields)
         assert (refused.status_code, kind_of(refused)) == (403, "other-origin"), fields
         assert (await service.http.post("/sign-out", headers=fields)).status_code == 403
@@ -290,24 +278,12 @@ def test_a_stale_token_file_is_replaced_and_a_newer_one_is_kept(runtime: Path) -
 
 def test_token_files_of_killed_services_are_removed(runtime: Path) -> None:
     folder = runtime / "zbv"
-    script = (
-        "import time; from zbv_service.security.local_token import left_behind\n"
-        "with left_behind(8124, 'zbv_other'): print('left', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None
-            assert other.stdout.readline() == "left\n"
-            (folder / "token-8125").write_text("zbv_stale\n")
-            (folder / "token-of-something-else").write_text("x")
-            with left_behind(8123, "zbv_own"):
-                names = {path.name for path in folder.iterdir()}
-                assert names == {"token-8123", "token-8124", "token-of-something-else"}
-        finally:
-            other.kill()
-    assert (folder / "token-8124").exists(), "it was killed before it could clean up"
-    with left_behind(8123, "zbv_own"):
-        assert not (folder / "token-8124").exists()
+    with left_behind(8124, "zbv_other"):
+        (folder / "token-8125").write_text("zbv_stale\n")  # without the lock of a living service
+        (folder / "token-of-something-else").write_text("x")
+        with left_behind(8123, "zbv_own"):
+            names = {path.name for path in folder.iterdir()}
+            assert names == {"token-8123", "token-8124", "token-of-something-else"}
 
 
 def test_without_a_runtime_directory_the_token_is_in_the_state_directory(
@@ -344,15 +320,12 @@ def test_a_kept_token_that_others_could_know_is_replaced(runtime: Path, tmp_path
     kept_token(8123, url)
     (path,) = (tmp_path / "state" / "zbv").iterdir()
 
-    def link() -> None:
-        path.symlink_to(path.rename(tmp_path / "aside"))
-
     for harm in (
         lambda: path.chmod(0o604),
         lambda: path.chmod(0o620),
         lambda: path.write_text("nonsense\n\xff"),
         lambda: path.write_text(""),
-        link,
+        lambda: path.symlink_to(path.rename(tmp_path / "aside")),
     ):
         first = str(kept_token(8123, url))
         harm()

@@ -74,6 +74,10 @@ def double(content: Any) -> bytes:
     return bytes(content) * 2
 
 
+async def several_looks() -> None:
+    await asyncio.sleep(5 * computations.LOOK_SECONDS)
+
+
 async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_path: Path) -> None:
     async with computing(seconds=0.5) as found:
         with pytest.raises(ApiError) as caught:
@@ -118,7 +122,7 @@ async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp
             for file, size in zip(files, (350, 150), strict=False)
         )
         await until(lambda: all(file.exists() for file in files[:2]), "both hold their memory")
-        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        await several_looks()
         assert not large.done(), "both fit"
         search = searches.submit(partial(hold, str(files[2])), 400 * MEBIBYTE)
         with pytest.raises(ApiError, match="needed its memory") as caught:
@@ -126,7 +130,7 @@ async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp
         assert (caught.value.kind.status, "Retry-After" in caught.value.headers) == (503, True)
         await until(lambda: not is_alive(int(files[0].read_text())), "its process ends")
         await until(files[2].exists, "the search holds its memory")
-        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        await several_looks()
         for file in files[1:]:
             file.unlink()
         assert await middle == f"held {150 * MEBIBYTE}", "ending one was enough"
@@ -141,7 +145,7 @@ async def test_a_small_computation_runs_however_much_memory_others_hold_and_a_la
         file = tmp_path / "small"
         small = asyncio.create_task(found.run(partial(hold, str(file)), 1))
         await until(file.exists, "it begins")
-        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        await several_looks()
         file.unlink()
         assert await small == "held 1"
     async with computing() as found:

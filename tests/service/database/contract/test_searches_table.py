@@ -28,6 +28,7 @@ from zbv_service.records.searches import Outcome, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound
 
 BETTER = Update(5.0, 2.0, "m", b"ranks")
+REASONS = ("service-stopped", "process-died", "worker-ended")
 
 
 async def test_a_request_is_stored_once_until_it_is_given_up(table: SearchTable) -> None:
@@ -58,8 +59,7 @@ async def test_writes_to_a_discarded_search_are_ignored(database: Database, tabl
     assert await table.renew("me", {"a": claim.fence}, 60) == set()
     assert not await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     assert await PlanTable(database).document("p") is None
-    assert not await table.requeue("a", claim.fence, None, "process-died", 1, {})
-    assert not await table.requeue("a", claim.fence, None)
+    assert not any([await table.requeue("a", claim.fence, None, reason, 1, {}) for reason in REASONS])
 
 
 async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan(
@@ -86,12 +86,13 @@ async def test_only_the_current_owner_writes(table: SearchTable) -> None:
     assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
 
     assert await table.renew("old", {"a": old.fence}, 60) == set()
-    assert not await table.progressed("a", old.fence, BETTER)
-    assert not await table.requeue("a", old.fence, None)
-    assert not await table.requeue("a", old.fence, None, "process-died", 1, {})
-    assert not await table.requeue("a", old.fence, None, "worker-ended", 1, {})
-    assert not await table.ended("a", old.fence, "failed", {})
-    assert not await table.finished("a", old.fence, Outcome.of(a_plan("p")))
+    for late in (
+        table.progressed("a", old.fence, BETTER),
+        *(table.requeue("a", old.fence, None, reason, 1, {}) for reason in REASONS),
+        table.ended("a", old.fence, "failed", {}),
+        table.finished("a", old.fence, Outcome.of(a_plan("p"))),
+    ):
+        assert not await late
     record = await found_in(table)
     assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
 
@@ -99,17 +100,6 @@ async def test_only_the_current_owner_writes(table: SearchTable) -> None:
     assert await table.renew("new", {"a": old.fence}, 60) == set(), "the fence of its earlier attempt"
     assert await table.finished("a", new.fence, Outcome.of(a_plan("p")))
     assert not await table.finished("a", new.fence, Outcome.of(a_plan("p")))
-
-
-async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(table: SearchTable) -> None:
-    claim = await claimed(table)
-    record = await table.request_cancel("a")
-    assert record is not None
-    assert record.state == "running"
-    assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
-    assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
-    ended = await found_in(table)
-    assert (ended.state, ended.plan_id) == ("cancelled", "p")
 
 
 async def test_a_search_fails_after_too_many_crashes(table: SearchTable) -> None:
@@ -192,9 +182,7 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(
     better, plan = Update(8.0, 8.0, "n", b"others"), a_plan("p")  # of value 3 and bound 2
     for store in (
         table.progressed("a", claim.fence, better),
-        table.requeue("a", claim.fence, better),
-        table.requeue("a", claim.fence, better, "process-died", 1, {}),
-        table.requeue("a", claim.fence, better, "worker-ended", 1, {}),
+        *(table.requeue("a", claim.fence, better, reason, 1, {}) for reason in REASONS),
         table.finished("a", claim.fence, Outcome.of(plan)),
     ):
         with pytest.raises(ContradictedBound) as raised:

@@ -17,18 +17,14 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from sqlalchemy import event
-from support import fake_searches
-from support.fake_kinds import kinds
-from support.live import Live, listening
+from support.live import Live, live_service
 from support.malformed import PLAN
 from support.processes import announce, is_alive
 from support.serving import DEADLINE, PROBLEM, Serving, until
 from zbv_service.api import readiness
-from zbv_service.app import create_app
 from zbv_service.client import Client
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.database import Database
-from zbv_service.settings import Settings
 
 MOST = 3
 """The first number of connections that is refused."""
@@ -37,9 +33,7 @@ GET = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    database = f"sqlite:///{tmp_path_factory.mktemp('connections')}/zbv.db"
-    settings = Settings(auth="none", database=database, searches=1, max_connections=MOST)
-    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
+    with live_service(tmp_path_factory.mktemp("connections"), max_connections=MOST) as found:
         yield found
 
 
@@ -76,8 +70,8 @@ def sleep(directory: str, *_arguments: object) -> None:
 
 
 @pytest.fixture
-def live(settings: Settings) -> Iterator[Live]:
-    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
+def live(tmp_path: Path) -> Iterator[Live]:
+    with live_service(tmp_path) as found:
         yield found
 
 

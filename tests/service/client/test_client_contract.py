@@ -6,15 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import fake_searches
-from support.fake_kinds import kinds
 from support.layered import LAYERED, NAMES
-from support.live import Live, listening
+from support.live import Live, live_service
 from support.malformed import PLAN
 from support.serving import DEADLINE, PROBLEM
-from zbv_service.app import create_app
 from zbv_service.client import Client, InvalidRequest, NotFound, Search
-from zbv_service.settings import Settings
 from zbv_solver.verify.verifier import verify
 
 
@@ -25,9 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
-    search = fake_searches.InDirectory(fake_searches.held, folder)
-    settings = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", searches=1)
-    with listening(create_app(settings, kinds=kinds(search))) as found:
+    with live_service(folder, "held") as found:
         yield found
 
 

@@ -14,15 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support import fake_searches
-from support.fake_kinds import kinds
-from support.live import Live, listening
+from support.live import Live, live_service
 from support.processes import wait_until
 from support.serving import DEADLINE, PROBLEM
-from zbv_service.app import create_app
 from zbv_service.client import Client, Search
 from zbv_service.commands.cli import main
-from zbv_service.settings import Settings
 from zbv_solver.plans.reading import parse_plan
 
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]
@@ -35,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
-    search = fake_searches.InDirectory(fake_searches.held, folder)
-    settings = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", searches=2, heartbeat_seconds=0.2)
-    with listening(create_app(settings, kinds=kinds(search))) as found:
+    with live_service(folder, "held", searches=2, heartbeat_seconds=0.2) as found:
         yield found
 
 
@@ -166,10 +160,8 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best_plan(live: Live, problem: Pat
         assert client.search(search.id).state == "cancelled"
 
 
-def test_a_second_ctrl_c_leaves_at_once(folder: Path, problem: Path) -> None:
-    search = fake_searches.InDirectory(fake_searches.deaf, folder)
-    settings = Settings(auth="none", database=f"sqlite:///{folder}/deaf.db", searches=1, shutdown_seconds=0.5)
-    with listening(create_app(settings, kinds=kinds(search))) as live:
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, problem: Path) -> None:
+    with live_service(tmp_path, "deaf", shutdown_seconds=0.5) as live:
         process, left = interrupted(live, problem, "--seed", "4")
         with process:
             address = f"{live.address}/v1/searches/{left.id}"
@@ -179,10 +171,9 @@ def test_a_second_ctrl_c_leaves_at_once(folder: Path, problem: Path) -> None:
         assert (process.returncode, out) == (130, "")
         assert left.id in err
         assert "Traceback" not in err
-        (folder / "release").touch()
+        (tmp_path / "release").touch()
         with Client(live.address) as client:
             client.wait(left.id, timeout=DEADLINE)
-    (folder / "release").unlink()
 
 
 CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h200"}

@@ -283,10 +283,16 @@ async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
 async def order_of(turns: FairQueue, callers: str) -> str:
     """The order of the turns of callers that arrive in another order while one works."""
     came: list[str] = []
+    working = 0
 
     async def one(caller: str) -> None:
+        nonlocal working
         async with turns.turn(caller):
             came.append(caller)
+            working += 1
+            await asyncio.sleep(0)
+            assert working == 1, "one works at a time"
+            working -= 1
 
     async with turns.turn("somebody"):
         tasks = [asyncio.create_task(one(caller)) for caller in callers]
@@ -302,12 +308,16 @@ async def test_callers_take_turns_regardless_of_their_numbers_of_requests() -> N
 
 async def test_one_caller_cannot_use_all_places() -> None:
     turns = FairQueue(3, 2, 99, 99)
-    async with turns.turn("a"), turns.turn("a"):
-        waiting = asyncio.create_task(order_of(turns, ""))  # its first turn begins immediately
-        third = asyncio.create_task(asyncio.wait_for(turns.turn("a").__aenter__(), DEADLINE))
-        await waiting
-        assert not third.done()
-    await third
+    async with turns.turn("a"), turns.turn("b"):
+        own = [asyncio.create_task(turns.turn("a").__aenter__()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert [each.done() for each in own] == [True, False]
+        later = asyncio.create_task(turns.turn("a").__aenter__())
+        await asyncio.sleep(0)
+    # Two places became free, of which this caller gets the one that it had.
+    await asyncio.sleep(0)
+    assert [each.done() for each in (*own, later)] == [True, True, False]
+    later.cancel()
 
 
 async def test_requests_beyond_the_waiting_limit_are_refused() -> None:
@@ -331,13 +341,16 @@ async def test_requests_beyond_the_waiting_limit_are_refused() -> None:
         pass
 
 
-async def test_a_caller_that_leaves_when_its_turn_comes_releases_its_place() -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+async def test_a_caller_that_leaves_when_its_turn_comes_releases_its_place(is_given: bool) -> None:
     turns = FairQueue(1, 1, 3, 3)
     async with turns.turn("a"):
         leaving = asyncio.create_task(turns.turn("b").__aenter__())
         staying = asyncio.create_task(order_of(turns, ""))
         await asyncio.sleep(0)
-        leaving.cancel()  # it has not run since its place became free
+        if not is_given:
+            leaving.cancel()
+    leaving.cancel()  # it has not run since its place became free
     await asyncio.wait_for(staying, DEADLINE)
     with pytest.raises(asyncio.CancelledError):
         await leaving

@@ -91,6 +91,16 @@ async def test_a_stopping_service_requeues_its_searches_with_their_incumbents(
         assert resumed.read_text().startswith(FIRST_ACTIONS)
 
 
+async def test_a_cancelled_search_of_a_stopping_service_ends(serving: Serving, directory: Path) -> None:
+    async with serving("held") as service:
+        search_id = await service.begun()
+        table = SearchTable(service.app.state.application.database)
+        await table.request_cancel(search_id)  # as another service does
+    async with serving("held") as service:
+        ended = await service.search(search_id)
+        assert (ended["state"], ended["attempts"]) == ("cancelled", 1)
+
+
 async def test_a_search_that_ignores_the_request_to_stop_is_killed_with_its_service(
     serving: Serving, directory: Path
 ) -> None:

@@ -86,6 +86,7 @@ async def test_only_the_current_owner_writes(table: SearchTable) -> None:
     assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
 
     assert await table.renew("old", {"a": old.fence}, 60) == set()
+    assert await table.renew("old", {"a": new.fence}, 60) == set(), "another one holds it"
     for late in (
         table.progressed("a", old.fence, BETTER),
         *(table.requeue("a", old.fence, None, reason, 1, {}) for reason in REASONS),

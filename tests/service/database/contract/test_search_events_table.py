@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.stored import a_plan, a_search, claimed, found_in, next_of
+from support.stored import a_layout_search, a_plan, a_search, claimed, found_in, next_of
 from zbv_service.database import Database, SearchEventTable, SearchTable
 from zbv_service.database import events as stored
 from zbv_service.records.searches import Outcome, Update
@@ -110,3 +110,19 @@ async def test_cancelled_discarded_and_requeued_searches_are_unwanted(table: Sea
     await table.requeue("d", fences["d"], None)
     assert await table.unwanted(fences) == {"b", "c", "d"}
     assert await table.unwanted({}) == set()
+
+
+async def test_what_a_search_of_layouts_has_planned_is_an_event(
+    database: Database, table: SearchTable
+) -> None:
+    await table.add(a_layout_search("a"))
+    claim = await next_of(table)
+    for planned, step in enumerate((None, 9.0, 9.0, 8.0)):
+        counts = {"considered": 3, "ruled_out": 0, "planned": planned}
+        assert await table.progressed("a", claim.fence, Update(step, 1.0, None, None, progress=counts))
+    events = [event for event in await stored_events(database) if event.kind != "state"]
+    kinds = ["progress", "improvement", "progress", "improvement"]
+    assert [(event.kind, event.objective) for event in events] == list(
+        zip(kinds, (None, 9, 9, 8), strict=True)
+    )
+    assert [event.progress and event.progress.planned for event in events] == [0, 1, 2, 3]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -189,103 +188,65 @@ def test_a_caller_accepts_what_it_names(accept: list[str], is_named: bool) -> No
 JSON = {"content-type": "application/json"}
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A wrong request and its expected error."""
+NO_BODY = [
+    ("GET", "/v2/nothing", 404, "not-found"),
+    ("GET", "/v1/searches/nothing", 404, "not-found"),
+    ("GET", "/v1/plans/nothing/export/none", 404, "not-found"),
+    ("GET", "/v1/runs/%00", 404, "not-found"),
+    ("POST", "/v1/agents/%00/drain", 404, "not-found"),
+    ("DELETE", "/v1/searches", 405, "method-not-allowed"),
+]
+"""Methods, addresses, and the expected errors."""
+NESTED = b'{"model": {"model_type": "llama", "x": ' + b"[" * 260 + b"]" * 260 + b"}}"
+"""Beyond what pydantic writes."""
+UNREADABLE = [
+    ("searches", b"", 400, "malformed-json"),
+    ("searches", b'{"problem": ', 400, "malformed-json"),
+    ("searches", b'{"problem": NaN}', 400, "malformed-json"),
+    ("searches", b'{"problem": "\xff"}', 400, "malformed-json"),
+    ("searches", b"[" * 40_000, 400, "malformed-json"),
+    ("searches", b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
+    ("layouts", NESTED, 400, "malformed-json"),
+    ("searches", b" " * 100_001, 413, "body-too-large"),
+    ("plans", b" " * 200_001, 413, "body-too-large"),
+]
+"""What they are posted to, bodies, and the expected errors."""
 
-    method: str
-    path: str
-    status: int
-    kind: str
-    body: bytes | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    pointer: str | None = None
+
+def problem(**changes: Any) -> dict[str, Any]:
+    return {"problem": {**PROBLEM, **changes}}
 
 
-def wrong_body(
-    change: dict[str, Any] | None = None, pointer: str = "", options: Any = None, path: str = "/v1/searches"
-) -> Wrong:
-    body = {"problem": {**PROBLEM, **(change or {})}, **({} if options is None else {"options": options})}
-    return Wrong("POST", path, 422, "invalid-body", json.dumps(body).encode(), JSON, pointer)
+def forward(cost: Any) -> dict[str, Any]:
+    return problem(costs={**PROBLEM["costs"], "forward": cost})
 
 
-def sent(body: bytes, status: int, kind: str, headers: dict[str, str] = JSON) -> Wrong:
-    return Wrong("POST", "/v1/searches", status, kind, body, headers)
-
-
-COSTS, MEMORY = PROBLEM["costs"], PROBLEM["memory"]
-
-JSON_OF_PRESETS = json.dumps(
-    {
-        "model": {"presets": ["llama-3.1-8b"] * 9},
-        "cluster": {"nodes": 1, "gpus_per_node": 8, "device": "h100"},
-        "global_batch": 8,
-    }
-).encode()
-
-WRONG = {
-    "unknown route": Wrong("GET", "/v2/nothing", 404, "not-found"),
-    "unknown search": Wrong("GET", "/v1/searches/nothing", 404, "not-found"),
-    "unknown format": Wrong("GET", "/v1/plans/nothing/export/none", 404, "not-found"),
-    "wrong method": Wrong("DELETE", "/v1/searches", 405, "method-not-allowed"),
-    "no body": sent(b"", 400, "malformed-json"),
-    "no content type": sent(b"{}", 415, "unsupported-media-type", {}),
-    "broken JSON": sent(b'{"problem": ', 400, "malformed-json"),
-    "NaN": sent(b'{"problem": NaN}', 400, "malformed-json"),
-    "not UTF-8": sent(b'{"problem": "\xff"}', 400, "malformed-json"),
-    "nested too deeply": sent(b"[" * 40_000, 400, "malformed-json"),
-    "nested beyond what pydantic writes": Wrong(
-        "POST",
-        "/v1/layouts",
-        400,
-        "malformed-json",
-        b'{"model": {"model_type": "llama", "x": ' + b"[" * 260 + b"]" * 260 + b"}}",
-        JSON,
-    ),
-    "NUL in a text": wrong_body({"units": {"time": "a\0b"}}, "/problem/units/time"),
-    "NUL in an ignored key": Wrong(
-        "POST", "/v1/layouts", 422, "invalid-body", b'{"model": {"x": {"\\u0000": 1}}}', JSON, "/model/x"
-    ),
-    "NUL in an address": Wrong("GET", "/v1/runs/%00", 404, "not-found"),
-    "NUL in an address to post to": Wrong("POST", "/v1/agents/%00/drain", 404, "not-found"),
-    "a preset named often": Wrong(
-        "POST", "/v1/layouts", 422, "invalid-body", JSON_OF_PRESETS, JSON, "/model/presets"
-    ),
-    "more tokens than any memory": Wrong(
-        "POST",
-        "/v1/problems/pack",
-        422,
-        "invalid-body",
-        b'{"batch": {"sequences": [1], "problem": {}, "max_tokens": ' + b"9" * 4000 + b"}}",
-        JSON,
+PRESETS = {"presets": ["llama-3.1-8b"] * 9}
+ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "device": "h100"}
+MANY_TOKENS = {"sequences": [1], "problem": {}, "max_tokens": 10**4000}
+INVALID: list[tuple[str, Any, str]] = [
+    ("searches", [], ""),
+    ("searches", {}, "/problem"),
+    ("searches", {"x": 1}, "/x"),
+    ("searches", {"problem": "\ud800", "\udfff": 1}, "/problem"),
+    ("searches", problem(units={"time": "a\0b"}), "/problem/units/time"),
+    ("searches", forward(-1), "/problem/costs/forward"),
+    ("searches", forward(10**400), "/problem/costs/forward"),
+    ("searches", forward([1, 2, -3, 4]), "/problem/costs/forward/2"),
+    ("searches", problem(microbatches=10**30), "/problem/microbatches"),
+    ("searches", problem(pp_degree=1000, microbatches=10**5), "/problem/microbatches"),  # for the planner
+    ("searches", problem(pp_degree=8, microbatches=5000), "/problem/microbatches"),  # for this service
+    ("layouts", {"model": {"x": {"\0": 1}}}, "/model/x"),  # in a key that would be ignored
+    ("layouts", {"model": PRESETS, "cluster": {"nodes": 1, "device": "h100"}}, "/model/presets"),
+    (
+        "problems/pack",
+        {"batch": {"sequences": [1], "problem": {}, "max_tokens": 10**4000}},
         "/batch/max_tokens",
     ),
-    "endless integer": sent(b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
-    "large body": sent(b" " * 100_001, 413, "body-too-large"),
-    "not an object": Wrong("POST", "/v1/searches", 422, "invalid-body", b"[]", JSON, ""),
-    "no problem": Wrong("POST", "/v1/searches", 422, "invalid-body", b"{}", JSON, "/problem"),
-    "half a surrogate": Wrong(
-        "POST", "/v1/searches", 422, "invalid-body", b'{"problem": "\\ud800", "\\udfff": 1}', JSON, "/problem"
-    ),
-    "unknown key": Wrong("POST", "/v1/searches", 422, "invalid-body", b'{"x": 1}', JSON, "/x"),
-    "negative cost": wrong_body({"costs": {**COSTS, "forward": -1}}, "/problem/costs/forward"),
-    "number too large": wrong_body({"costs": {**COSTS, "forward": 10**400}}, "/problem/costs/forward"),
-    "one of a list": wrong_body({"costs": {**COSTS, "forward": [1, 2, -3, 4]}}, "/problem/costs/forward/2"),
-    "absurdly many microbatches": wrong_body({"microbatches": 10**30}, "/problem/microbatches"),
-    "too many for the planner": wrong_body(
-        {"pp_degree": 1000, "microbatches": 10**5}, "/problem/microbatches"
-    ),
-    "too many for this service": wrong_body({"pp_degree": 8, "microbatches": 5000}, "/problem/microbatches"),
-    "plan without ranks": Wrong("POST", "/v1/plans", 422, "invalid-body", b'{"problem": {}}', JSON, "/ranks"),
-    "agent without a port": Wrong(
-        "POST", "/v1/agents", 422, "invalid-body", json.dumps({**AGENT, "port": 0}).encode(), JSON, "/port"
-    ),
-    "large plan": Wrong("POST", "/v1/plans", 413, "body-too-large", b" " * 200_001, JSON),
-}
-
-
-async def refused(service: Service, wrong: Wrong) -> httpx.Response:
-    return await service.http.request(wrong.method, wrong.path, content=wrong.body, headers=wrong.headers)
+    ("plans", {"problem": {}}, "/ranks"),
+    ("agents", {**AGENT, "port": 0}, "/port"),
+]
+"""What they are posted to, documents, and the place of the mistake."""
 
 
 async def rows(database: Database) -> dict[str, int]:
@@ -296,19 +257,29 @@ async def rows(database: Database) -> dict[str, int]:
 
 async def test_every_error_is_a_problem_document_and_stores_nothing(service: Service) -> None:
     before = await rows(service.app.state.application.database)
-    for name, wrong in WRONG.items():
-        answer = await refused(service, wrong)
-        assert answer.headers["content-type"] == "application/problem+json", name
+
+    async def refused(method: str, path: str, status: int, kind: str, **how: Any) -> list[Any]:
+        """Send a request; the places of its mistakes."""
+        answer = await service.http.request(method, path, **how)
+        assert answer.headers["content-type"] == "application/problem+json", path
         body = answer.json()
-        assert (answer.status_code, body["status"]) == (wrong.status, wrong.status), (name, body)
-        assert body["type"] == f"/errors/{wrong.kind}", (name, body)
-        assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, name
-        assert body["title"], name
-        assert len(body["detail"]) > 10, name
-        for entry in body.get("errors", []):
-            assert set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}), name
-        if wrong.pointer is not None:
-            assert wrong.pointer in [entry["pointer"] for entry in body["errors"]], (name, body)
+        assert (answer.status_code, body["status"], body["type"]) == (status, status, f"/errors/{kind}"), body
+        assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, path
+        assert body["title"]
+        assert len(body["detail"]) > 10, body
+        errors = body.get("errors", [])
+        assert all(set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}) for entry in errors)
+        return [entry.get("pointer") for entry in errors]
+
+    for method, path, status, kind in NO_BODY:
+        await refused(method, path, status, kind)
+    await refused("POST", "/v1/searches", 415, "unsupported-media-type", content=b"{}")
+    for what, content, status, kind in UNREADABLE:
+        await refused("POST", f"/v1/{what}", status, kind, content=content, headers=JSON)
+    for what, document, pointer in INVALID:
+        content = json.dumps(document).encode()
+        pointers = await refused("POST", f"/v1/{what}", 422, "invalid-body", content=content, headers=JSON)
+        assert pointer in pointers, (what, pointers)
     assert await rows(service.app.state.application.database) == before
 
 

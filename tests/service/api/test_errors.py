@@ -237,12 +237,8 @@ INVALID: list[tuple[str, Any, str]] = [
     ("searches", problem(pp_degree=1000, microbatches=10**5), "/problem/microbatches"),  # for the planner
     ("searches", problem(pp_degree=8, microbatches=5000), "/problem/microbatches"),  # for this service
     ("layouts", {"model": {"x": {"\0": 1}}}, "/model/x"),  # in a key that would be ignored
-    ("layouts", {"model": PRESETS, "cluster": {"nodes": 1, "device": "h100"}}, "/model/presets"),
-    (
-        "problems/pack",
-        {"batch": {"sequences": [1], "problem": {}, "max_tokens": 10**4000}},
-        "/batch/max_tokens",
-    ),
+    ("layouts", {"model": PRESETS, "cluster": ONE_NODE, "global_batch": 8}, "/model/presets"),
+    ("problems/pack", {"batch": MANY_TOKENS}, "/batch/max_tokens"),
     ("plans", {"problem": {}}, "/ranks"),
     ("agents", {**AGENT, "port": 0}, "/port"),
 ]

@@ -125,7 +125,7 @@ def test_wait_ignores_events_of_an_earlier_attempt(answering: Answering) -> None
 def test_wait_polls_when_events_are_unavailable(answering: Answering) -> None:
     client, _ = answering(found(), problem(406), found(state="running"), found(state="done", plan_id="p"))
     seen: list[str] = []
-    assert client.wait("a", lambda search: seen.append(search.state)).plan_id == "p"
+    client.wait("a", lambda search: seen.append(search.state))
     assert seen == ["queued", "running", "done"]
 
 

@@ -56,42 +56,42 @@ async def test_a_run_is_running_or_succeeded_once_all_nodes_are(service: Service
 
 
 async def test_the_events_of_a_run_are_streamed_until_it_ends(service: Service) -> None:
-    run_id, first, second = await service.started_run()
+    run_id, *agents = await service.started_run()
     address, stream = f"/v1/runs/{run_id}/events", {"Accept": "text/event-stream"}
     follower = asyncio.create_task(service.http.get(address, headers=stream))
-    for agent in (first, second):
+    for agent in agents:
         await service.beat(agent, run_id, 0)
         await service.end_node(agent, run_id, "succeeded")
     answer = await asyncio.wait_for(follower, 30)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    listed = (await service.http.get(address)).json()["events"]
+    listed = await service.events_of_run(run_id)
     sent = [dict(line.split(": ", 1) for line in text.splitlines()) for text in answer.text.split("\n\n")]
-    events = [event for event in sent if "event" in event]
-    assert [json.loads(event["data"]) for event in events] == [*listed, {"state": "succeeded"}]
-    assert [event["event"] for event in events] == [*(each["kind"] for each in listed), "end"]
-    assert [event.get("id") for event in events] == [*(str(each["id"]) for each in listed), None]
+    events = [
+        (event["event"], event.get("id"), json.loads(event["data"])) for event in sent if "event" in event
+    ]
+    expected = [(each["kind"], str(each["id"]), each) for each in listed]
+    assert events == [*expected, ("end", None, {"state": "succeeded"})]
 
-    resumed = await service.http.get(address, headers={**stream, "Last-Event-ID": events[1]["id"]})
+    first, last = (str(each["id"]) for each in (listed[1], listed[-1]))
+    resumed = await service.http.get(address, headers={**stream, "Last-Event-ID": first})
     assert resumed.text.count("\ndata: ") == len(events) - 2
-    over = await service.http.get(address, headers={**stream, "Last-Event-ID": events[-2]["id"]})
+    over = await service.http.get(address, headers={**stream, "Last-Event-ID": last})
     assert (over.status_code, over.content) == (204, b"")
-    unknown = await service.http.get("/v1/runs/none/events", headers=stream)
-    assert unknown.status_code == 404
+    assert (await service.http.get("/v1/runs/none/events", headers=stream)).status_code == 404
 
 
 async def test_a_failed_run_keeps_a_bounded_part_of_its_reports(serving: Serving) -> None:
     async with serving("immediate", max_body_bytes=2**20) as service:
-        run_id, first, second = await service.started_run()
+        run_id, *agents = await service.started_run()
         long = {"kind": "error", "rank": 0, "detail": "begin" + "x" * 3_900 + "end"}
-        for agent in (first, second):
+        for agent in agents:
             await service.end_node(agent, run_id, "failed", *[long] * 256)
-        answer = await service.http.get(f"/v1/runs/{run_id}")
-        error = answer.json()["error"]
+        error = (await service.run(run_id))["error"]
         assert (len(error["failures"]), error["failures_left_out"]) == (100, 412)
-        assert all(each["detail"].startswith("begin") for each in error["failures"])
-        assert all(each["detail"].endswith("end") for each in error["failures"])
-        assert len(answer.content) < 100_000
-        assert len((await service.http.get("/v1/runs")).content) < 100_000
+        details = [each["detail"] for each in error["failures"]]
+        assert all(detail.startswith("begin") and detail.endswith("end") for detail in details)
+        for path in (f"/v1/runs/{run_id}", "/v1/runs"):
+            assert len((await service.http.get(path)).content) < 100_000
 
 
 async def test_a_failure_stops_other_nodes_and_the_cause_is_the_error_of_the_run(service: Service) -> None:

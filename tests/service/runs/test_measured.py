@@ -144,22 +144,6 @@ def test_ranks_without_a_trace_are_left_out(objective: Objective) -> None:
     assert {kind.rank for kind in kind_times(plan, [step])} == {0, 2}
 
 
-def test_durations_are_listed_by_rank_and_letter() -> None:
-    problem = uniform(2, 4)
-    plan = plan_of(problem)
-    costs = replace(problem.costs, forward=(1.0, 2.0, 1.0, 1.0))
-    steps = [
-        lay_out(plan, as_planned(plan, replace(problem, costs=costs), steps=3), at, MICROSECOND)
-        for at in range(3)
-    ]
-    found = {(kind.rank, kind.letter): kind for kind in kind_times(plan, steps)}
-    assert found[0, "F"].ratio == pytest.approx(1.0)
-    assert (found[1, "F"].planned, found[1, "F"].measured) == (1.0, 1.5), (
-        "stage 1 takes twice, stage 2 does not"
-    )
-    assert found[1, "F"].count == 8
-
-
 def test_the_typical_step_is_a_measured_one() -> None:
     plan = plan_of(uniform(2, 4))
     traces = noisy(plan, 3, steps=5)

@@ -66,9 +66,8 @@ async def test_the_events_of_a_run_are_streamed_until_it_ends(service: Service) 
     assert answer.headers["content-type"].startswith("text/event-stream")
     listed = await service.events_of_run(run_id)
     sent = [dict(line.split(": ", 1) for line in text.splitlines()) for text in answer.text.split("\n\n")]
-    events = [
-        (event["event"], event.get("id"), json.loads(event["data"])) for event in sent if "event" in event
-    ]
+    told = [event for event in sent if "event" in event]
+    events = [(event["event"], event.get("id"), json.loads(event["data"])) for event in told]
     expected = [(each["kind"], str(each["id"]), each) for each in listed]
     assert events == [*expected, ("end", None, {"state": "succeeded"})]
 

@@ -212,7 +212,7 @@ async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
 
 
 async def running_of(service: Service, token: str, *seeds: int, until: int) -> int:
-    """Submit searches with a token, and wait until so many run; how many run after more looks at the queue."""
+    """Submit searches with a token, wait until so many run, and count them after more looks at the queue."""
     service.http.headers.update(await add(service, "search", "read", name=token))
     asked = [(await service.submit(seed=seed)).json()["id"] for seed in seeds]
     for each in asked[:until]:

@@ -30,7 +30,7 @@ from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
 from zbv_worker.model.checks import build_stage
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
 from zbv_worker.transport.connected import ConnectedTransport
@@ -146,10 +146,11 @@ class PlainLoop:
                 queue = WeightGrads() if cell in self._split else None
                 if queue is not None:
                     queues[cell] = queue
-                with self._recorders[stage].into(queue):
-                    outputs[cell] = self._forward(stage, microbatch)
+                self._recorders[stage].queue = queue
+                outputs[cell] = self._forward(stage, microbatch)
             else:
                 output = outputs.pop(cell)
+                self._recorders[stage].queue = None
                 output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]  # torch's own
             self._after(action)
 
@@ -190,7 +191,7 @@ class BareLoop(PlainLoop):
         self._sinks = {i.action: i.sink.channel for i in program if isinstance(i.sink, Remote)}
         # The transport's own wires, without what it adds to them.
         self._in = {key: transport._wires_in[key] for key in set(self._sources.values())}
-        self._out = {key: transport._senders[key].wire for key in set(self._sinks.values())}
+        self._out = {key: transport._senders[key]._wire for key in set(self._sinks.values())}
         self._counts = Counter(self._sources.values())
         self._buffers = [torch.empty_like(self._tensor) for _ in range(DEFAULT_LOOK_AHEAD)]
 
@@ -224,7 +225,8 @@ class BareLoop(PlainLoop):
     def _after(self, action: Action) -> None:
         key = self._sinks.get(action)
         if key is not None:
-            self._sent.append(self._out[key].send(self._tensor))
+            group, peer = self._out[key]
+            self._sent.append(group.send([self._tensor], peer, 0))
 
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:

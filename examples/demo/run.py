@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from zbv_service.client import Client, ClientError, Search
 from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
+from zbv_solver.export.quantities import SECONDS, percent, relative, time
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
@@ -130,7 +131,7 @@ class Demo:
         search = self._client.submit(problem_json(problem), {"effort": self._effort})
 
         def show(seen: Search) -> None:
-            gap = "" if seen.gap is None else f", gap {seen.gap:.1%}"
+            gap = "" if seen.gap is None else f", gap {percent(seen.gap, 1)}"
             self._progress.update(task, description=f"searching a plan ({seen.state}{gap})")
 
         found = self._client.wait(search.id, show, timeout=_SEARCH_TIMEOUT)
@@ -177,11 +178,11 @@ def table(results: Sequence[ScheduleResult]) -> Table:
         measured = outcome.run.median_seconds(WARM_UP_STEPS)
         shown.add_row(
             outcome.name,
-            f"{outcome.planned * 1e3:.0f} ms",
-            f"{measured * 1e3:.0f} ms",
+            time(outcome.planned, SECONDS),
+            time(measured, SECONDS),
             f"{measured / outcome.planned:.2f}",
             f"{outcome.slowdown:.2f}",
-            f"{measured / reference - 1:+.1%}",
+            relative(measured, reference),
         )
     return shown
 
@@ -201,7 +202,9 @@ def check_losses(results: Sequence[ScheduleResult]) -> float:
         for mine, right in zip(outcome.run.losses, first, strict=True)
     )
     if worst > LOSS_TOLERANCE:
-        raise DemoFailed(f"the schedules' losses differ by {worst:.1%}; they must train the same model.")
+        raise DemoFailed(
+            f"the schedules' losses differ by {percent(worst, 1)}; they must train the same model."
+        )
     if len(first) > 1 and not first[-1] < first[0]:
         raise DemoFailed(f"the loss did not decrease: {first[0]:.3f} → {first[-1]:.3f}.")
     return worst
@@ -266,7 +269,7 @@ def _summary(results: Sequence[ScheduleResult], server: str, folder: Path, out: 
     spread = max(outcome.run.spread(WARM_UP_STEPS) for outcome in results)
     if spread > _CALM:
         out.print(
-            f"[yellow]The slowest tenth of the steps took {spread:.0%} longer than the median: other "
+            f"[yellow]The slowest tenth of the steps took {percent(spread, 0)} longer than the median: other "
             f"programs keep this machine busy, so differences of a few percent mean little. Repeat this on "
             f"an idle machine."
         )

@@ -15,12 +15,21 @@ Messages state what was found, the rule, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 MOST_ISSUES = 100
 """Most broken rules that one error lists."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence, after a space, with the known word that is most like an unknown one; empty without one."""
+    from difflib import get_close_matches
+
+    lower = {each.lower(): each for each in known}
+    close = get_close_matches(word.lower(), lower, n=1)
+    return f" Did you mean {lower[close[0]]}?" if close else ""
 
 
 class ZbvError(Exception):

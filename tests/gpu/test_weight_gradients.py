@@ -9,14 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zbv_worker.stage.main_gradients import (
-    add_grouped_products,
-    add_product,
-    gradient_of,
-    set_gradient,
-    use_main_gradients,
-)
+from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import add_grouped_products, add_product, gradient_of, set_gradient
 
 HALVES = [torch.bfloat16, torch.float16]
 Calls = list[str]

@@ -24,7 +24,7 @@ from zbv_service.settings import async_url
 Kind = Literal["sqlite", "postgresql"]
 KINDS: tuple[Kind, ...] = ("sqlite", "postgresql")
 
-MIGRATIONS = Path(database.__file__).parent / "migrations/versions"
+TABLES = Path(database.__file__).parent
 
 
 def migrate(url: str) -> None:
@@ -98,7 +98,8 @@ class PostgresDatabases:
 
     def _template(self) -> str:
         """The migrated database that others are copied from; the first process that needs it creates it."""
-        sources = b"".join(path.read_bytes() for path in sorted(MIGRATIONS.glob("v*.py")))
+        files = (TABLES / "models.py", *sorted((TABLES / "migrations/versions").glob("v*.py")))
+        sources = b"".join(path.read_bytes() for path in files)
         name = f"zbv_template_{hashlib.sha256(sources).hexdigest()[:16]}"
         engine = self._engine()
         try:

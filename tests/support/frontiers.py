@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zbv_service.frontier.points import Frontier
+from zbv_service.frontier.problems import Frontier
 
 from support.serving import Service
 

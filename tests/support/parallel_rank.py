@@ -34,7 +34,7 @@ from zbv_worker.model.spec import ModelSpec
 from zbv_worker.pipeline.state import gather_state, load_state
 from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.run.run import train
-from zbv_worker.stage.dtensors import add_linear_gradients
+from zbv_worker.stage.distributed_grads import add_linear_gradients
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import Layout, World
 
@@ -293,7 +293,7 @@ def counting(calls: Counter[str]) -> Any:
         calls["local" if is_done else "not local"] += 1
         return is_done
 
-    return patch("zbv_worker.stage.dtensors.add_linear_gradients", counted)
+    return patch("zbv_worker.stage.distributed_grads.add_linear_gradients", counted)
 
 
 def main(folder: Path) -> None:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.gradients.buckets import gradients_of
 from zbv_worker.gradients.fully_sharded import dividing
-from zbv_worker.gradients.gradients import gradients_of
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import GPT, GptConfig
 from zbv_worker.run.options import RunOptions, TrainingOptions

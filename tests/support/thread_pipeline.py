@@ -82,8 +82,12 @@ def on_ranks(
     *,
     ranks: int,
     replicas: int = 1,
+    **options: Any,
 ) -> list[Any]:
-    """What a program returns or raises on every rank; each makes its own layers."""
+    """What a program returns or raises on every rank; each makes its own layers.
+
+    Further options are those of :class:`Pipeline`.
+    """
     hub, place = _Hub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
     local, made = threading.local(), [layers() for _ in range(hub.layout.world_size)]
 
@@ -93,7 +97,8 @@ def on_ranks(
     def run(rank: int) -> Any:
         local.transport = hub.transport(rank)
         try:
-            with Pipeline(plan, made[rank], loss, timeout=TIMEOUT, startup_timeout=TIMEOUT) as pipe:
+            made_with = {"timeout": TIMEOUT, "startup_timeout": TIMEOUT, **options}
+            with Pipeline(plan, made[rank], loss, **made_with) as pipe:
                 return program(pipe)
         except Exception as error:
             local.transport.close()  # a process would end here, and its connections with it

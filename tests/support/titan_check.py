@@ -1,11 +1,11 @@
 """Checks torchtitan with zbv: ``make torchtitan``. It is not part of the test suite.
 
-``python -m support.titan_check``, with ``examples`` and ``tests`` on the PYTHONPATH:
+``python -m support.titan_check``, with the repository's root and ``tests`` on the PYTHONPATH:
 
 1. What zbv uses of torchtitan is there, as the stand-ins of the test suite say (``tests/support/titan.py``).
 2. torchtitan makes of zbv's settings what was planned (``tests/support/titan_settings.py``).
 3. Blocks save what zbv counts (``tests/support/titan_operations.py``).
-4. Losses and gradients of ``examples/torchtitan_plan.py`` are those of one process, with 2 ranks, and with 2
+4. Losses and gradients of ``examples/torchtitan/train.py`` are those of one process, with 2 ranks, and with 2
    data-parallel ranks per stage.
 """
 
@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchtitan_plan as example  # before other parts of torchtitan: it replaces some of their names
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+# Before other parts of torchtitan: it replaces some of their names.
+import examples.torchtitan.train as example
 from support import titan
 from support.titan_operations import operations
 from support.titan_settings import settings
@@ -53,7 +54,8 @@ def interface() -> Iterator[str]:
     from torchtitan.models.llama3 import parallelize_llama
     from torchtitan.protocols.model_spec import ModelSpec
     from torchtitan.trainer import Trainer
-    from zbv_worker.pipeline.plan_schedule import PlanSchedule
+
+    from examples.torchtitan.schedule import PlanSchedule
 
     is_newer = "num_pp_microbatches" in ParallelismConfig.__dataclass_fields__
     pairs: list[tuple[Any, Any]] = [

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from zbv_worker.errors import InvalidRun
-from zbv_worker.pipeline.torchtitan import with_plan
-from zbv_worker.stage.recorder import Queueing
+from zbv_worker.stage.split_backward import Queueing
 
+from examples.torchtitan.hook import with_plan
 from support import titan
 
 MICROBATCHES, LENGTH, TIMEOUT = 4, 6, 30.0

@@ -19,14 +19,6 @@ ADVICE: dict[str, Advice] = {
         "nested too deeply, or is declared as gzip and is not.",
         "Send one JSON document in UTF-8. The detail says at which line and column reading stopped.",
     ),
-    "idempotency-key-reused": Advice(
-        "An earlier request used this Idempotency-Key with another body.",
-        "Send a new key with a new request; to repeat a request, send its body unchanged.",
-    ),
-    "search-in-use": Advice(
-        "A run was submitted as a problem, and waits for the plan of this search.",
-        "Cancel the run first; the detail names it.",
-    ),
     "unauthenticated": Advice(
         "The service requires a token, and the request had none, or one that is unknown, expired or revoked.",
         "Send a token as Authorization: Bearer …; commands take it from --token-file, ZBV_TOKEN_FILE or "
@@ -59,9 +51,10 @@ ADVICE: dict[str, Advice] = {
         "The body of the request stopped arriving or arrived too slowly.",
         "Send it again over a better connection. The operator may allow more time (ZBV_REQUEST_SECONDS).",
     ),
-    "run-state": Advice(
-        "The run's state does not allow this, such as a change of plan before the run has a plan.",
-        "Read the run's state first; the detail says which states allow it.",
+    "conflict": Advice(
+        "The state of a run does not allow this, such as a change of plan before there is one; or a run "
+        "waits for the plan of the search.",
+        "Read the run's state first; the detail says which states allow it, or which run to cancel.",
     ),
     "agent-gone": Advice(
         "The agent was silent for too long and is lost, or it has left. Its part of a run is over; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.runs.dispatch import Dispatcher
@@ -16,14 +16,6 @@ FRESH_SECONDS = 1.0
 """Seconds for which a result of the database's check is reused."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FailedCheck:
-    """A check that fails, ``database``, ``searches`` or ``runs``, and why."""
-
-    check: str
-    detail: str
 
 
 class Readiness:
@@ -41,23 +33,23 @@ class Readiness:
         self._dispatcher = dispatcher
         self._failing: frozenset[str] = frozenset()
 
-    async def failed_checks(self) -> list[FailedCheck]:
-        """The checks that fail; empty if the service is ready."""
+    async def failed_checks(self) -> dict[str, str]:
+        """The checks that fail, ``database``, ``searches`` and ``runs``, and why; empty if it is ready."""
         now = asyncio.get_running_loop().time()
         if self._pinging is None or (self._pinging.done() and now >= self._fresh_until):
             self._pinging = asyncio.create_task(self._ping())
         # The task is shared: a request that is cancelled must not cancel it.
         trouble = await asyncio.shield(self._pinging)
-        failed = []
+        failed = {}
         if trouble is not None:
             what = "cannot be written" if trouble.startswith("Writing fails") else "does not answer"
-            failed.append(FailedCheck("database", f"The database {what}; the log says why."))
+            failed["database"] = f"The database {what}; the log says why."
         if not self._runner.is_working:
-            failed.append(FailedCheck("searches", "Searches are not run: the service starts or stops."))
+            failed["searches"] = "Searches are not run: the service starts or stops."
         elif self._runner.trouble is not None:
-            failed.append(FailedCheck("searches", f"Searches wait: {self._runner.trouble}"))
+            failed["searches"] = f"Searches wait: {self._runner.trouble}"
         if not self._dispatcher.is_working:
-            failed.append(FailedCheck("runs", "Runs are not advanced: the service starts or stops."))
+            failed["runs"] = "Runs are not advanced: the service starts or stops."
         self._log(failed, trouble)
         return failed
 
@@ -74,11 +66,11 @@ class Readiness:
             self._fresh_until = asyncio.get_running_loop().time() + FRESH_SECONDS
         return None
 
-    def _log(self, failed: list[FailedCheck], trouble: str | None) -> None:
-        failing = frozenset(found.check for found in failed)
+    def _log(self, failed: Mapping[str, str], trouble: str | None) -> None:
+        failing = frozenset(failed)
         if failing and failing != self._failing:
             # Clients do not see the reason why the database is away; the log does.
-            details = [trouble if found.check == "database" else found.detail for found in failed]
+            details = [trouble if check == "database" else detail for check, detail in failed.items()]
             logger.warning("not ready (%s): %s", ", ".join(sorted(failing)), " ".join(map(str, details)))
         elif self._failing and not failing:
             logger.info("ready again")

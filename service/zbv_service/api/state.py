@@ -35,11 +35,10 @@ from zbv_service.problems.estimate import Estimates
 from zbv_service.records.searches import SearchKind
 from zbv_service.runs.agents import Agents, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
-from zbv_service.runs.measurements import Measurements
+from zbv_service.runs.measurements import Measurements, RunSteps
 from zbv_service.runs.parts import RunParts
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.runs import Runs
-from zbv_service.runs.steps import RunSteps
 from zbv_service.searches.kinds import Kind
 from zbv_service.searches.runner import Runner
 from zbv_service.searches.searches import Searches

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from zbv_service.client.answers import as_type, member, parse
-from zbv_service.client.calls import Call, as_nothing, below, decoded
+from zbv_service.client.calls import as_nothing, below, decoded
 from zbv_service.client.client import Client
 from zbv_service.client.errors import AgentGone, InvalidRequest
 
@@ -68,7 +68,7 @@ class AgentClient(Client):
 
     def register_agent(self, agent: Mapping[str, Any]) -> Registration:
         """Offer a node; ``agent`` is an AgentRequest of the API."""
-        return self._call(Call("POST", "/v1/agents", as_type(Registration), json=dict(agent)))
+        return self._call("POST", "/v1/agents", as_type(Registration), json=dict(agent))
 
     def next_work(self, agent_id: str, wait: float) -> NodeWork | None:
         """The agent's next work; None when there is none for ``wait`` seconds."""
@@ -112,7 +112,7 @@ class AgentClient(Client):
 
     def _agent_call(self, method: str, path: str, read: Callable[[httpx.Response], T], **more: Any) -> T:
         try:
-            return self._call(Call(method, path, read, **more))
+            return self._call(method, path, read, **more)
         except InvalidRequest as error:
             # Another token owns the agent if its own token was replaced after it had registered.
             if error.status in (404, 410) or error.kind.endswith("/errors/agent-of-others"):

@@ -1,10 +1,9 @@
-"""Requests of the API as data, and the checks that every answer must pass. This module sends nothing."""
+"""Paths of the API, and the checks that every answer must pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -23,31 +22,6 @@ T = TypeVar("T")
 
 HEADERS = {"User-Agent": f"zbv-client/{__version__}", "Accept": "application/json"}
 """Headers that a client sends with every request."""
-
-
-@dataclass(frozen=True)
-class Call(Generic[T]):
-    """A request and how to read its answer. The client may send it several times."""
-
-    method: str
-    path: str
-    read: Callable[[httpx.Response], T]
-    """Converts a successful response into the result."""
-    json: Any = None
-    params: Mapping[str, Any] = field(default_factory=dict)
-    headers: Mapping[str, str] = field(default_factory=dict)
-    content: bytes | None = None
-
-    @property
-    def request(self) -> dict[str, Any]:
-        """The arguments of httpx's ``build_request``."""
-        body: dict[str, Any] = {} if self.json is None else {"json": self.json}
-        if self.content is not None:
-            body = {"content": self.content}
-        params = {name: value for name, value in self.params.items() if value is not None}
-        # A link to the next page has its own query, which empty params would remove.
-        query = {"params": params} if params else {}
-        return {"method": self.method, "url": self.path, "headers": dict(self.headers), **query, **body}
 
 
 def below(*parts: str) -> str:

@@ -22,10 +22,68 @@ from zbv_service.client.answers import (
     read_rank,
     read_run,
 )
-from zbv_service.client.calls import Call, as_json, as_nothing, as_text, below
+from zbv_service.client.calls import as_json, as_nothing, as_text, below
 from zbv_service.client.connection import Connection
-from zbv_service.client.errors import ClientError, RunTimeout, SearchTimeout
-from zbv_service.client.watch import SILENCE_SECONDS, Watch
+from zbv_service.client.errors import ClientError, RunTimeout, SearchEnded, SearchTimeout
+
+POLL_SECONDS = (0.05, 1.0)
+"""First and longest pause between two polls, where the service's events cannot be read."""
+SILENCE_SECONDS = 45.0
+"""A stream that is silent for longer is dead: the service sends a comment more often than that."""
+
+
+class Watch:
+    """A search as the waiting caller knows it.
+
+    Parameters
+    ----------
+    on_progress
+        Called with the first state, and with every state that differs from the one before.
+    timeout
+        Seconds after which the caller gives up; None waits without limit.
+    """
+
+    def __init__(self, search: Search, on_progress: Callable[[Search], None] | None, timeout: float | None):
+        self.search = search
+        self._on_progress = on_progress
+        self._timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._pause, self._longest = POLL_SECONDS
+        if on_progress is not None:
+            on_progress(search)
+
+    def update(self, search: Search) -> None:
+        """Take over the search as the service describes it now."""
+        if search != self.search and self._on_progress is not None:
+            self._on_progress(search)
+        self.search = search
+
+    def apply(self, event: Event) -> None:
+        """Apply an event. Events of an earlier attempt at the search are ignored."""
+        if event.data.get("attempts", self.search.attempts) >= self.search.attempts:
+            self.update(self.search.after(event))
+
+    def patience(self) -> float:
+        """Seconds to wait for the next byte; raises :class:`SearchTimeout` after the deadline."""
+        if self._deadline is None or self._timeout is None:
+            return SILENCE_SECONDS
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise SearchTimeout(self.search, self._timeout)
+        return min(left, SILENCE_SECONDS)
+
+    def pause(self) -> float:
+        """Seconds until the next poll; raises :class:`SearchTimeout` after the deadline."""
+        pause = min(self._pause, self.patience())
+        self._pause = min(self._longest, 1.5 * self._pause)
+        return pause
+
+    def result(self) -> Search:
+        """The ended search; raises :class:`SearchEnded` when it has no plan or layout."""
+        if self.search.plan_id is None:
+            raise SearchEnded(self.search)
+        return self.search
+
 
 _RUN_POLL_SECONDS = 0.2
 
@@ -62,7 +120,7 @@ class Client(Connection):
             found = self._search_page(found.next)
 
     def _search_page(self, path: str, **params: Any) -> SearchPage:
-        return self._call(Call("GET", path, as_type(SearchPage), params=params))
+        return self._call("GET", path, as_type(SearchPage), params=params)
 
     def cancel(self, search_id: str) -> Search:
         """Stop a search; it keeps the best plan found, or the layouts planned so far."""
@@ -70,7 +128,7 @@ class Client(Connection):
 
     def delete(self, search_id: str) -> None:
         """Delete a search."""
-        self._call(Call("DELETE", below("searches", search_id), as_nothing))
+        self._call("DELETE", below("searches", search_id), as_nothing)
 
     def events(self, search_id: str, last_event_id: str | None = None) -> Iterator[Event]:
         """The events of a search until its end, starting after ``last_event_id``.
@@ -195,9 +253,8 @@ class Client(Connection):
         self, plan_id: str, jitter: str | None = None, *, scenarios: int | None = None, seed: int = 0
     ) -> dict[str, Any]:
         """A plan and the classical schedules when durations vary; ``jitter`` such as ``"5%"``."""
-        given = {"jitter": jitter, "scenarios": scenarios, "seed": seed}
-        query = {name: value for name, value in given.items() if value is not None}
-        return self._get(as_type(dict[str, Any]), "plans", plan_id, "simulation", params=query)
+        query = {"jitter": jitter, "scenarios": scenarios, "seed": seed}
+        return self._get(as_type(dict[str, Any]), "plans", plan_id, "simulation", **query)
 
     def plan(self, plan_id: str) -> Plan:
         """A plan; raises :class:`InvalidAnswer` when it does not hash to its id."""
@@ -305,6 +362,10 @@ class Client(Connection):
     def run_trace(self, run_id: str, generation: int | None = None) -> dict[str, Any]:
         """The newest step that all ranks measured, in the Trace Event Format; raises :class:`NotFound`."""
         return self._get(as_type(dict[str, Any]), "runs", run_id, "trace", generation=generation)
+
+    def run_steps(self, run_id: str) -> list[dict[str, Any]]:
+        """The steps of a run, ascending: ``step``, ``seconds`` and ``loss``; some 500 of a long run."""
+        return self._get(as_type(list[dict[str, Any]], "steps"), "runs", run_id, "steps")
 
     def rank_log(self, run_id: str, rank: int, generation: int | None = None) -> str:
         """The end of a rank's log; raises :class:`NotFound`."""

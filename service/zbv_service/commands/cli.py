@@ -11,12 +11,11 @@ from zbv_solver import __version__
 
 from zbv_service.client.flags import apply_credentials
 from zbv_service.client.tokens import CredentialsUnusable
-from zbv_service.commands.ending import EPILOG, FAILED, INTERRUPTED, WRONG_INPUT, Stop
+from zbv_service.commands.arguments import EPILOG, FAILED, INTERRUPTED, WRONG_INPUT, Stop
 from zbv_service.commands.layout import add_layout
-from zbv_service.commands.openapi import add_openapi
 from zbv_service.commands.run import add_run
 from zbv_service.commands.serve import add_serve
-from zbv_service.commands.settings import Command, add_settings
+from zbv_service.commands.settings import Command, add_openapi, add_settings
 from zbv_service.commands.submit import add_submit
 from zbv_service.commands.token import add_token
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zbv_solver.commands.model_flags import FLAGS, KEPT, add_layout_flags
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import flag_of
-from zbv_service.commands.connection import connected, refused
-from zbv_service.commands.ending import DONE, EPILOG, WrongInput
-from zbv_service.commands.files import output, read_json
-from zbv_service.commands.search_progress import summary
-from zbv_service.commands.submit import follow, no_result
+from zbv_service.commands.arguments import (
+    EPILOG,
+    WrongInput,
+    flag_of,
+    read_json,
+)
+from zbv_service.commands.submit import add_ending, search_to_end, summary
+
+if TYPE_CHECKING:
+    from zbv_service.client import Client, Search
 
 _EXAMPLES = """\
 examples:
@@ -44,35 +46,20 @@ def add_layout(commands: Any) -> None:
     )
     add_layout_flags(layout)
     add_server(layout)
-    layout.add_argument(
-        "-o", "--output", default="-", metavar="FILE", help="where to write (default: standard output)"
-    )
-    layout.add_argument("--detach", action="store_true", help="print the search's id and exit")
-    layout.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    add_ending(layout, "the layouts")
     layout.set_defaults(run=_layout)
 
 
 def _layout(parsed: argparse.Namespace) -> int:
-    from zbv_service.client import InvalidRequest, SearchEnded
-
     body, sources = _body(parsed)
-    with output(parsed.output) as write, connected(parsed.server) as client:
-        try:
-            search = client.submit_layouts(body)
-        except InvalidRequest as error:
-            raise refused(error, sources) from None
-        if parsed.detach:
-            print(search.id)
-            return DONE
-        try:
-            found = follow(client, search, "layouts", is_quiet=parsed.quiet)
-        except SearchEnded as ended:
-            raise no_result(ended) from None
-        if not parsed.quiet:
-            address = f"{client.base_url}/plans/{found.plan_id}"
-            print(f"step and bound in seconds: {summary(found)}; {address}", file=sys.stderr)
-        write(json.dumps(found.answer, ensure_ascii=False) + "\n")
-    return DONE
+
+    def submit(client: Client) -> Search:
+        return client.submit_layouts(body)
+
+    def shown(_client: Client, found: Search) -> tuple[str, Any]:
+        return summary(found), found.answer
+
+    return search_to_end(parsed, submit, sources, "layouts", shown)
 
 
 def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

@@ -10,15 +10,24 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import finite, flag_of, json_object
-from zbv_service.commands.connection import connected, refused
-from zbv_service.commands.ending import DONE, FAILED, INTERRUPTED, Stop, WrongInput
-from zbv_service.commands.files import read_json
+from zbv_service.commands.arguments import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    Stop,
+    WrongInput,
+    connected,
+    finite,
+    flag_of,
+    json_object,
+    read_json,
+    refused,
+)
 from zbv_service.commands.submit import add_effort
 
 if TYPE_CHECKING:
@@ -290,23 +299,52 @@ def follow(client: Client, run_id: str) -> Run:
             _say(f"{at} {event['kind']}{': ' if event['detail'] else ''}{event['detail']}")
             last = event["id"]
         if run.is_finished:
+            if text := curve(_steps(client, run_id)):
+                _say(text)
             return run
         if (found := run.document.get("waits_for") or "") != missing:
             missing = found
             if missing:
                 _say(f"waits for {missing}")
-        if answered - progress_at >= PROGRESS_SECONDS and (text := progress(run)):
+        if answered - progress_at >= PROGRESS_SECONDS and (text := progress(run, _steps(client, run_id))):
             progress_at = answered
             _say(text)
         time.sleep(POLL_SECONDS)
 
 
-def progress(run: Run) -> str:
-    """The last step that the slowest rank reported; empty before the first report."""
-    steps = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
-    known = [step for step in steps if step is not None]
+def _steps(client: Client, run_id: str) -> list[dict[str, Any]]:
+    """The measured steps; none while the service is away, because following a run does not depend on them."""
+    from zbv_service.client import ServiceUnreachable
+
+    try:
+        return client.run_steps(run_id)
+    except ServiceUnreachable:
+        return []
+
+
+def progress(run: Run, steps: Sequence[Mapping[str, Any]]) -> str:
+    """The last step that the slowest rank reported, and the newest measured one; empty before the first."""
+    places = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
+    known = [step for step in places if step is not None]
+    if not known:
+        return ""
     of_all = "" if run.document["steps"] is None else f" of {run.document['steps']}"
-    return f"last reported step {min(known)}{of_all}" if known else ""
+    measured = f"; step {steps[-1]['step']}: {_measured(steps[-1])}" if steps else ""
+    return f"last reported step {min(known)}{of_all}{measured}"
+
+
+def curve(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The first and the last of the measured steps; empty without any."""
+    ends = [steps[0], steps[-1]] if len(steps) > 1 else steps
+    return "; ".join(f"step {step['step']}: {_measured(step)}" for step in ends)
+
+
+def _measured(step: Mapping[str, Any]) -> str:
+    from zbv_solver.export import quantities
+    from zbv_solver.problem.problem import Units
+
+    loss = "" if step["loss"] is None else f"loss {quantities.figure(step['loss'])}, "
+    return f"{loss}{quantities.time(step['seconds'], Units(time='s'))}"
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zbv_service.commands.ending import DONE, FAILED, WrongInput
+from zbv_service.commands.arguments import DONE, FAILED, WrongInput
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:

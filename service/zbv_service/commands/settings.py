@@ -1,18 +1,18 @@
-"""``zbv-service settings``, the flags of ``serve``, and the table of settings in the documentation.
+"""``zbv-service settings`` and ``openapi``, the flags of ``serve``, and the documentation of settings.
 
-All come from the declaration in :mod:`zbv_service.settings`. Functions import it when they are called,
+The settings are those that :mod:`zbv_service.settings` declares. Functions import it when they are called,
 because it needs packages that a machine with only the client does not have.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from zbv_service.commands.arguments import flag_of
-from zbv_service.commands.ending import DONE, WrongInput
+from zbv_service.commands.arguments import DONE, WrongInput, flag_of
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -186,3 +186,21 @@ def _place(entry: Any) -> str:
 def _rule(entry: Any) -> str:
     text = str(entry["msg"]).removeprefix("Value error, ").replace("Input should", "must", 1)
     return f"{text.rstrip('.')}."
+
+
+def add_openapi(commands: Any) -> None:
+    """Add the command."""
+    openapi = commands.add_parser(
+        "openapi",
+        help="print the API's OpenAPI document",
+        description="Print the API's OpenAPI document (JSON).",
+        epilog="example: zbv-service openapi > openapi.json",
+    )
+    openapi.set_defaults(run=_openapi)
+
+
+def _openapi(_parsed: argparse.Namespace) -> int:
+    from zbv_service.app import create_app
+
+    print(json.dumps(create_app().openapi(), indent=2, ensure_ascii=False))
+    return DONE

@@ -5,17 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import finite, flag_of
-from zbv_service.commands.connection import connected, refused
-from zbv_service.commands.ending import DONE, EPILOG, FAILED, INFEASIBLE, INTERRUPTED, Stop
-from zbv_service.commands.files import output, read_problem
-from zbv_service.commands.search_progress import SearchProgress, summary
+from zbv_service.commands.arguments import (
+    DONE,
+    EPILOG,
+    FAILED,
+    INFEASIBLE,
+    INTERRUPTED,
+    Stop,
+    connected,
+    finite,
+    flag_of,
+    output,
+    read_problem,
+    refused,
+)
 
 if TYPE_CHECKING:
-    from zbv_service.client import Client, Search, SearchEnded
+    from zbv_service.client import Client, Search
 
 _EXAMPLES = """\
 examples:
@@ -39,21 +54,26 @@ def add_submit(commands: Any) -> None:
     )
     submit.add_argument("problem", help="problem file (JSON); - is standard input")
     add_server(submit)
-    submit.add_argument(
-        "-o",
-        "--output",
-        default="-",
-        metavar="FILE",
-        help="where to write the plan (default: standard output)",
-    )
+    add_ending(submit, "the plan")
     add_effort(submit, default="standard")
     submit.add_argument("--time-limit", type=finite, metavar="SECONDS", help="end the search after this time")
     submit.add_argument(
         "--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)"
     )
-    submit.add_argument("--detach", action="store_true", help="print the search's id and exit")
-    submit.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     submit.set_defaults(run=_submit)
+
+
+def add_ending(command: argparse.ArgumentParser, what: str) -> None:
+    """Add the flags of :func:`search_to_end`."""
+    command.add_argument(
+        "-o",
+        "--output",
+        default="-",
+        metavar="FILE",
+        help=f"where to write {what} (default: standard output)",
+    )
+    command.add_argument("--detach", action="store_true", help="print the search's id and exit")
+    command.add_argument("-q", "--quiet", action="store_true", help="print errors only")
 
 
 def add_effort(command: Any, default: str | None) -> None:
@@ -68,34 +88,57 @@ def add_effort(command: Any, default: str | None) -> None:
 
 
 def _submit(parsed: argparse.Namespace) -> int:
-    from zbv_service.client import InvalidRequest, SearchEnded
-
     problem = read_problem(parsed.problem)
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
-    sources = {f"/options/{name}": flag_of(name) for name in options}
+    sources = {"/problem": parsed.problem, **{f"/options/{name}": flag_of(name) for name in options}}
+
+    def submit(client: Client) -> Search:
+        return client.submit(problem, options)
+
+    def shown(client: Client, found: Search) -> tuple[str, Any]:
+        return f"plan {found.plan_id}: {summary(found)}", client.plan_document(str(found.plan_id))
+
+    return search_to_end(parsed, submit, sources, "plan", shown)
+
+
+def search_to_end(
+    parsed: argparse.Namespace,
+    submit: Callable[[Client], Search],
+    sources: Mapping[str, str],
+    what: str,
+    shown: Callable[[Client, Search], tuple[str, Any]],
+) -> int:
+    """Submit a search, follow it, and write its result; returns the exit status.
+
+    Parameters
+    ----------
+    sources
+        For :func:`.refused`.
+    what
+        What is kept after Ctrl-C.
+    shown
+        The line about an ended search, and the document to write.
+    """
+    from zbv_service.client import InvalidRequest, SearchEnded
+
     with output(parsed.output) as write, connected(parsed.server) as client:
         try:
-            search = client.submit(problem, options)
+            search = submit(client)
         except InvalidRequest as error:
-            raise refused(error, {"/problem": parsed.problem, **sources}) from None
+            raise refused(error, sources) from None
         if parsed.detach:
             print(search.id)
             return DONE
         try:
-            found = follow(client, search, "plan", is_quiet=parsed.quiet)
+            found = follow(client, search, what, is_quiet=parsed.quiet)
         except SearchEnded as ended:
-            raise no_result(ended) from None
+            status = INFEASIBLE if ended.search.state == "infeasible" else FAILED
+            raise Stop(status, str(ended)) from None
+        line, document = shown(client, found)
         if not parsed.quiet:
-            address = f"{client.base_url}/plans/{found.plan_id}"
-            print(f"plan {found.plan_id}: {summary(found)}; {address}", file=sys.stderr)
-        document = client.plan_document(str(found.plan_id))
+            print(f"{line}; {client.base_url}/plans/{found.plan_id}", file=sys.stderr)
         write(json.dumps(document, ensure_ascii=False) + "\n")
-    return DONE
-
-
-def no_result(ended: SearchEnded) -> Stop:
-    """How a command ends whose search ended without a result."""
-    return Stop(INFEASIBLE if ended.search.state == "infeasible" else FAILED, str(ended))
+    return INTERRUPTED if found.state == "cancelled" else DONE
 
 
 def follow(client: Client, search: Search, what: str, *, is_quiet: bool) -> Search:
@@ -117,3 +160,73 @@ def follow(client: Client, search: Search, what: str, *, is_quiet: bool) -> Sear
             raise Stop(
                 INTERRUPTED, f"left search {search.id}, which ends on its own and keeps its best {what}."
             ) from None
+
+
+LINE_SECONDS = 2.0
+"""The shortest time between two plain lines, except for a change of state and the first plan."""
+
+
+class SearchProgress:
+    """Shows the state of a search. The bar fills as the lower bound approaches the best plan's objective."""
+
+    def __init__(self, search: Search, *, is_quiet: bool = False):
+        console = Console(stderr=True)
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(20),
+            TimeElapsedColumn(),
+        )
+        self._is_quiet = is_quiet
+        self._has_bar = console.is_terminal and not is_quiet
+        self._bar = Progress(*columns, console=console, transient=True, disable=not self._has_bar)
+        self._task = self._bar.add_task(f"search {search.id[:8]}: {search.state}", total=1.0)
+        self._stage = ("", True)
+        self._printed_at = -LINE_SECONDS
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, search: Search) -> None:
+        """Show the search's present state."""
+        text = f"search {search.id[:8]}: {search.state}"
+        if search.objective is not None:
+            text += f", {summary(search)}"
+        if self._has_bar:
+            share = 0.0 if search.gap is None else 1.0 / (1.0 + search.gap)
+            self._bar.update(self._task, description=text, completed=share)
+        elif not self._is_quiet:
+            now, stage = time.monotonic(), (search.state, search.objective is None)
+            if stage != self._stage or now - self._printed_at >= LINE_SECONDS:
+                self._printed_at, self._stage = now, stage
+                print(f"{now - self._began:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a message, even when quiet: it answers a key that the user pressed."""
+        if self._has_bar:
+            self._bar.console.print(f"zbv-service: {text}", markup=False, highlight=False)
+        else:
+            print(f"zbv-service: {text}", file=sys.stderr, flush=True)
+
+
+def summary(search: Search) -> str:
+    """The best objective, the lower bound, the gap between them, and the method that found the plan."""
+    from zbv_solver.export import quantities  # takes a while to import; --help does not need it
+    from zbv_solver.problem.problem import Units
+
+    units = quantities.stated(Units(time=search.summary.get("time_unit")))
+    parts = [] if search.objective is None else [f"objective {quantities.time(search.objective, units)}"]
+    if search.lower_bound is not None:
+        parts.append(f"bound {quantities.time(search.lower_bound, units)}")
+    if search.gap is not None:
+        parts.append(f"gap {quantities.percent(search.gap)}")
+    if search.method:
+        parts.append(search.method)
+    return ", ".join(parts)

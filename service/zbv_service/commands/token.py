@@ -14,10 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import at_least_one
-from zbv_service.commands.connection import connected
-from zbv_service.commands.ending import DONE, FAILED, Stop, WrongInput
-from zbv_service.commands.files import output
+from zbv_service.commands.arguments import DONE, FAILED, Stop, WrongInput, at_least_one, connected, output
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Waiting with limits: for an event, for a client that may leave, for a turn, or for a value.
+"""Waiting: in loops, and with limits for an event, for a client that may leave, for a turn, or for a value.
 
 A turn comes from a bounded fair queue; a value is one that is slow to compute and that several readers want.
 """
@@ -6,9 +6,10 @@ A turn comes from a bounded fair queue; a value is one that is slow to compute a
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -19,6 +20,8 @@ from zbv_service.errors import NOT_READY, ApiError
 RETRY_SECONDS = 5
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 async def happened(event: asyncio.Event, seconds: float | None) -> bool:
     """Wait for an event, without a limit if ``seconds`` is None; False if it does not happen in time."""
@@ -28,6 +31,53 @@ async def happened(event: asyncio.Event, seconds: float | None) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+class Loops:
+    """Steps that repeat in the background until they are stopped; each waits for its next time itself.
+
+    Parameters
+    ----------
+    expected
+        The errors that pass by themselves: the log has only their message.
+    seconds
+        How long a loop pauses after an error.
+    """
+
+    def __init__(self, expected: type[Exception], seconds: float):
+        self.stopped = asyncio.Event()
+        self._expected = expected
+        self._seconds = seconds
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_working(self) -> bool:
+        """Whether all loops are alive."""
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    def start(self, steps: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
+        """Start a loop for each step, by the name of its task."""
+        for name, step in steps.items():
+            self._tasks.append(asyncio.create_task(self._repeat(name, step), name=f"zbv-{name}"))
+
+    async def stop(self, seconds: float) -> None:
+        """Wait until the loops end by themselves, so that no transaction is interrupted; cancel late ones."""
+        self.stopped.set()
+        if self._tasks:
+            _, unfinished = await asyncio.wait(self._tasks, timeout=seconds)
+            for task in unfinished:
+                task.cancel()
+
+    async def _repeat(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
+        while not self.stopped.is_set():
+            try:
+                await step()
+            except Exception as error:
+                if isinstance(error, self._expected):
+                    logger.warning("%s: %s Trying again in %g s.", name, error, self._seconds)
+                else:  # one failure must not end the loop
+                    logger.exception("%s failed; trying again in %g s", name, self._seconds)
+                await happened(self.stopped, self._seconds)
 
 
 class Client:

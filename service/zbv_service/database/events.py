@@ -15,7 +15,6 @@ import asyncio
 import logging
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
@@ -25,7 +24,7 @@ from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from zbv_service.compute.waiting import happened
+from zbv_service.compute.waiting import Loops, happened
 from zbv_service.database.engine import BaseTable, DatabaseAway, columns_of
 from zbv_service.database.models import EventRow, RunRow, SearchEventRow, SearchRow
 from zbv_service.records.runs import RUN_ENDED, EventDocument
@@ -33,6 +32,7 @@ from zbv_service.records.searches import EventKind, SearchEventDocument
 
 POLL_SECONDS = 0.5
 """Seconds between queries for the events of other services."""
+STOP_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 15.0
 """Seconds between signs of life on a silent stream, so that clients and proxies keep the connection."""
 HELD_EVENTS = 1000
@@ -247,24 +247,21 @@ class EventFeed(Generic[E]):
         self._changed: set[str] = set()
         self._woken = asyncio.Event()
         self._next_poll = 0.0
-        self._is_stopping = False
-        self._loop: asyncio.Task[None] | None = None
+        self._loops = Loops(DatabaseAway, POLL_SECONDS)
 
     async def start(self) -> None:
         """Start the loop."""
-        self._loop = asyncio.create_task(self._forever(), name="zbv-events")
+        self._loops.start({"events": self._look})
 
     async def stop(self) -> None:
         """End all streams, and stop the loop."""
         self.hang_up()
-        if self._loop is not None:
-            self._loop.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._loop
+        await self._loops.stop(STOP_SECONDS)
 
     def hang_up(self) -> None:
         """End all streams because the service stops. Readers reconnect with their position."""
-        self._is_stopping = True
+        self._loops.stopped.set()
+        self._woken.set()
         for channel in self._channels.values():
             channel.wake()
 
@@ -295,7 +292,7 @@ class EventFeed(Generic[E]):
             self.changed(owner)
         channel.readers += 1
         try:
-            while not self._is_stopping:
+            while not self._loops.stopped.is_set():
                 grew = channel.grew
                 events = await self._older(channel, number) or channel.after(number)
                 if events:
@@ -314,7 +311,7 @@ class EventFeed(Generic[E]):
 
     async def _older(self, channel: _Channel[E], number: int) -> Sequence[E]:
         """The first stored events after a number, if the channel does not reach back to it."""
-        while channel.begin is not None and number < channel.begin and not self._is_stopping:
+        while channel.begin is not None and number < channel.begin and not self._loops.stopped.is_set():
             try:
                 async with self.many:
                     return await self._source.after({channel.owner: number})
@@ -323,22 +320,9 @@ class EventFeed(Generic[E]):
                 await asyncio.sleep(POLL_SECONDS)
         return ()
 
-    async def _forever(self) -> None:
-        while True:
-            try:
-                # Without readers there are no queries.
-                await happened(self._woken, POLL_SECONDS if self._channels else None)
-                await self._look()
-            except DatabaseAway as error:
-                logger.warning("%s The streams of events wait for it.", error)
-                await asyncio.sleep(POLL_SECONDS)
-            except Exception:
-                # One failure must not end all streams.
-                logger.exception("events could not be read; trying again in %g s", POLL_SECONDS)
-                await asyncio.sleep(POLL_SECONDS)
-
     async def _look(self) -> None:
-        """Read new events, and pass them to readers."""
+        """Wait for new events, read them, and pass them to readers."""
+        await happened(self._woken, POLL_SECONDS if self._channels else None)  # no readers, no queries
         self._woken.clear()
         now = asyncio.get_running_loop().time()
         changed, self._changed = self._changed, set()

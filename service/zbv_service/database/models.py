@@ -1,4 +1,4 @@
-"""The tables. ``migrations`` has their history; a test compares the two."""
+"""The tables. A test compares them with what the migrations build."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ run, sessions of a token. All times come from the database's clock.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, delete, func, inspect, or_, select, tuple_, update
 
-from zbv_service.compute.waiting import happened
+from zbv_service.compute.waiting import Loops, happened
 from zbv_service.database.engine import Base, BaseTable, DatabaseAway
 from zbv_service.database.models import (
     AgentRow,
@@ -188,35 +187,25 @@ class Sweeper:
         self._retention = retention
         self._keep = keep
         self._used = used
-        self._stopped = asyncio.Event()
-        self._loop: asyncio.Task[None] | None = None
+        self._loops = Loops(DatabaseAway, SWEEP_SECONDS)
 
     async def start(self) -> None:
         """Begin."""
-        self._loop = asyncio.create_task(self._forever(), name="zbv-sweeper")
+        self._loops.start({"sweeper": self._step})
 
     async def stop(self) -> None:
         """Stop after the current batch."""
-        self._stopped.set()
-        if self._loop is not None:
-            await asyncio.wait([self._loop], timeout=STOP_SECONDS)
-            self._loop.cancel()
+        await self._loops.stop(STOP_SECONDS)
 
     async def sweep(self) -> None:
         """Record which plans were fetched, and remove old rows."""
         noted = frozenset(self._used)
         await self._retention.note_uses(noted)
         self._used -= noted
-        gone = await self._retention.sweep(self._keep, self._stopped.is_set)
+        gone = await self._retention.sweep(self._keep, self._loops.stopped.is_set)
         if gone:
             logger.info("removed old rows: %s", ", ".join(f"{n} {kind}" for kind, n in gone.items()))
 
-    async def _forever(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                await self.sweep()
-            except DatabaseAway as error:
-                logger.warning("%s Old rows are removed later.", error)
-            except Exception:
-                logger.exception("could not remove old rows; trying again in %g s", SWEEP_SECONDS)
-            await happened(self._stopped, SWEEP_SECONDS)
+    async def _step(self) -> None:
+        await self.sweep()
+        await happened(self._loops.stopped, SWEEP_SECONDS)

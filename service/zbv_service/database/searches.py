@@ -9,10 +9,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pydantic import TypeAdapter
-from sqlalchemy import Row, Select, bindparam, func, select, text, tuple_, update
+from sqlalchemy import Row, Select, bindparam, case, func, select, text, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from zbv_service.database.engine import columns_of
 from zbv_service.database.events import add_event
@@ -69,10 +69,12 @@ class SearchTable(SearchLeases):
                     return existing, False
                 continue  # the last run that waited for it was just cancelled
             with suppress(IntegrityError):  # another transaction added it after the query
-                return await self._insert(new, most, for_run), True
+                await self._insert(new, most, for_run)
+                if (record := await self.get(new.id)) is not None:
+                    return record, True
         raise RuntimeError(f"search {new.request_key} is added and given up faster than it can be read.")
 
-    async def _insert(self, new: NewSearch, most: int | None, for_run: bool) -> SearchRecord:
+    async def _insert(self, new: NewSearch, most: int | None, for_run: bool) -> None:
         async with self._database.writing() as session:
             if most is not None:
                 if not self._database.is_sqlite:  # which has one writer at a time
@@ -104,10 +106,9 @@ class SearchTable(SearchLeases):
             session.add(row)
             await session.flush()  # the event refers to it
             await add_event(session, row, now, "state", "submitted")
-        return _RECORD.validate_python({column.key: getattr(row, column.key) for column in _COLUMNS})
 
     async def get(self, search_id: str) -> SearchRecord | None:
-        """A search by id."""
+        """A search by id, with its place in the queue."""
         return _only(await self._database.rows(_BY_ID, id=search_id))
 
     async def of_requests(self, request_keys: Collection[str]) -> dict[str, SearchRecord]:
@@ -117,15 +118,6 @@ class SearchTable(SearchLeases):
             row.request_key: _RECORD.validate_python(dict(row._mapping))
             for row in await self._database.rows(query)
         }
-
-    async def queued_before(self, record: SearchRecord) -> int:
-        """The number of queued searches that start before this queued one."""
-        row = SearchRow
-        turn = select(row.turn).where(row.id == record.id).scalar_subquery()
-        earlier = tuple_(row.turn, row.created_at, row.id) < tuple_(turn, record.created_at, record.id)
-        query = select(func.count()).select_from(row).where(row.state == "queued", earlier)
-        ((count,),) = await self._database.rows(query)
-        return int(count)
 
     async def problem(self, search_id: str) -> bytes | None:
         """The packed problem document of a search."""
@@ -257,7 +249,11 @@ arbitrary. What the session reads from now on includes what those have written."
 _RECORD: TypeAdapter[AnySearch] = TypeAdapter(AnySearch)
 # Built once: compiling a query takes SQLAlchemy longer than executing it, and it caches the result.
 _COLUMNS = (*columns_of(SearchRecord, SearchRow), SearchRow.summary, SearchRow.options, SearchRow.progress)
-_RECORDS = select(*_COLUMNS)
+_other = aliased(SearchRow)
+_TURN, _THEIR_TURN = ((row.turn, row.created_at, row.id) for row in (SearchRow, _other))
+_EARLIER = select(func.count()).where(_other.state == "queued", tuple_(*_THEIR_TURN) < tuple_(*_TURN))
+_PLACE = case((SearchRow.state == "queued", _EARLIER.scalar_subquery())).label("queued_before")
+_RECORDS = select(*_COLUMNS, _PLACE)
 _LISTED = tuple(column for column in _COLUMNS if column.key != "jitter")
 _BY_ID = _RECORDS.where(SearchRow.id == bindparam("id"))
 _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))

@@ -18,14 +18,18 @@ from zbv_solver.frontiers.limits import Known, best_within, fits
 from zbv_service.compute.waiting import Cache, wait_a_while
 from zbv_service.database import PlanTable, SearchTable
 from zbv_service.errors import TOO_MANY_SEARCHES, ApiError
-from zbv_service.frontier.points import CutSummary, Frontier, Point, newest, tightened
 from zbv_service.frontier.problems import (
+    CutSummary,
+    Frontier,
     FrontierPlan,
     FrontierProblems,
+    Point,
     bounds_of,
     memory_and_cut_of,
+    newest,
     read_plan,
     searches_of,
+    tightened,
 )
 from zbv_service.plans.plans import Plans
 from zbv_service.records.searches import FINISHED, SearchRecord

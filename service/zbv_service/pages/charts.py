@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from zbv_solver.export import quantities
 
@@ -14,6 +15,10 @@ _ROUND = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
 Ticks = list[tuple[float, str]]
 """Positions on an axis, with their texts."""
+MOST_DRAWN = 400
+"""Points that a curve has at most: a screen has about twice as many columns."""
+
+T = TypeVar("T")
 Line = tuple[float, float, float, float]
 """A line from ``x1, y1`` to ``x2, y2``; y points downwards."""
 
@@ -59,6 +64,20 @@ def stairs(corners: Sequence[tuple[float, float]], last: float) -> Iterator[Line
     if corners:
         x, y = corners[-1]
         yield x, y, last, y
+
+
+def evenly(found: Sequence[T], most: int = MOST_DRAWN) -> list[T]:
+    """At most so many of some things, evenly spread, with the first and the last."""
+    if len(found) <= most:
+        return list(found)
+    return [found[index * (len(found) - 1) // (most - 1)] for index in range(most)]
+
+
+def strips(places: Sequence[float]) -> list[tuple[float, float]]:
+    """Left end and width of what belongs to each of some ascending places on an axis, in percent."""
+    middles = [(one + other) / 2 for one, other in pairwise(places)]
+    ends = [(0.0, *middles)[index] for index in range(len(places))]
+    return [(left, round(right - left, 3)) for left, right in zip(ends, (*middles, 100.0), strict=True)]
 
 
 def percent(part: float) -> float:

@@ -20,8 +20,7 @@ from zbv_solver.search.options import EFFORTS
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
-from zbv_service.frontier.points import CutSummary, Frontier, Point
-from zbv_service.frontier.problems import FrontierPlan
+from zbv_service.frontier.problems import CutSummary, Frontier, FrontierPlan, Point
 from zbv_service.pages.charts import Line, Scale, Ticks, stairs
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import placement_name, shape_of

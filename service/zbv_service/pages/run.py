@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import median
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote
 
@@ -12,22 +13,21 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from zbv_solver.export import quantities
 from zbv_solver.export.report.figures import Card
-from zbv_solver.measure.refit import NANOSECONDS
+from zbv_solver.problem.problem import NANOSECONDS
 
 from zbv_service.api.bodies import read_form
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
-from zbv_service.pages.charts import Scale, percent
+from zbv_service.pages.charts import MOST_DRAWN, Scale, evenly, strips
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import reached_step
 from zbv_service.records.lists import PlanListQuery
 from zbv_service.records.plans import PlanSummaryDocument
 from zbv_service.records.run_options import OF_SCRIPTS
-from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, place_of
+from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, StepDocument, place_of
 from zbv_service.runs.requests import PlanChange
-from zbv_service.runs.steps import StepLine
 from zbv_service.security.access import READ, needs
 
 MAX_FORM_BYTES = 1024
@@ -48,13 +48,13 @@ async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Re
     async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
         run = await found.runs.get(run_id)
         index = await found.parts.index(run_id)
-        lines = await found.steps.newest(run_id, index)
+        steps = await found.steps.of(run_id, index)
     events = await found.runs.newest_events(run_id, EVENTS)
     plan = None
     if run.plan_id is not None:
         plans = (await found.plans.page(PlanListQuery(q=run.plan_id, limit=1))).items
         plan = plans[0] if plans else None
-    values = await found.computations.write(run_values, run, plan, index, lines, ranks)
+    values = await found.computations.write(run_values, run, plan, index, steps, ranks)
     return await page(request, "run.html.j2", run=run, events=events, **values)
 
 
@@ -81,6 +81,8 @@ def _to_run(request: Request, run_id: str) -> Response:
 _HEADROOM = 1.15
 """The top of the chart of times, as a multiple of the longest one."""
 _TICKS = 5
+_LATEST = 15
+"""The newest steps, of whose times the page shows the median."""
 SHOWN_RANKS = 256
 """Ranks on a page, which reloads itself every few seconds."""
 
@@ -89,7 +91,7 @@ def run_values(
     run: RunDocument,
     plan: PlanSummaryDocument | None,
     index: Sequence[PartInfo],
-    lines: Sequence[StepLine],
+    steps: Sequence[StepDocument],
     first_rank: int | None = None,
 ) -> dict[str, Any]:
     """What the template shows of a run.
@@ -100,8 +102,8 @@ def run_values(
         The plan of the run; None while a search is looking for it.
     index
         The logs and traces that ranks have sent.
-    lines
-        The newest measured steps, ascending.
+    steps
+        The measured steps, ascending.
     first_rank
         Where the page's ranks begin; None if nobody asked for some of them.
     """
@@ -112,9 +114,10 @@ def run_values(
         "is_open": run.state not in RUN_ENDED,
         "step": step,
         "share": _share(run, step),
-        "facts": [*_facts(run, plan, planned, lines, step)],
-        "times": step_chart(lines, planned) if lines else None,
-        "losses": loss_chart(lines),
+        "facts": [*_facts(run, plan, planned, steps, step)],
+        "times": step_chart(steps, planned) if steps else None,
+        "losses": loss_chart(steps),
+        "thinned": _thinned(steps),
         "ranks": [*_ranks(run, index, range(first, min(later, count)))],
         "rank_count": count,
         "are_ranks_open": first_rank is not None,
@@ -146,24 +149,26 @@ def _facts(
     run: RunDocument,
     plan: PlanSummaryDocument | None,
     planned: float | None,
-    lines: Sequence[StepLine],
+    steps: Sequence[StepDocument],
     step: int | None,
 ) -> Iterator[Card]:
     done = run.steps if run.state == "succeeded" and run.steps is not None else step
     total = "" if run.steps is None else f"of {quantities.figure(run.steps, 12)}"
     yield Card("Step", "–" if done is None else quantities.figure(done, 12), total)
-    if lines:
-        middle = sorted(line.seconds for line in lines)[(len(lines) - 1) // 2]
+    latest = steps[-_LATEST:]
+    if latest:
+        middle = sorted(step.seconds for step in latest)[(len(latest) - 1) // 2]
         note = "median of the latest steps"
         if planned:
             note = f"planned {duration(planned)}, {quantities.relative(middle, planned)}"
         yield Card("Step time", duration(middle), note)
     elif planned:
         yield Card("Step time", "–", f"planned {duration(planned)}")
-    for line in reversed(lines):
-        if line.loss is not None:
-            yield Card("Loss", quantities.figure(line.loss), f"of step {line.step}")
-            break
+    losses = [(step.step, step.loss) for step in steps if step.loss is not None]
+    if losses:
+        (_, begin), (last, loss) = losses[0], losses[-1]
+        note = f"of step {last}" if len(losses) == 1 else f"of step {last}, from {quantities.figure(begin)}"
+        yield Card("Loss", quantities.figure(loss), note)
     nodes = f"on {quantities.counted(run.nodes, 'node')}"
     replicas = run.options.data_parallel
     ranks = str(run.nodes * run.ranks_per_node)
@@ -235,45 +240,72 @@ def _text(value: Any) -> str:
     return str(value)[:200]
 
 
-def step_chart(lines: Sequence[StepLine], planned: float | None) -> dict[str, Any]:
-    """The chart of one or more steps, in seconds, with the planned time if it is known."""
-    y = Scale(_HEADROOM * max(*(line.seconds for line in lines), planned or 0.0) or 1.0, 0.0)
-    slot = 1 / len(lines)
-    least, most = (duration(pick(line.seconds for line in lines)) for pick in (min, max))
-    summary = f"Times of steps {lines[0].step} to {lines[-1].step}: {least} to {most}"
+_FEW = 60
+"""Steps of a curve whose values are marked."""
+
+
+def step_chart(steps: Sequence[StepDocument], planned: float | None) -> dict[str, Any]:
+    """The chart of the times of one or more steps, in seconds, with the planned time if it is known."""
+    shown = evenly(steps)
+    first, last = shown[0].step, shown[-1].step
+    y = Scale(_HEADROOM * max(*(step.seconds for step in shown), planned or 0.0) or 1.0, 0.0)
+    x = Scale(first - 0.5, last + 0.5)
+    apart = median([other.step - one.step for one, other in pairwise(shown)] or [1])
+    width = max(0.1, 72 * apart / (last - first + 1))
+    least, most = (duration(pick(step.seconds for step in shown)) for pick in (min, max))
+    summary = f"Times of steps {first} to {last}: {least} to {most}"
     return {
         "summary": f"{summary}{f'; planned {duration(planned)}' if planned else ''}.",
         "bars": [
-            (percent((at + 0.14) * slot), y(line.seconds), f"step {line.step}: {duration(line.seconds)}")
-            for at, line in enumerate(lines)
+            (
+                round(x(step.step) - width / 2, 3),
+                y(step.seconds),
+                f"step {step.step}: {duration(step.seconds)}",
+            )
+            for step in shown
         ],
-        "width": percent(0.72 * slot),
-        "levels": [(y(at), duration(at) if at else "0") for at in quantities.ticks(0.0, y.first, _TICKS)],
+        "width": round(width, 3),
+        "y_ticks": [(y(at), duration(at) if at else "0") for at in quantities.ticks(0.0, y.first, _TICKS)],
+        "x_ticks": _step_ticks(x, first, last),
         "planned": None if planned is None else y(planned),
-        "first": lines[0].step,
-        "last": lines[-1].step,
     }
 
 
-def loss_chart(lines: Sequence[StepLine]) -> dict[str, Any] | None:
+def loss_chart(steps: Sequence[StepDocument]) -> dict[str, Any] | None:
     """The loss curve; None with fewer than two losses."""
-    known = [(line.step, line.loss) for line in lines if line.loss is not None]
+    known = [(step.step, step.loss) for step in steps if step.loss is not None]
     if len(known) < 2:
         return None
-    (first, begin), (last, end) = known[0], known[-1]
-    low, high = min(loss for _, loss in known), max(loss for _, loss in known)
+    shown = evenly(known)
+    (first, begin), (last, end) = shown[0], shown[-1]
+    low, high = min(loss for _, loss in shown), max(loss for _, loss in shown)
     pad = 0.12 * (high - low) or 0.05 * abs(high) or 1.0
     x, y = Scale(first, last), Scale(high + pad, low - pad)
-    dots = [(x(step), y(loss), f"step {step}: loss {quantities.figure(loss)}") for step, loss in known]
+    places = [(x(step), y(loss)) for step, loss in shown]
+    texts = [f"step {step}: loss {quantities.figure(loss)}" for step, loss in shown]
     return {
         "summary": f"Loss from {quantities.figure(begin)} at step {first} to {quantities.figure(end)} at "
         f"step {last}.",
-        "pieces": [(*one[:2], *other[:2]) for one, other in pairwise(dots)],
-        "dots": dots,
-        "levels": [(y(at), quantities.figure(at, 3)) for at in (low, (low + high) / 2, high)],
-        "first": first,
-        "last": last,
+        "pieces": [(*one, *other) for one, other in pairwise(places)],
+        "dots": places if len(places) <= _FEW else places[-1:],
+        "hits": [(*strip, text) for strip, text in zip(strips([at for at, _ in places]), texts, strict=True)],
+        "y_ticks": y.ticks(_TICKS),
+        "x_ticks": _step_ticks(x, first, last),
     }
+
+
+def _step_ticks(x: Scale, first: int, last: int) -> list[tuple[float, str]]:
+    """Round numbers of steps."""
+    return [(x(at), quantities.figure(at, 12)) for at in quantities.ticks(first, last, _TICKS) if at % 1 == 0]
+
+
+def _thinned(steps: Sequence[StepDocument]) -> str:
+    """What the charts of a long run leave out."""
+    shown = min(len(steps), MOST_DRAWN)
+    every = steps[-1].step - steps[0].step + 1 if steps else 0
+    if shown == every:
+        return ""
+    return f"{shown} of {quantities.figure(every, 12)} steps, evenly spread, with the first and the newest."
 
 
 def duration(seconds: float) -> str:

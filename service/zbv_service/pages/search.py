@@ -42,7 +42,6 @@ async def get_search_page(request: Request, search_id: str) -> HTMLResponse:
     """The page of a search."""
     found = state_of(request)
     record, packed = await found.searches.asked(search_id, SearchDocument)
-    record = await found.searches.placed(record)
     async with found.computations.listing(KEPT_EVENTS):
         events = await found.events.since(search_id, 0)
     values = await found.computations.run(partial(_values, record, events), packed)

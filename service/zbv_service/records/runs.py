@@ -206,6 +206,22 @@ class EventList(BaseModel):
     events: list[EventDocument]
 
 
+class StepDocument(Record):
+    """A step of a run."""
+
+    step: int
+    seconds: float
+    """Of the slowest rank, from its first action to its last."""
+    loss: float | None
+    """null if it is unknown or not finite."""
+
+
+class StepList(BaseModel):
+    """Steps of a run, ascending: the first and the newest ones, and of long runs evenly some between them."""
+
+    steps: list[StepDocument]
+
+
 @dataclass(frozen=True)
 class NewPart:
     """A rank's trace or log, packed."""

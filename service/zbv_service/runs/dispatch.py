@@ -9,11 +9,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
-from zbv_service.compute.waiting import happened
+from zbv_service.compute.waiting import Loops, happened
 from zbv_service.database import AgentsTaken, AgentTable, DatabaseAway, ListenerTable, RunPlanTable, RunTable
 from zbv_service.runs.replanner import Replanner
 from zbv_service.runs.scheduler import decide
@@ -112,33 +112,27 @@ class Dispatcher:
         self._settings = settings
         self._changed = asyncio.Event()
         self._submitted = asyncio.Event()
-        self._stopped = asyncio.Event()
-        self._loops: list[asyncio.Task[None]] = []
+        self._loops = Loops(DatabaseAway, POLL_SECONDS)
         self.assigned = asyncio.Event()
 
     @property
     def is_stopping(self) -> bool:
         """Whether the service is stopping, so that no request may wait."""
-        return self._stopped.is_set()
+        return self._loops.stopped.is_set()
 
     @property
     def is_working(self) -> bool:
         """Whether all loops are alive."""
-        return bool(self._loops) and not any(loop.done() for loop in self._loops)
+        return self._loops.is_working
 
     async def start(self) -> None:
         """Start the loops."""
-        for step, name in (
-            (self._assign, "assignments"),
-            (self._watch_agents, "agents"),
-            (self._take_plans, "plans"),
-            (self._replan, "replanning"),
-        ):
-            self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
+        steps = {"assignments": self._assign, "agents": self._watch_agents}
+        self._loops.start({**steps, "plans": self._take_plans, "replanning": self._replan})
 
     def hang_up(self) -> None:
         """Answer all agents that wait for work, because the service is stopping."""
-        self._stopped.set()
+        self._loops.stopped.set()
         self._changed.set()
         self._submitted.set()
         self._ring()
@@ -146,27 +140,12 @@ class Dispatcher:
     async def stop(self) -> None:
         """Wait until the loops end, so that no transaction is interrupted."""
         self.hang_up()
-        if not self._loops:
-            return
-        _, unfinished = await asyncio.wait(self._loops, timeout=self._settings.shutdown_seconds)
-        for loop in unfinished:
-            loop.cancel()
+        await self._loops.stop(self._settings.shutdown_seconds)
 
     def wake(self) -> None:
         """Look for work at once: a run was submitted or an agent became free."""
         self._changed.set()
         self._submitted.set()
-
-    async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
-        while not self.is_stopping:
-            try:
-                await step()
-            except DatabaseAway as error:
-                logger.warning("%s Trying again in %g s.", error, POLL_SECONDS)
-                await happened(self._stopped, POLL_SECONDS)
-            except Exception:
-                logger.exception("dispatching failed; it continues in %g s", POLL_SECONDS)
-                await happened(self._stopped, POLL_SECONDS)
 
     async def _assign(self) -> None:
         self._changed.clear()
@@ -188,11 +167,11 @@ class Dispatcher:
 
     async def _replan(self) -> None:
         await self.replanner.step()
-        await happened(self._stopped, POLL_SECONDS)
+        await happened(self._loops.stopped, POLL_SECONDS)
 
     async def _watch_agents(self) -> None:
         await self._watch.look()
-        await happened(self._stopped, self._watch.interval)
+        await happened(self._loops.stopped, self._watch.interval)
 
     def _ring(self) -> None:
         rung, self.assigned = self.assigned, asyncio.Event()

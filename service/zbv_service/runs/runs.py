@@ -11,7 +11,7 @@ from zbv_solver.errors import InvalidInput
 
 from zbv_service.compute.computations import Computations
 from zbv_service.database import KeyReused, PlanTable, RunPlanTable, RunTable, SearchGone
-from zbv_service.errors import IDEMPOTENCY_KEY_REUSED, NOT_FOUND, RUN_STATE, ApiError
+from zbv_service.errors import CONFLICT, INVALID_PARAMETER, NOT_FOUND, ApiError
 from zbv_service.plans.plans import Plans
 from zbv_service.records.lists import Page, Position, RunListQuery
 from zbv_service.records.runs import EventDocument, NewRun, RequestKey, RunDocument
@@ -72,10 +72,9 @@ class Runs:
             known = None if named is None else await self._runs.of_request(named)
             return known or await self._add(asked, named, grant)
         except KeyReused:
-            raise ApiError(
-                IDEMPOTENCY_KEY_REUSED,
-                "This Idempotency-Key came with another body before; a new request needs a new key.",
-            ) from None
+            detail = "This key came with another body before; a new request needs a new key."
+            errors = [{"parameter": "Idempotency-Key", "detail": detail}]
+            raise ApiError(INVALID_PARAMETER, f"Idempotency-Key: {detail}", errors) from None
 
     async def _add(self, asked: AskedRun, named: RequestKey | None, grant: Grant) -> RunDocument:
         request = asked.request
@@ -158,7 +157,7 @@ class Runs:
         record = await self.brief(run_id)
         if record.script is not None:
             raise ApiError(
-                RUN_STATE,
+                CONFLICT,
                 f"run {run_id} runs a script, which keeps its plan. Cancel it, and start a run of the other "
                 f"plan.",
             )
@@ -167,7 +166,7 @@ class Runs:
         if not await self._run_plans.change(run_id, wanted):
             state = (await self.brief(run_id)).state
             raise ApiError(
-                RUN_STATE, f"run {run_id} is {state}; only a run that has a plan and has not ended can."
+                CONFLICT, f"run {run_id} is {state}; only a run that has a plan and has not ended can."
             )
         return await self.get(run_id)
 

@@ -13,13 +13,13 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 
 from zbv_solver.errors import ContradictedBound
 
-from zbv_service.compute.waiting import happened
+from zbv_service.compute.waiting import Loops, happened
 from zbv_service.database import DatabaseAway, SearchTable
 from zbv_service.observability.context import SEARCH_ID
 from zbv_service.observability.metrics import Metrics
@@ -65,11 +65,10 @@ class Runner:
         self._attempts: set[Attempt] = set()
         self._queue_grew = asyncio.Event()
         self._reported = asyncio.Event()
-        self._stopped = asyncio.Event()
+        self._loops = Loops(DatabaseAway, RETRY_SECONDS)
         memory = settings.search_memory if isinstance(self._executor, LocalExecutor) else None
-        self._endings = Endings(table, settings, self._stopped, metrics, memory)
+        self._endings = Endings(table, settings, self._loops.stopped, metrics, memory)
         self._maintained = self._watched_since = float("-inf")
-        self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Requeue the searches of dead services on this machine, and start."""
@@ -78,23 +77,14 @@ class Runner:
         if dead:
             count = await self._table.requeue_lost(dead)
             logger.info("queued %d searches of a dead service again", count)
-        for step, name in (
-            (self._dispatch, "dispatch"),
-            (self._maintain, "leases"),
-            (self._heed, "requests to stop"),
-            (self._save, "progress"),
-        ):
-            self._loops.append(asyncio.create_task(self._forever(step), name=f"zbv-{name}"))
+        steps = {"dispatch": self._dispatch, "leases": self._maintain}
+        self._loops.start({**steps, "requests to stop": self._heed, "progress": self._save})
 
     async def stop(self) -> None:
         """Stop every search, requeue it with its best plan, and end the processes."""
-        for event in (self._stopped, self._queue_grew, self._reported):
+        for event in (self._loops.stopped, self._queue_grew, self._reported):
             event.set()
-        # The loops end by themselves, so that no transaction is interrupted.
-        if self._loops:
-            _, unfinished = await asyncio.wait(self._loops, timeout=self._settings.shutdown_seconds)
-            for loop in unfinished:
-                loop.cancel()
+        await self._loops.stop(self._settings.shutdown_seconds)
         await self._stop_attempts()
         self._endings.kill()
         await self._executor.stop()
@@ -118,7 +108,7 @@ class Runner:
     @property
     def is_working(self) -> bool:
         """Whether all loops are alive."""
-        return bool(self._loops) and not any(loop.done() for loop in self._loops)
+        return self._loops.is_working
 
     async def _stop_attempts(self) -> None:
         for attempt in self._attempts:
@@ -132,22 +122,11 @@ class Runner:
             self._executor.kill()
             await asyncio.wait(unfinished, timeout=self._settings.shutdown_seconds)
 
-    async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
-        while not self._stopped.is_set():
-            try:
-                await step()
-            except DatabaseAway as error:
-                logger.warning("%s Trying again in %g s.", error, RETRY_SECONDS)
-                await happened(self._stopped, RETRY_SECONDS)
-            except Exception:
-                logger.exception("the runner failed; it continues in %g s", RETRY_SECONDS)
-                await happened(self._stopped, RETRY_SECONDS)
-
     async def _dispatch(self) -> None:
         self._queue_grew.clear()
         slots = self._executor.slots
         # A cancelled search only has to store its best plan, which need not wait for a free slot.
-        while len(self._attempts) < 2 * slots and not self._stopped.is_set():
+        while len(self._attempts) < 2 * slots and not self._loops.stopped.is_set():
             claim, (full, most) = None, self._callers_without_turn(slots)
             if len(self._attempts) < slots or full:
                 claim = await self._table.claim(
@@ -190,7 +169,7 @@ class Runner:
         if self._may_judge() and await self._table.requeue_lost():
             logger.info("queued searches of a silent service again")
             self.wake()
-        await happened(self._stopped, self._settings.heartbeat_seconds)
+        await happened(self._loops.stopped, self._settings.heartbeat_seconds)
 
     def _may_judge(self) -> bool:
         """Whether owners can be blamed for expired leases.
@@ -211,7 +190,7 @@ class Runner:
         fences = _fences(held)
         unwanted = await self._table.unwanted(fences)
         _stop_lost(held, fences.keys() - unwanted)
-        await happened(self._stopped, POLL_SECONDS)
+        await happened(self._loops.stopped, POLL_SECONDS)
 
     async def _save(self) -> None:
         await self._reported.wait()

@@ -20,7 +20,7 @@ from zbv_service.documents.problems import (
     unpack,
     unpack_text,
 )
-from zbv_service.errors import NOT_FOUND, SEARCH_IN_USE, TOO_MANY_SEARCHES, ApiError
+from zbv_service.errors import CONFLICT, NOT_FOUND, TOO_MANY_SEARCHES, ApiError
 from zbv_service.records.lists import Page, Position, SearchListQuery
 from zbv_service.records.searches import NewSearch, SearchKind, SearchRecord
 from zbv_service.searches.kinds import Kind
@@ -123,16 +123,9 @@ class Searches:
         return await self._table.get(search_id)
 
     async def text(self, record: SearchRecord) -> bytes:
-        """A search as JSON, with its place in the queue, its jitter and its answer."""
-        record = await self.placed(record)
+        """A search as JSON, with its jitter and its answer."""
         answer = None if record.kind == "plan" else await self.answer(record)
         return await asyncio.to_thread(record.whole, answer)
-
-    async def placed(self, record: S) -> S:
-        """A search with its place in the queue, if it waits there."""
-        if record.state != "queued":
-            return record
-        return record.model_copy(update={"queued_before": await self._table.queued_before(record)})
 
     async def answer(self, record: SearchRecord) -> bytes | None:
         """The packed answer of a search for layouts; None before its end."""
@@ -182,7 +175,7 @@ class Searches:
                 raise self._not_found(search_id)
         except SearchInUse as error:
             raise ApiError(
-                SEARCH_IN_USE, f"run {error.run_id} waits for search {search_id}; cancel the run first."
+                CONFLICT, f"run {error.run_id} waits for search {search_id}; cancel the run first."
             ) from None
         self._runner.cancel(search_id)
 

@@ -185,9 +185,7 @@ class TokenTable(BaseTable):
         parent = aliased(TokenRow)
         now = datetime.now(UTC)
         query = select(*_TOKEN).outerjoin(parent, TokenRow.parent_id == parent.id)
-        has_parent = and_(
-            parent.revoked_at.is_(None), or_(parent.expires_at.is_(None), parent.expires_at > now)
-        )
+        has_parent = _live(now, parent)
         is_rooted = or_(
             TokenRow.kind == "token", TokenRow.parent_id.is_not(None), TokenRow.local_id == (local_id or "")
         )
@@ -245,6 +243,6 @@ class TokenTable(BaseTable):
 _TOKEN = columns_of(Token, TokenRow)
 
 
-def _live(now: datetime) -> ColumnElement[bool]:
-    unexpired = or_(TokenRow.expires_at.is_(None), TokenRow.expires_at > now)
-    return and_(TokenRow.revoked_at.is_(None), unexpired)
+def _live(now: datetime, token: type[TokenRow] = TokenRow) -> ColumnElement[bool]:
+    unexpired = or_(token.expires_at.is_(None), token.expires_at > now)
+    return and_(token.revoked_at.is_(None), unexpired)

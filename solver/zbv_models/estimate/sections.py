@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from zbv_solver.documents.validation import quoted
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import InvalidInput, did_you_mean
 
 Size = Annotated[int, Field(strict=True, ge=1, le=100_000_000)]
 Count = Annotated[int, Field(strict=True, ge=0, le=100_000_000)]
@@ -59,19 +59,23 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(each.name.removesuffix(".json") for each in listed if each.name.endswith(".json")))
 
 
-def model_presets() -> tuple[str, ...]:
-    """The names of the presets of models."""
-    return tuple(name for name in preset_names() if preset(name).model)
+def presets_of(section: str) -> tuple[str, ...]:
+    """The names of the presets of models (``model``) or of devices (``device``)."""
+    kinds = {name: "model" if preset(name).model else "device" for name in preset_names()}
+    return tuple(name for name, kind in kinds.items() if kind == section)
 
 
-def preset(name: str, pointer: str = "") -> Preset:
+def preset(name: str, pointer: str = "", section: str | None = None) -> Preset:
     """A preset by name.
 
-    Raises :class:`InvalidInput` at ``pointer``, when there is no preset of this name.
+    Raises :class:`InvalidInput` at ``pointer``, when there is no preset of this name, and of this section.
     """
-    if name not in preset_names():
-        known = ", ".join(preset_names())
-        raise InvalidInput.at(pointer, f"found {quoted(name)}; not a preset. Use one of {known}.")
+    known = preset_names()
+    if name not in known or (section is not None and name not in presets_of(section)):
+        wanted = known if section is None else presets_of(section)
+        what = "preset" if section is None else f"preset of a {section}"
+        detail = f"found {quoted(name)}; not a {what}. Use one of {', '.join(wanted)}."
+        raise InvalidInput.at(pointer, f"{detail}{did_you_mean(name, wanted)}")
     text = files(__package__).joinpath("presets", f"{name}.json").read_text(encoding="utf-8")
     return Preset.model_validate(json.loads(text))
 

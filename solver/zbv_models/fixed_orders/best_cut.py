@@ -22,6 +22,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import OwnUnit, make_plan
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.layered import bound_over_all_cuts
 from zbv_solver.search.options import Effort, SearchOptions
 from zbv_solver.search.run import search
@@ -115,6 +116,7 @@ def best_cut(
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
+    cancelled: Cancelled | None = None,
 ) -> BestCut:
     """The best cut for the fixed orders of an executor.
 
@@ -136,6 +138,8 @@ def best_cut(
         The executor's own cuts, as layer indices: the result is not worse than these.
     time_limit
         Seconds until the best cut so far is the answer, with the bounds that are proved; None for no limit.
+    cancelled
+        Asked often: whether to end as after the time limit.
 
     Raises
     ------
@@ -170,6 +174,7 @@ def best_cut(
             except InvalidInput as error:
                 refused[schedule] = error.issues[0]
                 break
+            made.cancelled = cancelled
             searches.append(made)
     if not searches:
         raise _refusal(problem, schedules, refused, allow_empty)
@@ -302,7 +307,9 @@ LEAST_SECONDS = 0.01
 """What a search may take at least."""
 
 
-def free_plan(problem: LayeredProblem, best: BestCut, options: SearchOptions) -> Plan:
+def free_plan(
+    problem: LayeredProblem, best: BestCut, options: SearchOptions, cancelled: Cancelled | None = None
+) -> Plan:
     """The better of a plan of the layers, and of a plan that improves an executor's order and keeps its cut.
 
     So it is never longer than the executor's order, which is one of the possible orders. The second is only
@@ -311,7 +318,7 @@ def free_plan(problem: LayeredProblem, best: BestCut, options: SearchOptions) ->
     """
     began = time.monotonic()
     try:
-        found = search(problem, options)
+        found = search(problem, options, cancelled=cancelled)
     except InfeasibleMemory:  # on its own placement; the executor's cut fits
         found = None
     if found is not None and found.objective <= best.objective:
@@ -319,7 +326,7 @@ def free_plan(problem: LayeredProblem, best: BestCut, options: SearchOptions) ->
     if options.time_limit is not None:
         left = options.time_limit - (time.monotonic() - began)
         options = replace(options, time_limit=max(left, LEAST_SECONDS))
-    improved = improved_plan(best, options, is_blocking=problem.blocking)
+    improved = improved_plan(best, options, is_blocking=problem.blocking, cancelled=cancelled)
     if found is None or found.cut is None or improved.cut is None:
         return improved
     if found.objective <= improved.objective:
@@ -329,7 +336,13 @@ def free_plan(problem: LayeredProblem, best: BestCut, options: SearchOptions) ->
     return replace(improved, cut=replace(improved.cut, lower_bound=proven.lower_bound, gap=proven.gap))
 
 
-def improved_plan(best: BestCut, options: SearchOptions | None, *, is_blocking: bool = False) -> Plan:
+def improved_plan(
+    best: BestCut,
+    options: SearchOptions | None,
+    *,
+    is_blocking: bool = False,
+    cancelled: Cancelled | None = None,
+) -> Plan:
     """A plan of an executor's cut that is not longer than the executor's order, with a bound over all cuts.
 
     Parameters
@@ -346,6 +359,6 @@ def improved_plan(best: BestCut, options: SearchOptions | None, *, is_blocking: 
     if options is None:
         found = make_plan(own, best.orders, method="executor")
     else:
-        found = search(own, options, incumbent=best.orders)
+        found = search(own, options, cancelled=cancelled, incumbent=best.orders)
     proven = certify(layers, found.objective, bound_over_all_cuts(layers), "cuts")
     return replace(found, cut=CutCertificate("executor", proven.lower_bound, proven.gap))

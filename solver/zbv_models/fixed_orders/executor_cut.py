@@ -16,6 +16,7 @@ from zbv_solver.problem.layer import DECODER, LOSS, MTP, letter_of
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import MAX_CHUNKS
 from zbv_solver.problem.problem import Problem
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import Effort
 
 from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut
@@ -68,6 +69,7 @@ def cut_for_executor(
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
+    cancelled: Cancelled | None = None,
 ) -> ExecutorCut:
     """The best cut of layers for an executor that keeps its own order.
 
@@ -86,7 +88,7 @@ def cut_for_executor(
         Megatron-LM also recomputes as many first layers of every stage.
     recompute_layers
         This number of transformer layers; None lets the search choose.
-    time_limit
+    time_limit, cancelled
         As in :func:`~zbv_models.fixed_orders.best_cut.best_cut`.
 
     Raises
@@ -124,6 +126,7 @@ def cut_for_executor(
         effort=effort,
         seed=seed,
         time_limit=time_limit,
+        cancelled=cancelled,
     )
     about_even = even[best.schedule].remark
     if modules is None:

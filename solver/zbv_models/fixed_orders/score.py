@@ -19,6 +19,7 @@ from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.numeric import SEARCH_MEMORY, exceeds
 from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import Effort
 from zbv_solver.timing.start_times import Timing, evaluate
 from zbv_solver.verify.verifier import verify_orders
@@ -128,6 +129,7 @@ def score_layout(
     effort: Effort = "standard",
     seed: int = 0,
     time_limit: float | None = None,
+    cancelled: Cancelled | None = None,
 ) -> Score:
     """Time a given cut under an executor's schedule, and compare it with the best cuts.
 
@@ -145,6 +147,8 @@ def score_layout(
         At most one name of PyTorch.
     time_limit
         Seconds for both searches of best cuts together; None for no limit.
+    cancelled
+        Asked often: whether to end these searches early.
 
     Raises
     ------
@@ -192,6 +196,7 @@ def score_layout(
             effort=effort,
             seed=seed,
             time_limit=half,
+            cancelled=cancelled,
         )
 
     def of_all() -> BestCut:
@@ -205,6 +210,7 @@ def score_layout(
             effort=effort,
             seed=seed,
             time_limit=half,
+            cancelled=cancelled,
         ).best
 
     overall = _best_or_none(of_all)

@@ -13,6 +13,8 @@ from zbv_solver.problem.cut import Link
 from zbv_models.estimate.device import Device, GroupLink
 from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Size, preset
 
+DOUBTFUL = {"bytes": 5.0, "GB/s": 5.0, "µs": 50.0}
+"""A value that differs from that of the named device by this factor is questioned. Gb/s is a factor of 8."""
 MAX_GROUPS = 4
 MAX_DEVICES = 1_000_000
 """Of a group: the number of layouts grows with the divisors."""
@@ -24,15 +26,15 @@ ALLOCATOR_SHARE = 1.13
 class LinkConfig(ConfigSection):
     """What a device sends over a link."""
 
-    latency: Amount = Field(description="us of every call")
-    bandwidth: Rate = Field(description="GB/s that a device sends")
+    latency: Annotated[Amount, Field(le=1e6)] = Field(description="µs of every call")
+    bandwidth: Annotated[Rate, Field(le=1e5)] = Field(description="GB/s (8 Gb/s) that a device sends")
 
 
 class LinksConfig(ConfigSection):
     """The links of a cluster."""
 
-    in_node: LinkConfig
-    between_nodes: LinkConfig
+    in_node: LinkConfig | None = Field(None, description="null: as the device says")
+    between_nodes: LinkConfig | None = Field(None, description="null: as the device says")
 
 
 def _name_or_section(value: Any) -> str | None:
@@ -52,7 +54,9 @@ class NodesConfig(ConfigSection):
             custom_error_message="must be the name of a preset or a JSON object",
         ),
     ] = Field(description="a preset, or the section device of an estimate's configuration")
-    memory: Amount | None = Field(None, description="bytes of a device; null: as the device says")
+    memory: Annotated[Amount, Field(ge=1e6)] | None = Field(
+        None, description="bytes of a device, such as 80e9; null: as the device says"
+    )
     reserve: Amount | None = Field(
         None, description="bytes of a device that training does not use; null: as the device says"
     )
@@ -226,6 +230,41 @@ def equal_cluster(document: Any) -> Cluster:
     return _nodes(config, "", inside, between)
 
 
+def doubts(document: Any) -> list[str]:
+    """Values of a valid document that contradict its named device by a large factor, as a wrong unit does."""
+    groups = document.get("groups", [document])
+    common, found = document.get("links") or {}, []
+    for number, each in enumerate(groups):
+        if not isinstance(each["device"], str):
+            continue
+        at = f"/groups/{number}" if "groups" in document else ""
+        device, links = _device(NodesConfig.model_validate(_of_nodes(each)), at), each.get("links") or {}
+        known = {
+            f"{at}/memory": (each.get("memory"), device.memory_limit, "bytes"),
+            **_of_link(f"{at}/links/in_node", links.get("in_node"), _in_node(device)),
+            **_of_link("/links/between_nodes", common.get("between_nodes"), _between_nodes(device)),
+        }
+        found += [
+            f"{key}: found {value:g} {unit}, but {each['device']} has {usual:g} {unit}. Check the unit."
+            for key, (value, usual, unit) in known.items()
+            if value and usual and max(value / usual, usual / value) >= DOUBTFUL[unit]
+        ]
+    return list(dict.fromkeys(found))
+
+
+def _of_nodes(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key in NodesConfig.model_fields}
+
+
+def _of_link(at: str, given: dict[str, Any] | None, usual: LinkConfig | GroupLink | None) -> dict[str, Any]:
+    if given is None or usual is None:
+        return {}
+    return {
+        f"{at}/latency": (given["latency"], usual.latency, "µs"),
+        f"{at}/bandwidth": (given["bandwidth"], usual.bandwidth, "GB/s"),
+    }
+
+
 def _mixed(config: GroupsConfig) -> MixedCluster:
     common, groups = config.links, []
     issues: list[Issue] = []
@@ -291,13 +330,8 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
 
 
 def _device(config: NodesConfig, at: str) -> Device:
-    if isinstance(config.device, str):
-        section = preset(config.device, at).device
-        if not section:
-            detail = f"found {config.device!r}, a preset of a model. Name a preset of a device."
-            raise InvalidInput.at(at, detail)
-    else:
-        section = config.device
+    given = config.device
+    section = preset(given, at, "device").device if isinstance(given, str) else given
     try:
         return validated(Device, section)
     except InvalidInput as error:

@@ -12,7 +12,7 @@ from zbv_solver.documents.validation import quoted, validated
 from zbv_solver.errors import InvalidInput
 
 from zbv_models.estimate.config import EstimateConfig, parse_config
-from zbv_models.estimate.sections import ConfigSection, Count, Size, model_presets, with_presets
+from zbv_models.estimate.sections import ConfigSection, Count, Size, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 from zbv_models.layouts.executor_memory import STATES
@@ -246,7 +246,6 @@ def _without_model(own: list[str], further: tuple[str, ...]) -> InvalidInput:
         return InvalidInput.at("/model", detail)
     named = (*own, *further)
     kind = "a preset of a device" if len(named) == 1 else "presets of devices"
-    detail = (
-        f"found {', '.join(named)}, {kind}. Name a preset of a model: one of {', '.join(model_presets())}."
-    )
+    models = ", ".join(presets_of("model"))
+    detail = f"found {', '.join(named)}, {kind}. Name a preset of a model: one of {models}."
     return InvalidInput.at("--preset" if further else "/presets", detail)

@@ -144,15 +144,18 @@ def _metrics(checked: CheckedPlan) -> list[str]:
     metrics, problem = checked.metrics, checked.problem
     if metrics is None:
         return []
+    units = quantities.stated(problem.units)
     lines = [
-        f"span {metrics.span:.6g}, makespan {metrics.makespan:.6g}, bubble rate {metrics.bubble_rate:.2%}",
-        f"lower bound of the {problem.objective} for these stages: {metrics.lower_bound:.6g}",
+        f"span {quantities.time(metrics.span, units)}, makespan {quantities.time(metrics.makespan, units)}, "
+        f"bubble rate {quantities.percent(metrics.bubble_rate)}",
+        f"lower bound of the {problem.objective} for these stages: "
+        f"{quantities.time(metrics.lower_bound, units)}",
     ]
     peak, limit = max(metrics.peak_memory), problem.memory.limit
     if peak > 0:
         rank = metrics.peak_memory.index(peak)
-        of = "" if limit is None else f" of {quantities.memory(limit[rank], problem.units)}"
-        lines.append(f"peak memory {quantities.memory(peak, problem.units)}{of} on rank {rank}")
+        of = "" if limit is None else f" of {quantities.memory(limit[rank], units)}"
+        lines.append(f"peak memory {quantities.memory(peak, units)}{of} on rank {rank}")
     if problem.model is not None:
         lines.append(f"layers per stage: {' '.join(str(len(stage)) for stage in problem.model.partition)}")
     return lines

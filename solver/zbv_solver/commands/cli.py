@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from zbv_solver._version import __version__
 from zbv_solver.commands.messages import contradiction
@@ -24,6 +25,7 @@ from zbv_solver.errors import (
     InvalidPlan,
     MissingDependency,
     NoLayoutFits,
+    did_you_mean,
 )
 from zbv_solver.export import FORMATS
 
@@ -61,7 +63,15 @@ of the machine; otherwise the same problem, effort and seed give the same plan e
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if parsed.command is None and not unknown:
+        parser.print_help()
+        return 0
+    if unknown:
+        known = parser.flags(parsed.command)
+        hints = "".join(did_you_mean(word.partition("=")[0], known) for word in unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{hints}")
     try:
         module = import_module(f"zbv_solver.commands.{MODULES[parsed.command]}")
         getattr(module, parsed.command)(parsed)
@@ -90,6 +100,17 @@ class _Parser(argparse.ArgumentParser):
     """The parser of a command; ``fill`` adds flags of models, which other commands need not import."""
 
     fill: Callable[[argparse.ArgumentParser], None] | None = None
+    commands: dict[str, _Parser]
+
+    def flags(self, command: str | None) -> list[str]:
+        """The flags of a command."""
+        return [*self.commands.get(command or "", self)._option_string_actions]
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with a message; a wrong choice gets a suggestion."""
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        hint = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
+        super().error(f"{message}{'.' if hint else ''}{hint}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse what is known, after adding the flags."""
@@ -119,8 +140,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> _Parser:
+    parser = _Parser(
         prog="zbv",
         description="Plan zero-bubble V schedules for pipeline-parallel training.",
         epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit, 70 a bug in zbv, 130 "
@@ -128,8 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zbv {__version__}")
     commands = parser.add_subparsers(
-        title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+        title="commands", dest="command", metavar="COMMAND", parser_class=_Parser
     )
+    parser.commands = commands.choices
 
     def add(
         name: str,

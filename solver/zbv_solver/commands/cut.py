@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isinf
@@ -18,10 +18,12 @@ from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, 
 from zbv_models.fixed_orders.score import score_layout
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
+from zbv_solver.commands.interrupt import Interruption, terminated_like_interrupted
 from zbv_solver.commands.messages import flag_of, named_flags, print_json, print_whole, spinner, table_of
 from zbv_solver.documents.files import file_label, output, parse_json, read_text
 from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
+from zbv_solver.export import quantities
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, gap_of, plan_json
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
@@ -58,23 +60,32 @@ def cut(arguments: argparse.Namespace) -> None:
         _score(problem, arguments)
         return
     began = time.monotonic()
-    with spinner("searching the best cut") as say:
+
+    def work(stop: Callable[[], bool]) -> tuple[ExecutorCut, Plan | None]:
         with _named(arguments):
-            found = cut_for_executor(problem, arguments.executor, **_asked(arguments))
+            found = cut_for_executor(problem, arguments.executor, **_asked(arguments), cancelled=stop)
+        if arguments.no_free_order or stop():
+            return found, None
+        left = None
         if options.time_limit is not None:
-            left = options.time_limit - (time.monotonic() - began)
-            options = replace(options, time_limit=max(left, LEAST_SECONDS))
-        say("searching a free order")
-        free = None if arguments.no_free_order else free_plan(problem, found.best, options)
+            left = max(options.time_limit - (time.monotonic() - began), LEAST_SECONDS)
+        best = quantities.time(found.best.objective, quantities.stated(problem.units))
+        say(f"searching a free order, best cut {best}")
+        return found, free_plan(problem, found.best, replace(options, time_limit=left), stop)
+
+    with terminated_like_interrupted(), spinner("searching the best cut", options.time_limit) as say:
+        interruption = Interruption(say)
+        found, free = interruption.run(work)
     if arguments.output is not None:
         best = found.best
         _write(arguments.output, best.problem, best.orders, f"{found.executor} {best.schedule.name}")
     if arguments.json:
         document = executor_cut_json(found) | {"free_order": None if free is None else _free_json(free)}
         print_json(document)
-        return
-    print_whole(_table(found, free))
-    sys.stdout.write(_summary(found, free))
+    else:
+        print_whole(_table(found, free))
+        sys.stdout.write(_summary(found, free))
+    interruption.finish("the cut shown")
 
 
 def _load(path: str) -> AnyProblem:
@@ -98,14 +109,17 @@ def _load(path: str) -> AnyProblem:
 
 def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
     """Print what a given cut achieves, and write it as a plan."""
-    with spinner("searching better cuts"), _named(arguments):
+    with terminated_like_interrupted(), spinner("searching better cuts") as say, _named(arguments):
         stages = arguments.virtual_stages or [None]
         if len(stages) > 1:
             raise InvalidInput.at(
                 "/virtual_stages", f"found {len(stages)} numbers with a given cut; give one."
             )
         given = {**_asked(arguments), "virtual_stages": stages[0]}
-        score = score_layout(problem, arguments.executor, arguments.layout, **given)
+        interruption = Interruption(say)
+        score = interruption.run(
+            lambda stop: score_layout(problem, arguments.executor, arguments.layout, **given, cancelled=stop)
+        )
     if arguments.json:
         print_json(score_json(score))
     else:
@@ -116,6 +130,7 @@ def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
             raise InfeasibleMemory(score.timing.peak_memory, score.problem.memory.limit or (), of_cut=True)
         method = f"{score.executor} {score.schedule.name}, given cut"
         _write(arguments.output, score.problem, score.orders, method)
+    interruption.finish("the best cut shown")
 
 
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +180,8 @@ def _free_json(free: Plan) -> dict[str, object]:
 
 
 def _table(found: ExecutorCut, free: Plan | None) -> Table:
-    best = found.best
+    best, units = found.best, found.best.problem.units
+    time = quantities.timer(best.objective, units)
     columns = ("schedule", "virtual stages", "group", "recompute", "best cut", "lower bound", "even cut")
     rows = [
         (
@@ -173,9 +189,11 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
             str(each.schedule.placement.chunks),
             str(each.schedule.group or ""),
             each.recompute if each.recompute_layers is None else f"first {each.recompute_layers}",
-            _value(each.objective) if each.is_searched else UNSEARCHED,
-            _value(each.lower_bound),
-            UNSEARCHED if isinf(each.even) else f"{each.even:.6g}",
+            (NONE_FITS if isinf(each.objective) else time(each.objective))
+            if each.is_searched
+            else UNSEARCHED,
+            NONE_FITS if isinf(each.lower_bound) else time(each.lower_bound),
+            UNSEARCHED if isinf(each.even) else time(each.even),
         )
         for each in best.results[:MOST_ROWS]
     ]
@@ -183,12 +201,8 @@ def _table(found: ExecutorCut, free: Plan | None) -> Table:
     if free is not None:
         table.add_section()
         name = f"any order, placement {free.problem.placement.name}"
-        table.add_row(name, "", "", "", f"{free.objective:.6g}", f"{_bound_of_all_cuts(free):.6g}", "")
+        table.add_row(name, "", "", "", time(free.objective), time(_bound_of_all_cuts(free)), "")
     return table
-
-
-def _value(objective: float) -> str:
-    return NONE_FITS if isinf(objective) else f"{objective:.6g}"
 
 
 def _gain(best: BestCut) -> str:
@@ -200,8 +214,8 @@ def _gain(best: BestCut) -> str:
         return ", as long as the even cut"
     if best.least > best.even * (1 + OPTIMAL_GAP):
         rules = "the memory" if best.problem.memory.limit is not None else "the rules of the problem"
-        return f", {-gain:.1%} above the even cut, which ignores {rules}"
-    return f", {abs(gain):.1%} {'below' if gain > 0 else 'above'} the even cut"
+        return f", {quantities.percent(-gain, 1)} above the even cut, which ignores {rules}"
+    return f", {quantities.percent(abs(gain), 1)} {'below' if gain > 0 else 'above'} the even cut"
 
 
 def _refusals(best: BestCut) -> list[str]:
@@ -216,11 +230,16 @@ def _refusals(best: BestCut) -> list[str]:
 def _summary(found: ExecutorCut, free: Plan | None) -> str:
     best = found.best
     gap = gap_of(best.objective, best.lower_bound)
-    proof = "proved optimal for this schedule" if gap == 0 else f"at most {gap:.2%} above the optimum"
-    model = best.problem.model
+    proof = (
+        "proved optimal for this schedule"
+        if gap == 0
+        else f"at most {quantities.percent(gap)} above the optimum"
+    )
+    model, units = best.problem.model, quantities.stated(best.problem.units)
     sizes = [] if model is None else [str(len(stage)) for stage in model.partition]
     lines = [
-        f"{best.schedule.name}: {best.problem.objective} {best.objective:.6g} ({proof}){_gain(best)}",
+        f"{best.schedule.name}: {best.problem.objective} {quantities.time(best.objective, units)} "
+        f"({proof}){_gain(best)}",
         f"layers per stage: {' '.join(sizes)}",
     ]
     if best.objective - best.least >= SHOWN / 10 * best.objective > 0:
@@ -229,8 +248,9 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
             for stage in ([] if best.shortest.model is None else best.shortest.model.partition)
         )
         lines.append(
-            f"The shortest cut is less regular: {shortest}, {best.problem.objective} {best.least:.6g}, "
-            f"{1 - best.least / best.objective:.2%} shorter."
+            f"The shortest cut is less regular: {shortest}, {best.problem.objective} "
+            f"{quantities.time(best.least, units)}, "
+            f"{quantities.percent(1 - best.least / best.objective)} shorter."
         )
     lines += _refusals(best)
     if best.unsearched:
@@ -240,7 +260,9 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
         )
     if free is not None and free.objective < best.objective:
         gain, placement = 1 - free.objective / best.objective, free.problem.placement.name
-        lines.append(f"A free order gains {gain:.1%} more: see zbv plan with placement {placement}.")
+        lines.append(
+            f"A free order gains {quantities.percent(gain, 1)} more: see zbv plan with placement {placement}."
+        )
     if found.even_remark:
         lines.append(found.even_remark)
     lines += ["", found.settings.rstrip()] if found.settings else [found.remark]

@@ -88,6 +88,7 @@ def score_table(score: Score) -> Table:
     """The ranks: their stages, how long they work and wait, and their memory."""
     problem, units = score.problem, score.problem.units
     limits, rows = problem.memory.limit, []
+    time = quantities.timer(score.objective, units)
     for rank, stages in enumerate(problem.placement.stages_of):
         busy = float(sum(score.busy[stage] for stage in stages))
         full = " does not fit" if rank in score.too_full else ""
@@ -95,7 +96,7 @@ def score_table(score: Score) -> Table:
             (
                 str(rank),
                 " ".join(write_layout((score.stages[stage],)) or "–" for stage in stages),
-                quantities.time(busy, units),
+                time(busy),
                 quantities.percent(max(0.0, 1 - busy / score.objective)) if score.objective else "",
                 quantities.memory(score.timing.peak_memory[rank], units) + full,
                 "" if limits is None else quantities.memory(limits[rank], units),
@@ -127,7 +128,7 @@ def _again(recompute: str, layers: int | None, group: int | None = None) -> str:
 
 def score_summary(score: Score) -> str:
     """A few sentences: the step, memory, the bottleneck, the bound and what better cuts gain."""
-    problem, units = score.problem, score.problem.units
+    problem, units = score.problem, quantities.stated(score.problem.units)
     objective = quantities.time(score.objective, units)
     lines = [
         f"{write_layout(score.stages)}: {problem.objective} {objective}. "
@@ -149,9 +150,12 @@ def _bottleneck(score: Score) -> str:
     shares, rank_of = score.critical, score.problem.placement.rank_of
     ranked = sorted(range(len(shares)), key=lambda stage: -shares[stage])
     named = [stage for stage in ranked[:MOST_NAMED] if shares[stage] >= NAMED_SHARE] or ranked[:1]
-    parts = [f"{shares[stage]:.0%} stage {stage} on rank {rank_of[stage]}" for stage in named]
+    parts = [
+        f"{quantities.percent(float(shares[stage]), 0)} stage {stage} on rank {rank_of[stage]}"
+        for stage in named
+    ]
     rest = 1 - float(shares.sum())
-    parts += [f"{rest:.0%} transfers"] if rest >= NAMED_SHARE else []
+    parts += [f"{quantities.percent(rest, 0)} transfers"] if rest >= NAMED_SHARE else []
     return (
         f"Stage {score.bottleneck} is the bottleneck. The {score.problem.objective} is determined by: "
         f"{', '.join(parts)}."
@@ -160,25 +164,28 @@ def _bottleneck(score: Score) -> str:
 
 def _bound(score: Score) -> list[str]:
     gap = gap_of(score.objective, score.lower_bound)
-    bound = quantities.time(score.lower_bound, score.problem.units)
+    bound = quantities.time(score.lower_bound, quantities.stated(score.problem.units))
     if gap == 0:
         return ["It is proved that no cut under this schedule is shorter."]
     return [
-        f"No cut under this schedule is shorter than {bound}: at most {gap / (1 + gap):.1%} can be gained."
+        f"No cut under this schedule is shorter than {bound}: at most "
+        f"{quantities.percent(gap / (1 + gap), 1)} can be gained."
     ]
 
 
 def _better(score: Score) -> list[str]:
     if score.same is None and score.overall is None:
         return ["No cut is known that fits the memory."]
-    lines = []
+    lines, units = [], quantities.stated(score.problem.units)
     for best, what in ((score.same, "under this schedule"), (score.overall, "of all schedules")):
         if best is None or (what != "under this schedule" and best is score.same):
             continue
-        gain, found = score.gain(best), quantities.time(best.objective, score.problem.units)
+        gain, found = score.gain(best), quantities.time(best.objective, units)
         layout = write_layout(stage_letters(best.problem, score.modules))
         under = what if best is score.same else f"{what} ({with_group(best.schedule)})"
         again = _again(best.results[0].recompute, best.results[0].recompute_layers)
-        short = "fits" if gain is None else f"{gain:.1%} shorter" if gain else "not shorter"
+        short = (
+            "fits" if gain is None else f"{quantities.percent(gain, 1)} shorter" if gain else "not shorter"
+        )
         lines.append(f"The best cut {under} is {layout}{again}: {found}, {short}.")
     return lines

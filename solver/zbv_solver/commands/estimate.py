@@ -14,13 +14,14 @@ from rich.table import Table
 from zbv_models.estimate.config import EstimateConfig, estimate_config, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_models.estimate.model_layers import parameters_of
-from zbv_models.estimate.sections import preset, preset_names, with_presets
+from zbv_models.estimate.sections import preset, preset_names, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 
 from zbv_solver.commands.messages import flag_of, table_of
 from zbv_solver.commands.model_flags import SECTIONS, flags
 from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.export.quantities import counted, figure, fixed, gigabytes
 
 Rows = Sequence[tuple[LayerEstimate, int]]
 """Layers that differ, and how many there are of each."""
@@ -63,12 +64,15 @@ def estimate(arguments: argparse.Namespace) -> None:
 def _require_sequence(others: dict[str, Any]) -> None:
     if "sequence" not in others.get("model", {}):
         detail = "a config.json does not say how long sequences are in training. Give their number of tokens."
-        raise InvalidInput([Issue("", detail, "--sequence")])
+        raise InvalidInput([Issue("", detail, "--sequence-length")])
 
 
 def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:
     """An issue that names the flag or the file that holds the mistake."""
     _, section, key = (*issue.pointer.split("/"), "", "")[:3]
+    if issue.pointer == "/device":
+        detail = f"found no device. Name one of {', '.join(presets_of('device'))}, or give rates in the file."
+        return Issue("", detail, "--preset")
     if key in overrides.get(section, {}):
         return Issue("", issue.detail, flag_of(key))
     return issue if path is None or issue.source else replace(issue, source=file_label(path))
@@ -116,9 +120,9 @@ def _costs(rows: Rows, recompute: str) -> Table:
         return [
             layer.name,
             str(count),
-            *(f"{value / 1e9:,.1f}" for value in astuple(layer.flops)),
-            *(f"{value:,.0f}" for value in astuple(layer.plain.times)),
-            "–" if again is None else f"{again.times.backward_input:,.0f}",
+            *(fixed(value / 1e9, 1) for value in astuple(layer.flops)),
+            *(fixed(value, 0) for value in astuple(layer.plain.times)),
+            "–" if again is None else fixed(again.times.backward_input, 0),
             _mb(layer.output_bytes),
         ]
 
@@ -144,7 +148,7 @@ def _memory(rows: Rows, recompute: str) -> Table:
 
 def _times(rows: Rows, title: str, columns: Sequence[str], part: str) -> Table:
     """A table of a part of the estimates, in µs."""
-    cells = ([each.name, *(f"{value:,.0f}" for value in astuple(getattr(each, part)))] for each, _ in rows)
+    cells = ([each.name, *(fixed(value, 0) for value in astuple(getattr(each, part)))] for each, _ in rows)
     return table_of(title, ("layer", *columns), cells)
 
 
@@ -153,13 +157,13 @@ def _summary(config: EstimateConfig, rows: Rows) -> str:
     flops *= config.parallel.tensor_parallel * config.parallel.context_parallel
     static = sum(layer.static.total * count for layer, count in rows)
     count = parameters_of(config.model)
-    active = f" ({count.active / 1e9:.3g} B active)" if count.active < count.total else ""
+    active = f" ({figure(count.active / 1e9, 3)} B active)" if count.active < count.total else ""
     return (
-        f"{count.total / 1e9:.3g} B parameters{active}; {flops / 1e12:,.4g} TFLOP per microbatch "
-        f"of {config.model.tokens:,} tokens; {static / 1e9:,.4g} GB of static memory over "
-        f"{config.parallel.pp_degree} ranks"
+        f"{figure(count.total / 1e9, 3)} B parameters{active}; {figure(flops / 1e12)} TFLOP per microbatch "
+        f"of {counted(config.model.tokens, 'token')}; {gigabytes(static)} of static memory over "
+        f"{counted(config.parallel.pp_degree, 'rank')}"
     )
 
 
 def _mb(size: float) -> str:
-    return f"{size / 1e6:,.1f}"
+    return fixed(size / 1e6, 1)

@@ -10,6 +10,8 @@ from threading import Event
 from types import FrameType
 from typing import TypeVar
 
+from zbv_solver.errors import ZbvError
+
 Result = TypeVar("Result")
 
 POLL_SECONDS = 0.2
@@ -57,6 +59,31 @@ def interruptible(
                 return _wait(future)
         finally:
             stop.set()  # leaving the pool waits for the work, so the work must end
+
+
+class Interruption:
+    """The first Ctrl-C ends work early, and the best result so far is kept; a second one ends it at once."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say, self.is_interrupted = say, False
+
+    def run(self, work: Callable[[Callable[[], bool]], Result]) -> Result:
+        """Run work as :func:`interruptible` does; raises KeyboardInterrupt if it ends without any result."""
+        try:
+            return interruptible(work, self._end)
+        except ZbvError:
+            if self.is_interrupted:
+                raise KeyboardInterrupt("the search ended before it had found a result") from None
+            raise
+
+    def _end(self) -> None:
+        self.is_interrupted = True
+        self.say("interrupted; keeping the best result so far")
+
+    def finish(self, kept: str) -> None:
+        """Raise KeyboardInterrupt after Ctrl-C, once the best result is kept: ``the plan written``."""
+        if self.is_interrupted:
+            raise KeyboardInterrupt(f"the search ended early, and {kept} is the best that it had found")
 
 
 def _wait(future: Future[Result]) -> Result:

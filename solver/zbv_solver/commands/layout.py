@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from rich.console import Console
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.answer import ranking_json
-from zbv_models.layouts.cluster import parse_cluster
+from zbv_models.layouts.cluster import AnyCluster, doubts, parse_cluster
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts, score_given_cut
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed
@@ -24,7 +26,7 @@ from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import Outcome, outcomes
 
 from zbv_solver.commands.cut_score import score_json, score_summary, score_table
-from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
+from zbv_solver.commands.interrupt import Interruption, terminated_like_interrupted
 from zbv_solver.commands.layout_tables import (
     change_text,
     composition_table,
@@ -39,6 +41,7 @@ from zbv_solver.commands.messages import flag_of, named_flags, spinner
 from zbv_solver.commands.model_flags import FLAGS, given_parallel
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.export.quantities import SECONDS, counted, figure, gigabytes, time
 from zbv_solver.search.options import SearchOptions
 
 
@@ -89,12 +92,13 @@ def layout(arguments: argparse.Namespace) -> None:
             say(f"sensitivity: {change_text(each)}")
         return ranking, found
 
-    with terminated_like_interrupted(), spinner("searching layouts") as say:
+    with terminated_like_interrupted(), spinner("searching layouts", arguments.time_limit) as say:
+        interruption = Interruption(say)
         if arguments.output is None:
-            ranking, found = interruptible(answer)
+            ranking, found = interruption.run(answer)
         else:
             with output(arguments.output) as write_text:
-                ranking, found = interruptible(answer)
+                ranking, found = interruption.run(answer)
                 document = ranking_json(ranking, request, with_points=arguments.points, sensitivity=found)
                 write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
@@ -110,6 +114,7 @@ def layout(arguments: argparse.Namespace) -> None:
         console.print(sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
+    interruption.finish("the layout shown")
 
 
 def _given_cut(request: Request, arguments: argparse.Namespace) -> None:
@@ -129,9 +134,9 @@ def _given_cut(request: Request, arguments: argparse.Namespace) -> None:
     console = Console(stderr=arguments.output == "-")
     console.print(score_table(given.score))
     console.print(
-        f"A step takes {given.step_time:.4g} s. The fullest device has tensors of "
-        f"{given.peak_memory / 1e9:.3g} GB, for which PyTorch reserves {given.reserved_memory / 1e9:.3g} of "
-        f"{request.cluster.size / 1e9:.3g} GB. {memory_text(request.cluster)}",
+        f"A step takes {time(given.step_time, SECONDS)}. The fullest device has tensors of "
+        f"{gigabytes(given.peak_memory)}, for which PyTorch reserves {gigabytes(given.reserved_memory)} of "
+        f"{gigabytes(request.cluster.size)}. {memory_text(request.cluster)}",
         highlight=False,
     )
     console.print(score_summary(given.score).rstrip(), markup=False, highlight=False, soft_wrap=True)
@@ -153,10 +158,10 @@ def _naming(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _news(found: LayoutProgress) -> str:
-    best = "" if found.step_time is None else f", best step {found.step_time:.4g} s"
+    best = "" if found.step_time is None else f", best step {time(found.step_time, SECONDS)}"
     return (
-        f"{found.considered:,} layouts, {found.ruled_out:,} ruled out, {found.planned:,} planned{best}, "
-        f"none below {found.no_layout_below:.4g} s"
+        f"{counted(found.considered, 'layout')}, {figure(found.ruled_out, 12)} ruled out, "
+        f"{figure(found.planned, 12)} planned{best}, none below {time(found.no_layout_below, SECONDS)}"
     )
 
 
@@ -184,7 +189,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             raise InvalidInput([Issue("", detail, flag_of(flag))])
     if arguments.model is None and not arguments.preset:
         raise InvalidInput([Issue("", "found neither; give one of them.", "model, --preset")])
-    cluster = load(arguments.cluster, parse_cluster)
+    cluster = load(arguments.cluster, _questioned_cluster)
     fixed = Fixed(**{name: getattr(arguments, name) for name in FLAGS})
     document = {} if arguments.model is None else read_json(arguments.model)
     if is_transformers_config(document):
@@ -208,6 +213,14 @@ def _request(arguments: argparse.Namespace) -> Request:
     except InvalidInput as error:
         issues = [_named(issue, arguments) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
+
+
+def _questioned_cluster(document: Any) -> AnyCluster:
+    """The cluster of a document; values that contradict its device are questioned on standard error."""
+    cluster = parse_cluster(document)
+    for doubt in doubts(document):
+        sys.stderr.write(f"zbv: warning: {doubt}\n")
+    return cluster
 
 
 def _require_batch(arguments: argparse.Namespace) -> None:
@@ -238,6 +251,8 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
         return Issue("", issue.detail, "--prediction-layers")
     if model is None and issue.pointer in flags:
         return Issue("", issue.detail, flags[issue.pointer])
+    if issue.pointer in flags and "required" in issue.detail:
+        issue = replace(issue, detail=f"{issue.detail} Give it, or {flags[issue.pointer]}.")
     is_of_cluster = issue.pointer == "/groups" or (model is None and not issue.pointer)
     path = arguments.cluster if is_of_cluster else model
     return issue if path is None else replace(issue, source=file_label(path))

@@ -17,7 +17,7 @@ from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome
 
 from zbv_solver.commands.cut_score import with_group
 from zbv_solver.commands.model_flags import FLAGS
-from zbv_solver.export.quantities import counted
+from zbv_solver.export.quantities import SECONDS, counted, figure, gigabytes, percent, time, timer
 
 ROWS = (
     *(name.replace("_", " ") for name in FLAGS[:5]),
@@ -46,6 +46,7 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
     has_executors = any(isinstance(each, ExecutorLayout) for each in ranking.best)
     rows, columns = ROWS + (("groups of ranks",) if len(request.cluster.groups) > 1 else ()), []
     rows += EXECUTOR_ROWS if has_executors else ()
+    seconds = timer(ranking.best[0].step_time, SECONDS)
     for each in ranking.best:
         table.add_column(justify="right")
         layout, placement = each.layout, each.plan.problem.placement
@@ -57,11 +58,11 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
                 str(layout.zero_stage),
                 _recomputation_text(each),
                 layout.placement,
-                f"{each.step_time:.4g} s",
-                f"{each.lower_bound:.4g} s",
-                f"{utilisation(each, request):.1%}",
-                f"{max(each.plan.metrics.peak_memory) / 1e9:.3g} GB",
-                f"{reserved_memory(each) / 1e9:.3g} GB",
+                seconds(each.step_time),
+                seconds(each.lower_bound),
+                percent(utilisation(each, request), 1),
+                gigabytes(max(each.plan.metrics.peak_memory)),
+                gigabytes(reserved_memory(each)),
                 *([_ranks_of_groups(layout)] if layout.groups else []),
                 *(_executor_cells(each) if has_executors else ()),
             ]
@@ -109,13 +110,13 @@ def _recomputation_text(planned: PlannedLayout) -> str:
 def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
     """Executor, schedule, and the step in a free order with how much shorter it is."""
     if not isinstance(planned, ExecutorLayout):
-        return FREE, "searched", f"{planned.step_time:.4g} s"
+        return FREE, "searched", time(planned.step_time, SECONDS)
     name = with_group(planned.best.schedule)
     if planned.free is None:
         return planned.executor, name, "does not fit"
     gain = 1 - planned.free.step_time / planned.step_time
-    shorter = f" (-{gain:.1%})" if gain >= 0.0005 else ""
-    return planned.executor, name, f"{planned.free.step_time:.4g} s{shorter}"
+    shorter = f" (−{percent(gain, 1)})" if gain >= 0.0005 else ""
+    return planned.executor, name, f"{time(planned.free.step_time, SECONDS)}{shorter}"
 
 
 def memory_text(cluster: AnyCluster) -> str:
@@ -129,15 +130,13 @@ def memory_text(cluster: AnyCluster) -> str:
 
 def verdict(ranking: Ranking) -> str:
     """How many layouts were planned and ruled out, and what is proved."""
-    open_ones = (
-        f" The search ended before {ranking.unsettled:,} others were planned or ruled out."
-        if ranking.unsettled
-        else ""
-    )
+    others = f"{figure(ranking.unsettled, 12)} others were planned or ruled out"
+    open_ones = f" The search ended before {others}." if ranking.unsettled else ""
     return (
-        f"{ranking.considered:,} layouts: {ranking.planned:,} planned, {ranking.pruned:,} ruled out by "
-        f"bounds ({ranking.pruned / ranking.considered:.1%}).{open_ones} No layout has a step below "
-        f"{ranking.no_layout_below:.4g} s."
+        f"{counted(ranking.considered, 'layout')}: {figure(ranking.planned, 12)} planned, "
+        f"{figure(ranking.pruned, 12)} ruled out by bounds "
+        f"({percent(ranking.pruned / ranking.considered, 1)}).{open_ones} No layout has a step below "
+        f"{time(ranking.no_layout_below, SECONDS)}."
     )
 
 
@@ -147,10 +146,11 @@ def composition_table(planned: PlannedLayout) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
     table.add_column(justify="right")
-    for name, seconds in composition(planned).items():
-        share = seconds / planned.step_time
+    seconds = timer(planned.step_time, SECONDS)
+    for name, length in composition(planned).items():
+        share = length / planned.step_time
         if share >= LEAST_SHARE:
-            table.add_row(name.replace("_", " "), f"{seconds:.4g} s", f"{share:.1%}")
+            table.add_row(name.replace("_", " "), seconds(length), percent(share, 1))
     return table
 
 
@@ -160,15 +160,16 @@ def sensitivity_table(ranking: Ranking, outcomes: list[Outcome]) -> Table:
     table = Table(title="if these were different", title_justify="left")
     for name in ("change", "step of the best layout", "best layout then", "its step"):
         table.add_column(name, justify="left" if name in ("change", "best layout then") else "right")
+    seconds = timer(base.step_time, SECONDS)
     for each in outcomes:
-        step = "does not fit" if each.step_time is None else f"{each.step_time:.4g} s"
+        step = "does not fit" if each.step_time is None else seconds(each.step_time)
         if each.best is None or each.best_step_time is None:
             table.add_row(change_text(each), step, "none fits", "")
             continue
         is_same = each.best_step_time == each.step_time
         layout = "the same" if is_same else _difference(each.best, base.layout)
         mark = "" if each.is_proved else " *"
-        table.add_row(change_text(each), step, layout, f"{each.best_step_time:.4g} s{mark}")
+        table.add_row(change_text(each), step, layout, f"{seconds(each.best_step_time)}{mark}")
     return table
 
 

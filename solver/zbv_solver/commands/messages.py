@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from zbv_solver.documents.files import write
@@ -17,6 +19,10 @@ if TYPE_CHECKING:  # rich is imported where it is used: --help does not need it
 
 _LEFT, _WHOLE = ("", "schedule", "stages", "layer"), ("schedule", "plan", "layer")
 """Columns that are aligned to the left, and those that are never wrapped."""
+LINE_SECONDS = 15.0
+"""Seconds between two lines of progress, where standard error is no terminal."""
+_OTHERS = 12
+"""Columns of a line of progress without its text: the spinner and the time."""
 _WIDEST = 1000
 """Columns of the widest table."""
 
@@ -29,6 +35,7 @@ def named_flags(error: InvalidInput) -> InvalidInput:
 
 def flag_of(key: str) -> str:
     """The flag of a key of an options document."""
+    key = "sequence_length" if key == "sequence" else key  # one name in all commands
     return f"--{key.replace('_', '-')}"
 
 
@@ -77,16 +84,54 @@ def print_whole(table: Table) -> None:
 
 
 @contextmanager
-def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a text on standard error, if that is a terminal; yields the function that changes the text."""
+def spinner(text: str, limit: float | None = None) -> Iterator[Callable[[str], None]]:
+    """Show what is being done on standard error, and the time; yields the function that changes the text.
+
+    On a terminal the text is one line that changes. Elsewhere a line is printed now and then. ``limit`` is a
+    time limit in seconds, which is shown with the time.
+    """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
+    of = "" if limit is None else f" of {limit:g} s"
+    if not console.is_terminal:
+        with _lines(text, of) as say:
+            yield say
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     # Do not redirect standard output: results are written to it.
     with Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+        *columns, TextColumn(of.strip()), console=console, transient=True, redirect_stdout=False
     ) as bar:
         task = bar.add_task(text, total=None)
-        yield lambda changed: bar.update(task, description=changed)
+        yield lambda changed: bar.update(
+            task, description=shortened(changed, console.width - _OTHERS - len(of))
+        )
+
+
+@contextmanager
+def _lines(text: str, of: str) -> Iterator[Callable[[str], None]]:
+    """Print the text at every interval until the work ends."""
+    latest, ended, began = [text], Event(), time.monotonic()
+
+    def print_lines() -> None:
+        while not ended.wait(timeout=LINE_SECONDS):
+            sys.stderr.write(f"{time.monotonic() - began:.0f} s{of}: {latest[0]}\n")
+            sys.stderr.flush()
+
+    printer = Thread(target=print_lines, daemon=True)
+    printer.start()
+    try:
+        yield lambda changed: latest.__setitem__(0, changed)
+    finally:
+        ended.set()
+        printer.join(timeout=LINE_SECONDS)
+
+
+def shortened(text: str, width: int) -> str:
+    """A text of at most ``width`` characters: without its last parts, or else its last words."""
+    for mark in (", ", " "):
+        while len(text) > width and mark in text:
+            text = text.rpartition(mark)[0]
+    return text

@@ -150,7 +150,13 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     """What ``zbv layout`` and ``zbv-service layout`` search, and how hard."""
     parser.add_argument("model", nargs="?", help="model (JSON) with global_batch, or a config.json, or -")
     parser.add_argument("--preset", action="append", default=[], metavar="NAME", help="model that zbv knows")
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster (JSON), or -")
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        metavar="FILE",
+        help="cluster (JSON): nodes, gpus_per_node, device; optionally memory (bytes) and links "
+        "(latency in µs, bandwidth in GB/s); or -",
+    )
     known = BatchConfig.model_fields | {key: ParallelConfig.model_fields[key] for key in KEPT}
     for key, field in known.items():
         _add_choice(parser, key, field.annotation, field.description)

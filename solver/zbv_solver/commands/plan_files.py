@@ -13,6 +13,7 @@ from zbv_solver.documents.files import file_label, read_json, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import RENUMBERED
 from zbv_solver.export import export as exported
+from zbv_solver.export.quantities import counted, percent
 from zbv_solver.export.torch_csv import batch_order
 from zbv_solver.measure.refit import largest_change, relative_residual
 from zbv_solver.measure.refit import refit as refitted
@@ -54,13 +55,13 @@ def refit(arguments: argparse.Namespace) -> None:
     measured = refitted(problem, traces)
     write(arguments.output, json.dumps(problem_json(measured)) + "\n")
     sys.stderr.write(
-        f"{len(traces)} ranks measured; the cost that differs most from its planned value differs by "
-        f"{largest_change(problem, measured):.1%}\n"
+        f"{counted(len(traces), 'rank')} measured; the cost that differs most from its planned value differs "
+        f"by {percent(largest_change(problem, measured), 1)}\n"
     )
     if measured.features:
         sys.stderr.write(
-            f"fitted over features; relative residual {relative_residual(measured, traces):.1%} (root mean "
-            f"square of fitted minus measured costs, by that of measured costs)\n"
+            f"fitted over features; relative residual {percent(relative_residual(measured, traces), 1)} "
+            f"(root mean square of fitted minus measured costs, by that of measured costs)\n"
         )
 
 

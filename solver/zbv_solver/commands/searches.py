@@ -12,13 +12,13 @@ from pathlib import Path
 from rich.table import Table
 
 from zbv_solver.commands import tables
-from zbv_solver.commands.interrupt import interruptible, terminated_like_interrupted
+from zbv_solver.commands.interrupt import Interruption, terminated_like_interrupted
 from zbv_solver.commands.jitter_flag import read_jitter
 from zbv_solver.commands.messages import named_flags, print_json, print_whole, spinner, table_of
 from zbv_solver.documents.files import output, plain, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import quantities
-from zbv_solver.frontiers.frontier import frontier_points, point_json
+from zbv_solver.frontiers.frontier import FrontierPoint, frontier_points, point_json
 from zbv_solver.packing.batch import Batch, load_batch
 from zbv_solver.packing.packing import Packing, packing_json
 from zbv_solver.packing.packing import pack as packed
@@ -27,7 +27,7 @@ from zbv_solver.problem.jitter import Jitter, check_quantile
 from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import load_problem
-from zbv_solver.search.incumbent import Progress
+from zbv_solver.search.incumbent import OnProgress, Progress
 from zbv_solver.search.jitter import search_for_jitter
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
@@ -46,7 +46,7 @@ def plan(arguments: argparse.Namespace) -> None:
             if not is_summary:
                 write_text(json.dumps(plan_json(found)) + "\n")
 
-        found = _watched_search(problem, options, keep, run)
+        found, interruption = _watched_search(problem, options, keep, run)
     if is_summary:
         sys.stdout.write(f"{_verdict(found)}\n")
         tables.print_comparison(found)
@@ -56,15 +56,13 @@ def plan(arguments: argparse.Namespace) -> None:
         sys.stdout.write("The plan is not saved. To save it, add: -o plan.json\n")
     elif path != "-":
         sys.stderr.write(f"{path}: {_verdict(found)}\n{tables.cut_summary(found)}")
-    if found.provenance.extra.get("cut") == "cancelled":
-        kept = "shown" if is_summary else "written"
-        raise KeyboardInterrupt(f"the search ended early, and the plan {kept} is the best that it had found")
+    interruption.finish("the plan shown" if is_summary else "the plan written")
 
 
 def compare(arguments: argparse.Namespace) -> None:
     """Search a plan and compare it with the classical schedules."""
     problem = load_problem(arguments.problem)
-    found = _watched_search(problem, _search_options(arguments))
+    found, interruption = _watched_search(problem, _search_options(arguments))
     if arguments.json:
         print_json(
             {
@@ -75,6 +73,7 @@ def compare(arguments: argparse.Namespace) -> None:
         )
     else:
         tables.print_comparison(found)
+    interruption.finish("the plan compared")
 
 
 def frontier(arguments: argparse.Namespace) -> None:
@@ -84,7 +83,9 @@ def frontier(arguments: argparse.Namespace) -> None:
     folder = None if arguments.output is None else Path(arguments.output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    points = frontier_points(problem, lambda limited: _watched_search(limited, options))
+    with terminated_like_interrupted(), spinner("searching") as say:
+        interruption = Interruption(say)
+        points = interruption.run(partial(_watched_frontier, problem, options, say))
     document = {"objective": problem.objective, "points": [point_json(point) for point in points]}
     if folder is not None:
         for found in {point.plan.plan_id: point.plan for point in points}.values():
@@ -94,6 +95,24 @@ def frontier(arguments: argparse.Namespace) -> None:
         print_json(document)
     else:
         tables.print_frontier(problem, points)
+    interruption.finish("the part of the frontier shown")
+
+
+def _watched_frontier(
+    problem: AnyProblem, options: SearchOptions, say: Callable[[str], None], stop: Callable[[], bool]
+) -> tuple[FrontierPoint, ...]:
+    """The points of the frontier; after Ctrl-C, those of the smallest limits."""
+    place = ""
+
+    def at(number: int, of: int) -> None:
+        nonlocal place
+        place = f"limit {number} of {of}: "
+        say(f"{place}searching")
+
+    def search_limit(limited: AnyProblem) -> Plan:
+        return search(limited, options, on_progress=_reporter(limited, say, place), cancelled=stop)
+
+    return frontier_points(problem, search_limit, at, stop)
 
 
 def _search_options(arguments: argparse.Namespace) -> SearchOptions:
@@ -114,25 +133,32 @@ def _watched_search(
     options: SearchOptions,
     keep: Callable[[Plan], None] | None = None,
     search: Callable[..., Plan] = search,
-) -> Plan:
+) -> tuple[Plan, Interruption]:
     """Search with a progress display on standard error.
 
-    ``keep`` stores the plan. With it, the first Ctrl-C ends the search early, and the best plan so far is
-    stored and returned; Ctrl-C while it is being stored has no effect. Without it, Ctrl-C raises.
+    The first Ctrl-C ends the search early with the best plan so far. ``keep`` stores the plan; Ctrl-C while
+    it is being stored has no effect.
     """
-    with spinner("searching") as say:
-
-        def report(found: Progress) -> None:
-            say(f"{problem.objective} {found.objective:.6g}, gap {found.gap:.2%} ({found.method})")
+    with spinner("searching", options.time_limit) as say:
 
         def work(stop: Callable[[], bool]) -> Plan:
-            plan = search(problem, options, on_progress=report, cancelled=stop)
+            plan = search(problem, options, on_progress=_reporter(problem, say), cancelled=stop)
             if keep is not None:
                 keep(plan)
             return plan
 
-        ending = partial(say, "interrupted; storing the best plan so far")
-        return interruptible(work, None if keep is None else ending)
+        interruption = Interruption(say)
+        return interruption.run(work), interruption
+
+
+def _reporter(problem: AnyProblem, say: Callable[[str], None], place: str = "") -> OnProgress:
+    """Show every better plan, and the method that made it."""
+
+    def report(found: Progress) -> None:
+        best = quantities.time(found.objective, quantities.stated(problem.units))
+        say(f"{place}{problem.objective} {best}, gap {quantities.percent(found.gap)}, {found.method}")
+
+    return report
 
 
 def _jitter(arguments: argparse.Namespace, problem: AnyProblem) -> Jitter | None:
@@ -153,10 +179,12 @@ def _jitter(arguments: argparse.Namespace, problem: AnyProblem) -> Jitter | None
 def _verdict(plan: Plan) -> str:
     """What the plan achieves, in one line."""
     metrics = plan.metrics
-    proved = "proved optimal" if metrics.status == "optimal" else f"at most {metrics.gap:.2%} above optimal"
+    above = f"at most {quantities.percent(metrics.gap)} above optimal"
+    proved = "proved optimal" if metrics.status == "optimal" else above
     return (
-        f"{plan.problem.objective} {plan.objective:.6g} ({proved}), bubble rate {metrics.bubble_rate:.2%}, "
-        f"{plan.provenance.seconds:.2f} s, plan {plan.plan_id[:12]}"
+        f"{plan.problem.objective} {quantities.time(plan.objective, quantities.stated(plan.problem.units))} "
+        f"({proved}), bubble rate {quantities.percent(metrics.bubble_rate)}, found in "
+        f"{quantities.time(plan.provenance.seconds, quantities.SECONDS)}, plan {plan.plan_id[:12]}"
     )
 
 
@@ -167,7 +195,7 @@ def pack(arguments: argparse.Namespace) -> None:
     is_summary = arguments.output is None and sys.stdout.isatty()
     path = arguments.output or "-"
     with output(path) as write_text, terminated_like_interrupted():
-        found = _watched_packing(batch, options, arguments.compare)
+        found, interruption = _watched_packing(batch, options, arguments.compare)
         if not is_summary:
             write_text(json.dumps(packing_json(found)) + "\n")
     if is_summary:
@@ -176,10 +204,11 @@ def pack(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"{_packed(found)}\nThe packing is not saved. To save it, add: -o packed.json\n")
     elif path != "-":
         sys.stderr.write(f"{path}: {_packed(found)}\n")
+    interruption.finish("the packing shown" if is_summary else "the packing written")
 
 
-def _watched_packing(batch: Batch, options: SearchOptions, compare: bool) -> Packing:
-    """Pack on a separate thread, with a progress display; Ctrl-C ends the searches and raises."""
+def _watched_packing(batch: Batch, options: SearchOptions, compare: bool) -> tuple[Packing, Interruption]:
+    """Pack on a separate thread, with a progress display; Ctrl-C ends all searches early."""
     with spinner("packing") as say:
 
         def work(stop: Callable[[], bool]) -> Packing:
@@ -188,37 +217,44 @@ def _watched_packing(batch: Batch, options: SearchOptions, compare: bool) -> Pac
 
             return packed(batch, options, compare=compare, say=say, planner=planner)
 
-        return interruptible(work)
+        interruption = Interruption(say)
+        return interruption.run(work), interruption
 
 
 def _packed(found: Packing) -> str:
     """What the packing achieves, in one line."""
     microbatches = quantities.counted(sum(len(each.microbatches) for each in found.replicas), "microbatch")
     return (
-        f"{found.batch.problem.objective} {found.step_time:.6g} (at most {found.gap:.2%} above any packing), "
-        f"{microbatches} on {quantities.counted(len(found.replicas), 'replica')}, {found.seconds:.2f} s"
+        f"{found.batch.problem.objective} "
+        f"{quantities.time(found.step_time, quantities.stated(found.batch.problem.units))} "
+        f"(at most {quantities.percent(found.gap)} above any packing), "
+        f"{microbatches} on {quantities.counted(len(found.replicas), 'replica')}, found in "
+        f"{quantities.time(found.seconds, quantities.SECONDS)}"
     )
 
 
 def _replicas(found: Packing) -> Table:
     lengths, rows = found.batch.sequences, []
     columns = ("replica", "microbatches", "sequences", "tokens", "largest", found.batch.problem.objective)
+    time = quantities.timer(found.step_time, found.batch.problem.units)
     for place, each in enumerate(found.replicas):
         tokens = [sum(lengths[index] for index in contents) for contents in each.microbatches]
         numbers = (place, len(tokens), sum(map(len, each.microbatches)), sum(tokens), max(tokens))
-        rows.append([*map(str, numbers), f"{each.plan.objective:.6g}"])
-    return table_of(f"lower bound of every packing: {found.lower_bound:.6g}", columns, rows)
+        rows.append([*(quantities.figure(number, 12) for number in numbers), time(each.plan.objective)])
+    bound = quantities.time(found.lower_bound, quantities.stated(found.batch.problem.units))
+    return table_of(f"lower bound of every packing: {bound}", columns, rows)
 
 
 def _baselines(found: Packing) -> Table:
     columns = ("", "microbatches", "estimate", "longer by", found.batch.problem.objective, "longer by")
+    time = quantities.timer(found.step_time, found.batch.problem.units)
     rows = (
         (
             each.name,
             str(each.microbatches),
-            f"{each.estimate:.6g}",
+            time(each.estimate),
             _longer(each.estimate, found.estimate),
-            "–" if each.step_time is None else f"{each.step_time:.6g}",
+            "–" if each.step_time is None else time(each.step_time),
             "–" if each.step_time is None else _longer(each.step_time, found.step_time),
         )
         for each in found.baselines
@@ -227,4 +263,4 @@ def _baselines(found: Packing) -> Table:
 
 
 def _longer(value: float, than: float) -> str:
-    return f"{value / than - 1:.2%}" if than > 0 else "–"
+    return quantities.percent(value / than - 1) if than > 0 else "–"

@@ -32,23 +32,25 @@ def print_frontier(problem: AnyProblem, points: Sequence[FrontierPoint]) -> None
 
 def _frontier_of_stages(problem: Problem, points: Sequence[FrontierPoint]) -> Table:
     """Limits as fractions of 1F1B's memory, and the classical schedules below."""
-    objective = problem.objective
+    objective, units = problem.objective, problem.units
     title = f"{objective} over memory; 1 is what 1F1B holds on its fullest rank"
+    baselines = sorted(baseline_points(points[0].plan), key=lambda each: each.needs)
+    time = quantities.timer(points[-1].plan.objective, units)
     rows = [
         (
-            f"{point.fraction:.4g}",
-            f"{point.limit:.6g}",
-            f"{point.plan.objective:.6g}",
-            f"{point.lower_bound:.6g}",
-            f"{point.gap:.2%}",
+            quantities.figure(point.fraction or 0.0),
+            quantities.memory(point.limit, units),
+            time(point.plan.objective),
+            time(point.lower_bound),
+            quantities.percent(point.gap),
             point.plan.plan_id[:12],
         )
         for point in points
     ]
     table = table_of(title, ("limit", "per rank", f"best {objective}", "lower bound", "gap", "plan"), rows)
     table.add_section()
-    for baseline in sorted(baseline_points(points[0].plan), key=lambda each: each.needs):
-        table.add_row(f"{baseline.needs:.4g}", "", f"{baseline.value:.6g}", "", "", baseline.name)
+    for baseline in baselines:
+        table.add_row(quantities.figure(baseline.needs), "", time(baseline.value), "", "", baseline.name)
     return table
 
 
@@ -56,12 +58,13 @@ def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]
     """Limits as amounts of memory; every limit may have another cut."""
     objective, units = problem.objective, problem.units
     columns = ("limit", f"best {objective}", "lower bound", "gap", "needs", "recomputed", "placement", "plan")
+    time = quantities.timer(points[-1].plan.objective, units)
     rows = (
         (
             quantities.memory(point.limit, units),
-            f"{point.plan.objective:.6g}",
-            f"{point.lower_bound:.6g}",
-            f"{point.gap:.2%}",
+            time(point.plan.objective),
+            time(point.lower_bound),
+            quantities.percent(point.gap),
             quantities.memory(point.needs, units),
             f"{recomputed_stages(point.plan)} of {point.plan.problem.n_stages}",
             point.plan.problem.placement.name,
@@ -74,30 +77,34 @@ def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]
 
 def print_comparison(plan: Plan) -> None:
     """Compare a plan with the classical schedules of its problem."""
-    objective, metrics = plan.problem.objective, plan.metrics
+    objective, metrics, units = plan.problem.objective, plan.metrics, plan.problem.units
     columns = ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan")
     own = Baseline(
         plan.origin, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True
     )
+    time = quantities.timer(plan.objective, units)
     rows = (
         (
             row.name,
-            f"{row.span:.6g}",
-            f"{row.makespan:.6g}",
-            f"{row.bubble_rate:.2%}",
-            f"{max(row.peak_memory):.4g}",
+            time(row.span),
+            time(row.makespan),
+            quantities.percent(row.bubble_rate),
+            quantities.memory(max(row.peak_memory), units),
             "yes" if row.fits else "no",
             f"{objective_value(objective, row) / plan.objective:.3f}" if plan.objective else "–",
         )
         for row in (own, *plan.baselines)
     )
-    print_whole(table_of(f"lower bound of {objective}: {metrics.lower_bound:.6g}", columns, rows))
+    bound = quantities.time(metrics.lower_bound, quantities.stated(units))
+    print_whole(table_of(f"lower bound of {objective}: {bound}", columns, rows))
 
 
 def print_simulation(plan: Plan, found: Simulation) -> None:
     """Compare a plan with the classical schedules of its problem when durations vary."""
-    objective = plan.problem.objective
-    title = f"{objective} in {found.scenarios} scenarios; planned: {plan.objective:.6g}"
+    objective, units = plan.problem.objective, plan.problem.units
+    planned = quantities.time(plan.objective, quantities.stated(units))
+    title = f"{objective} in {quantities.counted(found.scenarios, 'scenario')}; planned: {planned}"
+    time = quantities.timer(plan.objective, units)
     own = found.spans.of(objective)[1]
     rows = []
     for name, spans, fits in (
@@ -106,7 +113,7 @@ def print_simulation(plan: Plan, found: Simulation) -> None:
     ):
         expected, p95 = spans.of(objective)
         relative = f"{p95 / own:.3f}" if own else "–"
-        rows.append((name, f"{expected:.6g}", f"{p95:.6g}", "yes" if fits else "no", relative))
+        rows.append((name, time(expected), time(p95), "yes" if fits else "no", relative))
     print_whole(table_of(title, ("schedule", "expected", "p95", "fits", "p95 / plan"), rows))
 
 
@@ -126,6 +133,7 @@ def cut_summary(plan: Plan) -> str:
     problem, model = plan.problem, plan.problem.model
     if model is None:
         return ""
+    units = quantities.stated(problem.units)
     loads = [problem.busy_time(rank) / problem.microbatches for rank in range(problem.pp_degree)]
     lines = []
     for rank, stages in enumerate(problem.placement.stages_of):
@@ -133,20 +141,23 @@ def cut_summary(plan: Plan) -> str:
             _first_and_last(model.partition[stage]) + (" (recomputed)" if model.cut.recompute[stage] else "")
             for stage in stages
         ]
-        lines.append(f"  rank {rank}: {' | '.join(parts)}; {loads[rank]:.6g} a microbatch")
+        lines.append(
+            f"  rank {rank}: {' | '.join(parts)}; {quantities.time(loads[rank], units)} a microbatch"
+        )
     if plan.cut is not None:
         bound = plan.cut.lower_bound
         lines.append(
             f"  placement {problem.placement.kind}; no cut of these layers has a {problem.objective} below "
-            f"{bound:.6g} (gap {plan.cut.gap:.2%})"
+            f"{quantities.time(bound, units)} (gap {quantities.percent(plan.cut.gap)})"
         )
         # In an even division every rank would have the mean.
         mean = problem.microbatches * sum(loads) / problem.pp_degree
         above = bound / mean - 1 if mean > 0 else 0.0
         if above >= UNEVEN:
             lines.append(
-                f"  these layers cannot be divided evenly: some rank has at least {above:.0%} more than the "
-                "mean; finer layers (attention and MLP apart) may help"
+                "  these layers cannot be divided evenly: some rank has at least "
+                f"{quantities.percent(above, 0)} more than the mean; finer layers (attention and MLP apart) "
+                "may help"
             )
     return "".join(f"{line}\n" for line in lines)
 

@@ -1,7 +1,7 @@
 """Compile all kernels ahead of time: ``python -m zbv_solver.commands.warm_up``.
 
-Numba caches the machine code on disk. ``make install`` runs this; without it, the first plan takes about
-half a minute longer.
+Numba caches the machine code on disk. ``make install`` runs this; without it, the first plan takes one
+to two minutes longer.
 """
 
 from __future__ import annotations

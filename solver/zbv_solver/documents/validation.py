@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from zbv_solver.documents.fields import BATCH, MAX_NAME, TOO_MANY
-from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
+from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -43,6 +44,8 @@ _REMEDIES = {
     "packing": "The plan of replica 0 is under /replicas/0/plan, and so on.",
     "batch": "`zbv pack` packs it.",
     "problem": "`zbv plan` makes a plan of it.",
+    "list of layouts": "The plan of the best one is under /layouts/0/plan.",
+    "model's configuration": "`zbv estimate --config` makes a problem of it; `zbv layout` searches a layout.",
 }
 """What to do with a document of each kind where another kind is expected."""
 
@@ -56,7 +59,25 @@ def validated(model: type[Model], document: Any) -> Model:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        raise refusal(error, document) from None
+        refused = refusal(error, document)
+        issues = [_with_meaning(issue, model) for issue in refused.issues]
+        raise InvalidInput(issues, refused.more, refused.is_partial) from None
+
+
+def _with_meaning(issue: Issue, model: Any) -> Issue:
+    """An issue of a number also says what the key means, because that names the unit."""
+    description = None
+    for key in issue.pointer.split("/")[1:]:
+        kinds = [model, *get_args(model)]
+        fields: dict[str, Any] = next(
+            (each.model_fields for each in kinds if hasattr(each, "model_fields")), {}
+        )
+        if key not in fields:
+            return replace(issue, detail=f"{issue.detail}{did_you_mean(key, fields)}")
+        model, description = fields[key].annotation, fields[key].description
+    if description is None or not issue.detail.startswith("found ") or "should be" not in issue.detail:
+        return issue
+    return replace(issue, detail=f"{issue.detail} The key is: {description}.")
 
 
 def require_kind(document: Any, expected: str) -> None:
@@ -76,7 +97,11 @@ def _kind_of(document: dict[str, Any]) -> str | None:
         return "packing"
     if "max_tokens" in document:
         return "batch"
-    return "problem" if "pp_degree" in document else None
+    if "layouts" in document and "considered" in document:
+        return "list of layouts"
+    if "pp_degree" in document:
+        return "problem"
+    return "model's configuration" if {"model", "model_type"} & document.keys() else None
 
 
 def refusal(error: ValidationError, document: Any) -> InvalidInput:

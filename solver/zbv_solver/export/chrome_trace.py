@@ -17,10 +17,7 @@ from zbv_solver.documents.files import number
 from zbv_solver.export.palette import NAMES
 from zbv_solver.export.timeline import Timeline, holds_memory, timeline
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import LETTERS
-
-MICROSECONDS: dict[str, float] = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
-"""Microseconds in one time unit."""
+from zbv_solver.problem.problem import LETTERS, NANOSECONDS
 
 _PROCESS = 0
 _BLOCK = 10_000
@@ -30,7 +27,7 @@ _BLOCK = 10_000
 def render(plan: Plan) -> str:
     """The plan as a Trace Event Format document."""
     line = timeline(plan)
-    scale = MICROSECONDS.get(plan.problem.units.time or "us", 1.0)
+    scale = NANOSECONDS.get(plan.problem.units.time or "us", 1e3) / 1e3  # to microseconds
     features = {f"feature {each.name}": each.value for each in plan.problem.features}
     events = chain(_names(line), _actions(line, scale, features))
     if holds_memory(plan.problem):

@@ -1,15 +1,21 @@
-"""Readable numbers: four significant digits, narrow spaces between thousands, units; ticks of axes."""
+"""Numbers as people read them, on pages and in the terminal; ticks of axes.
+
+Four significant digits, narrow spaces between thousands, and units of suitable size: 5.909 s, 74.51 GiB.
+JSON documents have plain numbers in the unit of their problem instead.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
-from zbv_solver.problem.problem import Units
+from zbv_solver.problem.problem import NANOSECONDS, Units
 
 _NARROW_SPACE = "\u202f"
 _BYTES = ("bytes", "byte", "B")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIME_UNITS = ("s", "ms", "µs", "ns")
+SECONDS = Units(time="s")
 
 
 def figure(value: float, digits: int = 4) -> str:
@@ -24,14 +30,39 @@ def figure(value: float, digits: int = 4) -> str:
     return text.replace(",", _NARROW_SPACE).replace("-", "−")
 
 
+def fixed(value: float, decimals: int) -> str:
+    """A number with this many decimals, for the columns of a table."""
+    return f"{value:,.{decimals}f}".replace(",", _NARROW_SPACE)
+
+
 def _without_zeros(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def time(value: float, units: Units) -> str:
-    """A time with its unit."""
-    unit = time_unit(units)
-    return f"{figure(value)} {unit}" if unit else figure(value)
+    """A time in the unit that suits it: ``5.909 s`` for 5909168 µs; units without a known size stay."""
+    return timer(value, units)(value)
+
+
+def timer(typical: float, units: Units) -> Callable[[float], str]:
+    """How to write times that are compared with each other: all in the unit that suits one of them."""
+    scale, unit = time_scale(abs(typical), units)
+    return lambda value: f"{figure(value / scale)} {unit}".rstrip()
+
+
+def time_scale(highest: float, units: Units) -> tuple[float, str]:
+    """The divisor for times up to ``highest``, and the unit of the quotients."""
+    unit = NANOSECONDS.get(units.time or "")
+    if unit is None or not 0 < highest < math.inf:
+        return 1.0, time_unit(units)
+    fits = (name for name in _TIME_UNITS if highest * unit >= NANOSECONDS[name])
+    name = next(fits, _TIME_UNITS[-1])
+    return NANOSECONDS[name] / unit, name
+
+
+def stated(units: Units) -> Units:
+    """The units, each called ``units`` if the problem does not name it; for sentences, not for tables."""
+    return Units(time=units.time or "units", memory=units.memory or "units")
 
 
 def time_unit(units: Units) -> str:
@@ -49,7 +80,8 @@ def spread(values: Sequence[float] | None, write: Callable[[float], str] = figur
 
 def times(values: Sequence[float] | None, units: Units) -> str:
     """The range of times, with their unit at the end: ``3 to 5 µs``."""
-    return f"{spread(values)} {time_unit(units)}".rstrip() if values else "none"
+    scale, unit = time_scale(max(values or (0.0,)), units)
+    return f"{spread([value / scale for value in values])} {unit}".rstrip() if values else "none"
 
 
 def memories(values: Sequence[float] | None, units: Units) -> str:
@@ -83,7 +115,7 @@ def relative(value: float, base: float) -> str:
     if base == 0:
         return percent(0.0, 1) if value == 0 else "∞"
     change = percent(value / base - 1, 1)
-    return change if change.startswith("−") or value <= base else f"+{change}"
+    return f"+{change}" if change.strip("−0.%\u202f") and value > base else change
 
 
 def memory_scale(highest: float, units: Units) -> tuple[float, str]:
@@ -99,7 +131,12 @@ def memory_scale(highest: float, units: Units) -> tuple[float, str]:
 def counted(count: int, word: str) -> str:
     """A count with its noun: ``1 rank``, ``4 microbatches``."""
     plural = f"{word}es" if word.endswith("ch") else f"{word}s"
-    return f"{count} {word if count == 1 else plural}"
+    return f"{figure(count, 12)} {word if count == 1 else plural}"
+
+
+def gigabytes(size: float) -> str:
+    """Memory of a device or a model, in the decimal unit of data sheets: ``80 GB``."""
+    return f"{figure(size / 1e9, 3)} GB"
 
 
 def ticks(low: float, high: float, at_most: int) -> list[float]:

@@ -66,13 +66,22 @@ class _Limited(NamedTuple):
     problem: AnyProblem
 
 
-def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint, ...]:
+def frontier_points(
+    problem: AnyProblem,
+    search: Search,
+    at: Callable[[int, int], None] = lambda number, of: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[FrontierPoint, ...]:
     """The best plan within every limit of the grid; the problem's own limit is ignored.
 
     Parameters
     ----------
     search
         Finds the plan of a problem; called once per limit, in ascending order.
+    at
+        Called before each search with the number of its limit, from 1, and how many limits there are.
+    cancelled
+        Asked between two searches; the points are then those of the limits so far.
 
     Raises
     ------
@@ -82,7 +91,13 @@ def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint,
         When a plan undercuts the bound of its limit or of a larger one.
     """
     limited = list(_limited(problem))
-    plans = [search(each.problem) for each in limited]
+    plans: list[Plan] = []
+    for limit in limited:
+        if plans and cancelled():
+            break
+        at(len(plans) + 1, len(limited))
+        plans.append(search(limit.problem))
+    del limited[len(plans) :]
     needs = [_needs(problem, plan) for plan in plans]
     by_id = dict(zip((plan.plan_id for plan in plans), zip(plans, needs, strict=True), strict=True))
     known = [Known(plan.plan_id, need, plan.objective) for plan, need in zip(plans, needs, strict=True)]
@@ -92,9 +107,9 @@ def frontier_points(problem: AnyProblem, search: Search) -> tuple[FrontierPoint,
         best = best_within(place, known) or own  # this limit's plan fits it, up to rounding
         plan, need = by_id[best.name]
         proven = certify(each, plan.objective, bound, "a larger limit's bound")
-        limit = (each.limit if isinstance(each, LayeredProblem) else each.memory.limit) or (0.0,)
+        limits = (each.limit if isinstance(each, LayeredProblem) else each.memory.limit) or (0.0,)
         fraction = place if isinstance(problem, Problem) else None
-        points.append(FrontierPoint(max(limit), plan, proven.lower_bound, need, fraction))
+        points.append(FrontierPoint(max(limits), plan, proven.lower_bound, need, fraction))
     return tuple(points)
 
 

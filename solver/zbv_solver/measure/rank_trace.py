@@ -30,6 +30,9 @@ Record = tuple[str, Nanoseconds, Nanoseconds, Nanoseconds, Bytes]
 """Action, wait, start, end, bytes received from another rank."""
 
 MAX_STEPS = 1000
+Seconds = Annotated[float, Field(ge=0)]
+CurvePoint = tuple[Index, Seconds, float | None]
+"""Step, seconds, loss."""
 
 WAIT, START, END = range(3)
 """Columns of :attr:`StepTrace.times`."""
@@ -44,7 +47,7 @@ class StepTraceDocument(_Document):
 
     step: Index
     loss: float | None = Field(None, description="On ranks that have the last stage.")
-    seconds: Annotated[float, Field(ge=0)]
+    seconds: Seconds
     actions: Annotated[list[Record], AtMost(MAX_ACTIONS)] = Field(
         description="In execution order: the action, when the rank began to wait for its input, when the "
         "input had arrived, when the action ended (nanoseconds of the rank's clock), and the bytes received."
@@ -60,6 +63,11 @@ class RankTraceDocument(_Document):
     plan_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     clock_offset_ns: Nanoseconds = Field(0, description="How far its clock is ahead of rank 0's.")
     uncertainty_ns: Nanoseconds = Field(0, description="The offset is wrong by at most this.")
+    curve: Annotated[list[CurvePoint], AtMost(MAX_STEPS)] = Field(
+        [],
+        description="Step, seconds and loss of all steps since the rank started, evenly thinned if there are "
+        "many; the loss is null on ranks without the last stage.",
+    )
     steps: Annotated[list[StepTraceDocument], AtMost(MAX_STEPS)]
 
 

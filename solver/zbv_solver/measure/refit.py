@@ -31,13 +31,10 @@ from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.jitter import MAX_FACTOR, NO_SPREAD, Jitter, Spread
 from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import uncut
-from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+from zbv_solver.problem.problem import LETTERS, NANOSECONDS, B, F, I, Problem, W
 from zbv_solver.problem.stages import Costs, Placement
 
 Scale = Callable[[float], float]
-
-NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
-"""Nanoseconds in one time unit."""
 
 _DIGITS = 6
 """Significant digits of a measured cost. More would be noise, which would change every plan."""
@@ -56,8 +53,8 @@ _MOST_STEPS = 10
 def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
     """The problem with its measured costs; layers are scaled with their stages.
 
-    If the problem's time unit is not one of :data:`NANOSECONDS`, only the proportions of its costs are known.
-    The unit is then chosen so that the measured actions take as long in total as planned.
+    If the size of the problem's time unit is not known, only the proportions of its costs are known. The unit
+    is then chosen so that the measured actions take as long in total as planned.
 
     Parameters
     ----------

@@ -70,6 +70,10 @@ def objective_value(objective: Objective, times: Times) -> float:
 _Unit = Annotated[str, Field(max_length=32)]
 
 
+NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+"""Units of time whose size is known, in nanoseconds."""
+
+
 @dataclass(frozen=True)
 class Units(Record):
     """Names of units, for display only."""

@@ -17,7 +17,7 @@ from support.executor_layouts import request_of as small_request
 from support.measured_profiles import as_estimated
 from support.rankings import check_ranking
 from zbv_models.layouts.answer import ranking_json, utilisation
-from zbv_models.layouts.cluster import ALLOCATOR_SHARE, equal_cluster, parse_cluster
+from zbv_models.layouts.cluster import ALLOCATOR_SHARE, doubts, equal_cluster, parse_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout
 from zbv_models.layouts.executor_rules import executors_of, layouts_of_executors
 from zbv_models.layouts.executor_search import executor_layouts
@@ -237,10 +237,11 @@ OF_EQUAL_NODES: list[tuple[Document, str]] = [
     ({"nodes": 100_000_000, "gpus_per_node": 100_000_000}, "/nodes"),
     ({"reserve": 1e9}, "/reserve"),
     *(({"device": wrong}, "/device") for wrong in ("llama-3.1-8b", "h1000", None)),
-    *(({"memory": wrong}, "/memory") for wrong in (0, None)),
+    *(({"memory": wrong}, "/memory") for wrong in (0, None, 80, "80GB")),
     ({"memory": None, "device": {**DEVICE, "memory_limit": 0}}, "/device/memory_limit"),
     ({"device": {"achieved_tflops": -1}}, "/device/achieved_tflops"),
-    ({"links": IN_NODE}, "/links/between_nodes"),
+    ({"links": IN_NODE}, "/links"),
+    ({"links": {"in_node": {"latency": 5, "bandwidth": 450e9}}}, "/links/in_node/bandwidth"),
     ({"links": None}, "/links"),
     ({"gpus": 8}, "/gpus"),
 ]
@@ -272,6 +273,27 @@ WRONG_PROFILES: list[tuple[Any, str, str]] = [
     ({"pp_degree": 2}, "/layers", "whole stages"),
 ]
 PROFILES = [(partial(parse_profile, document), *expected) for document, *expected in WRONG_PROFILES]
+
+
+@pytest.mark.parametrize("of_groups", [False, True])
+def test_values_in_another_unit_are_questioned(of_groups: bool) -> None:
+    """Gb/s for GB/s, seconds for µs, and gigabytes for bytes differ from the named device by a factor."""
+
+    def keys(at: str, values: Document) -> list[str]:
+        links = {name: {"latency": 10, "bandwidth": 40} | values for name in (at,) if at != "memory"}
+        nodes = {**ONE, "device": "h100", **(values if at == "memory" else {})}
+        inside = {**nodes, "links": links if at == "in_node" else {}}
+        document = {"groups": [inside], "links": links if at == "between_nodes" else {}}
+        document = document if of_groups else {**nodes, "links": links}
+        parse_cluster(document)
+        return [doubt.partition(":")[0].removeprefix("/groups/0") for doubt in doubts(document)]
+
+    for at in ("between_nodes", "in_node"):
+        assert keys(at, {"latency": 10e-6, "bandwidth": 300}) == [
+            f"/links/{at}/latency", *[f"/links/{at}/bandwidth"] * (at == "between_nodes")
+        ]  # fmt: skip
+    assert keys("between_nodes", {}) == keys("memory", {"memory": 64e9}) == []
+    assert keys("memory", {"memory": 80e6}) == ["/memory"]
 
 
 def executed(executor: str, model: Document, **fixed: Any) -> None:

@@ -11,7 +11,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from support.paths import ROOT
 from support.serving import Service
 from support.walk import FETCH, modules, walk
-from zbv_service.api.openapi_extras import EXAMPLES, TAGS
+from zbv_service.api.openapi import EXAMPLES, TAGS
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
 

@@ -16,7 +16,7 @@ from zbv_service.client import (
     SearchTimeout,
     ServiceFailed,
     ServiceUnreachable,
-    streams,
+    connection,
 )
 
 
@@ -87,7 +87,7 @@ def test_a_connection_that_lasted_resets_the_retries(
     client, _ = answering(*cut, stream(("1", "end", {"state": "done"})))
     with pytest.raises(ServiceUnreachable, match="ended before"):
         list(client.events("a"))
-    monkeypatch.setattr(streams, "STEADY_SECONDS", -1.0)
+    monkeypatch.setattr(connection, "STEADY_SECONDS", -1.0)
     client, _ = answering(*cut, stream(("1", "end", {"state": "done"})))
     assert [event.kind for event in list(client.events("a"))] == ["end"]
 

@@ -23,6 +23,12 @@ PLAN = ["--plan", "e" * 64]
 NEEDED = ["--model", "a.b:c", "--nodes", "2", "--steps", "5"]
 REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/nodes", "detail": "wrong"}]}
 
+STEPS: list[dict[str, Any]] = [
+    {"step": 0, "seconds": 2.5, "loss": 4.5},
+    {"step": 1, "seconds": 1.0, "loss": 3.0},
+    {"step": 4, "seconds": 1.25, "loss": 2.0},
+]
+
 
 class Service:
     """Answers like a service. The run is running when it is first read, and later in its last state."""
@@ -49,6 +55,8 @@ class Service:
             return httpx.Response(self.refused_with, json=self.refusal)
         if path.endswith("/events"):
             return httpx.Response(200, json={"events": self._events(int(request.url.params["after"]))})
+        if path.endswith("/steps"):
+            return httpx.Response(200, json={"steps": STEPS})
         if request.method == "GET":
             self.looks += 1
             self.on_look(self.looks)
@@ -105,7 +113,8 @@ def test_a_stored_plan_is_run_and_followed(service: Service, capsys: pytest.Capt
     assert printed.out == "r1\n"
     lines = printed.err.splitlines()
     assert lines[0] == "run r1 (http://127.0.0.1:8000/v1/runs/r1)"
-    assert [line.split(" ", 1)[1] for line in lines[1:]] == ["starting: on one", "succeeded"]
+    assert [line.split(" ", 1)[1] for line in lines[1:-1]] == ["starting: on one", "succeeded"]
+    assert lines[-1] == "step 0: loss 4.5, 2.5 s; step 4: loss 2, 1.25 s"
 
 
 @pytest.mark.usefixtures("in_folder")
@@ -308,8 +317,12 @@ def test_progress_is_the_step_of_the_slowest_rank_that_has_reported() -> None:
         ranks = [{"rank": rank, "step": step} for rank, step in enumerate(steps)]
         return Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})
 
-    assert run_command.progress(run(4, 3, None)) == "last reported step 3 of 9"
-    assert run_command.progress(run(None)) == run_command.progress(run()) == ""
+    assert run_command.progress(run(4, 3, None), []) == "last reported step 3 of 9"
+    measured = run_command.progress(run(4, 3, None), STEPS)
+    assert measured == "last reported step 3 of 9; step 4: loss 2, 1.25 s"
+    assert run_command.progress(run(None), STEPS) == run_command.progress(run(), STEPS) == ""
+    without_loss = [{"step": 7, "seconds": 2.0, "loss": None}]
+    assert (run_command.curve(without_loss), run_command.curve([])) == ("step 7: 2 s", "")
 
 
 def test_a_missing_part_of_the_installation_is_named(

@@ -13,8 +13,7 @@ from support.frontiers import ask, frontier, planned
 from support.layered import NAMES, RECOMPUTED
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.documents.problems import asked_of, problem_key
-from zbv_service.frontier.points import CutSummary, Frontier, Point
-from zbv_service.frontier.problems import holds_up_to, problems_of_stages
+from zbv_service.frontier.problems import CutSummary, Frontier, Point, holds_up_to, problems_of_stages
 from zbv_service.pages.frontier import Axis, picture_of
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known, at_limit

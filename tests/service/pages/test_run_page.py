@@ -12,10 +12,12 @@ from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.pages import run as pages
+from zbv_service.pages.charts import MOST_DRAWN
 from zbv_service.pages.measured import measured_values
 from zbv_service.pages.run import SHOWN_RANKS, run_values
 from zbv_service.pages.shell import Shell, render
 from zbv_service.pages.words import tone
+from zbv_service.records.runs import StepDocument
 from zbv_service.runs.measurements import Measured, TraceSource, measure, most_shared
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.orders import Orders
@@ -114,7 +116,7 @@ async def test_a_running_run_shows_its_ranks_steps_and_losses(
     seen = await run.words()
     assert "All ranks have reported step 3 of 5" in seen
     assert re.search(r"Step time [\d.]+ µs median|Step time [\d.]+ µs planned", seen)
-    assert "Loss 3 of step 1" in seen, "a loss belongs to its step"
+    assert "Loss 3 of step 1, from 4" in seen, "a loss belongs to its step"
     assert "rank 1 host-b node 1 running" in seen
     text = await service.page(run.url)
     assert f'href="/v1{run.url}/ranks/1/log?generation=0"' in text
@@ -148,6 +150,56 @@ async def test_a_running_run_shows_its_ranks_steps_and_losses(
     seen = await run.words("/measured?step=7")
     assert "These traces cannot be used" in seen
     assert "not its list of plan" in seen
+
+
+async def test_a_run_shows_its_whole_curve_and_steps_that_ran_again_once(service: Service) -> None:
+    run = await begun(service, retries=1)
+    everything = [[step, 1.0 + step % 2, 9.0 - step / 100] for step in range(0, 400)]
+    for rank, trace in enumerate(run.traces(TIMED, first_step=399)):
+        trace["curve"] = [[step, seconds, None if rank else loss] for step, seconds, loss in everything]
+        trace["curve"][7][1] += 4.0 * rank
+        await run.send(rank, trace)
+    steps = (await service.get(f"/v1{run.url}/steps"))["steps"]
+    assert [step["step"] for step in steps] == [*range(400)]
+    assert steps[7] == {"step": 7, "seconds": 6.0, "loss": 8.93}, "the time of the slowest rank"
+    seen = await run.words()
+    assert "of step 399, from 9" in seen
+    assert "evenly spread" not in seen
+    await service.end_node(run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
+    await service.end_node(run.agents[1], run.id, "stopped")
+    run.generation = 1
+    for agent in run.agents:
+        await service.work(agent)
+    for rank, trace in enumerate(run.traces(TIMED, first_step=601)):
+        curve = [[300, 1.5, None if rank else 5.0], *([step, 1.5, None] for step in range(302, 601, 2))]
+        await run.send(rank, {**trace, "curve": curve})
+    steps = (await service.get(f"/v1{run.url}/steps"))["steps"]
+    assert [step["step"] for step in steps][298:303] == [298, 299, 300, 302, 304]
+    assert steps[300] == {"step": 300, "seconds": 1.5, "loss": 5.0}, "of the generation that ran it last"
+    seen = await run.words()
+    assert "400 of 602 steps, evenly spread, with the first and the newest." in seen
+    assert (await service.http.get(f"/v1/runs/{'e' * 32}/steps")).status_code == 404
+    for point in ([1, -1.0, None], [1, 1.0], ["1", 1.0, None]):
+        with pytest.raises(AssertionError, match="/curve/0"):
+            await run.send(0, {**run.traces(TIMED)[0], "curve": [point]})
+
+
+def test_charts_of_steps_have_the_number_of_the_step_on_their_axis() -> None:
+    steps = [StepDocument(step=step, seconds=0.5, loss=2.0) for step in (0, 1, 2, 3, 8, 9)]
+    times, losses = pages.step_chart(steps, 0.4), pages.loss_chart(steps)
+    assert losses is not None
+    assert [text for _, text in times["x_ticks"]] == ["0", "2", "4", "6", "8"]
+    middles = [x + times["width"] / 2 for x, _, _ in times["bars"]]
+    assert middles == pytest.approx([5.0, 15.0, 25.0, 35.0, 85.0, 95.0], abs=0.01)
+    assert [x for x, _ in losses["dots"]] == pytest.approx(
+        [100 * step / 9 for step in (0, 1, 2, 3, 8, 9)], abs=0.01
+    )
+    assert sum(width for _, width, _ in losses["hits"]) == pytest.approx(100, abs=0.1)
+    assert times["width"] == 7.2, "bars of neighbours do not touch"
+    long = [StepDocument(step=step, seconds=0.5, loss=float(step)) for step in range(5000)]
+    shown = pages.step_chart(long, None)["bars"]
+    assert len(shown) == MOST_DRAWN
+    assert (shown[0][2].split(":")[0], shown[-1][2].split(":")[0]) == ("step 0", "step 4999")
 
 
 async def test_a_failed_run_shows_the_reason_and_earlier_generations_are_kept(service: Service) -> None:

@@ -87,7 +87,7 @@ async def test_a_waiting_run_can_change_its_plan(held: Service) -> None:
     waiting = (await held.submit_run()).json()["id"]
     another = await held.import_plan({**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}})
     early = await held.http.post(f"/v1/runs/{planning}/plan", json={"plan_id": another})
-    assert (early.status_code, early.json()["type"]) == (409, "/errors/run-state")
+    assert (early.status_code, early.json()["type"]) == (409, "/errors/conflict")
     changed = await held.http.post(f"/v1/runs/{waiting}/plan", json={"plan_id": another})
     assert (changed.status_code, changed.json()["plan_id"]) == (202, another)
     assert changed.json()["target_plan_id"] is None

@@ -164,7 +164,7 @@ async def test_a_repeated_request_does_not_start_a_second_run(serving: Serving) 
         status, run_id, _ = await keyed(service)
         await service.http.post(f"/v1/runs/{run_id}/cancel")
         assert await keyed(service, f'"{KEY}"') == (status, run_id, "") == (202, run_id, "")
-        assert await keyed(service, steps=6) == (422, "", "idempotency-key-reused")
+        assert await keyed(service, steps=6) == (422, "", "invalid-parameter")
         assert [run["id"] for run in await service.listed("runs")] == [run_id]
         assert await keyed(service, None, id="d" * 32) == (422, "", "invalid-body"), "the service chooses it"
         assert (await keyed(service, None))[1] != run_id, "without a key, it is another run"

@@ -23,7 +23,7 @@ from zbv_service.documents.problems import pack, question_json
 from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.cluster import worker
 from zbv_service.searches.executors.cluster.computation import DaskComputation
-from zbv_service.searches.executors.cluster.connection import Cluster
+from zbv_service.searches.executors.cluster.executor import DaskExecutor
 from zbv_service.searches.executors.cluster.worker import Abandoned, Evicted, Found, OutOfMemory, Wanted
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.executors.task import SearchCrashed, SearchEvicted, SearchLost, search_plan
@@ -43,7 +43,7 @@ class Site:
 
     scheduler: Scheduler
     worker: Worker
-    cluster: Cluster
+    cluster: DaskExecutor
     exits: asyncio.Event
 
 
@@ -58,9 +58,10 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
         Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler,
         Worker(scheduler.address, nthreads=1, dashboard=False) as dask_worker,
     ):
-        cluster = await Cluster.connect(scheduler.address)
+        cluster = DaskExecutor(scheduler.address, None, patience=1.0)
+        await cluster.connect()
         yield Site(scheduler, dask_worker, cluster, exits)
-        await cluster.close()
+        await cluster.disconnect("the test is over")
     signal.signal(signal.SIGTERM, before)
 
 
@@ -90,13 +91,14 @@ async def test_a_search_that_did_not_react_before_its_worker_was_gone_crashed_un
     site: Site, monkeypatch: pytest.MonkeyPatch, share: float, received_signal: bool, kind: type[Exception]
 ) -> None:
     monkeypatch.setattr(worker, "_memory_in_use", lambda _: share)
-    await site.cluster.look({})
+    await site.cluster.look()
     computation = on_worker(site)
+    site.cluster._computations[computation.token] = computation
     if received_signal:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(site.exits.wait(), 30)
     await site.scheduler.remove_worker(site.worker.address, stimulus_id="test", close=False)
-    await site.cluster.look({computation.token: computation})
+    await site.cluster.look()
     assert type(computation.outcome.exception()) is kind
 
 
@@ -106,32 +108,33 @@ async def test_a_search_that_was_given_up_occupies_its_thread_until_it_stops(
     """Another search would wait behind it in a queue of Dask."""
     deaf = SimpleNamespace(service=site.cluster._name, abandon=lambda: None)
     monkeypatch.setitem(worker._mailboxes, "given-up", deaf)
-    await site.cluster.look({})
-    assert (site.cluster.threads, site.cluster.room) == (1, 0)
+    await site.cluster.look()
+    assert (site.cluster.shared_slots, site.cluster.slots) == (1, 0)
     monkeypatch.delitem(worker._mailboxes, "given-up")
-    await site.cluster.look({})
-    assert (site.cluster.threads, site.cluster.room) == (1, 1)
+    await site.cluster.look()
+    assert (site.cluster.shared_slots, site.cluster.slots) == (1, 1)
 
 
 async def test_a_worker_of_another_version_is_not_used_and_the_trouble_says_why(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     site.cluster._mine = {**worker.describe(), "zbv": "9.9.9"}
+    await site.cluster.look()
     while site.cluster.trouble == "The Dask cluster has no workers.":
-        await site.cluster.look({})
+        await site.cluster.look()
     version = worker.describe()["zbv"]
     assert f"zbv is {version} and must be 9.9.9" in str(site.cluster.trouble)
     assert "is not used: zbv is" in caplog.text
-    assert site.cluster.room == 0
+    assert site.cluster.slots == 0
 
 
 async def test_a_worker_that_gave_a_search_back_gets_no_other(site: Site) -> None:
-    await site.cluster.look({})
-    assert site.cluster.room == 1
+    await site.cluster.look()
+    assert site.cluster.slots == 1
     computation = on_worker(site, leave)
     with pytest.raises(worker.Evicted):
-        await asyncio.wait_for(site.cluster.submit(computation, 1.0), 30)
-    assert site.cluster.room == 0
+        await asyncio.wait_for(site.cluster._submit(computation), 30)
+    assert site.cluster.slots == 0
 
 
 def a_computation(updates: list[Update] | None = None) -> DaskComputation:

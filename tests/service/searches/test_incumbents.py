@@ -17,7 +17,7 @@ from support.stored import a_plan
 from zbv_service.database import Database, PlanTable
 from zbv_service.database.models import SearchRow
 from zbv_service.documents.problems import answers, incumbent_of, pack, pack_plan, problem_key, question_json
-from zbv_service.frontier.points import Point, tightened
+from zbv_service.frontier.problems import Point, tightened
 from zbv_service.problems.estimate import estimate_of_layers
 from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import search_plan, solver_search

@@ -180,7 +180,7 @@ async def test_a_search_that_a_run_waits_for_cannot_be_discarded(held: Service, 
     run = (await held.submit_run(plan_id=None, problem=PROBLEM)).json()
     search_id = run["search_id"]
     refused = await held.http.delete(f"/v1/searches/{search_id}")
-    assert (refused.status_code, refused.json()["type"]) == (409, "/errors/search-in-use")
+    assert (refused.status_code, refused.json()["type"]) == (409, "/errors/conflict")
     assert run["id"] in refused.json()["detail"]
     (directory / "release").touch()
     await held.ended(search_id)

@@ -102,12 +102,12 @@ def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
 @pytest.mark.parametrize(
     ("text", "unverified", "words"),
     [
-        (SPLIT_AS_B, "8 B with a separate W are I", "\nspan 15, makespan 15,"),
-        (SPLIT_AS_B.replace("B", "I"), "", "\nspan 15, makespan 15,"),
+        (SPLIT_AS_B, "8 B with a separate W are I", "\nspan 15 units, makespan 15 units,"),
+        (SPLIT_AS_B.replace("B", "I"), "", "\nspan 15 units, makespan 15 units,"),
         # Without reductions, newer versions would not divide gradients.
         ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "0REDUCE_GRAD", ""),
         # PyTorch writes reductions of 1F1B and GPipe without transfers, which is no communication.
-        ("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n", "", "memory 4 on rank 0"),
+        ("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n", "", "memory 4 units on rank 0"),
     ],
 )
 def test_partial_files_say_what_is_unverified(text: str, unverified: str, words: str, check: Check) -> None:
@@ -175,8 +175,8 @@ def test_a_plan_without_metrics_gets_them(tmp_path: Path, capsys: pytest.Capture
     path.write_text(json.dumps(plan))
     assert main(["check", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("valid\nspan 6, makespan 6, bubble rate 0.00%\n")
-    assert "peak memory 2 on rank 0" in shown
+    assert shown.startswith("valid\nspan 6 units, makespan 6 units, bubble rate 0.00\u202f%\n")
+    assert "peak memory 2 units on rank 0" in shown
     assert main(["simulate", str(path), "--scenarios", "32"]) == 0
     table = capsys.readouterr().out
     assert ("this plan" in table, "zbv" in table) == (True, False)

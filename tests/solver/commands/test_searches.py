@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -24,7 +25,6 @@ from zbv_solver.commands.cli import main
 from zbv_solver.commands.interrupt import interruptible
 from zbv_solver.commands.tables import cut_summary, print_frontier
 from zbv_solver.construct.baselines import BASELINES
-from zbv_solver.search.run import search
 
 Run = Callable[[str], tuple[str, str]]
 DIFFERING = uniform_document(2, 4) | {"sequences": [[1000], [2000], [500, 500], [3000]]}
@@ -48,6 +48,8 @@ DOCUMENTS: dict[str, Any] = {
     "t5": {"model_type": "t5"},
     "cluster": CLUSTER,
     "cluster-list": [],
+    "cluster-H100": {**CLUSTER, "device": "H100"},
+    "unbatched": {"model": SHAPE},
     "cluster-tiny": {**CLUSTER, "memory": 1e6},
     "batch": batch_document([8] * 8, max_tokens=8),
     "one": batch_document([8], max_tokens=8, replicas=1),
@@ -80,7 +82,7 @@ def written(name: str) -> Any:
 )
 def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> None:
     out, err = run(f"plan problem.json -o plan.json {flags}")
-    assert (out, "plan.json: span 24 (proved optimal)" in err) == ("", True)
+    assert (out, "plan.json: span 24 units (proved optimal)" in err) == ("", True)
     document = written("plan.json")
     assert document["metrics"]["span"] == 24
     assert run("check problem.json plan.json")[0].startswith("valid\n")
@@ -89,23 +91,45 @@ def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> Non
         assert document["provenance"]["quantile"] == 0.95
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_writes_the_best_plan_so_far(number: int, run: Run, capsys: Any, monkeypatch: Any) -> None:
-    searched = search
+SEARCH = "zbv_solver.commands.searches.search"
+CUT = "zbv_solver.commands.cut.cut_for_executor"
+FIRST_PLAN = "zbv_models.layouts.search.first_plan"
 
-    def interrupted(problem: Any, options: Any, on_progress: Any, cancelled: Callable[[], bool]) -> zbv.Plan:
-        os.kill(os.getpid(), number)
+
+@pytest.mark.parametrize(
+    ("command", "name", "number"),
+    [
+        ("plan large.json -o plan.json", SEARCH, signal.SIGTERM),
+        ("plan large.json -o plan.json", SEARCH, signal.SIGINT),
+        ("pack batch.json -o packed.json", SEARCH, signal.SIGINT),
+        ("frontier large.json -o .", SEARCH, signal.SIGINT),
+        ("cut model.json --executor megatron -o plan.json", CUT, signal.SIGINT),
+        ("layout gpt.json --cluster cluster.json -o layouts.json", FIRST_PLAN, signal.SIGINT),
+    ],
+)
+def test_ctrl_c_keeps_the_best_so_far(
+    command: str, name: str, number: int, run: Run, capsys: Any, monkeypatch: Any
+) -> None:
+    module, function = name.rsplit(".", 1)
+    whole = getattr(import_module(module), function)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        cancelled = named.get("cancelled") or arguments[1]
+        if not cancelled():
+            os.kill(os.getpid(), number)
         while not cancelled():
             time.sleep(0.01)
-        return searched(problem, options, on_progress, cancelled)
+        return whole(*arguments, **named)
 
-    monkeypatch.setattr("zbv_solver.commands.searches.search", interrupted)
-    assert main(["plan", "large.json", "-o", "plan.json"]) == 130
-    err = capsys.readouterr().err
-    assert "plan.json: span" in err
-    assert "zbv: interrupted: the search ended early, and the plan written is the best" in err
-    run("check large.json plan.json")
-    assert written("plan.json")["provenance"]["cut"] == "cancelled"
+    monkeypatch.setattr(name, interrupted)
+    assert main(command.split()) == 130
+    assert "interrupted: the search ended" in capsys.readouterr().err
+    if "plan.json" in command:
+        run("check plan.json")
+    elif "frontier" in command:
+        assert len(written("frontier.json")["points"]) == 1
+    else:
+        assert len(written(command.split()[-1])["layouts" if "layout" in command else "replicas"]) > 0
 
 
 @pytest.mark.parametrize("delay", [0, 0.3])
@@ -131,7 +155,10 @@ def test_ctrl_c_stops_the_work_before_it_is_passed_on(delay: float) -> None:
 def test_on_a_terminal_the_answer_is_summarised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for command, words in (
-        ("plan problem.json", "span 24 (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved"),
+        (
+            "plan problem.json",
+            "span 24 units (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved",
+        ),
         ("pack batch.json --compare", "equal-tokens|lower bound of every packing|not saved"),
     ):
         out, _ = run(f"{command} --effort quick")
@@ -162,7 +189,7 @@ def test_compare_shows_every_schedule(run: Run) -> None:
     baselines = json.loads(run("compare problem.json --json")[0])["baselines"]
     assert [row["name"] for row in baselines] == list(BASELINES)
     table, _ = run("compare problem.json")
-    assert all(words in table for words in ("lower bound of span: 24", "eager-1f1b"))
+    assert all(words in table for words in ("lower bound of span: 24 units", "eager-1f1b"))
     assert "yes" in next(line for line in table.splitlines() if line.startswith("│ zbv"))
 
 
@@ -204,7 +231,7 @@ def test_a_packing_is_written_and_its_quality_reported(run: Run) -> None:
         run("check plan.json")
 
 
-AT_FIVE = "rank 0: embedding … block.4; 27 a microbatch|rank 1: block.5 … head; 30 a microbatch|below 120 ("
+AT_FIVE = "rank 0: embedding … block.4; 27 units a |rank 1: block.5 … head; 30 units a |below 120 units ("
 LEAN = {"layers": [{**BLOCK, "recompute": RECOMPUTE, "repeat": 2}]}
 
 
@@ -213,7 +240,7 @@ LEAN = {"layers": [{**BLOCK, "recompute": RECOMPUTE, "repeat": 2}]}
     [
         ({"placement": "single", "cut": {"first": 5}}, AT_FIVE, True),
         ({**LEAN, "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)|nothing", False),
-        ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20% more than the mean", True),
+        ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20\u202f% more than the mean", True),
         ({"layers": [{**BLOCK, "repeat": 8}]}, "", False),
         ({"layers": [layer("a", 0, repeat=4)]}, "", False),
     ],
@@ -280,9 +307,14 @@ layout --cluster cluster.json → model, --preset: found neither
 LAYOUT --prediction-layers -1 → --prediction-layers: found -1; input should be
 layout transformers.json --cluster cluster.json → --global-batch: a config.json does not say it
 layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; must be a JSON object
+plan t5.json → t5.json: this is a model's configuration, not a problem. `zbv estimate --config` makes
+layout unbatched.json --cluster cluster.json → /global_batch: this key is required and absent. Give it, or
+layout gpt.json --cluster cluster-H100.json → Use one of a100, a100-80gb, b200, b300, gb200
+layout gpt.json --cluster cluster-H100.json → Did you mean h100?
+estimate --config gpt.json → --preset: found no device. Name one of a100
 estimate → --config, --preset: found neither; give one
 estimate --preset gpt-5 → --preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb
-estimate --config transformers.json → --sequence: a config.json does not say how long
+estimate --config transformers.json → --sequence-length: a config.json does not say how long
 estimate --config t5.json → t5.json: /model_type: found 't5'
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)
 ESTIMATE --memory-limit nan → --memory-limit: found nan
@@ -337,3 +369,16 @@ def test_a_mistake_is_named_and_nothing_is_written(
     assert err.startswith("zbv: ")
     assert message in " ".join(err.split())
     assert {*folder.iterdir()} == before
+
+
+def test_misspelt_words_get_a_suggestion_and_no_word_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, meant in (
+        ("plna", "plan"),
+        ("plan x --efort a", "--effort"),
+        ("plan x --effort quik", "quick"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(command.split())
+        assert f"Did you mean {meant}?" in capsys.readouterr().err
+    assert main([]) == 0
+    assert "search a plan for a problem" in capsys.readouterr().out

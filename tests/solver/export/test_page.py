@@ -286,10 +286,15 @@ WRITTEN: dict[Any, dict[Any, str]] = {
         (0,): "0", (7,): "7", (-0.5,): "−0.5", (1234567,): "1_234_567", (0.012345,): "0.01235",
         (99.9999,): "100", (1e15,): "1e+15", (2.3454e-9,): "2.345e−9", (math.inf,): "∞",
     },
-    quantities.time: {(1500, Units("us")): "1_500 µs", (3, Units()): "3"},
+    quantities.time: {
+        (5_909_168, Units("us")): "5.909 s", (0.25, Units("ms")): "250 µs", (1500, Units()): "1_500",
+        (0, Units("us")): "0 µs", (-2500, Units("us")): "−2.5 ms", (1500, Units("cycles")): "1_500 cycles",
+    },
+    quantities.times: {((900, 1100), Units("us")): "0.9 to 1.1 ms", ((), Units("us")): "none"},
+    quantities.gigabytes: {(80e9,): "80 GB", (79_560_000_000,): "79.6 GB"},
     quantities.memory: {(3 * 2**30, BYTES): "3 GiB", (1024, BYTES): "1 KiB", (3000, SLOTS): "3_000 slots"},
     quantities.percent: {(0.1234,): "12.34_%", (-1e-9,): "0.00_%", (-0.5, 0): "−50_%", (math.inf,): "∞"},
-    quantities.relative: {(110, 100): "+10.0_%", (90, 100): "−10.0_%", (100, 100): "0.0_%", (1, 0): "∞"},
+    quantities.relative: {(110, 100): "+10.0_%", (90, 100): "−10.0_%", (100.01, 100): "0.0_%", (1, 0): "∞"},
     quantities.counted: {(1, "rank"): "1 rank", (2, "rank"): "2 ranks", (2, "microbatch"): "2 microbatches"},
 }  # fmt: skip
 

@@ -202,7 +202,7 @@ def test_the_command_says_how_well_it_fits(tmp_path: Path, capsys: pytest.Captur
     for path, document in zip(paths, trace_documents(slower(problem), orders, plan_id=plan_id), strict=True):
         path.write_text(json.dumps(document))
     assert main(["refit", str(plan), *map(str, paths), "-o", str(out)]) == 0
-    assert re.search(r"2 ranks measured(.|\n)*relative residual 0\.0%", capsys.readouterr().err)
+    assert re.search(r"2 ranks measured(.|\n)*relative residual 0\.0\u202f%", capsys.readouterr().err)
     measured = refit(problem, traces_of(slower(problem), range(1, 9)))
     assert json.loads(out.read_text()) == problem_json(measured)
 

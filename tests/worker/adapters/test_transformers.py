@@ -42,7 +42,7 @@ from zbv_worker.measure.estimate.without_memory import built
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.layers import call
-from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.stage import Stage
 from zbv_worker.stage.weight_grads import WeightGrads
 
@@ -846,5 +846,5 @@ def test_an_estimate_builds_no_layer_with_memory() -> None:
         return model.build_layers([name], device)
 
     for name in model.layer_names():
-        built(partial(build, name), FakeTensorMode(allow_non_fake_inputs=True))
+        built(name, partial(build, name), FakeTensorMode(allow_non_fake_inputs=True))
     assert set(devices) == {"meta"}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.thread_transport import ThreadHub
 from torch import Tensor, nn
-from zbv_worker.gradients.accumulation import Accumulation
-from zbv_worker.gradients.gradients import Gradients, SummedGradients
-from zbv_worker.stage.main_gradients import add_gradient
+from zbv_worker.gradients.buckets import SummedGradients
+from zbv_worker.gradients.gradients import Accumulation, Gradients
+from zbv_worker.stage.weight_grads import add_gradient
 
 KINDS = ("in place", "apart", "replicas")
 

@@ -11,7 +11,8 @@ import zbv_worker.gradients.buckets
 from support.thread_transport import ThreadHub, ThreadTransport
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun
-from zbv_worker.gradients.gradients import Gradients, SummedGradients, multiply, squares
+from zbv_worker.gradients.buckets import SummedGradients
+from zbv_worker.gradients.gradients import Gradients, multiply, squares
 from zbv_worker.transport.channels import Reduction
 
 

@@ -30,9 +30,10 @@ from zbv_worker.measure.estimate.estimate import (
 )
 from zbv_worker.measure.stage_memory import StageMemory, stage_memory, static_bytes
 from zbv_worker.models.gpt import Block, gpt
-from zbv_worker.stage.main_gradients import add_grouped_products, add_product, use_main_gradients
+from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.program import AUTOCAST, Precision, Program
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import add_grouped_products, add_product
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 24, 32
@@ -449,7 +450,7 @@ def test_blocks_and_groups_of_a_product_count_like_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sum is in float32 and the factors in half precision, so a CPU computes blocks of rows."""
-    monkeypatch.setattr("zbv_worker.stage.main_gradients._BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr("zbv_worker.stage.weight_grads._BLOCK_ELEMENTS", 64)
 
     def counted(is_fake: bool) -> list[int]:
         with FakeTensorMode() if is_fake else nullcontext():

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from worker.measure.test_estimate import Pieces
 from zbv_worker.errors import InvalidRun
 from zbv_worker.measure.estimate.estimate import Estimate, estimate_layers
+from zbv_worker.measure.estimate.without_memory import built
 from zbv_worker.measure.stage_memory import stage_memory
 from zbv_worker.models.gpt import Block
 from zbv_worker.stage.program import AUTOCAST, Precision, Program
@@ -272,3 +275,24 @@ def test_other_modules_are_refused_with_name_and_reason(name: str, caplog: pytes
     with pytest.raises(InvalidRun, match=message):
         list(estimate_layers(model_of(make)))
     assert not caplog.records
+
+
+def test_a_module_that_gets_memory_is_named_and_other_errors_are_not_tried_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    devices: list[str] = []
+
+    def build(make: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+        devices.append(device.type)
+        with device:
+            return make()
+
+    def broken() -> nn.Module:
+        raise ValueError("found no width")
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    built("head", partial(build, of_unit_norm), mode)
+    assert "head reads its initial values, so it gets memory" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no width"):
+        built("head", partial(build, broken), mode)
+    assert devices == ["meta", "cpu", "meta"]

@@ -96,7 +96,7 @@ def test_the_report_names_the_plan_both_times_and_the_slowest_pair() -> None:
         "span of plan abababababab",
         "planned 11 ms",
         "measured 12 ms",
-        "+9.09%",
+        "+9.1\u202f%",
         "0 → 1: median 1 ms",
     ):
         assert expected in text

@@ -148,7 +148,9 @@ def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehea
     numbers = tmp_path / "numbers.json"
     finished = rehearse("--plan-file", path, "--overhead", "--bytes", 64, "--json", numbers)
     assert finished.returncode == 0, finished.stderr
-    assert re.fullmatch(r"CPU time per action, without the sleeps: \d+ us .*, \d+ us .*\n", finished.stdout)
+    assert re.fullmatch(
+        r"CPU time per action, without the sleeps: [\d.]+ [mµn]s .*, [\d.]+ [mµn]s .*\n", finished.stdout
+    )
     found = json.loads(numbers.read_text())
     assert found["planned"] == 0
     assert found["ratio"] is None

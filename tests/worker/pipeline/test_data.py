@@ -19,7 +19,7 @@ from zbv_worker.failures.failures import Failures
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.connecting import PipelineOptions
 from zbv_worker.pipeline.data import SharedData
-from zbv_worker.pipeline.preparing import Prepared, RecordedLoss
+from zbv_worker.pipeline.preparing import Prepared
 from zbv_worker.stage.layers import Keywords
 
 MASK = Keywords(frozenset({"x", "mask"}), frozenset({"mask"}))
@@ -65,7 +65,7 @@ class World:
             transport: Any = hub.transport(rank)
             transport.control = Control(rank, queues, self.sent[rank])
             plan = RankPlan.of("0" * 64, problem, orders, hub.layout.pp_rank(rank))
-            prepared = Prepared(plan, {}, RecordedLoss(None, is_recomputed=False), keywords)
+            prepared = Prepared(plan, {}, has_loss=False, keywords_by_rank=keywords)
             self._shared.append(SharedData(options, prepared, transport, Failures(transport, 60, 60)))
         self._pool = ThreadPoolExecutor(len(ranks))
 

@@ -234,7 +234,7 @@ def test_shared_parameters_count_once(plan: Plan) -> None:
             {"plan": "a/plan.json", "service": "http://localhost"},
             "found a/plan.json as the plan, and service=",
         ),
-        ({"precision": "float16"}, "found precision 'float16'; must be 'float32' or 'bfloat16'"),
+        ({"precision": "float8"}, "found precision 'float8'; must be one of float32, bfloat16, float16"),
         ({"backend": "mpi"}, "found backend 'mpi'; must be 'gloo' or 'nccl'"),
         ({"device": "gpu"}, "found device 'gpu'; must be 'cpu', 'cuda' or 'cuda:N'"),
         ({"microbatches": "8"}, "found microbatches='8'; must be an integer of at least 1"),

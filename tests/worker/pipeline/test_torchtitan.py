@@ -13,7 +13,8 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.pipeline.torchtitan import module_names, part_of, with_plan
+
+from examples.torchtitan.hook import module_names, part_of, with_plan
 
 Seen = list[dict[str, Any]]
 NAMES = ["tok_embeddings", *(f"layers.{at}" for at in range(titan.BLOCKS)), "norm", "lm_head"]

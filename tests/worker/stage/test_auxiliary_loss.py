@@ -84,8 +84,8 @@ def test_gradients_and_sum_are_those_of_one_loss(
     found = layer.linear.weight.grad
     gradient, total = expected(layer, 8.0 / (MICROBATCHES * replicas))
     torch.testing.assert_close(found, gradient)
-    assert float(stage.take_auxiliary_loss()) == pytest.approx(total, rel=1e-6)
-    assert stage.take_auxiliary_loss() == 0.0
+    assert float(stage.auxiliary.take_sum()) == pytest.approx(total, rel=1e-6)
+    assert stage.auxiliary.take_sum() == 0.0
 
 
 def test_with_a_weighted_loss_the_losses_are_weighted_too() -> None:
@@ -96,7 +96,7 @@ def test_with_a_weighted_loss_the_losses_are_weighted_too() -> None:
     found = layer.linear.weight.grad
     gradient, total = expected(layer, 5.0 / MICROBATCHES)
     torch.testing.assert_close(found, gradient)
-    assert float(stage.take_auxiliary_loss()) == pytest.approx(5 * total, rel=1e-6)
+    assert float(stage.auxiliary.take_sum()) == pytest.approx(5 * total, rel=1e-6)
 
 
 def test_with_a_weighted_loss_a_weight_is_required() -> None:
@@ -121,9 +121,9 @@ def test_an_evaluation_does_not_count() -> None:
     stage = Stage(1, 3, Balanced(), 1)
     x = data(0)
     assert torch.equal(stage.evaluate(x), stage.forward(0, x, split=True))
-    assert float(stage.take_auxiliary_loss()) > 0
+    assert float(stage.auxiliary.take_sum()) > 0
     stage.evaluate(x)
-    assert stage.take_auxiliary_loss() == 0.0
+    assert stage.auxiliary.take_sum() == 0.0
 
 
 def test_the_last_stage_reports_its_loss_without_the_auxiliary_one() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from zbv_worker.errors import ModelError
-from zbv_worker.stage.split_backward import defer_weight_gradients, stop_deferring
+from zbv_worker.stage.recorder import defer_weight_gradients, stop_deferring
 from zbv_worker.stage.stage import Stage
 from zbv_worker.stage.weight_grads import WeightGrads
 

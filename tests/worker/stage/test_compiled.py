@@ -11,9 +11,10 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.run.options import TrainingOptions, require_compilable
-from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
+from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.program import AUTOCAST, Precision
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import gradient_of
 
 WIDTH, TOKENS = 16, 12
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own

@@ -23,7 +23,7 @@ from zbv_solver.plans.orders import first_in_first_out
 from zbv_solver.problem.stages import PlacementKind
 from zbv_worker.errors import ModelError
 from zbv_worker.measure.live_bytes import LiveBytes
-from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.stage import Stage
 from zbv_worker.stage.weight_grads import WeightGrads
 

@@ -16,12 +16,14 @@ from support.thread_transport import ThreadHub
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
-from zbv_worker.gradients.gradients import Gradients, SummedGradients
+from zbv_worker.gradients.buckets import SummedGradients
+from zbv_worker.gradients.gradients import Gradients
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.stage_memory import static_bytes
 from zbv_worker.run.options import TrainingOptions
-from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
+from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import gradient_of
 
 CPU = torch.device("cpu")
 MICROBATCHES = 64

@@ -61,8 +61,8 @@ def test_stages_compute_the_gradients_of_one_process(
     gradients, right_loss, auxiliary = reference(MICROBATCHES)
     assert relative_error(found, gradients) < 1e-6
     assert loss == pytest.approx(right_loss, rel=1e-6)
-    assert sum(float(stage.take_auxiliary_loss()) for stage in stages) == pytest.approx(auxiliary, rel=1e-6)
-    assert sum(float(stage.take_auxiliary_loss()) for stage in stages) == 0
+    assert sum(float(stage.auxiliary.take_sum()) for stage in stages) == pytest.approx(auxiliary, rel=1e-6)
+    assert sum(float(stage.auxiliary.take_sum()) for stage in stages) == 0
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
@@ -83,7 +83,7 @@ def test_a_compiled_stage_computes_the_same() -> None:
             results = stage.backward_input(j, gradients)
             stage.backward_weight(j)
         named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        found.append({**named, **dict(zip("xy", results, strict=True)), "sum": stage.take_auxiliary_loss()})
+        found.append({**named, **dict(zip("xy", results, strict=True)), "sum": stage.auxiliary.take_sum()})
     assert relative_error(found[1], found[0]) < 1e-6
 
 
@@ -96,7 +96,7 @@ def test_an_evaluation_has_the_same_loss_and_counts_nothing() -> None:
     expected = stages_of(1)[0].forward(0, data.input, data.target, split=True, keywords=data.keywords)
     assert torch.equal(x, expected)
     assert all(stage.held == (set(), set()) for stage in stages)
-    assert all(stage.take_auxiliary_loss() == 0 for stage in stages)
+    assert all(stage.auxiliary.take_sum() == 0 for stage in stages)
 
 
 class Pass(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from zbv_worker.stage.split_backward import defer_weight_gradients
+from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.weight_grads import LinearGrad, WeightGrads
 
 WIDTH = 6

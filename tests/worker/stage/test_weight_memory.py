@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zbv_worker.measure.live_bytes import LiveBytes
-from zbv_worker.stage.main_gradients import gradient_of, use_main_gradients
+from zbv_worker.stage.main_gradients import use_main_gradients
 from zbv_worker.stage.program import AUTOCAST
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import gradient_of
 
 Kind = Literal["float32", "autocast", "bfloat16"]
 TOKENS, INPUTS, OUTPUTS = 4, 1536, 3072
@@ -81,7 +82,7 @@ def test_gradients_of_embeddings_are_those_of_autograd(vocabulary: int, padding:
 
 @pytest.mark.parametrize("kind", ["autocast", "bfloat16"])
 def test_a_product_in_blocks_is_the_whole_product(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zbv_worker.stage.main_gradients._BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr("zbv_worker.stage.weight_grads._BLOCK_ELEMENTS", 64)
     module = nn.Linear(24, 40, bias=False)
     stage = stage_of(module, kind)
     expected = torch.zeros(40, 24)

@@ -87,6 +87,24 @@ def test_the_newest_steps_are_written_to_a_file_with_the_ranks_own_times(
     assert [step["loss"] for step in steps] == [None, None]  # JSON has no NaN
 
 
+def test_the_curve_has_all_steps_of_a_short_run_and_evenly_some_of_a_long_one(tmp_path: Path) -> None:
+    writer = TraceFile(tmp_path, ThreadHub(1).transport(0), timeout=5.0)
+    made = report(*["a"] * 3)
+    writer.update(made, is_last=True)
+    curve = json.loads(trace_file(tmp_path, 0).read_text())["curve"]
+    assert curve == [[0, 0.5, 2.0], [1, 0.5, pytest.approx(1.9)], [2, 0.5, pytest.approx(1.8)]]
+
+    resumed = RankReport("a", 0)
+    for step in range(1001, 9000):
+        resumed.add(StepLine(step, "a", math.inf if step == 2000 else float(step), 0.5, 0.1), result(step, 1))
+        points = resumed.curve.points
+        assert (points[0][0], points[-1][0]) == (1001, step)
+        assert len(points) <= 513
+    steps = [step for step, _, _ in points]
+    assert steps[1:-1] == [*range(1008, 8999, 16)], "evenly, and the same on all ranks"
+    assert {step: loss for step, _, loss in points}[2000] is None  # JSON has no infinity
+
+
 def test_ranks_that_compute_a_replica_together_send_a_trace_each(tmp_path: Path) -> None:
     hub = ThreadHub(1)
     hub.layout = Layout(1, replicas=2, inner=2)

@@ -11,7 +11,8 @@ from torch import Tensor
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_worker.errors import ModelError
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
-from zbv_worker.transport.endpoints import HEADER, Crossings, Inbox, Outbox, decode_header, encode_header
+from zbv_worker.transport.endpoints import Crossings, Inbox, Outbox
+from zbv_worker.values.packing import HEADER, decode_header, encode_header
 from zbv_worker.values.structure import Structure, TensorSpec, tensors_of
 
 

@@ -7,13 +7,14 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
 from torch import Tensor
 from zbv_worker.transport import gloo_ends
-from zbv_worker.transport.gloo_ends import SendFailures, Staging, ThreadSender
+from zbv_worker.transport.gloo_ends import GroupWire, SendFailures, Staging, ThreadSender
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ class FakeWork:
             raise self.failure
 
 
-class FakeWire:
+class FakeGroup:
     """Records the content of every tensor at the start of its send."""
 
     def __init__(self) -> None:
@@ -38,13 +39,18 @@ class FakeWire:
         self.plain: list[bool] = []
         self.broken = False
 
-    def send(self, tensor: Tensor) -> FakeWork:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        (tensor,) = tensors
         if self.broken:
             raise RuntimeError("Connection closed by peer")
         self.contents.append(tensor.tolist())
         self.plain.append(tensor.is_contiguous() and not tensor.requires_grad)
         self.works.append(FakeWork())
         return self.works[-1]
+
+
+def sender_to_3(wire: Any, failures: SendFailures, staging: Staging | None = None) -> ThreadSender:
+    return ThreadSender(3, GroupWire(wire, 0), failures, staging)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -55,8 +61,8 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def test_a_tensor_is_kept_alive_until_received_and_no_longer() -> None:
-    wire = FakeWire()
-    sender = ThreadSender(3, wire, SendFailures())
+    wire = FakeGroup()
+    sender = sender_to_3(wire, SendFailures())
     tensors = [torch.full((2,), float(j)) for j in range(2)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     while tensors:
@@ -78,8 +84,8 @@ def test_large_tensors_are_released_at_once_and_a_flush_does_not_wait_for_a_poll
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gloo_ends, "_LOOK_SECONDS", 3600.0)
-    wire = FakeWire()
-    sender = ThreadSender(3, wire, SendFailures())
+    wire = FakeGroup()
+    sender = sender_to_3(wire, SendFailures())
     large = torch.zeros(gloo_ends._WAKE_BYTES // 4)
     alive = weakref.ref(large)
     sender.send(large, "0F0")
@@ -93,8 +99,8 @@ def test_large_tensors_are_released_at_once_and_a_flush_does_not_wait_for_a_poll
 
 
 def test_sent_tensors_are_contiguous_and_have_no_graph() -> None:
-    wire = FakeWire()
-    sender = ThreadSender(3, wire, SendFailures())
+    wire = FakeGroup()
+    sender = sender_to_3(wire, SendFailures())
     sender.send(torch.arange(6.0, requires_grad=True).reshape(2, 3).t(), "0F0")
     assert wire.contents == [[[0, 3], [1, 4], [2, 5]]]
     assert wire.plain == [True]
@@ -103,8 +109,8 @@ def test_sent_tensors_are_contiguous_and_have_no_graph() -> None:
 
 
 def test_a_flush_names_tensors_that_the_peer_did_not_receive() -> None:
-    wire = FakeWire()
-    sender = ThreadSender(3, wire, SendFailures())
+    wire = FakeGroup()
+    sender = sender_to_3(wire, SendFailures())
     sender.send(torch.zeros(1), "0F7")
     with pytest.raises(TimeoutError, match="rank 3 did not take 0F7"):
         sender.flush(time.monotonic() + 0.05)
@@ -113,8 +119,8 @@ def test_a_flush_names_tensors_that_the_peer_did_not_receive() -> None:
 
 
 def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
-    wire, failures = FakeWire(), SendFailures()
-    sender = ThreadSender(3, wire, failures)
+    wire, failures = FakeGroup(), SendFailures()
+    sender = sender_to_3(wire, failures)
     sender.send(torch.zeros(1), "0F7")
     wire.works[0].failure = RuntimeError("Connection reset by peer\nException raised from …")
     wire.works[0].taken.set()
@@ -131,8 +137,8 @@ def test_a_send_that_fails_later_is_found_by_the_next_check() -> None:
 
 
 def test_a_failed_kernel_of_this_rank_is_found_by_the_next_check_and_not_blamed_on_the_peer() -> None:
-    wire, failures = FakeWire(), SendFailures()
-    sender = ThreadSender(3, wire, failures)
+    wire, failures = FakeGroup(), SendFailures()
+    sender = sender_to_3(wire, failures)
     sender.send(torch.ones(1), "5F1")
     wire.works[0].failure = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     wire.works[0].taken.set()
@@ -143,9 +149,9 @@ def test_a_failed_kernel_of_this_rank_is_found_by_the_next_check_and_not_blamed_
 
 
 def test_a_send_that_cannot_start_raises_an_error() -> None:
-    wire = FakeWire()
+    wire = FakeGroup()
     wire.broken = True
-    sender = ThreadSender(3, wire, SendFailures())
+    sender = sender_to_3(wire, SendFailures())
     with pytest.raises(ConnectionError, match="sending 0F7 to rank 3: Connection closed by peer"):
         sender.send(torch.zeros(1), "0F7")
     sender.close()
@@ -164,9 +170,9 @@ def test_a_gpu_tensor_is_sent_after_its_copy_and_headers_stay_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gloo_ends, "_is_on_gpu", lambda tensor: tensor.numel() > 1)
-    cuda, wire = FakeCuda(), FakeWire()
+    cuda, wire = FakeCuda(), FakeGroup()
     staging = Staging(CPU, cuda, pin=False)
-    sender = ThreadSender(3, wire, SendFailures(), staging)
+    sender = sender_to_3(wire, SendFailures(), staging)
     done = cuda.compute.hang()
     tensor = torch.zeros(2)
 

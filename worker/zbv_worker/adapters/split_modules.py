@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.stage.recorder import Queueing, ordinary_forward, queue_for, queueing_class
-from zbv_worker.stage.split_backward import QueueingEmbedding, QueueingLinear, is_accumulating, queued_linear
+from zbv_worker.stage.recorder import ordinary_forward, queueing_class
+from zbv_worker.stage.split_backward import (
+    Queueing,
+    QueueingEmbedding,
+    QueueingLinear,
+    is_accumulating,
+    queue_for,
+    queued_linear,
+)
 from zbv_worker.stage.weight_grads import GroupedGrad, WeightGrads
 
 

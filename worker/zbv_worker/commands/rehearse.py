@@ -130,6 +130,8 @@ def _be_a_rank(options: RehearseOptions, world: World, parsed: argparse.Namespac
 
 def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
     """Run all ranks of the plan on this machine; prints rank 0's output."""
+    from zbv_solver.export.quantities import SECONDS, time
+
     from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 
     plan = options.source.whole(options.timeout)  # reports a wrong plan once, instead of on every rank
@@ -137,7 +139,7 @@ def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
     step = plan.objective_value * options.seconds_per_unit(plan)
     print(
         f"rehearsing on {count} local ranks: {options.steps} steps after a warm-up step, each planned to "
-        f"take {step:.3g} s",
+        f"take {time(step, SECONDS)}",
         file=sys.stderr,
         flush=True,
     )

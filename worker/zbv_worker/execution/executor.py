@@ -239,7 +239,8 @@ class Executor:
             By microbatch, numbers that stand for the shapes of its data; None if they are not known on all
             ranks.
         """
-        if (self._evaluated if evaluation else self._crossings).expect(shapes):
+        crossings = self._evaluated if evaluation else self._crossings
+        if shapes != crossings.shapes and crossings.expect(shapes):
             self._untried.add("evaluation" if evaluation else "step")
 
     @property
@@ -272,7 +273,7 @@ class Executor:
             before.end()
         ahead, binding = self._ahead, self._binding
         binding.state.begin(number, self._batches.microbatch if ahead is None else ahead.begin(number))
-        with self._trying("step") if self._untried else nullcontext():
+        with self._trying("step") if "step" in self._untried else nullcontext():
             self._crossings.begin()
             for inbox in binding.inboxes.values():
                 inbox.begin(self._patience.seconds)
@@ -323,17 +324,15 @@ class Executor:
             for index, stage in self._stages.items():
                 stack.enter_context(evaluation_of(index, stage).evaluating())
             self._evaluated.begin()
-            stack.enter_context(self._trying("evaluation"))
+            if "evaluation" in self._untried:
+                stack.enter_context(self._trying("evaluation"))
             for inbox in binding.inboxes.values():
                 inbox.begin(self._patience.seconds)
             return self._walk(program, binding, step).result().losses
 
     @contextmanager
     def _trying(self, walk: Walk) -> Iterator[None]:
-        """Let tensors pass through the host if a walk may use something of the GPU for the first time."""
-        if walk not in self._untried:
-            yield
-            return
+        """Let tensors pass through the host, for a walk that may use a part of the GPU for the first time."""
         # Peers that receive what this rank has sent may still compile.
         patience = max(self._timeout, self._options.startup_timeout or 0.0)
         self._pinned.kept = []

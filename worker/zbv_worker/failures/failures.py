@@ -101,7 +101,7 @@ class Failures:
         self._transport: ConnectedTransport | None = None
         self._loss: Loss | None = None
         self._watched_loss: Loss | None = None
-        self._doing = "connecting to the other ranks"
+        self.progress.doing = "connecting to the other ranks"
         self.liveness = liveness or Liveness()
         self._is_own_thread = liveness is None
         self._watch: PeerWatch | None = None
@@ -141,7 +141,7 @@ class Failures:
     def connected(self, transport: ConnectedTransport) -> None:
         """Abort this transport after a failure."""
         self._transport = transport
-        self._doing = "starting"
+        self.progress.doing = "starting"
 
     def started(self) -> None:
         """The first step is complete."""
@@ -173,10 +173,11 @@ class Failures:
         WorkerError
             If the pipeline is closed, or has failed before.
         """
-        self._require_usable(what)
+        if self.is_closed or self.has_failed:
+            raise self._unusable(what)
         # Tensors that are made in inference mode, and kept, could not be used in training.
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        self._doing = what
+        self.progress.doing = what
         try:
             if self._watched_loss is not None:
                 raise self._lost(self._watched_loss)
@@ -189,7 +190,7 @@ class Failures:
             # The other rank's log has the trace that matters.
             raise raised from (None if isinstance(error, ChannelTimeout | PeerLost) else error)
         finally:
-            self._doing, self.progress.waiting_for = _OUTSIDE, None
+            self.progress.doing, self.progress.waiting_for = _OUTSIDE, None
 
     def end(self, error: BaseException) -> None:
         """End the pipeline on all ranks because of an error of this one."""
@@ -226,8 +227,9 @@ class Failures:
     def _now(self) -> Doing:
         """What this rank does, as other ranks see it."""
         at = self.progress.read()
-        is_in_step = at.action is not None and self._doing == f"step {at.step}"
-        return Doing(f"{self._doing}, {at.action}" if is_in_step else self._doing, self.progress.waiting_for)
+        doing, waits_for = self.progress.doing, self.progress.waiting_for
+        is_in_step = at.action is not None and doing == f"step {at.step}"
+        return Doing(f"{doing}, {at.action}" if is_in_step else doing, waits_for)
 
     def _describe(self) -> str:
         doing = self._now()
@@ -261,15 +263,14 @@ class Failures:
         attach_progress(error, Progress(at.step, at.action, None if loss.rank == self.rank else loss.rank))
         return error
 
-    def _require_usable(self, what: str) -> None:
+    def _unusable(self, what: str) -> WorkerError:
         if self.is_closed:
-            raise WorkerError(f"rank {self.rank}, {what}: this pipeline is closed. Make a new one.")
-        if self.has_failed:
-            why = "" if self._loss is None else f" (rank {self._loss.rank}: {self._loss.reason.rstrip('.')})"
-            raise WorkerError(
-                f"rank {self.rank}, {what}: this pipeline has failed in an earlier call{why}. Make a new "
-                f"one; every rank must take part."
-            )
+            return WorkerError(f"rank {self.rank}, {what}: this pipeline is closed. Make a new one.")
+        why = "" if self._loss is None else f" (rank {self._loss.rank}: {self._loss.reason.rstrip('.')})"
+        return WorkerError(
+            f"rank {self.rank}, {what}: this pipeline has failed in an earlier call{why}. Make a new one; "
+            f"every rank must take part."
+        )
 
     def _fail(self, error: BaseException) -> BaseException:
         """End the pipeline, and the process if it is the worker's own; returns the error to raise."""
@@ -339,7 +340,7 @@ class Failures:
         if isinstance(error, ChannelTimeout | PeerLost):
             return error
         kind = ChannelTimeout if isinstance(error, TimeoutError) else PeerLost
-        named = kind(f"rank {self.rank}, {self._doing}: {str(error).rstrip('.')}.")
+        named = kind(f"rank {self.rank}, {self.progress.doing}: {str(error).rstrip('.')}.")
         named.__cause__ = error
         return named
 

@@ -42,9 +42,11 @@ class Progress:
 class CurrentProgress:
     """A rank's current progress. One thread updates it, any thread may read it."""
 
-    __slots__ = ("now", "waiting_for")
+    __slots__ = ("doing", "now", "waiting_for")
 
     def __init__(self) -> None:
+        # What the rank does, in words; between two actions of a step, for instance.
+        self.doing = ""
         # Step and instruction in one tuple, so that a reader always gets a matching pair.
         self.now: tuple[int, Place] | None = None
         # The global rank whose tensor the host, or its GPU, waits for at the moment.

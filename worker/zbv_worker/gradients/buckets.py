@@ -1,21 +1,27 @@
-"""Buffers in which the gradients of many parameters are summed over replicas at once."""
+"""Sums of gradients over replicas, in buffers that hold those of many parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from zbv_worker.errors import InvalidRun, ModelError
-from zbv_worker.stage.dtensors import is_dtensor, local_of, placed_like, with_local
-from zbv_worker.stage.main_gradients import (
+from zbv_worker.errors import ModelError
+from zbv_worker.gradients.fully_sharded import require_dense
+from zbv_worker.gradients.gradients import Gradients, place_gradient
+from zbv_worker.gradients.ties import Ties
+from zbv_worker.stage.dtensors import is_dtensor, local_of, with_local
+from zbv_worker.stage.main_gradients import resume_main_gradients, round_main_gradients, use_main_gradients
+from zbv_worker.stage.weight_grads import (
+    HALVES,
     dtype_of_gradient,
     gradient_of,
     has_main_gradient,
     set_gradient,
 )
+from zbv_worker.transport.channels import Reduction, Transport
 
 _BUCKET_BYTES = 32 * 2**20
 """Large enough to use a network's bandwidth, small enough that the first sum ends before the last begins."""
@@ -77,15 +83,6 @@ class Bucket:
                 set_gradient(parameter, with_local(view, parameter))
 
 
-def place_gradient(parameter: Tensor) -> None:
-    """Give the gradient of a DTensor the placements of its parameter. Collective if they differ."""
-    found = gradient_of(parameter)
-    if found is not None and is_dtensor(found):
-        placed = placed_like(found, parameter)
-        if placed is not found:
-            set_gradient(parameter, placed)
-
-
 def filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters grouped by dtype into lists of about a bucket's size, the last parameters first.
 
@@ -106,11 +103,88 @@ def filled(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return buckets
 
 
-def require_dense(module: nn.Module) -> None:
-    """Raise :class:`InvalidRun` if a module has sparse gradients."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise InvalidRun(
-                f"found a sparse embedding, {name or 'the stage itself'}; gradients that replicas sum must "
-                f"be dense. Build it with sparse=False."
-            )
+class SummedGradients(Gradients):
+    """The gradients of several replicas that each hold all parameters of their stages.
+
+    The gradients of a stage are contiguous in a few buffers. The parameters' ``.grad``, or their main
+    gradients, are views of these, so the network sums what the actions wrote without a copy. Gradients of
+    DTensors are copied there. Parameters with ``fully_shard`` are not part of it.
+
+    Raises
+    ------
+    InvalidRun
+        If a gradient cannot be part of a buffer.
+    """
+
+    reuses_memory = True
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        transport: Transport,
+        *,
+        has_main: bool = True,
+        ties: Ties | None = None,
+    ):
+        super().__init__(modules, has_main=has_main, layout=transport.layout, rank=transport.rank, ties=ties)
+        for module in modules.values():
+            require_dense(module)
+        if has_main:
+            use_main_gradients(self.own)
+        self.sums_over_ranks = True
+        self._transport = transport
+        self._buckets = [
+            Bucket.of(stages, some)
+            for stages in sorted(set(self.stages_of.values()), key=sorted)
+            for some in filled(p for p in self.own if self.stages_of[p] == stages)
+        ]
+        self._open: dict[int, set[int]] = {}
+        self._sums: list[Reduction] = []
+
+    def begin(self) -> None:
+        """Zero the buffers."""
+        self.halves = [parameter for parameter in self.parameters if parameter.dtype in HALVES]
+        self._open = {at: set(bucket.stages) for at, bucket in enumerate(self._buckets)}
+        if self._fully_sharded is not None:
+            for parameter in self._fully_sharded.parameters:
+                parameter.grad = None
+            self._fully_sharded.begin()
+        resume_main_gradients(self.own)
+        for bucket in self._buckets:
+            bucket.zero()
+
+    def stage_done(self, stage: int) -> None:
+        """Start the sums of buffers that no later action adds to."""
+        super().stage_done(stage)
+        for at, open_stages in list(self._open.items()):
+            open_stages.discard(stage)
+            if not open_stages:
+                del self._open[at]
+                self._buckets[at].collect()
+                self._sums.append(self._transport.sum_over_replicas(self._buckets[at].buffer))
+
+    def finish(self, timeout: float) -> None:
+        """Wait for the sums."""
+        if self._open:
+            stages = sorted(set().union(*self._open.values()))
+            raise RuntimeError(f"the step has ended, but the gradients of stages {stages} are incomplete")
+        for summing in self._sums:
+            summing.wait(timeout)
+        self._sums.clear()
+        for bucket in self._buckets:
+            bucket.hand_out()
+        super().finish(timeout)
+
+    def hand_over(self, *, keep: bool = False) -> None:
+        """See :meth:`Gradients.hand_over`; always keeps the buffers."""
+        round_main_gradients(self.parameters, keep=True)
+
+
+def gradients_of(
+    modules: Mapping[int, nn.Module], transport: Transport, *, has_main: bool = True, ties: Ties | None = None
+) -> Gradients:
+    """The gradients of a rank's stages, summed over its replicas if it has some."""
+    layout = transport.layout
+    if layout.replicas > 1:
+        return SummedGradients(modules, transport, has_main=has_main, ties=ties)
+    return Gradients(modules, has_main=has_main, layout=layout, rank=transport.rank, ties=ties)

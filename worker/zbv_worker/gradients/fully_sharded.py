@@ -33,9 +33,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.gradients.buckets import require_dense
 from zbv_worker.stage.dtensors import fully_sharded_modules
-from zbv_worker.stage.main_gradients import is_half
+from zbv_worker.stage.weight_grads import HALVES
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.connected import ConnectedTransport
 
@@ -233,7 +232,7 @@ def divide(module: nn.Module, group: dist.ProcessGroup, device: torch.device) ->
     mesh = DeviceMesh.from_group(group, device.type)
     for layer in dict.fromkeys(layers):
         _require_divisible(layer, shared)
-        has_halves = any(map(is_half, layer.parameters()))
+        has_halves = any(parameter.dtype in HALVES for parameter in layer.parameters())
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.float32 if has_halves else None, cast_forward_inputs=False
         )
@@ -266,3 +265,13 @@ def _require_divisible(layer: nn.Module, shared: set[nn.Parameter]) -> None:
             f"--shard: found trainable parameters of {names} in one {type(layer).__name__}; torch's "
             f"fully_shard needs one type per layer. Convert the layer, or omit --shard."
         )
+
+
+def require_dense(module: nn.Module) -> None:
+    """Raise :class:`InvalidRun` if a module has sparse gradients."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise InvalidRun(
+                f"found a sparse embedding, {name or 'the stage itself'}; gradients that replicas sum must "
+                f"be dense. Build it with sparse=False."
+            )

@@ -33,7 +33,7 @@ from zbv_worker.errors import InvalidRun
 from zbv_worker.gradients.treatments import Treatment, Treatments
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.stage.dtensors import is_dtensor, local_of, with_local
-from zbv_worker.stage.main_gradients import dtype_of_sum, gradient_of, set_gradient
+from zbv_worker.stage.weight_grads import dtype_of_sum, gradient_of, set_gradient
 from zbv_worker.transport.channels import Reduction, Transport
 
 _REPLACED = "replaced parameter"

@@ -24,8 +24,9 @@ from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.stage.boundary import Gradient
 from zbv_worker.stage.dtensors import local_of
 from zbv_worker.stage.layers import NO_KEYWORDS
-from zbv_worker.stage.main_gradients import gradient_of, round_main_gradients
+from zbv_worker.stage.main_gradients import round_main_gradients
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import gradient_of
 from zbv_worker.values.packing import copied
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from zbv_worker.model.protocol import NamedOptimizer, PipelineModel
 
 Named = tuple[str, nn.Parameter]
 
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
-"""The code in which torch wraps the step of every optimizer."""
 _USED = ("param_groups", "step", "state_dict", "load_state_dict")
 """The parts of an optimizer that a run uses; it need not derive from torch's class."""
 
@@ -32,20 +29,20 @@ def adamw(parameters: Iterable[Any], **settings: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(listed, fused=all(p.is_cuda for p in listed) or None, **settings)
 
 
-def require_no_line_search() -> None:
-    """Raise :class:`InvalidRun` within a step of LBFGS: call it on a rank that has only a part of the model.
+def require_no_line_search(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise :class:`InvalidRun` if LBFGS updates some of these parameters, a part of the model's.
 
     LBFGS multiplies vectors of all parameters, and needs the loss after each of its moves.
     """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is _STEP and isinstance(frame.f_locals["args"][0], torch.optim.LBFGS):
-            raise InvalidRun(
-                "found LBFGS. It needs the loss, and products of vectors of all parameters, in one place; "
-                "each rank of a pipeline has an optimizer for its own parameters only. Use an optimizer that "
-                "updates every parameter from its own gradient, such as AdamW, or train on one rank."
-            )
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not updated.isdisjoint(map(id, parameters)):
+        raise InvalidRun(
+            "found LBFGS. It needs the loss, and products of vectors of all parameters, in one place; each "
+            "rank of a pipeline has an optimizer for its own parameters only. Use an optimizer that updates "
+            "every parameter from its own gradient, such as AdamW, or train on one rank."
+        )
 
 
 def optimizer_of(model: PipelineModel, parameters: Sequence[Named]) -> torch.optim.Optimizer:

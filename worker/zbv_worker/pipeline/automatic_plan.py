@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from zbv_solver.errors import ZbvError
+from zbv_solver.export import quantities
+from zbv_solver.export.quantities import counted, percent
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 
@@ -101,7 +103,7 @@ def plan_layers(
         timeout=timeout,
     )
     if transport.rank == 0:
-        say(f"zbv: measuring {len(layers.layer_names())} layers on {_ranks(p)}, to plan them")
+        say(f"zbv: measuring {len(layers.layer_names())} layers on {counted(p, 'rank')}, to plan them")
     given = loss if loss is not None else getattr(layers, "loss", None)
     if given is None:
         raise InvalidRun("planning needs the loss, because the last rank computes it. Pass loss=.")
@@ -121,11 +123,12 @@ def plan_layers(
 
 def described(plan: Plan) -> list[str]:
     """What was chosen, in a few lines."""
-    problem, metrics = plan.problem, plan.metrics
+    problem, metrics, units = plan.problem, plan.metrics, plan.problem.units
     lines = [
-        f"zbv: planned {problem.microbatches} microbatches on {_ranks(problem.pp_degree)}: step "
-        f"{_milliseconds(plan.objective)}, bubble rate {max(0.0, metrics.bubble_rate):.1%}, at most "
-        f"{max(metrics.peak_memory) / 2**20:,.3g} MiB per rank, placement {problem.placement.kind}"
+        f"zbv: planned {problem.microbatches} microbatches on {counted(problem.pp_degree, 'rank')}: step "
+        f"{quantities.time(plan.objective, units)}, bubble rate {percent(metrics.bubble_rate, 1)}, "
+        f"at most {quantities.memory(max(metrics.peak_memory), units)} per rank, placement "
+        f"{problem.placement.kind}"
     ]
     partition = () if problem.model is None else problem.model.partition
     recomputed = () if problem.model is None else problem.model.cut.recompute or ()
@@ -139,8 +142,8 @@ def described(plan: Plan) -> list[str]:
         if baseline.name == "even-cut":
             span = baseline.makespan if problem.objective == "makespan" else baseline.span
             fits = "" if baseline.fits else ", and not fit into memory"
-            more = span / plan.objective - 1 if plan.objective > 0 else 0.0
-            lines.append(f"zbv: an even cut would take {_milliseconds(span)} ({more:+.1%}){fits}")
+            more = quantities.relative(span, plan.objective)
+            lines.append(f"zbv: an even cut would take {quantities.time(span, units)} ({more}){fits}")
     return lines
 
 
@@ -263,11 +266,3 @@ def _span(names: tuple[str, ...]) -> str:
     if len(names) < 3:
         return ", ".join(names) or "no layer"
     return f"{names[0]} … {names[-1]} ({len(names)} layers)"
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
-
-
-def _milliseconds(microseconds: float) -> str:
-    return f"{microseconds / 1000:,.3g} ms"

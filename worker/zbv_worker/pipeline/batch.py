@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
@@ -31,7 +32,7 @@ class StepData:
         return self.microbatches[index]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """What a call of ``step`` or ``evaluate`` was given; see :meth:`zbv_worker.Pipeline.step`."""
 
@@ -41,6 +42,11 @@ class Batch:
     microbatches: Sequence[Any] | None
     cu_seqlens: Tensor | Sequence[int] | None = None
     sequences: Sequence[Sequence[int]] | None = None
+    is_even: bool = field(init=False)
+    """Whether it is split into microbatches of equal shapes."""
+
+    def __post_init__(self) -> None:
+        self.is_even = self.microbatches is None and self.cu_seqlens is None
 
     @property
     def is_given(self) -> bool:
@@ -59,12 +65,14 @@ class Batch:
         given = self.microbatches
         parts = [(self.inputs, self.targets, self.keywords)] if given is None else given
         several = [Microbatch(*part) for part in parts if isinstance(part, tuple)]
-        if any(_requires_grad((each.target, each.keywords)) for each in several):
+        inputs = [leaf for each in several for leaf in tree_leaves(each.input)]
+        others = [leaf for each in several for leaf in tree_leaves((each.target, each.keywords))]
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in others):
             raise InvalidRun(
                 "found a target or keyword that requires a gradient. Several ranks may use these, and none "
                 "computes their gradients. Detach them, or compute them in a layer or in the loss."
             )
-        if not has_first_layer and any(_requires_grad(each.input) for each in several):
+        if not has_first_layer and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs):
             raise InvalidRun(
                 "found inputs that require a gradient on a rank without the first layer. Their gradient "
                 "arrives only on the rank that has that layer. Pass them only there (inputs if 0 in "
@@ -78,11 +86,6 @@ class Batch:
         leaves = (leaf for part in (self.inputs, self.targets) for leaf in tree_leaves(part))
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
         return next((tensor.shape[0] for tensor in tensors), 0) if self.is_even else 0
-
-    @property
-    def is_even(self) -> bool:
-        """Whether it is split into microbatches of equal shapes."""
-        return self.microbatches is None and self.cu_seqlens is None
 
 
 def microbatches_of(
@@ -104,24 +107,14 @@ def microbatches_of(
     InvalidRun
         If the batch cannot be split, is given twice, or has a keyword that no layer takes.
     """
-    found = _cut(batch, count, tokens, taken)
-    wrong = sorted({name for each in found for name in taken.untaken(each.keywords)})
-    if wrong:
-        raise InvalidRun(
-            f"found the keyword {wrong[0]!r}, which no layer takes. Name it in the forward of a layer, or "
-            f"leave it out."
-        )
-    return found
-
-
-def _cut(batch: Batch, count: int, tokens: Sequence[int] | None, taken: Keywords) -> list[Microbatch]:
     if batch.sequences is not None and batch.cu_seqlens is None:
         raise InvalidRun("found sequences= without cu_seqlens=, the offsets of the sequences. Pass both.")
-    given = batch.microbatches
-    if given is None and batch.cu_seqlens is None:
-        return split_batch(batch.inputs, batch.targets, batch.keywords, count)
-    if given is None:
-        return split_packed(
+    if batch.microbatches is not None:
+        made = _as_microbatches(batch, batch.microbatches, count)
+    elif batch.cu_seqlens is None:
+        made = split_batch(batch.inputs, batch.targets, batch.keywords, count)
+    else:
+        made = split_packed(
             batch.inputs,
             batch.targets,
             batch.keywords,
@@ -131,6 +124,17 @@ def _cut(batch: Batch, count: int, tokens: Sequence[int] | None, taken: Keywords
             count=count,
             taken=taken,
         )
+    names = {name for each in made for name in each.keywords}
+    wrong = sorted(taken.untaken(names)) if names else []
+    if wrong:
+        raise InvalidRun(
+            f"found the keyword {wrong[0]!r}, which no layer takes. Name it in the forward of a layer, or "
+            f"leave it out."
+        )
+    return made
+
+
+def _as_microbatches(batch: Batch, given: Sequence[Any], count: int) -> list[Microbatch]:
     if replace(batch, microbatches=None).is_given:
         raise InvalidRun(
             "found a batch and microbatches=; pass one of them. Every microbatch has its own input, target "
@@ -161,20 +165,37 @@ def split_batch(inputs: Any, targets: Any, keywords: Mapping[str, Any], count: i
         container or an array of NumPy.
     """
     leaves, structure = tree_flatten_with_path((inputs, targets, dict(keywords)))
+    first: tuple[Any, ...] = ()  # the place of the first tensor
+    rows = 0
     for path, leaf in leaves:
-        require_no_container(leaf, path)
-    _check_rows({name_of(path): leaf.shape[0] for path, leaf in leaves if _is_split(leaf)}, count)
+        if not isinstance(leaf, Tensor):
+            require_no_container(leaf, path)
+        elif leaf.dim() and not first:
+            first, rows = path, leaf.shape[0]
+        elif leaf.dim() and leaf.shape[0] != rows:
+            raise InvalidRun(
+                f"{name_of(first)} has {rows} rows and {name_of(path)} has {leaf.shape[0]}; the first "
+                f"dimension of every tensor must be the batch. Mark what belongs to the whole batch: "
+                f"zbv_worker.Whole(tensor)."
+            )
+    if first and (rows == 0 or rows % count):
+        raise InvalidRun(
+            f"{name_of(first)} has {rows} rows; must be a multiple of the plan's {count} microbatches. "
+            f"Change the batch size, for instance with drop_last=True in the DataLoader, or plan for another "
+            f"number of microbatches."
+        )
     parts = [
-        leaf.split(leaf.shape[0] // count)
-        if _is_split(leaf)
+        torch.split(leaf, rows // count)
+        if isinstance(leaf, Tensor) and leaf.dim()
         else (leaf.value if isinstance(leaf, Whole) else leaf,) * count
         for _, leaf in leaves
     ]
     is_known = inputs is not None and targets is not None
-    names = _ambiguous(leaves, count, is_known=is_known) if count > 1 else set()
+    names = _ambiguous(leaves, count, is_known=is_known) if keywords and count > 1 else set()
     whole: Mapping[str, Any] = {}
     if names:
-        uncut = [leaf if _is_split(leaf) else part[0] for (_, leaf), part in zip(leaves, parts, strict=True)]
+        both = zip(leaves, parts, strict=True)
+        uncut = [leaf if isinstance(leaf, Tensor) else part[0] for (_, leaf), part in both]
         whole = tree_unflatten(uncut, structure)[_KEYWORDS]
     found = []
     for at in range(count):
@@ -200,40 +221,13 @@ def _ambiguous(leaves: Sequence[tuple[tuple[Any, ...], Any]], count: int, *, is_
     is_known
         Whether there are inputs and targets. If not, the layers know the other dimensions.
     """
-    others = {size for _, leaf in leaves if _is_split(leaf) for size in leaf.shape[1:]}
+    split = [(path, leaf.shape) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    others = {size for _, shape in split for size in shape[1:]}
     return {
         path[1].key
-        for path, leaf in leaves
-        if path[0].idx == _KEYWORDS
-        if _is_split(leaf) and (leaf.shape[0] in {*others, count} or not is_known)
+        for path, shape in split
+        if path[0].idx == _KEYWORDS and (shape[0] in {*others, count} or not is_known)
     }
-
-
-def _check_rows(rows: Mapping[str, int], count: int) -> None:
-    """Check the number of rows of every tensor, by name."""
-    if not rows:
-        return
-    first, expected = next(iter(rows.items()))
-    for name, found in rows.items():
-        if found != expected:
-            raise InvalidRun(
-                f"{first} has {expected} rows and {name} has {found}; the first dimension of every tensor "
-                f"must be the batch. Mark what belongs to the whole batch: zbv_worker.Whole(tensor)."
-            )
-    if expected == 0 or expected % count:
-        raise InvalidRun(
-            f"{first} has {expected} rows; must be a multiple of the plan's {count} microbatches. Change the "
-            f"batch size, for instance with drop_last=True in the DataLoader, or plan for another number of "
-            f"microbatches."
-        )
-
-
-def _requires_grad(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))
-
-
-def _is_split(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def _as_microbatch(given: Any, at: int) -> Microbatch:

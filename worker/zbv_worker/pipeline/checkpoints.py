@@ -14,6 +14,7 @@ from zbv_worker.checkpoints.checkpoint import CheckpointOptions, Checkpoints
 from zbv_worker.checkpoints.checkpoint_state import TrainedState
 from zbv_worker.errors import Disagreement, InvalidRun, WorkerError
 from zbv_worker.failures.failures import Failures
+from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.gradients.ties import Ties
 from zbv_worker.transport.connected import ConnectedTransport
 
@@ -145,6 +146,7 @@ def training_state(
     schedule: Stateful | Sequence[Stateful] | None,
     data: Stateful | None,
     ties: Ties,
+    loss_scale: LossScale,
 ) -> TrainedState:
     """What checkpoints hold of a pipeline's rank.
 
@@ -171,6 +173,7 @@ def training_state(
         modules,
         optimizers=optimizers,
         schedules=[each for each in schedules if each is not None],
+        loss_scale=loss_scale,
         data=None if data is None else _Data(data),
         ties=ties,
     )

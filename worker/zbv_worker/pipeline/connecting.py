@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.stated_shapes import ShapeOf
-from zbv_worker.stage.program import Precision, Program
+from zbv_worker.stage.program import AUTOCAST, Precision, Program
 from zbv_worker.transport.connect import open_transport
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.gloo_control import GlooControl
@@ -143,11 +143,8 @@ class PipelineOptions:
     shape_of: ShapeOf | None = None
 
     def __post_init__(self) -> None:
-        if self.precision not in ("float32", "bfloat16"):
-            raise InvalidRun(
-                f"found precision {self.precision!r}; must be 'float32' or 'bfloat16'. float16 needs a loss "
-                f"scale that follows the optimizer: train with `zbv-worker run --precision float16`."
-            )
+        if self.precision not in AUTOCAST:
+            raise InvalidRun(f"found precision {self.precision!r}; must be one of {', '.join(AUTOCAST)}.")
         if self.plan is None and (self.microbatches is None or self.example is None):
             raise InvalidRun(
                 "plan=None plans the layers, and needs microbatches= (the number per step) and "

@@ -18,9 +18,9 @@ from zbv_worker.errors import InvalidRun, ModelError, WorkerError
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.failures.failures import Failures
 from zbv_worker.model.protocol import Microbatch
+from zbv_worker.pipeline.calls import Given, Shapes
 from zbv_worker.pipeline.connecting import PipelineOptions
 from zbv_worker.pipeline.preparing import Prepared
-from zbv_worker.pipeline.shapes import Given, Shapes
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.gloo_control import MAX_BYTES
@@ -147,7 +147,7 @@ class SharedData:
                     f"step and evaluate."
                 )
             microbatches = split()
-            self.shapes = Given.of(microbatches, (), equal=equal).shapes
+            self.shapes = Given.of(microbatches, equal=equal).shapes
             parts = {rank: _part(microbatches, needs) for rank, needs in self._needs.items()}
         except WorkerError as error:
             with self._failures.watched("passing on that there is no batch"):

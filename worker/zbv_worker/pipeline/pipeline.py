@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zbv_solver.plans.plan import Plan
 
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
@@ -23,12 +24,12 @@ from zbv_worker.model.optimizers import require_no_line_search
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.pipeline.agent_run import RunReports
 from zbv_worker.pipeline.batch import Batch, microbatches_of
+from zbv_worker.pipeline.calls import Call
 from zbv_worker.pipeline.checkpoints import PipelineCheckpoints
 from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, connected_world
 from zbv_worker.pipeline.data import SharedData
 from zbv_worker.pipeline.preparing import prepare
 from zbv_worker.pipeline.rank import PipelineRank
-from zbv_worker.pipeline.shapes import Call, Given, Shapes
 from zbv_worker.pipeline.state import PipelineState
 from zbv_worker.pipeline.step_plans import PER_STEP, ProblemLike, StepPlans, Values
 from zbv_worker.stage.program import Precision
@@ -60,9 +61,9 @@ class Pipeline(PipelineState):
     process without both is a world of one rank. Until the pipeline is closed, some of the layers' modules are
     of subclasses that can queue weight gradients. Parameters may be added to layers, frozen or unfrozen
     between steps, alike on all replicas. Creating a pipeline, and its methods ``step``, ``evaluate``,
-    ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are collective: every
-    rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline cannot be used
-    any more.
+    ``change_plan``, ``full_state_dict``, ``clip_grad_norm_``, ``checkpoints``, ``trace`` and ``close``, are
+    collective: every rank calls them, in the same order. If one rank fails, all ranks raise, and the pipeline
+    cannot be used any more.
 
     Parameters
     ----------
@@ -95,7 +96,10 @@ class Pipeline(PipelineState):
     backend
         ``"gloo"`` or ``"nccl"``; by default NCCL where CUDA is available.
     precision
-        ``"bfloat16"`` computes suitable operators in that dtype (autocast).
+        ``"bfloat16"`` and ``"float16"`` compute suitable operators in that dtype (autocast). With float16, a
+        step scales the loss, so that small gradients do not vanish. If gradients overflow, the step changes
+        no ``.grad``, as if there had been no batch, and later steps scale by less. The optimizer then leaves
+        parameters whose ``.grad`` is None as they are. Every step waits for a sum over all ranks.
     compile
         Whether ``torch.compile`` compiles the layers.
     timeout
@@ -188,6 +192,10 @@ class Pipeline(PipelineState):
             self._shared = SharedData(options, prepared, transport, failures)
         self._keywords = prepared.keywords
         self._newest: Launched | None = None
+        if transport.layout.pp_degree > 1:
+            reference = weakref.ref(self)
+            hook = register_optimizer_step_pre_hook(lambda *given: _refuse_line_search(reference(), *given))
+            weakref.finalize(self, hook.remove)
         # A process may end right after its last step, before its peers have received its last tensors.
         self._finalizer = weakref.finalize(self, _leave, own, self._shared, self._reports, saving, failures)
 
@@ -257,30 +265,18 @@ class Pipeline(PipelineState):
         ChannelTimeout, PeerLost
             If a peer failed.
         """
-        own = self._own
-        with self._refusing("step"):
-            own.loss.require()
-            if own.plans is None and plan is not None:
-                raise InvalidRun(
-                    'found plan=, which is for Pipeline("per-step", …); this pipeline has one plan for all '
-                    "steps. Omit plan=."
-                )
-            if not torch.is_grad_enabled():
-                raise InvalidRun(
-                    "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a "
-                    "gradient. Call step outside of it, or call evaluate."
-                )
-            if self._transport.layout.pp_degree > 1:
-                require_no_line_search()
+        own, shared = self._own, self._shared
         batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
-        found, given = self._microbatches("step", batch)
+        split = self._microbatches("step", batch, has_plan=plan is not None)
         with self._failures.watched(f"step {own.steps}"):
+            given = own.begin("step", batch, split) if shared is None else shared.shapes
             if own.plans is not None:
                 if not own.plans.is_source:
                     own.calls.meet_all()
                 own.plan_step(plan, own.plans.values(plan, features, cu_seqlens, sequences))
-            own.take("step", found, given)
-            own.loss.record(outputs)
+            own.take("step", split, given)
+            if own.objective is not None:
+                own.objective.outputs = [] if outputs else None
             self._newest, loss = own.step()
             if own.steps == 1:
                 self._failures.started()
@@ -303,14 +299,38 @@ class Pipeline(PipelineState):
 
         Parameters, results and errors are those of :meth:`step`. Without a loss, the loss is None.
         """
-        own = self._own
+        own, shared = self._own, self._shared
         batch = Batch(inputs, targets, keywords, microbatches, cu_seqlens, sequences)
-        found, given = self._microbatches("evaluate", batch)
+        split = self._microbatches("evaluate", batch)
         with self._failures.watched("evaluating"):
-            own.take("evaluate", found, given)
-            own.loss.record(outputs)
+            given = own.begin("evaluate", batch, split) if shared is None else shared.shapes
+            own.take("evaluate", split, given)
+            if own.objective is not None:
+                own.objective.outputs = [] if outputs else None
             loss = own.evaluate()
         return (loss, own.outputs()) if outputs else loss
+
+    def change_plan(self, plan: PlanLike) -> None:
+        """Run another plan from the next step on, for example one that fits times which have changed.
+
+        Parameters
+        ----------
+        plan
+            As in :class:`Pipeline`: for as many ranks and microbatches, with the same placement, and with the
+            same layers on every stage or without layers. Stages may be recomputed otherwise.
+
+        Raises
+        ------
+        InvalidRun
+            If it differs in that. The pipeline goes on with its plan if every rank refuses it.
+        Disagreement
+            If the ranks have different plans.
+        """
+        own = self._own
+        with self._refusing("change_plan"):
+            mine, stated = own.changed(plan)
+        with self._failures.watched("changing the plan"):
+            own.change_plan(mine, stated, self._newest)
 
     @property
     def plan_id(self) -> str:
@@ -387,31 +407,49 @@ class Pipeline(PipelineState):
                 self._own.calls.refuse(call, str(error))
             raise
 
-    def _microbatches(self, call: Call, batch: Batch) -> tuple[list[Microbatch], Given | Shapes]:
-        """This rank's microbatches of a call, and what it was given, or with a data rank the shapes."""
+    def _microbatches(self, call: Call, batch: Batch, *, has_plan: bool = False) -> list[Microbatch]:
+        """This rank's microbatches of a call. With a data rank collective."""
         own, shared = self._own, self._shared
-
-        def check() -> None:
-            if call == "step":
-                batch.require_gradients_can_arrive(has_first_layer=0 in self.modules)
-
-        def split() -> list[Microbatch]:
-            if shared is not None:
-                check()  # here, because the data rank tells the others
-            return microbatches_of(batch, own.microbatches, own.tokens, self._keywords)
-
-        if shared is not None:
-            with self._failures.watched(f"calling {call}"):
-                own.begin_without_batch(call, waits=not shared.is_source)
-            return shared.exchange(batch.is_given, split, equal=batch.is_even), shared.shapes
         with self._refusing(call):
-            check()
-            microbatches = split()
-            names = {name for each in microbatches for name in each.keywords}
-            given = Given.of(microbatches, names, equal=batch.is_even, rows=batch.rows)
+            if call == "step":
+                self._require_step(has_plan=has_plan)
+            if shared is None:
+                return self._split(call, batch)
         with self._failures.watched(f"calling {call}"):
-            own.begin(call, batch, microbatches, given)
-        return microbatches, given
+            own.begin_without_batch(call, waits=not shared.is_source)
+        # The data rank tells the others if it cannot split the batch.
+        return shared.exchange(batch.is_given, partial(self._split, call, batch), equal=batch.is_even)
+
+    def _split(self, call: Call, batch: Batch) -> list[Microbatch]:
+        if call == "step":
+            batch.require_gradients_can_arrive(has_first_layer=0 in self.modules)
+        tokens = None if batch.cu_seqlens is None else self._own.tokens
+        return microbatches_of(batch, self._own.microbatches, tokens, self._keywords)
+
+    def _require_step(self, *, has_plan: bool) -> None:
+        """Raise :class:`InvalidRun` if no step can run here and now."""
+        if not self._own.has_loss:
+            raise InvalidRun(
+                "the pipeline has no loss; training needs one. Pass loss=, a function of output and target: "
+                "Pipeline(plan, layers, loss=torch.nn.functional.cross_entropy)."
+            )
+        if self._own.plans is None and has_plan:
+            raise InvalidRun(
+                'found plan=, which is for Pipeline("per-step", …); this pipeline has one plan for all '
+                "steps. Omit plan=."
+            )
+        if not torch.is_grad_enabled():
+            raise InvalidRun(
+                "found step within torch.no_grad() or torch.inference_mode(), where nothing gets a "
+                "gradient. Call step outside of it, or call evaluate."
+            )
+
+
+def _refuse_line_search(pipe: Pipeline | None, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Call before every step of an optimizer in this process."""
+    if pipe is not None and not (pipe._failures.is_closed or pipe._failures.has_failed):
+        with pipe._refusing("step"):
+            require_no_line_search(optimizer, pipe.parameters())
 
 
 def _leave(

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
-from zbv_worker.errors import Disagreement, InvalidRun, describe_error, naming_errors
+from zbv_worker.errors import Disagreement, InvalidRun, naming_errors
 from zbv_worker.execution.agreement import Statement, agree, keywords_by_rank
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_stages
@@ -26,76 +25,11 @@ from zbv_worker.model.loss_module import loss_module, ties_of
 from zbv_worker.model.protocol import Layered, PipelineModel
 from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, RankDevice, cut_evenly, rank_plan
 from zbv_worker.stage.layers import Keywords
+from zbv_worker.stage.loss import no_loss
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import Transport
 from zbv_worker.transport.world import Backend
 from zbv_worker.values.structure import Structure
-
-
-class RecordedLoss:
-    """Calls a loss, and keeps the model's outputs if they are wanted.
-
-    Parameters
-    ----------
-    function
-        The user's loss; None for a pipeline that is only evaluated.
-    is_recomputed
-        Whether the backward of the last stage runs the loss a second time.
-    """
-
-    def __init__(self, function: Callable[[Any, Any], Any] | None, *, is_recomputed: bool):
-        self.function = function
-        self._is_recomputed = is_recomputed
-        self._outputs: list[Any] | None = None
-
-    def __call__(self, output: Any, target: Any) -> Any:
-        """The loss of a microbatch; raises :class:`InvalidRun` if it fails without a target."""
-        # F of a recomputed stage runs without a graph, the second run with one.
-        if self._outputs is not None and not (self._is_recomputed and torch.is_grad_enabled()):
-            self._outputs.append(tree_map(_detached, output))
-        if self.function is None:
-            return torch.zeros(())
-        try:
-            return self.function(output, target)
-        except (AttributeError, TypeError) as error:
-            if target is not None:
-                raise
-            raise InvalidRun(
-                f"the loss got None as target and failed: {describe_error(error)}. Pass targets to step and "
-                f"evaluate on ranks with the last layer, or use a loss that needs none."
-            ) from error
-
-    @property
-    def is_given(self) -> bool:
-        """Whether there is a loss."""
-        return self.function is not None
-
-    def require(self) -> None:
-        """Raise :class:`InvalidRun` if there is no loss."""
-        if self.function is None:
-            raise InvalidRun(
-                "the pipeline has no loss; training needs one. Pass loss=, a function of output and target: "
-                "Pipeline(plan, layers, loss=torch.nn.functional.cross_entropy)."
-            )
-
-    def record(self, is_wanted: bool) -> None:
-        """Keep the outputs from now on, or no longer."""
-        self._outputs = [] if is_wanted else None
-
-    def restart(self) -> None:
-        """Forget the outputs so far, because the step runs again."""
-        if self._outputs is not None:
-            self._outputs = []
-
-    def take(self) -> list[Any]:
-        """The outputs since :meth:`record`, in the order of the calls."""
-        found, self._outputs = self._outputs, None
-        return found or []
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
 
 _REMEDY = "Plan for these layers, or give the layers the plan's names: {'name': layer, …}"
 
@@ -106,7 +40,8 @@ class Prepared:
 
     plan: RankPlan
     stages: dict[int, Stage]
-    loss: RecordedLoss
+    has_loss: bool = True
+    """Whether there is a loss; without one, the model can only be evaluated."""
     keywords_by_rank: Sequence[Keywords] = ()
     """The keyword arguments that the layers of each rank take."""
     ties: Sequence[tuple[str, str]] = ()
@@ -138,10 +73,10 @@ class Prepared:
 class LayersWithLoss:
     """Layers and a loss, in the form from which stages are built."""
 
-    def __init__(self, layers: Layered, loss: RecordedLoss):
+    def __init__(self, layers: Layered, loss: Callable[[Any, Any], Any] | None):
         self._layers = layers
-        self.loss = loss
-        self.loss_module = loss_module(loss.function, layers)
+        self.loss = no_loss if loss is None else loss
+        self.loss_module = loss_module(loss, layers)
         self.layer_names = layers.layer_names
         self.build_layers = layers.build_layers
 
@@ -249,9 +184,7 @@ def _build(
             f"loss: found {given!r}; must be a function of output and target, such as "
             f"torch.nn.functional.mse_loss or torch.nn.MSELoss()."
         )
-    last = plan.placement.n_stages - 1
-    recorded = RecordedLoss(given, is_recomputed=plan.cut.recomputes(last))
-    model = LayersWithLoss(layers, recorded)
+    model = LayersWithLoss(layers, given)
     ties = model.tied_parameters()
     stages = build_stages(
         cast("PipelineModel", model), plan, device, replicas=replicas, program=options.program
@@ -260,7 +193,7 @@ def _build(
     return Prepared(
         plan,
         stages,
-        recorded,
+        given is not None,
         ties=ties,
         stated=stated_structures(shape_of, plan.features),
         shape_of=shape_of,
@@ -322,6 +255,38 @@ def open_channels(
     keys = agree(transport, statement, patience)
     with naming_errors(transport.rank, "opening the channels"):
         transport.open(keys, patience)
+
+
+def prepare_change(
+    options: PipelineOptions,
+    given: PlanLike,
+    current: RankPlan,
+    shape_of: ShapeOf | None,
+    transport: Transport,
+) -> tuple[RankPlan, Sequence[Structure]]:
+    """Read another plan of the same stages; returns this rank's part, and what crosses boundaries.
+
+    Raises
+    ------
+    InvalidRun
+        If the plan needs other ranks, stages or microbatches.
+    """
+    plan = rank_plan(given, transport.pp_rank, options.service, options.timeout)
+    if plan.cut.partition is None:
+        plan = replace(plan, cut=replace(plan.cut, partition=current.cut.partition))
+    if (plan.placement, plan.microbatches) != (current.placement, current.microbatches):
+        raise InvalidRun(
+            f"found a plan with {plan.placement.pp_degree} ranks, placement {plan.placement.kind} and "
+            f"{plan.microbatches} microbatches; a pipeline can only change to a plan with "
+            f"{current.placement.pp_degree} ranks, placement {current.placement.kind} and "
+            f"{current.microbatches} microbatches. Make another pipeline."
+        )
+    if plan.cut.partition != current.cut.partition:
+        raise InvalidRun(
+            "found a plan with another partition; a pipeline can only change to a plan with the same layers "
+            "on every stage. Save a checkpoint and resume it in another pipeline: it fits every partition."
+        )
+    return plan, stated_structures(shape_of, plan.features)
 
 
 @contextmanager

@@ -255,7 +255,7 @@ class PipelineState:
             self._own.join("checkpoints")
         options = CheckpointOptions(Path(directory), every=1, kept=kept, timeout=timeout)
         own = self._own
-        trained = training_state(self.modules, optimizer, schedule, data, own.ties)
+        trained = training_state(self.modules, optimizer, schedule, data, own.ties, own.loss_scale)
         made = PipelineCheckpoints(options, trained, self._transport, own.device, self._failures, own.join)
         self._saving.append(made)
         return made

@@ -23,12 +23,11 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.stated_shapes import stated_structures
 from zbv_worker.execution.timeline import Launched
 from zbv_worker.failures.progress import CurrentProgress
-from zbv_worker.gradients.batch_loss import seed_generators
 from zbv_worker.gradients.fully_sharded import dividing
 from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.model.protocol import Evaluated, Microbatch, PipelineModel, StatefulData, Tied, Weighted
 from zbv_worker.pipeline.preparing import open_channels
-from zbv_worker.pipeline.trained_stages import TrainedStages
+from zbv_worker.pipeline.trained_stages import TrainedStages, seed_generators
 from zbv_worker.run.options import RunOptions, require_compilable
 from zbv_worker.run.plan_change import Swaps
 from zbv_worker.run.reporting import Reporting, warn_of_another_program

@@ -152,14 +152,13 @@ def as_list(gradient: Gradient | None) -> Sequence[Tensor]:
 
 def take_gradient(leaves: Sequence[Tensor], *, is_single: bool) -> Gradient:
     """The gradients that a backward left at the tensors of an input; zeros where it left none."""
-    if is_single:
-        return _taken(leaves[0])
-    return tuple(map(_taken, leaves))
-
-
-def _taken(leaf: Tensor) -> Tensor:
-    gradient, leaf.grad = leaf.grad, None
-    return torch.zeros_like(leaf) if gradient is None else arrived(gradient)
+    taken = []
+    for leaf in leaves:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is None:
+            gradient = torch.zeros_like(leaf)
+        taken.append(gradient if type(gradient) is Tensor else arrived(gradient))
+    return taken[0] if is_single else tuple(taken)
 
 
 def marked_without_graph(output: Any, input: Any) -> Any:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.layers import NO_KEYWORDS, call
 from zbv_worker.stage.loss import leave_uncompiled
-from zbv_worker.stage.recorder import Call, Queueing, Recorder, Tapping
-from zbv_worker.stage.split_backward import is_accumulating
+from zbv_worker.stage.recorder import Recorder, Tapping
+from zbv_worker.stage.split_backward import Call, Queueing, is_accumulating
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.values.structure import Structure, device_of
 

@@ -165,11 +165,6 @@ def loss_modules(module: nn.Module) -> list[nn.Module]:
     return [module._modules[LOSS]] if isinstance(module, _LossAside) else []
 
 
-def calls_in_order(module: nn.Module) -> bool:
-    """Whether a module certainly calls its children one after the other, and does nothing else."""
-    return type(module).forward in (nn.Sequential.forward, LayerSequence.forward)
-
-
 def prepare_layers(module: nn.Module) -> None:
     """Let a plain ``nn.Sequential`` call its modules as layers, in place; changes nothing else.
 

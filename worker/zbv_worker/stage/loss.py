@@ -11,15 +11,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map
 
-from zbv_worker.errors import ModelError
+from zbv_worker.errors import InvalidRun, ModelError, describe_error
 from zbv_worker.stage.dtensors import is_dtensor
 from zbv_worker.values.structure import tensors_of
+
+if TYPE_CHECKING:
+    from zbv_worker.stage.recorder import Recorder
+    from zbv_worker.stage.weight_grads import WeightGrads
 
 Loss = Callable[[Any, Any], Any]
 """Takes output and target; returns the mean over a microbatch, or a pair of sum and weight."""
@@ -39,9 +44,13 @@ class Objective:
     ----------
     is_weighted
         Whether the loss is a pair; for a plain function, known after the first call.
+    outputs
+        The model's outputs since this was set to a list, in the order of the calls; None to keep none.
     """
 
     def __init__(self, loss: Loss | WeightedLoss):
+        self.outputs: list[Any] | None = None
+        self._last_output: Any = None
         self.is_weighted = self._must_have_weight = isinstance(loss, WeightedLoss)
         self._function = loss.function if isinstance(loss, WeightedLoss) else loss
         self._last_weight: Tensor | float = 0.0
@@ -51,7 +60,17 @@ class Objective:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """The loss of a microbatch, a scalar; raises :class:`ModelError` if it is not one number."""
-        found: object = self._function(output, target)
+        if self.outputs is not None:
+            self._last_output = tree_map(_detached, output)
+        try:
+            found: object = self._function(output, target)
+        except (AttributeError, TypeError) as error:
+            if target is not None:
+                raise
+            raise InvalidRun(
+                f"the loss got None as target and failed: {describe_error(error)}. Pass targets to step and "
+                f"evaluate on ranks with the last layer, or use a loss that needs none."
+            ) from error
         if isinstance(found, tuple) and len(found) == 2:
             found, weight = found
             self.is_weighted = True
@@ -69,7 +88,10 @@ class Objective:
         return checked_loss(found)
 
     def count(self) -> None:
-        """Count the weight of the last call; recomputations do not count."""
+        """Count the weight and the output of the last call; recomputations do not count."""
+        if self.outputs is not None:
+            self.outputs.append(self._last_output)
+            self._last_output = None
         if self.is_weighted:
             self._weight = self._weight + self._last_weight
 
@@ -106,9 +128,18 @@ class Objective:
         return known[1]
 
 
+def no_loss(output: Any, target: Any) -> Tensor:
+    """In place of the loss of a model that is only evaluated."""
+    return torch.zeros(())
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
 def checked_loss(loss: object) -> Tensor:
     """Return a loss if it is valid; raises :class:`ModelError` otherwise."""
-    if is_dtensor(loss):
+    if type(loss) is not Tensor and is_dtensor(loss):
         loss = loss.full_tensor()
     if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
         of_several = f" of {loss.numel()} numbers" if isinstance(loss, Tensor) else ""
@@ -206,28 +237,22 @@ class AuxiliaryLosses:
         The gradient of every loss.
     is_weighted
         Whether the main loss is a sum with a weight.
-    is_used
-        Whether a layer has added a loss.
+    edges
+        Where the losses of the forward that has just run enter its graph.
     """
 
     def __init__(self, *, is_weighted: bool) -> None:
         self.factor = 1.0
         self.is_weighted = is_weighted
         self.phase: Phase = "forward"
-        self.is_used = False
         self._sum: Tensor | float = 0.0
-        self._edges: list[GradientEdge] = []
+        self.edges: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
-
-    def during(self, phase: Phase) -> _During:
-        """A context in which layers of this stage run, or its backward."""
-        return _During(self, phase)
 
     def add(self, x: Tensor, loss: Tensor, weight: Tensor | float | None) -> Tensor:
         """Add a loss; see :func:`add_auxiliary_loss`."""
         if self.phase == "evaluation":
             return x
-        self.is_used = True
         factor: Tensor | float = self.factor
         if self.is_weighted:
             if weight is None:
@@ -244,19 +269,14 @@ class AuxiliaryLosses:
         if self.phase == "backward":
             return _attached(x, loss, factor)
         if loss.requires_grad and torch.is_grad_enabled():
-            self._edges.append(get_gradient_edge(loss))
+            self.edges.append(get_gradient_edge(loss))
             self._seeds.append(torch.zeros_like(loss, requires_grad=False) + factor)
         return x
 
-    @property
-    def has_roots(self) -> bool:
-        """Whether :meth:`take_roots` would return any."""
-        return bool(self._edges)
-
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the losses of the forward that has just run enter its graph, and their gradients."""
-        edges, seeds = self._edges, self._seeds
-        self._edges, self._seeds = [], []
+        """The :attr:`edges`, and the gradients of their losses."""
+        edges, seeds = self.edges, self._seeds
+        self.edges, self._seeds = [], []
         return edges, seeds
 
     def take_sum(self) -> Tensor | float:
@@ -265,25 +285,46 @@ class AuxiliaryLosses:
         return found
 
 
-class _During:
-    """Not a generator-based context, which would take longer; every action enters one."""
+class Running:
+    """A context in which layers of a stage run, or its backward.
 
-    __slots__ = ("_before", "_losses", "_phase")
+    Not a generator-based context, which would take longer; every action enters one.
 
-    def __init__(self, losses: AuxiliaryLosses, phase: Phase):
+    Parameters
+    ----------
+    losses
+        Those that the layers may add to.
+    recorder, queue
+        Of the stage, and where its layers queue their weight gradients; None to leave that as it is.
+    """
+
+    __slots__ = ("_before", "_losses", "_phase", "_queue", "_recorder")
+
+    def __init__(
+        self,
+        losses: AuxiliaryLosses,
+        phase: Phase,
+        recorder: Recorder | None = None,
+        queue: WeightGrads | None = None,
+    ):
         self._losses, self._phase = losses, phase
+        self._recorder, self._queue = recorder, queue
 
     def __enter__(self) -> None:
-        losses = self._losses
+        losses, recorder = self._losses, self._recorder
         self._before = losses.phase, _OF_THREAD.active
         losses.phase, _OF_THREAD.active = self._phase, losses
         if self._phase == "backward":
             _ACTIVE.append(losses)
+        if recorder is not None:
+            recorder.queue, self._queue = self._queue, recorder.queue
 
     def __exit__(self, *_: object) -> None:
         self._losses.phase, _OF_THREAD.active = self._before
         if self._phase == "backward":
             _ACTIVE.remove(self._losses)
+        if self._recorder is not None:
+            self._recorder.queue = self._queue
 
 
 class _Attached(torch.autograd.Function):

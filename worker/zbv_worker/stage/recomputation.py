@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.boundary import Gradient, as_list, enter, marked_without_graph, take_gradient
 from zbv_worker.stage.layers import call
-from zbv_worker.stage.loss import AuxiliaryLosses
+from zbv_worker.stage.loss import AuxiliaryLosses, Running
 from zbv_worker.stage.weight_grads import has_hooks
 from zbv_worker.values.structure import device_of, is_plain, map_tensors, tensors_of
 
@@ -137,7 +137,7 @@ class Recomputed:
             )
         x, leaves = enter(kept.input, is_data=is_data)
         auxiliary = self._auxiliary
-        repeating = auxiliary.during("repeated")
+        repeating = Running(auxiliary, "repeated")
         with repeating, torch.enable_grad(), _drawing_again(kept.random, device_of(x)), self._computing(x):
             output = kept.segment(x)
         if self._check is not None:

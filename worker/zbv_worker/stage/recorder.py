@@ -1,24 +1,29 @@
-"""Which modules queue their weight gradients now, and where: the state that the modules of a stage share."""
+"""Prepares the modules of a stage to queue weight gradients, and undoes that; which queue they use now."""
 
 from __future__ import annotations
 
-import copyreg
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
-from zbv_worker.stage.dtensors import is_distributed_kind
+from zbv_worker.errors import ModelError
+from zbv_worker.stage.layers import LayerSequence
+from zbv_worker.stage.split_backward import (
+    Call,
+    Node,
+    Queueing,
+    QueueingEmbedding,
+    QueueingLinear,
+    cast_like_autocast,
+    ordinary_class,
+)
 from zbv_worker.stage.weight_grads import WeightGrads, has_hooks
 from zbv_worker.values.structure import FLOATS
 
@@ -39,36 +44,22 @@ class Recorder:
         self.queue: WeightGrads | None = None
         self.tapping: Tapping | None = None
         self.modules: WeakSet[nn.Module] = WeakSet()
-        self._seen: list[Call] | None = None
-        self._nodes: dict[int, _Node] = {}
+        self.seen: list[Call] | None = None
+        self.nodes: dict[int, Node] = {}
 
     def __reduce__(self) -> tuple[type[Recorder], tuple[()]]:
         """Copied or saved modules get a new recorder, because nodes of autograd cannot be copied."""
         return Recorder, ()
 
-    def defers(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a leaf may be queued, i.e. the leaf has no hooks."""
-        if not parameter.requires_grad:
-            return True
-        node = self._nodes.get(id(parameter))
-        if node is None or node.parameter is not parameter:
-            node = self._nodes[id(parameter)] = _Node(parameter)
-        return node.references == _REFERENCES and not has_hooks(parameter)
-
-    def note(self, module: Queueing, output: Tensor) -> None:
-        """Record a call that queues, for :meth:`watching`."""
-        if self._seen is not None:
-            self._seen.append(Call(module, output.shape, output.dtype))
-
     @contextmanager
     def watching(self) -> Iterator[list[Call]]:
         """A context that collects the calls of modules that queue, in order."""
         seen: list[Call] = []
-        self._seen = seen
+        self.seen = seen
         try:
             yield seen
         finally:
-            self._seen = None
+            self.seen = None
 
     @contextmanager
     def tapping_into(self, tapping: Tapping) -> Iterator[None]:
@@ -79,9 +70,29 @@ class Recorder:
         finally:
             self.tapping = None
 
-    def into(self, queue: WeightGrads | None) -> _Into:
+    @contextmanager
+    def into(self, queue: WeightGrads | None) -> Iterator[None]:
         """A context in which forwards of the tree will queue their weight gradients into ``queue``."""
-        return _Into(self, queue)
+        before, self.queue = self.queue, queue
+        try:
+            yield
+        finally:
+            self.queue = before
+
+
+class Tap(torch.autograd.Function):
+    """Returns the output unchanged; the tap gets the output's gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, tap: Tensor) -> Tensor:
+        """The output."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The output's gradient, twice."""
+        (grad_output,) = grad_outputs
+        return grad_output, grad_output
 
 
 class Tapping:
@@ -101,54 +112,21 @@ class Tapping:
         self.taps: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
+    def linear(self, module: Any, x: Tensor) -> Tensor:
+        """The output of a Linear, and a tap."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = cast_like_autocast(x, torch.get_autocast_dtype(x.device.type))
+        bias = None if module.bias is None else module.bias.detach()
+        return self._tapped(x, nnf.linear(x, module.weight.detach(), bias))
 
-class _Into:
-    """Not a generator-based context, which would take three times as long; every F and I enters one."""
+    def embedding(self, module: Any, indices: Tensor) -> Tensor:
+        """The output of an Embedding, and a tap."""
+        return self._tapped(indices, nnf.embedding(indices, module.weight.detach(), module.padding_idx))
 
-    __slots__ = ("_before", "_queue", "_recorder")
-
-    def __init__(self, recorder: Recorder, queue: WeightGrads | None):
-        self._recorder = recorder
-        self._queue = queue
-
-    def __enter__(self) -> None:
-        self._before = self._recorder.queue
-        self._recorder.queue = self._queue
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.queue = self._before
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of a module that queued its weight gradient: the module, and its output's shape and dtype."""
-
-    module: Any
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def is_deferrable(self) -> bool:
-        """Whether the gradients may still be queued, i.e. the parameters have no hooks."""
-        return all(map(self.module.recorder.defers, self.module.parameters(recurse=False)))
-
-
-class Queueing:
-    """A module whose weight gradients can be queued; the first base class of :func:`queueing_class`."""
-
-    ordinary: ClassVar[type[nn.Module]]
-    """The class of the module before it was prepared."""
-    recorder: Recorder | None = None
-    """The recorder of the tree; None until :func:`defer_weight_gradients` has prepared it."""
-    is_tapped = False
-    """Whether compiled code exposes what W needs."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copied and saved modules are ordinary modules, which need neither zbv nor a pipeline."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, _, state, *others = reduced
-        state = {name: value for name, value in state.items() if name not in ("recorder", "is_tapped")}
-        return copyreg._reconstructor, (ordinary_class(type(self)), object, None), state, *others  # type: ignore[attr-defined]
+    def _tapped(self, x: Tensor, output: Tensor) -> Tensor:
+        self.inputs.append(x.detach())
+        tapped: Tensor = Tap.apply(output, self.taps[len(self.inputs) - 1])  # type: ignore[no-untyped-call]  # torch's own
+        return tapped
 
 
 @cache
@@ -158,87 +136,95 @@ def queueing_class(behaviour: Any, kind: Any) -> Any:
     return type(kind.__name__, (behaviour, kind), {"ordinary": kind, **names})
 
 
-def ordinary_class(kind: Any) -> Any:
-    """The class that a module has when it no longer queues.
-
-    torch's parametrizations and ``fully_shard`` derive a class from the one that they find, which may be one
-    that queues. The result is then a class with the same members, derived from the ordinary class; for a
-    class with calls of ``super()``, which only that class itself can make, the class with other bases.
-    """
-    if not issubclass(kind, Queueing):
-        return kind
-    if "ordinary" in vars(kind):
-        return kind.ordinary
-    bases = tuple(map(ordinary_class, kind.__bases__))
-    members = {name: it for name, it in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    if any("__class__" in it.__code__.co_freevars for it in members.values() if isinstance(it, FunctionType)):
-        kind.__bases__ = bases
-        return kind
-    return type(kind)(kind.__name__, bases, members)
-
-
 def ordinary_forward(module: Any, *arguments: Any) -> Any:
     """The forward of a module's ordinary class, also of a module that no longer queues."""
     return getattr(type(module), "ordinary", type(module)).forward(module, *arguments)
 
 
-def queue_for(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightGrads | None:
-    """The queue for the weight gradients of a call, or None if autograd must compute them.
+_BEHAVIOUR: dict[type[nn.Module], type[Queueing]] = {
+    nn.Linear: QueueingLinear,
+    nn.Embedding: QueueingEmbedding,
+}
 
-    A parameter that is not a leaf is computed from other tensors (weight norm, a functional call). Its
-    gradient must propagate further, so it cannot be deferred. Complex, sparse and nested tensors, and the
-    subclasses of other libraries, are left to autograd, which has rules for each. So are layers that the user
-    compiles: their backward is compiled as a whole.
+
+def defer_weight_gradients(module: nn.Module) -> Recorder:
+    """Prepare a module tree in place; returns its recorder. Idempotent.
+
+    Changes only the exact classes ``nn.Linear`` and ``nn.Embedding``, because a subclass may use its weight
+    differently. Modules that are :class:`Queueing` already get the recorder. Trees that share modules share a
+    recorder; a rank runs one action at a time.
+
+    Raises
+    ------
+    ModelError
+        If the tree has a DistributedDataParallel, whose hooks are invisible to Python, a module that defers
+        its weight gradients by itself, or one whose parameters are not initialized yet.
     """
-    if torch.compiler.is_compiling():
-        return None
-    recorder: Recorder | None = getattr(module, "recorder", None)
-    if recorder is None or recorder.queue is None or recorder.tapping is not None:
-        return None
-    if not torch.is_grad_enabled() or not (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return None
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return None
-    if weight.dtype not in FLOATS or not (_is_dense(x) and _may_queue(recorder, weight)):
-        return None
-    return recorder.queue if bias is None or _may_queue(recorder, bias) else None
+    for child in module.modules():
+        _require_splittable(child)
+    children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding, Queueing))]
+    known = [child.recorder for child in children if isinstance(child, Queueing)]
+    recorder = next((each for each in known if each is not None), None) or Recorder()
+    for child in children:
+        if type(child) in _BEHAVIOUR:
+            # Changing the class preserves parameters, hooks and state-dict names.
+            kind: Any = type(child)
+            behaviour: Any = _BEHAVIOUR[kind]
+            child.__class__ = queueing_class(behaviour, kind)
+        if isinstance(child, Queueing):
+            child.recorder = recorder
+            recorder.modules.add(child)
+    return recorder
 
 
-def _may_queue(recorder: Recorder, parameter: Tensor) -> bool:
-    if not parameter.requires_grad:
-        return _is_dense(parameter)
-    is_leaf = isinstance(parameter, nn.Parameter) and parameter.is_leaf
-    return is_leaf and _is_dense(parameter) and recorder.defers(parameter)
+def _require_splittable(module: nn.Module) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
+            "the stage without it, and pass --data-parallel."
+        )
+    if any(map(is_lazy, module.parameters(recurse=False))):
+        raise ModelError(
+            f"found a {type(module).__name__} whose parameters have no shapes yet. Build it with all sizes, "
+            f"or call the layers once before the pipeline is made, each with the output of the one before."
+        )
+    delays: Any = getattr(module, "need_backward_dw", None)  # as modules of TransformerEngine have it
+    if callable(delays) and delays():
+        raise ModelError(
+            f"found a {type(module).__name__} that computes its weight gradients only in backward_dw(), "
+            f"which nothing calls here. Build it with delay_wgrad_compute=False; I then computes them."
+        )
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    kind = type(tensor)
-    if not (kind is Tensor or kind is nn.Parameter or kind is FakeTensor or is_distributed_kind(kind)):
-        return False
-    return tensor.layout is torch.strided and not tensor.is_nested
+def stop_deferring(module: nn.Module) -> None:
+    """Undo what prepared a stage: its modules get back the classes that they had.
 
-
-class _Node:
-    """A parameter's AccumulateGrad node, to detect whether anyone else refers to it.
-
-    Megatron-LM's distributed optimizer and torch's optimizers in the backward register hooks on the node.
-    They cannot be listed, but they vanish with the node. So their owner must keep a reference to the node,
-    and Python counts those. All graphs through the node together count as one reference, or as none in some
-    versions of torch; a permanent graph here makes that constant.
+    So do modules that have left the tree, and those whose class was changed since.
     """
-
-    __slots__ = ("_graph", "_node", "parameter")
-
-    def __init__(self, parameter: Tensor):
-        self.parameter = parameter
-        with torch.enable_grad():
-            self._graph = parameter.view_as(parameter)
-        self._node = get_gradient_edge(parameter).node
-
-    @property
-    def references(self) -> int:
-        return sys.getrefcount(self._node)
+    recorders = {id(it): it for it in map(_recorder_of, module.modules()) if it is not None}
+    children = set(module.modules()).union(*(recorder.modules for recorder in recorders.values()))
+    for child in children:
+        if _recorder_of(child) is not None:
+            del vars(child)["recorder"]
+            vars(child).pop("is_tapped", None)
+        if isinstance(child, Queueing):
+            child.__class__ = ordinary_class(type(child))
+    if type(module) is LayerSequence:
+        module.__class__ = nn.Sequential  # type: ignore[assignment]  # the class of which it is one
 
 
-_REFERENCES = _Node(torch.zeros(1, requires_grad=True)).references
-"""The reference count of a node that nobody else refers to."""
+def _recorder_of(module: nn.Module) -> Recorder | None:
+    found = vars(module).get("recorder")  # users may have attributes of that name
+    return found if isinstance(found, Recorder) else None
+
+
+def deferred_parameters(module: nn.Module) -> set[Tensor]:
+    """The parameters of a prepared tree whose gradients W will compute, as far as known before F."""
+    found: set[Tensor] = set()
+    for child in module.modules():
+        if isinstance(child, QueueingEmbedding) and not child.is_divisible:
+            continue
+        own = [p for p in child.parameters(recurse=False) if p.requires_grad]
+        if isinstance(child, Queueing) and all(p.dtype in FLOATS and not has_hooks(p) for p in own):
+            found.update(own)
+    return found

@@ -4,10 +4,10 @@ The method is the weight-grad store of DualPipe and of zero-bubble schedules (Qi
 backward pass a Linear computes the gradient of its input at once, and *queues* the operands of its weight
 gradient: its input and the gradient of its output. Running the queue later is W.
 
-:func:`defer_weight_gradients` prepares a module tree: every plain ``nn.Linear`` and ``nn.Embedding`` changes
-its class to a subclass that can queue. Parameters, buffers and state-dict names stay the same, and outside of
-:meth:`.Recorder.into` the modules behave as before: a fused backward (B), an evaluation or a reference run
-takes PyTorch's own path.
+:func:`~.recorder.defer_weight_gradients` prepares a module tree: every plain ``nn.Linear`` and
+``nn.Embedding`` changes its class to a subclass that can queue. Parameters, buffers and state-dict names stay
+the same, and outside of :meth:`.Recorder.into` the modules behave as before: a fused backward (B), an
+evaluation or a reference run takes PyTorch's own path.
 
 Autograd computes all other gradients during I. These are the gradients of
 
@@ -28,26 +28,146 @@ an error.
 
 from __future__ import annotations
 
-from typing import Any
+import copyreg
+import sys
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from zbv_worker.errors import ModelError
-from zbv_worker.stage.dtensors import is_dtensor
-from zbv_worker.stage.layers import LayerSequence
-from zbv_worker.stage.recorder import (
-    Queueing,
-    Recorder,
-    Tapping,
-    ordinary_class,
-    queue_for,
-    queueing_class,
-)
+from zbv_worker.stage.dtensors import is_distributed_kind, is_dtensor
 from zbv_worker.stage.weight_grads import EmbeddingGrad, LinearGrad, WeightGrads, has_hooks
 from zbv_worker.values.structure import FLOATS
+
+if TYPE_CHECKING:
+    from zbv_worker.stage.recorder import Recorder
+
+
+class Queueing:
+    """A module whose weight gradients can be queued.
+
+    The first base class of :func:`~.recorder.queueing_class`.
+    """
+
+    ordinary: ClassVar[type[nn.Module]]
+    """The class of the module before it was prepared."""
+    recorder: Recorder | None = None
+    """The recorder of the tree; None until :func:`~.recorder.defer_weight_gradients` has prepared it."""
+    is_tapped = False
+    """Whether compiled code exposes what W needs."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and saved modules are ordinary modules, which need neither zbv nor a pipeline."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *others = reduced
+        state = {name: value for name, value in state.items() if name not in ("recorder", "is_tapped")}
+        return copyreg._reconstructor, (ordinary_class(type(self)), object, None), state, *others  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a module that queued its weight gradient: the module, and its output's shape and dtype."""
+
+    module: Any
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether the gradients may still be queued, i.e. the parameters have no hooks."""
+        return all(defers(self.module.recorder, each) for each in self.module.parameters(recurse=False))
+
+
+def ordinary_class(kind: Any) -> Any:
+    """The class that a module has when it no longer queues.
+
+    torch's parametrizations and ``fully_shard`` derive a class from the one that they find, which may be one
+    that queues. The result is then a class with the same members, derived from the ordinary class; for a
+    class with calls of ``super()``, which only that class itself can make, the class with other bases.
+    """
+    if not issubclass(kind, Queueing):
+        return kind
+    if "ordinary" in vars(kind):
+        return kind.ordinary
+    bases = tuple(map(ordinary_class, kind.__bases__))
+    members = {name: it for name, it in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    if any("__class__" in it.__code__.co_freevars for it in members.values() if isinstance(it, FunctionType)):
+        kind.__bases__ = bases
+        return kind
+    return type(kind)(kind.__name__, bases, members)
+
+
+def queue_for(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> WeightGrads | None:
+    """The queue for the weight gradients of a call, or None if autograd must compute them.
+
+    A parameter that is not a leaf is computed from other tensors (weight norm, a functional call). Its
+    gradient must propagate further, so it cannot be deferred. Complex, sparse and nested tensors, and the
+    subclasses of other libraries, are left to autograd, which has rules for each. So are layers that the user
+    compiles: their backward is compiled as a whole.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    recorder: Recorder | None = getattr(module, "recorder", None)
+    if recorder is None or recorder.queue is None or recorder.tapping is not None:
+        return None
+    if not torch.is_grad_enabled() or not (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return None
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    if weight.dtype not in FLOATS or not (_is_dense(x) and defers(recorder, weight)):
+        return None
+    return recorder.queue if bias is None or defers(recorder, bias) else None
+
+
+def defers(recorder: Recorder, parameter: Tensor) -> bool:
+    """Whether the gradient of a parameter may be queued: it is a dense leaf without hooks, or needs none."""
+    if not _is_dense(parameter):
+        return False
+    if not parameter.requires_grad:
+        return True
+    if not (isinstance(parameter, nn.Parameter) and parameter.is_leaf):
+        return False
+    known = recorder.nodes.get(id(parameter))
+    if known is None or known.parameter is not parameter:
+        known = recorder.nodes[id(parameter)] = Node(parameter)
+    return sys.getrefcount(known.node) == _REFERENCES and not has_hooks(parameter)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    if not (kind is Tensor or kind is nn.Parameter or kind is FakeTensor or is_distributed_kind(kind)):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+class Node:
+    """A parameter's AccumulateGrad node, to detect whether anyone else refers to it.
+
+    Megatron-LM's distributed optimizer and torch's optimizers in the backward register hooks on the node.
+    They cannot be listed, but they vanish with the node. So their owner must keep a reference to the node,
+    and Python counts those. All graphs through the node together count as one reference, or as none in some
+    versions of torch; a permanent graph here makes that constant.
+    """
+
+    __slots__ = ("_graph", "node", "parameter")
+
+    def __init__(self, parameter: Tensor):
+        self.parameter = parameter
+        with torch.enable_grad():
+            self._graph = parameter.view_as(parameter)
+        self.node = get_gradient_edge(parameter).node
+
+
+_LONE = Node(torch.zeros(1, requires_grad=True))
+_REFERENCES = sys.getrefcount(_LONE.node)
+"""The reference count of a node that nobody else refers to."""
 
 
 class QueueingLinearFunction(torch.autograd.Function):
@@ -186,104 +306,6 @@ def cast_like_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-class Tap(torch.autograd.Function):
-    """Returns the output unchanged; the tap gets the output's gradient too."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, tap: Tensor) -> Tensor:
-        """The output."""
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The output's gradient, twice."""
-        (grad_output,) = grad_outputs
-        return grad_output, grad_output
-
-
-def defer_weight_gradients(module: nn.Module) -> Recorder:
-    """Prepare a module tree in place; returns its recorder. Idempotent.
-
-    Changes only the exact classes ``nn.Linear`` and ``nn.Embedding``, because a subclass may use its weight
-    differently. Modules that are :class:`Queueing` already get the recorder. Trees that share modules share a
-    recorder; a rank runs one action at a time.
-
-    Raises
-    ------
-    ModelError
-        If the tree has a DistributedDataParallel, whose hooks are invisible to Python, a module that defers
-        its weight gradients by itself, or one whose parameters are not initialized yet.
-    """
-    for child in module.modules():
-        _require_splittable(child)
-    children = [child for child in module.modules() if isinstance(child, (nn.Linear, nn.Embedding, Queueing))]
-    known = [child.recorder for child in children if isinstance(child, Queueing)]
-    recorder = next((each for each in known if each is not None), None) or Recorder()
-    for child in children:
-        if type(child) in _BEHAVIOUR:
-            # Changing the class preserves parameters, hooks and state-dict names.
-            kind: Any = type(child)
-            behaviour: Any = _BEHAVIOUR[kind]
-            child.__class__ = queueing_class(behaviour, kind)
-        if isinstance(child, Queueing):
-            child.recorder = recorder
-            recorder.modules.add(child)
-    return recorder
-
-
-def _require_splittable(module: nn.Module) -> None:
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ModelError(
-            "found a DistributedDataParallel in a stage; it sums gradients before W has computed them. Build "
-            "the stage without it, and pass --data-parallel."
-        )
-    if any(map(is_lazy, module.parameters(recurse=False))):
-        raise ModelError(
-            f"found a {type(module).__name__} whose parameters have no shapes yet. Build it with all sizes, "
-            f"or call the layers once before the pipeline is made, each with the output of the one before."
-        )
-    delays: Any = getattr(module, "need_backward_dw", None)  # as modules of TransformerEngine have it
-    if callable(delays) and delays():
-        raise ModelError(
-            f"found a {type(module).__name__} that computes its weight gradients only in backward_dw(), "
-            f"which nothing calls here. Build it with delay_wgrad_compute=False; I then computes them."
-        )
-
-
-def stop_deferring(module: nn.Module) -> None:
-    """Undo what prepared a stage: its modules get back the classes that they had.
-
-    So do modules that have left the tree, and those whose class was changed since.
-    """
-    recorders = {id(it): it for it in map(_recorder_of, module.modules()) if it is not None}
-    children = set(module.modules()).union(*(recorder.modules for recorder in recorders.values()))
-    for child in children:
-        if _recorder_of(child) is not None:
-            del vars(child)["recorder"]
-            vars(child).pop("is_tapped", None)
-        if isinstance(child, Queueing):
-            child.__class__ = ordinary_class(type(child))
-    if type(module) is LayerSequence:
-        module.__class__ = nn.Sequential  # type: ignore[assignment]  # the class of which it is one
-
-
-def _recorder_of(module: nn.Module) -> Recorder | None:
-    found = vars(module).get("recorder")  # users may have attributes of that name
-    return found if isinstance(found, Recorder) else None
-
-
-def deferred_parameters(module: nn.Module) -> set[Tensor]:
-    """The parameters of a prepared tree whose gradients W will compute, as far as known before F."""
-    found: set[Tensor] = set()
-    for child in module.modules():
-        if isinstance(child, QueueingEmbedding) and not child.is_divisible:
-            continue
-        own = [p for p in child.parameters(recurse=False) if p.requires_grad]
-        if isinstance(child, Queueing) and all(p.dtype in FLOATS and not has_hooks(p) for p in own):
-            found.update(own)
-    return found
-
-
 def queued_linear(
     module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool = False
 ) -> Tensor | None:
@@ -311,26 +333,17 @@ class QueueingLinear(Queueing):
         """``nn.Linear.forward``: (..., in_features) to (..., out_features)."""
         recorder: Recorder | None = getattr(self, "recorder", None)
         if recorder is not None and recorder.tapping is not None and self.is_tapped:
-            return _tapped_linear(self, input, recorder.tapping)
+            return recorder.tapping.linear(self, input)
         output = queued_linear(self, input, self.weight, self.bias)
         if output is None or recorder is None:
             return nn.Linear.forward(self, input)
-        recorder.note(self, output)
+        if recorder.seen is not None:
+            recorder.seen.append(Call(self, output.shape, output.dtype))
         return output
 
     def queued(self, x: Tensor, grad_output: Tensor) -> LinearGrad:
         """The gradients of a call, for W."""
         return LinearGrad(x, grad_output, self.weight, self.bias)
-
-
-def _tapped_linear(module: nn.Linear, x: Tensor, tapping: Tapping) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        x = cast_like_autocast(x, torch.get_autocast_dtype(x.device.type))
-    at = len(tapping.inputs)
-    tapping.inputs.append(x.detach())
-    bias = None if module.bias is None else module.bias.detach()
-    output: Tensor = Tap.apply(nnf.linear(x, module.weight.detach(), bias), tapping.taps[at])  # type: ignore[no-untyped-call]
-    return output
 
 
 class QueueingEmbedding(Queueing):
@@ -355,30 +368,17 @@ class QueueingEmbedding(Queueing):
         """``nn.Embedding.forward``: integers (...) to (..., embedding_dim)."""
         recorder: Recorder | None = getattr(self, "recorder", None)
         if recorder is not None and recorder.tapping is not None and self.is_tapped:
-            return _tapped_embedding(self, input, recorder.tapping)
+            return recorder.tapping.embedding(self, input)
         queue = queue_for(self, input, self.weight)
         if queue is None or recorder is None or not self.is_divisible:
             return nn.Embedding.forward(self, input)
         output: Tensor = QueueingEmbeddingFunction.apply(  # type: ignore[no-untyped-call]  # torch's own
             input, self.weight, self.padding_idx, self.scale_grad_by_freq, queue
         )
-        recorder.note(self, output)
+        if recorder.seen is not None:
+            recorder.seen.append(Call(self, output.shape, output.dtype))
         return output
 
     def queued(self, indices: Tensor, grad_output: Tensor) -> EmbeddingGrad:
         """The gradient of a call, for W."""
         return EmbeddingGrad(indices, grad_output, self.weight, self.padding_idx, self.scale_grad_by_freq)
-
-
-def _tapped_embedding(module: nn.Embedding, indices: Tensor, tapping: Tapping) -> Tensor:
-    at = len(tapping.inputs)
-    tapping.inputs.append(indices.detach())
-    looked = nnf.embedding(indices, module.weight.detach(), module.padding_idx)
-    output: Tensor = Tap.apply(looked, tapping.taps[at])  # type: ignore[no-untyped-call]
-    return output
-
-
-_BEHAVIOUR: dict[type[nn.Module], type[Queueing]] = {
-    nn.Linear: QueueingLinear,
-    nn.Embedding: QueueingEmbedding,
-}

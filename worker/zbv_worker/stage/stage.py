@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from zbv_worker.stage.boundary import (
 )
 from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, loss_modules, prepare_layers
-from zbv_worker.stage.loss import AuxiliaryLosses, Loss, Objective, WeightedLoss
+from zbv_worker.stage.loss import AuxiliaryLosses, Loss, Objective, Running, WeightedLoss
 from zbv_worker.stage.recomputation import (
     CheckGraph,
     Recomputed,
@@ -45,7 +46,7 @@ from zbv_worker.stage.recomputation import (
     parameters_of_several,
     require_no_hooks,
 )
-from zbv_worker.stage.split_backward import defer_weight_gradients, deferred_parameters
+from zbv_worker.stage.recorder import defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.split_share import SplitShare
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.values.structure import Structure, device_of, is_plain, tensors_of
@@ -103,6 +104,10 @@ class Stage:
         The keyword arguments that the layers take.
     check_graph
         Called once, for the next graph: with the tensors that it computes, and those that it begins at.
+    objective
+        The loss; None if this is not the last stage.
+    auxiliary
+        The auxiliary losses of the layers.
     """
 
     def __init__(
@@ -129,11 +134,11 @@ class Stage:
         self._layers = (module,) if layers is None else tuple(layers)
         self._compiled = [CompiledLayer(layer, self._recorder) for layer in self._layers if is_compiled]
         self.keywords = Keywords.of(self._layers)
-        self._objective = None if loss is None else Objective(loss)
+        self.objective = None if loss is None else Objective(loss)
         self._share = 1.0 / microbatches
         self._autocast = autocast
         self.loss_scale = 1.0
-        self._auxiliary = AuxiliaryLosses(is_weighted=isinstance(loss, WeightedLoss))
+        self.auxiliary = AuxiliaryLosses(is_weighted=isinstance(loss, WeightedLoss))
         self._is_checked = False
         self._writes: bool | None = None  # to its input; known after the first F
         self._has_split = False
@@ -176,8 +181,8 @@ class Stage:
             The keyword arguments of the microbatch; each layer gets those that it takes.
         """
         weight_grads = WeightGrads() if split else None
-        auxiliary = self._auxiliary
-        auxiliary.factor = self.loss_scale * self._share
+        auxiliary, objective = self.auxiliary, self.objective
+        auxiliary.factor = factor = self.loss_scale * self._share
         if self.is_recomputed and self._layers:
             return self._forward_to_recompute(microbatch, input, target, keywords, weight_grads)
         written = None
@@ -186,14 +191,14 @@ class Stage:
         else:
             x, leaves, written = enter_to_write(input, is_data=self._is_first)
         try:
-            with self._recorder.into(weight_grads), auxiliary.during("forward"):
+            with Running(auxiliary, "forward", self._recorder, weight_grads):
                 if self._autocast is None:  # the check is cheaper than a context that does nothing
                     output = self._computed(x, target, keywords)
                 else:
                     with self._computing(x):
                         output = self._computed(x, target, keywords)
         except RuntimeError as error:
-            if self._writes is not False or auxiliary.has_roots or _LEAF not in str(error):
+            if self._writes is not False or auxiliary.edges or _LEAF not in str(error):
                 raise
             self._writes = True  # a layer has begun to write, for instance a dropout that was switched on
             return self.forward(microbatch, input, target, split=split, keywords=keywords)
@@ -202,16 +207,19 @@ class Stage:
             self._writes = writes or self._writes is True
         batch = _requiring_grad(input) if leaves and self._is_first else ()
         seed = None
-        if self._objective is not None:
-            self._objective.count()
-            seed = self._loss_seed(output)
-        found, edges = self._left(output)
+        if objective is not None:
+            if objective.is_weighted or objective.outputs is not None:
+                objective.count()
+            seed = objective.seed(output, factor)
+        if not (self._is_checked or isinstance(output, Tensor)):
+            self._require_sendable(output)
+        outgoing, edges = leave(output)
         if self.check_graph is not None:
             self.check_graph(tensors_of(output), leaves)
             self.check_graph = None
-        roots = auxiliary.take_roots() if auxiliary.has_roots else None
+        roots = auxiliary.take_roots() if auxiliary.edges else None
         self._forwards[microbatch] = _Forward(leaves, batch, is_plain(x), edges, seed, roots, weight_grads)
-        return found
+        return outgoing
 
     def backward(self, microbatch: int, grad_output: Any) -> Any:
         """Run B, computing all gradients; returns the input's gradient, None for the first stage.
@@ -264,26 +272,29 @@ class Stage:
         require_no_hooks(self._shared, self.index)
         x, leaves = enter(input, is_data=self._is_first)
         batch = _requiring_grad(input) if leaves and self._is_first else ()
-        seed = None if self._objective is None else self._loss_seed
-        recomputed = Recomputed(self._computing, seed, self._auxiliary, self.check_graph)
+        seed = None
+        if self.objective is not None:
+            seed = partial(self.objective.seed, value=self.loss_scale * self._share)
+        recomputed = Recomputed(self._computing, seed, self.auxiliary, self.check_graph)
         self.check_graph = None
-        with self._auxiliary.during("forward"):
+        with Running(self.auxiliary, "forward"):
             output = recomputed.forward(self._segments(target, keywords), x, self.module.modules())
-        if self._objective is not None:
-            self._objective.count()
+        if self.objective is not None:
+            self.objective.count()
         self._forwards[microbatch] = _Forward(
             leaves, batch, is_plain(x), recomputed, None, None, weight_grads
         )
-        return self._left(output)[0]
+        self._require_sendable(output)
+        return leave(output)[0]
 
     def _segments(self, target: Any, keywords: Mapping[str, Any]) -> list[Segment]:
         """The segments to recompute in sequence; the loss belongs to the segment of the last layer."""
         segments = [checked_segment(layer, keywords, self.index) for layer in self._layers]
-        if self._objective is None:
+        if self.objective is None:
             return segments
         # Otherwise the last layer's output would be kept from F on: with a large vocabulary, the largest
         # tensor.
-        last, objective = segments.pop(), self._objective
+        last, objective = segments.pop(), self.objective
         return [*segments, lambda x: objective(last(x), target)]
 
     def _computing(self, x: Any) -> AbstractContextManager[object]:
@@ -319,11 +330,12 @@ class Stage:
         """Run F without keeping anything for a backward; returns the output, for the last stage the loss."""
         may_write = self._is_first and self._writes is not False
         x = (enter_to_write if may_write else enter)(input, is_data=True)[0]
-        with torch.no_grad(), self._computing(x), self._auxiliary.during("evaluation"):
+        with torch.no_grad(), self._computing(x), Running(self.auxiliary, "evaluation"):
             output = self._computed(x, target, keywords)
-        if self._objective is not None:
-            self._objective.count()
-        return self._left(output)[0]
+        if self.objective is not None:
+            self.objective.count()
+        self._require_sendable(output)
+        return leave(output)[0]
 
     @property
     def is_weighted(self) -> bool:
@@ -331,27 +343,15 @@ class Stage:
 
         Auxiliary losses of all stages then need a weight, so set it on every stage before the first F.
         """
-        return self._auxiliary.is_weighted or (self._objective is not None and self._objective.is_weighted)
+        return self.auxiliary.is_weighted or (self.objective is not None and self.objective.is_weighted)
 
     @is_weighted.setter
     def is_weighted(self, value: bool) -> None:
-        self._auxiliary.is_weighted = value
+        self.auxiliary.is_weighted = value
 
     def take_weight(self) -> Tensor | float:
         """The sum of the weights of all microbatches since the last call; does not wait for a GPU."""
-        return 0.0 if self._objective is None else self._objective.take_weight()
-
-    def require_equal_sizes(self) -> None:
-        """Call after a step: raise :class:`ModelError` if its microbatches need weights and have none."""
-        if self._objective is not None:
-            self._objective.require_equal_sizes()
-
-    def take_auxiliary_loss(self) -> Tensor | float:
-        """The sum of the auxiliary losses of all F's since the last call; does not wait for a GPU.
-
-        With a weighted loss, of the losses times their weights.
-        """
-        return self._auxiliary.take_sum()
+        return 0.0 if self.objective is None else self.objective.take_weight()
 
     @property
     def held(self) -> tuple[set[int], set[int]]:
@@ -362,11 +362,6 @@ class Stage:
         """The tensors of the batch that require a gradient, and their gradients, since the last call."""
         taken, self._input_gradients = self._input_gradients, []
         return taken
-
-    def _loss_seed(self, loss: Tensor) -> Tensor:
-        """The gradient of a loss; raises :class:`ModelError` if it has no graph."""
-        assert self._objective is not None
-        return self._objective.seed(loss, self.loss_scale * self._share)
 
     def _computed(self, x: Any, target: Any, keywords: Mapping[str, Any]) -> Any:
         """The module's output, for the last stage the loss."""
@@ -379,41 +374,39 @@ class Stage:
             output = x
             for layer in self._compiled:
                 output = layer(output, keywords)
-        return output if self._objective is None else self._objective(output, target)
+        return output if self.objective is None else self.objective(output, target)
 
-    def _left(self, output: Any) -> tuple[Any, Sequence[GradientEdge]]:
-        """Detach the output; raises :class:`ModelError` if it is not a value that can be sent."""
-        if not isinstance(output, Tensor) and not self._is_checked:
-            try:
-                Structure.of(output)
-            except ModelError as error:
-                raise ModelError(f"stage {self.index}: {error}") from error
-            self._is_checked = True
-        return leave(output)
+    def _require_sendable(self, output: Any) -> None:
+        """Raise :class:`ModelError` if an output is not a value that can be sent; look only once."""
+        if self._is_checked or isinstance(output, Tensor):
+            return
+        try:
+            Structure.of(output)
+        except ModelError as error:
+            raise ModelError(f"stage {self.index}: {error}") from error
+        self._is_checked = True
 
     def _backpropagate(self, held: _Forward, grad_output: Gradient | None) -> Gradient | None:
         # A stage may have nothing to propagate: no trainable parameter before its first use of the input.
         edges = held.edges
+        needs_input_grad = bool(held.batch) or not self._is_first
+        gradient: Gradient | None = None
         # Checkpointing may run forwards again, which then must find the queue and the auxiliary losses.
-        auxiliary = self._auxiliary.during("backward") if self._auxiliary.is_used else nullcontext()
-        with self._recorder.into(held.weight_grads), auxiliary:
+        with Running(self.auxiliary, "backward", self._recorder, held.weight_grads):
             if isinstance(edges, Recomputed):
-                needs_input_grad = bool(held.batch) or not self._is_first
-                return self._left_over(held, edges.backward(grad_output, needs_input_grad=needs_input_grad))
-            gradients = as_list(held.seed if grad_output is None else grad_output) if edges else ()
-            if held.auxiliary is not None:
-                edges, gradients = [*edges, *held.auxiliary[0]], [*gradients, *held.auxiliary[1]]
-            if edges:
-                torch.autograd.backward(edges, gradients)
-        if self._is_first and not held.batch:
-            return None
-        return self._left_over(held, take_gradient(held.inputs, is_single=held.is_single))
-
-    def _left_over(self, held: _Forward, gradient: Gradient | None) -> Gradient | None:
-        """The gradient for the stage before; the first stage keeps that of the batch."""
+                gradient = edges.backward(grad_output, needs_input_grad=needs_input_grad)
+            else:
+                gradients = as_list(held.seed if grad_output is None else grad_output) if edges else ()
+                if held.auxiliary is not None:
+                    edges, gradients = [*edges, *held.auxiliary[0]], [*gradients, *held.auxiliary[1]]
+                if edges:
+                    torch.autograd.backward(edges, gradients)
+                if needs_input_grad:
+                    gradient = take_gradient(held.inputs, is_single=held.is_single)
         if not self._is_first:
             return gradient
-        self._input_gradients += zip(held.batch, as_list(gradient), strict=True)
+        if held.batch:
+            self._input_gradients += zip(held.batch, as_list(gradient), strict=True)
         return None
 
 

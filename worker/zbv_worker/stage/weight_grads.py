@@ -12,18 +12,21 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.dtensors import is_dtensor
-from zbv_worker.stage.main_gradients import (
-    OwnHook,
-    add_gradient,
-    add_grouped_products,
-    add_product,
-    add_rows,
-    rows_of,
-)
+
+HALVES = (torch.bfloat16, torch.float16)
+_BLOCK_ELEMENTS = 1 << 20
+"""The most elements of a temporary product; 2 to 4 MiB, enough for a product's full speed."""
+MAIN_GRADIENT = "main_grad"
+"""The attribute of a parameter that has one, as in Megatron-LM and TransformerEngine."""
+
+
+class OwnHook:
+    """A post-accumulate hook of the worker. A parameter with such hooks may still be queued for W."""
 
 
 class WeightGrads(deque["LinearGrad | GroupedGrad | EmbeddingGrad"]):
@@ -45,7 +48,8 @@ class WeightGrads(deque["LinearGrad | GroupedGrad | EmbeddingGrad"]):
         with torch.no_grad(), torch.autocast(device, enabled=False) if is_cast else nullcontext():
             while self:
                 deferred = self.popleft()
-                deferred.require_unchanged()
+                if deferred.x._version + deferred.grad_output._version != deferred.version:
+                    raise deferred.changed
                 deferred.accumulate()
 
     def parameters(self) -> set[Tensor]:
@@ -67,19 +71,20 @@ class _Operands:
 
     x: Tensor
     grad_output: Tensor
-    _version: int = field(init=False)
+    version: int = field(init=False)
+    """Of both, when they were queued; a write changes it."""
 
     def __post_init__(self) -> None:
-        self._version = self.x._version + self.grad_output._version
+        self.version = self.x._version + self.grad_output._version
 
-    def require_unchanged(self) -> None:
-        """Raise :class:`ModelError` if somebody has written to the operands since they were queued."""
-        if self.x._version + self.grad_output._version != self._version:
-            raise ModelError(
-                f"the input {list(self.x.shape)} of a layer, or the gradient {list(self.grad_output.shape)} "
-                f"of its output, was written to before W computed the gradient of the weight. Do not write "
-                f"to them (use x = x + y in place of x += y), or use a plan with B in place of I and W."
-            )
+    @property
+    def changed(self) -> ModelError:
+        """The error if somebody has written to the operands since they were queued."""
+        return ModelError(
+            f"the input {list(self.x.shape)} of a layer, or the gradient {list(self.grad_output.shape)} of "
+            f"its output, was written to before W computed the gradient of the weight. Do not write to them "
+            f"(use x = x + y in place of x += y), or use a plan with B in place of I and W."
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +100,7 @@ class LinearGrad(_Operands):
 
     def accumulate(self) -> None:
         """Add the gradient to ``.grad``; runs under ``no_grad``."""
-        is_distributed = is_dtensor(self.grad_output)
+        is_distributed = type(self.grad_output) is not Tensor and is_dtensor(self.grad_output)
         if is_distributed and not self.is_transposed and self._added_locally():
             return
         grad, x = rows_of(self.grad_output), rows_of(self.x)
@@ -119,7 +124,7 @@ class LinearGrad(_Operands):
         return weight, bias
 
     def _added_locally(self) -> bool:
-        from zbv_worker.stage.dtensors import add_linear_gradients
+        from zbv_worker.stage.distributed_grads import add_linear_gradients
 
         x, grad = self.x, self.grad_output
         if any(map(has_hooks, self.parameters())):
@@ -201,3 +206,163 @@ def _add(parameter: Tensor, grad: Tensor) -> None:
         torch.autograd.backward((edge,), (grad.to(parameter.dtype),))
     else:
         add_gradient(parameter, grad)
+
+
+def has_main_gradient(parameter: Tensor) -> bool:
+    """Whether a parameter has a main gradient, even if it is still None."""
+    return MAIN_GRADIENT in parameter.__dict__
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The tensor that a parameter's gradients are added to: the main gradient, or ``.grad``."""
+    found: Tensor | None = parameter.__dict__.get(MAIN_GRADIENT, parameter.grad)
+    return found
+
+
+def _dense_gradient_of(parameter: Tensor) -> Tensor | None:
+    """:func:`gradient_of`, made dense if a sparse embedding has left a sparse one, as autograd does."""
+    total: Tensor | None = parameter.__dict__.get(MAIN_GRADIENT, parameter.grad)
+    if total is not None and total.is_sparse:
+        total = total.to_dense()
+        set_gradient(parameter, total)
+    return total
+
+
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Make this tensor the sum of a parameter's gradients; None: the first gradient creates it."""
+    if has_main_gradient(parameter):
+        setattr(parameter, MAIN_GRADIENT, gradient)
+        parameter.grad = None
+    else:
+        parameter.grad = gradient
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """A tensor (..., n) as (rows, n); either may be zero."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient, possibly of a smaller dtype, without converting a copy of it first."""
+    total = _dense_gradient_of(parameter)
+    if total is not None:
+        total.add_(gradient)
+    else:
+        set_gradient(parameter, gradient.to(dtype_of_sum(parameter)))
+
+
+def add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product, without a temporary of the parameter's size.
+
+    If the sum is in float32 and the factors are in half precision, a GPU accumulates in one operator. Other
+    devices have no such operator in torch 2.13 (``addmm.dtype_out``): they compute blocks of rows.
+    """
+    total = _dense_gradient_of(parameter)
+    if total is not None:  # most calls
+        add_product_to(total, left, right)
+    else:
+        set_gradient(parameter, product(left, right, dtype_of_sum(parameter)))
+
+
+def add_grouped_products(parameter: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+    """Add leftᵀ·right of each group of rows to that group's slice of a gradient (groups, out, in).
+
+    Parameters
+    ----------
+    left, right
+        (rows, out) and (rows, in), in the order of groups.
+    ends
+        The end of each group's rows, an integer tensor (groups,). To read it waits for a GPU.
+    """
+    total = _dense_gradient_of(parameter)
+    if total is None:
+        total = torch.zeros(parameter.shape, dtype=dtype_of_sum(parameter), device=left.device)
+        set_gradient(parameter, total)
+    if isinstance(ends, FakeTensor):  # without values; groups of equal size take as many operations
+        first = len(left) // len(ends)
+        add_product_to(total[0], left[:first].t(), right[:first])
+        _count_product(total[0], left[first:].t(), right[first:])
+        return
+    begin = 0
+    for group, end in zip(total, ends.tolist(), strict=True):
+        if end > begin:
+            add_product_to(group, left[begin:end].t(), right[begin:end])
+        begin = end
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix product in a dtype that may be larger than the one of the factors."""
+    if left.dtype == dtype:
+        return left.mm(right)
+    if _is_fused(dtype, left):
+        return torch.mm(left, right, out_dtype=dtype)
+    total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
+    add_product_to(total, left, right)
+    return total
+
+
+def add_product_to(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to a sum, in place."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    # torch has another path for one row, in which it takes the sum for a bias (isInputCompliesAddmmCudaLt).
+    elif _is_fused(total.dtype, left) and len(total) > 1:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        rows = max(1, _BLOCK_ELEMENTS // max(1, total.shape[1]))
+        if isinstance(total, FakeTensor) and len(total) > rows:
+            _count_product(total[rows:], left[rows:], right)
+            total, left = total[:rows], left[:rows]
+        for at in range(0, len(total), rows):
+            total[at : at + rows].add_(left[at : at + rows].mm(right))
+
+
+def _count_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Do the operations of a product in an estimate, with factors of one element of memory.
+
+    One block or group of a product shows how much memory all of them take. To go through thousands of them
+    would take an estimate longer than all the rest.
+    """
+    total.addmm_(*(x.new_zeros((), dtype=total.dtype).expand(x.shape) for x in (left, right)))
+
+
+def _is_fused(dtype: torch.dtype, factor: Tensor) -> bool:
+    """Whether torch adds a product of these factors to a sum of this dtype in one operator."""
+    return dtype == torch.float32 and factor.dtype in HALVES and factor.is_cuda
+
+
+def add_rows(parameter: Tensor, indices: Tensor, rows: Tensor, ignored: int) -> None:
+    """Add rows (..., width) to those rows of the gradient (n, width) that ``indices`` (...) names.
+
+    Needs no temporary of the parameter's size, and is deterministic on CPUs and GPUs.
+
+    Parameters
+    ----------
+    ignored
+        An index whose rows are not added; -1 for none.
+    """
+    dtype = dtype_of_sum(parameter)
+    flat, some = indices.reshape(-1), rows_of(rows).to(dtype)
+    if ignored >= 0:
+        some = some.masked_fill((flat == ignored).unsqueeze(-1), 0)
+    total = _dense_gradient_of(parameter)
+    if total is None:
+        total = torch.zeros(parameter.shape, dtype=dtype, device=rows.device)
+        set_gradient(parameter, total)
+    if total.is_cuda:
+        total.index_put_((flat,), some, accumulate=True)  # sorts; index_add_ would add in any order
+    else:
+        total.index_add_(0, flat, some)
+
+
+def dtype_of_sum(parameter: Tensor) -> torch.dtype:
+    """The dtype in which a parameter's gradients are summed."""
+    total = gradient_of(parameter)
+    if total is not None:
+        return total.dtype
+    return torch.float32 if has_main_gradient(parameter) else dtype_of_gradient(parameter)
+
+
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    """The dtype of ``.grad``, which the user may set (``grad_dtype``); None there stands for any."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.stage.loss import AuxiliaryLosses
+from zbv_worker.stage.loss import AuxiliaryLosses, Running
 from zbv_worker.values.structure import map_tensors, tensors_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -194,7 +194,7 @@ def _without_effects(layer: nn.Module) -> Iterator[None]:
         with (
             unlogged(),
             torch.random.fork_rng(devices=[]),
-            AuxiliaryLosses(is_weighted=False).during("evaluation"),
+            Running(AuxiliaryLosses(is_weighted=False), "evaluation"),
         ):
             yield
     finally:

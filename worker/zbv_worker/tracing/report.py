@@ -25,6 +25,8 @@ from zbv_worker.transport.channels import Transport
 _KEPT_STEPS = 10_000
 _KEPT_RECORDS = 1_000_000
 _KEPT_EVENTS = 100
+_CURVE_STEPS = 512
+"""Most steps of a curve: some twenty bytes each, in every trace that is sent."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,29 @@ class StepLine:
     (with weights, by these). The loss does not contain them. None without any."""
 
 
+class StepCurve:
+    """Seconds and losses of all steps since the start, evenly thinned when there are many.
+
+    It has the first and the newest step, and between them those whose number is a multiple of a power of two.
+    So all ranks keep the same steps.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float, float | None]] = []
+        """Step, seconds and loss; None for a loss that this rank does not know, or that is not finite."""
+        self._every = 1
+
+    def add(self, line: StepLine) -> None:
+        """Add the newest step."""
+        if len(self.points) > 1 and self.points[-1][0] % self._every:
+            self.points.pop()
+        self.points.append((line.step, line.seconds, _finite(line.loss)))
+        if len(self.points) > _CURVE_STEPS:
+            self._every *= 2
+            first, *between, last = self.points
+            self.points = [first, *(point for point in between if point[0] % self._every == 0), last]
+
+
 @dataclass
 class RankReport:
     """The results of one rank.
@@ -75,6 +100,7 @@ class RankReport:
     lines: deque[StepLine] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     recent: deque[tuple[str, StepResult]] = field(default_factory=deque)
     """One entry per step, oldest first; ``recent`` has the newest steps with their records."""
+    curve: StepCurve = field(default_factory=StepCurve)
     evaluations: dict[int, float] = field(default_factory=dict)
     """Losses of evaluations, by the step before which they ran."""
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_KEPT_EVENTS))
@@ -84,6 +110,7 @@ class RankReport:
     def add(self, line: StepLine, result: StepResult) -> None:
         """Add a step."""
         self.lines.append(line)
+        self.curve.add(line)
         self.recent.append((line.plan_id, result))
         self._records += len(result.records)
         while len(self.recent) > 1 and (self._records > _KEPT_RECORDS or len(self.recent) > _KEPT_STEPS):
@@ -238,7 +265,8 @@ class TraceFile:
             }
             for result in newest[-fitting:]
         ]
-        write_json(self._path, {**self._head, "plan_id": report.lines[-1].plan_id, "steps": steps})
+        body = {"plan_id": report.lines[-1].plan_id, "curve": report.curve.points, "steps": steps}
+        write_json(self._path, {**self._head, **body})
         self._next = time.monotonic() + _SECONDS
 
     def _is_time(self, step: int) -> bool:

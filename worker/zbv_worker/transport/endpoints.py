@@ -1,8 +1,8 @@
 """The two ends of a channel: receives posted ahead in the channel's order, and headers.
 
-A header precedes an activation if the receiver does not know its structure
-(:func:`encode_header`). Both ends decide that alike: the sender knows a structure once it has
-sent its header, and the receiver reads the headers in the same order.
+A header (:func:`~zbv_worker.values.packing.encode_header`) precedes an activation if the receiver does not
+know its structure. Both ends decide that alike: the sender knows a structure once it has sent its header, and
+the receiver reads the headers in the same order.
 
 Activations and gradients share the order of a channel. So a rank that needs a tensor posts all receives
 before it too, and must know their structures. It does: the sender computed an earlier gradient from an
@@ -11,10 +11,6 @@ action that follows the one that needs it, and no such list can be executed. The
 deadlock: a receive never waits for anything that the needed tensor does not wait for, and neither does a
 header, which is sent right before its activation. Receives that are posted ahead of need stop at the first
 unknown structure.
-
-A header is one tensor of fixed size. It describes one floating tensor, or refers to the structure of the
-boundary's first header and has only the shapes of the tensors, or announces a structure as JSON, which
-follows (:mod:`zbv_worker.values.structure`). No code of a peer runs.
 
 Both ends of a boundary must know the structure before the receive is posted (:class:`Crossings`). There are
 three ways:
@@ -31,7 +27,6 @@ A gradient has the structure of its activation, which its receiver has sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,13 +35,64 @@ from zbv_solver.plans.channels import Channel, Transfer
 
 from zbv_worker.errors import ModelError
 from zbv_worker.transport.channels import Pending, Transport, key_of
-from zbv_worker.values.packing import Crossing
-from zbv_worker.values.structure import FLOATS, Structure, TensorSpec, tensors_of
+from zbv_worker.values.packing import HEADER, Packing, decode_header, encode_header
+from zbv_worker.values.structure import Structure, TensorSpec, tensors_of
 
+CPU = torch.device("cpu")
 _MOST_SHAPES = 1024
 """Remembered per rank. Both ends forget the others at the same step, because they expect the same."""
 _FEW_SHAPES = 16
 """So many different shapes count as new; a batch may have other shapes in every step."""
+
+
+class Crossing:
+    """What crosses one boundary between stages: the activations' structure, and how values travel.
+
+    The gradient of a value that is one floating tensor is one tensor. Any other value has a tuple of
+    gradients, one per tensor that has one.
+
+    Attributes
+    ----------
+    activation, gradient
+        How a value, and its gradients, travel.
+    """
+
+    def __init__(self, structure: Structure):
+        self.structure = structure
+        self.is_plain = structure.is_plain
+        self._flags = structure.has_gradient
+        self.activation = Packing(structure.specs)
+        self.gradient = Packing(
+            [spec for spec, flag in zip(structure.specs, self._flags, strict=True) if flag]
+        )
+
+    def fits(self, value: object) -> bool:
+        """Whether a value has the boundary's structure."""
+        if self.is_plain:
+            shape, dtype = self.activation.spec
+            return isinstance(value, Tensor) and value.shape == shape and value.dtype is dtype
+        return self.structure == Structure.of(value)
+
+    def packed(self, value: object, device: torch.device) -> Tensor:
+        """The tensor that travels for a value."""
+        return self.activation.pack(list(tensors_of(value)), device)
+
+    def unpacked(self, tensor: Tensor) -> object:
+        """The value of a tensor that travelled; the tensors with a gradient require it."""
+        tensors = self.activation.unpack(tensor)
+        if not self.is_plain:
+            tensors = [
+                each.detach().requires_grad_(flag) for each, flag in zip(tensors, self._flags, strict=True)
+            ]
+        return self.structure.build(tensors)
+
+    def packed_gradient(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+        """The tensor that travels for the gradients of a value."""
+        return self.gradient.pack(gradients, device)
+
+    def unpacked_gradient(self, tensor: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """The gradients of a value."""
+        return tensor if self.is_plain else tuple(self.gradient.unpack(tensor))
 
 
 class Crossings:
@@ -58,13 +104,18 @@ class Crossings:
         Their number. They are equal unless :meth:`expect` is called.
     stated
         The structures that the model states, by microbatch, for every boundary; empty if it states none.
+
+    Attributes
+    ----------
+    shapes
+        What :meth:`expect` was given last.
     """
 
     def __init__(self, microbatches: int, stated: Sequence[Structure] = ()):
         different = {structure: Crossing(structure) for structure in stated}
         self._stated = [different[structure] for structure in stated]
         self._equal = (0,) * microbatches
-        self._shapes: tuple[int, ...] | None = self._equal
+        self.shapes: tuple[int, ...] | None = self._equal
         self._remembered = {0}
         self._known: dict[tuple[int, int], Crossing] = {}
         self._first: dict[int, Structure] = {}
@@ -77,7 +128,7 @@ class Crossings:
     @property
     def are_equal(self) -> bool:
         """Whether the microbatches of all steps must be equal."""
-        return self._shapes == self._equal
+        return self.shapes == self._equal
 
     def expect(self, shapes: Sequence[int] | None) -> bool:
         """Call between steps if microbatches may have other shapes from now on; alike on all ranks.
@@ -90,7 +141,7 @@ class Crossings:
             By microbatch, numbers that stand for the shapes of its data, all 0 if all microbatches of all
             steps are equal; None if they are not known.
         """
-        self._shapes = None if shapes is None else tuple(shapes)
+        self.shapes = None if shapes is None else tuple(shapes)
         expected = set(shapes or ())
         is_new = len(self._remembered) < _FEW_SHAPES and not expected <= self._remembered
         self._remembered |= expected
@@ -101,19 +152,19 @@ class Crossings:
 
     def begin(self) -> None:
         """Begin a step."""
-        if self._shapes is None:
+        if self.shapes is None:
             self._known.clear()
 
     def of(self, boundary: int, microbatch: int) -> Crossing | None:
         """What crosses a boundary for a microbatch; None if it is not known yet."""
         if self._stated:
             return self._stated[microbatch]
-        return self._known.get((boundary, microbatch if self._shapes is None else self._shapes[microbatch]))
+        return self._known.get((boundary, microbatch if self.shapes is None else self.shapes[microbatch]))
 
     def add(self, boundary: int, microbatch: int, structure: Structure) -> Crossing:
         """Remember the structure of an activation, which its header has told."""
         made = Crossing(structure)
-        self._known[boundary, microbatch if self._shapes is None else self._shapes[microbatch]] = made
+        self._known[boundary, microbatch if self.shapes is None else self.shapes[microbatch]] = made
         self._first.setdefault(boundary, structure)
         return made
 
@@ -137,69 +188,6 @@ class Crossings:
             boundary: max(each, key=lambda crossing: crossing.activation.spec.nbytes).structure
             for boundary, each in sorted(found.items())
         }
-
-
-_NUMBERS = 32
-HEADER = TensorSpec((_NUMBERS,), torch.int64)
-"""The first tensor of every header."""
-
-_JSON = -1
-"""In place of a dtype's code: a structure follows, of as many bytes as the next number says."""
-_SHAPES = -2
-"""In place of a dtype's code: all dimensions of the tensors of a known structure, and how many they are."""
-_MOST_DIMENSIONS = _NUMBERS - 2
-_MOST_BYTES = 1 << 20
-"""The longest structure; thousands of tensors."""
-
-CPU = torch.device("cpu")
-
-
-def encode_header(structure: Structure, first: Structure | None = None) -> list[Tensor]:
-    """Encode a structure as one tensor, or two; raises :class:`ModelError` if it is too long.
-
-    Parameters
-    ----------
-    first
-        The structure that the boundary's receiver knows from its first header, if any.
-    """
-    spec = structure.specs[0] if structure.is_plain else None
-    if spec is not None and len(spec.shape) <= _MOST_DIMENSIONS:
-        return [_numbers(FLOATS.index(spec.dtype), len(spec.shape), *spec.shape)]
-    shapes = [spec.shape for spec in structure.specs]
-    dimensions = [*chain.from_iterable(shapes)]
-    if first is not None and len(dimensions) <= _MOST_DIMENSIONS and structure.is_like(first):
-        return [_numbers(_SHAPES, len(dimensions), *dimensions)]
-    document = structure.json()
-    if len(document) > _MOST_BYTES:
-        raise ModelError(
-            f"found a value of {len(structure.specs)} tensors between stages, too many to describe in "
-            f"{_MOST_BYTES} bytes. Stack tensors of equal shape into one."
-        )
-    return [_numbers(_JSON, len(document)), torch.frombuffer(bytearray(document), dtype=torch.uint8)]
-
-
-def _numbers(*values: int) -> Tensor:
-    return torch.tensor([*values, *[0] * (_NUMBERS - len(values))], device=CPU)
-
-
-def decode_header(header: Tensor, first: Structure | None = None) -> Structure | int:
-    """Decode the first tensor of :func:`encode_header`; returns the length of the second if there is one.
-
-    Raises :class:`ModelError` if it is invalid.
-    """
-    code, count, *rest = header.tolist()
-    if code == _JSON and 0 < count <= _MOST_BYTES:
-        return int(count)
-    dimensions = rest[: max(count, 0)]
-    if 0 <= count <= _MOST_DIMENSIONS and all(n >= 0 for n in dimensions):
-        if 0 <= code < len(FLOATS):
-            return Structure.of_tensor(TensorSpec(tuple(dimensions), FLOATS[code]))
-        if code == _SHAPES and first is not None and count == sum(len(spec.shape) for spec in first.specs):
-            return first.reshaped(dimensions)
-    raise ModelError(
-        f"the header of an activation is invalid ({code}, {count}). Start all ranks with the same version of "
-        f"zbv."
-    )
 
 
 class Outbox:

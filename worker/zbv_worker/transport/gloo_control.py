@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,7 +215,11 @@ class GlooControl(ControlPlane):
 
     @override
     def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
-        return self._message(dist.isend, tensor, peer)
+        try:
+            work = dist.isend(tensor, peer, self._group)
+        except RuntimeError as error:
+            raise classified(error, self._what(peer)) from error
+        return partial(self._wait, work, peer)
 
     @override
     def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
@@ -222,26 +227,21 @@ class GlooControl(ControlPlane):
 
     @override
     def start_receive(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
-        return self._message(dist.irecv, tensor, peer)
-
-    def _message(
-        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int
-    ) -> Callable[[float], None]:
-        """Start an operation; the result waits for it."""
-        what = f"a control message between ranks {self.rank} and {peer}"
         try:
-            work = operation(tensor, peer, self._group)
+            work = dist.irecv(tensor, peer, self._group)
         except RuntimeError as error:
-            raise classified(error, what) from error
+            raise classified(error, self._what(peer)) from error
+        return partial(self._wait, work, peer)
 
-        def wait(timeout: float) -> None:
-            try:
-                if work is not None:
-                    work.wait(timedelta(seconds=timeout))
-            except RuntimeError as error:
-                raise classified(error, what) from error
+    def _wait(self, work: dist.Work | None, peer: int, timeout: float) -> None:
+        try:
+            if work is not None:
+                work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise classified(error, self._what(peer)) from error
 
-        return wait
+    def _what(self, peer: int) -> str:
+        return f"a control message between ranks {self.rank} and {peer}"
 
     @override
     def sum_over_ranks(self, values: Tensor, timeout: float) -> Tensor:

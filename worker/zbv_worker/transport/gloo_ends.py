@@ -167,13 +167,6 @@ class SendWork(Protocol):
         """Wait until the peer has the tensor."""
 
 
-class Wire(Protocol):
-    """One end of a channel's process group, see :class:`GroupWire`."""
-
-    def send(self, tensor: Tensor) -> SendWork:
-        """Start a send."""
-
-
 class GroupWire(NamedTuple):
     """A process group of two, and the peer's rank in it.
 
@@ -193,10 +186,6 @@ class GroupWire(NamedTuple):
         """
         backend = cast("dist.ProcessGroup", group._get_backend(torch.device("cpu")))
         return cls(backend, dist.get_group_rank(group, peer))
-
-    def send(self, tensor: Tensor) -> dist.Work:
-        """Start a send."""
-        return self.group.send([tensor], self.peer, _TAG)
 
 
 def receiving_end(
@@ -296,9 +285,9 @@ class ThreadSender:
         is complete.
     """
 
-    def __init__(self, peer: int, wire: Wire, failures: SendFailures, staging: Staging | None = None):
+    def __init__(self, peer: int, wire: GroupWire, failures: SendFailures, staging: Staging | None = None):
         self._peer = peer
-        self.wire = wire
+        self._wire = wire
         self._failures = failures
         self._staging = staging
         self._sent: deque[_Sent] = deque()
@@ -378,7 +367,7 @@ class ThreadSender:
 
     def _start(self, tensor: Tensor, label: object) -> SendWork:
         try:
-            return self.wire.send(tensor)
+            return self._wire.group.send([tensor], self._wire.peer, _TAG)
         except RuntimeError as error:
             raise classified(error, self._what(label)) from error
 

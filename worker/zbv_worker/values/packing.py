@@ -2,16 +2,22 @@
 
 One tensor of an ordinary floating dtype travels as it is, without a copy. Everything else is copied into one
 buffer of bytes; the receiver's tensors are views of the buffer, which lives as long as any of them.
+
+The structure of a value travels as a header, one tensor of fixed size. It describes one floating tensor, or
+refers to the structure of the boundary's first header and has only the shapes of the tensors, or announces a
+structure as JSON, which follows (:mod:`zbv_worker.values.structure`). No code of a peer runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zbv_worker.errors import ModelError
 from zbv_worker.values.structure import FLOATS, Structure, TensorSpec, map_tensors, tensors_of
 
 _ALIGNMENT = 16
@@ -57,58 +63,69 @@ class Packing:
         ]
 
 
-class Crossing:
-    """What crosses one boundary between stages: the activations' structure, and how values travel.
+_NUMBERS = 32
+HEADER = TensorSpec((_NUMBERS,), torch.int64)
+"""The first tensor of every header."""
 
-    The gradient of a value that is one floating tensor is one tensor. Any other value has a tuple of
-    gradients, one per tensor that has one.
+_JSON = -1
+"""In place of a dtype's code: a structure follows, of as many bytes as the next number says."""
+_SHAPES = -2
+"""In place of a dtype's code: all dimensions of the tensors of a known structure, and how many they are."""
+_MOST_DIMENSIONS = _NUMBERS - 2
+_MOST_BYTES = 1 << 20
+"""The longest structure; thousands of tensors."""
 
-    Attributes
+
+def encode_header(structure: Structure, first: Structure | None = None) -> list[Tensor]:
+    """Encode a structure as one tensor, or two; raises :class:`ModelError` if it is too long.
+
+    Parameters
     ----------
-    activation, gradient
-        How a value, and its gradients, travel.
+    first
+        The structure that the boundary's receiver knows from its first header, if any.
     """
-
-    def __init__(self, structure: Structure):
-        self.structure = structure
-        self.is_plain = structure.is_plain
-        self._flags = structure.has_gradient
-        self.activation = Packing(structure.specs)
-        self.gradient = Packing(
-            [spec for spec, flag in zip(structure.specs, self._flags, strict=True) if flag]
+    spec = structure.specs[0] if structure.is_plain else None
+    if spec is not None and len(spec.shape) <= _MOST_DIMENSIONS:
+        return [_numbers(FLOATS.index(spec.dtype), len(spec.shape), *spec.shape)]
+    shapes = [spec.shape for spec in structure.specs]
+    dimensions = [*chain.from_iterable(shapes)]
+    if first is not None and len(dimensions) <= _MOST_DIMENSIONS and structure.is_like(first):
+        return [_numbers(_SHAPES, len(dimensions), *dimensions)]
+    document = structure.json()
+    if len(document) > _MOST_BYTES:
+        raise ModelError(
+            f"found a value of {len(structure.specs)} tensors between stages, too many to describe in "
+            f"{_MOST_BYTES} bytes. Stack tensors of equal shape into one."
         )
+    return [_numbers(_JSON, len(document)), torch.frombuffer(bytearray(document), dtype=torch.uint8)]
 
-    def fits(self, value: object) -> bool:
-        """Whether a value has the boundary's structure."""
-        if self.is_plain:
-            shape, dtype = self.activation.spec
-            return isinstance(value, Tensor) and value.shape == shape and value.dtype is dtype
-        return self.structure == Structure.of(value)
 
-    def packed(self, value: object, device: torch.device) -> Tensor:
-        """The tensor that travels for a value."""
-        return self.activation.pack(list(tensors_of(value)), device)
+def _numbers(*values: int) -> Tensor:
+    return torch.tensor([*values, *[0] * (_NUMBERS - len(values))], device="cpu")
 
-    def unpacked(self, tensor: Tensor) -> object:
-        """The value of a tensor that travelled; the tensors with a gradient require it."""
-        tensors = self.activation.unpack(tensor)
-        if not self.is_plain:
-            tensors = [
-                each.detach().requires_grad_(flag) for each, flag in zip(tensors, self._flags, strict=True)
-            ]
-        return self.structure.build(tensors)
 
-    def packed_gradient(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The tensor that travels for the gradients of a value."""
-        return self.gradient.pack(gradients, device)
+def decode_header(header: Tensor, first: Structure | None = None) -> Structure | int:
+    """Decode the first tensor of :func:`encode_header`; returns the length of the second if there is one.
 
-    def unpacked_gradient(self, tensor: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """The gradients of a value."""
-        return tensor if self.is_plain else tuple(self.gradient.unpack(tensor))
+    Raises :class:`ModelError` if it is invalid.
+    """
+    code, count, *rest = header.tolist()
+    if code == _JSON and 0 < count <= _MOST_BYTES:
+        return int(count)
+    dimensions = rest[: max(count, 0)]
+    if 0 <= count <= _MOST_DIMENSIONS and all(n >= 0 for n in dimensions):
+        if 0 <= code < len(FLOATS):
+            return Structure.of_tensor(TensorSpec(tuple(dimensions), FLOATS[code]))
+        if code == _SHAPES and first is not None and count == sum(len(spec.shape) for spec in first.specs):
+            return first.reshaped(dimensions)
+    raise ModelError(
+        f"the header of an activation is invalid ({code}, {count}). Start all ranks with the same version of "
+        f"zbv."
+    )
 
 
 def zero_gradient(output: object) -> Tensor | tuple[Tensor, ...]:
-    """Zeros as the gradient of a stage's output; see :class:`Crossing`."""
+    """Zeros as the gradient of a stage's output; see :class:`zbv_worker.transport.endpoints.Crossing`."""
     structure = Structure.of(output)
     if structure.is_plain:
         return torch.zeros_like(next(tensors_of(output)))

@@ -44,10 +44,6 @@ class TensorSpec(NamedTuple):
         """The spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor has this shape and dtype."""
-        return tensor.shape == self.shape and tensor.dtype is self.dtype
-
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
@@ -131,10 +127,6 @@ class Structure:
     def is_plain(self) -> bool:
         """Whether the value is one tensor of :data:`FLOATS`."""
         return isinstance(self.tree, TensorPlace) and self.specs[0].dtype in FLOATS
-
-    def fits(self, value: Any) -> bool:
-        """Whether a value has this structure; raises like :meth:`of`."""
-        return self == Structure.of(value)
 
     def is_like(self, other: Structure) -> bool:
         """Whether another structure differs at most in the sizes of its tensors' dimensions."""

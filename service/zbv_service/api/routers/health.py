@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
@@ -45,8 +44,8 @@ async def get_readiness(request: Request, response: Response) -> Health:
     if failed:
         raise ApiError(
             NOT_READY,
-            " ".join(found.detail for found in failed),
-            [asdict(found) for found in failed],
+            " ".join(failed.values()),
+            [{"check": check, "detail": detail} for check, detail in failed.items()],
             {"Retry-After": str(RETRY_SECONDS), "Cache-Control": "no-store"},
         )
     response.headers["Cache-Control"] = "no-store"

@@ -22,14 +22,14 @@ from zbv_service.api.state import state_of
 from zbv_service.compute.computations import ROWS_OF_NODE
 from zbv_service.documents.parsing import parse_body
 from zbv_service.errors import (
-    IDEMPOTENCY_KEY_REUSED,
+    CONFLICT,
     INVALID_BODY,
-    RUN_STATE,
+    INVALID_PARAMETER,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
 from zbv_service.records.lists import RunListQuery
-from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList
+from zbv_service.records.runs import RUN_ENDED, EventDocument, EventList, RunDocument, RunList, StepList
 from zbv_service.runs.requests import PlanChange, RunRequest
 from zbv_service.security.access import READ, needs
 from zbv_service.security.quotas import STORES
@@ -63,7 +63,7 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], generate_unique_id_function
     response_description="Accepted: it starts once its plan is found and all its agents are free. Follow the "
     "Location.",
     openapi_extra=body_of(RunRequest),
-    responses=documented(IDEMPOTENCY_KEY_REUSED, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
+    responses=documented(INVALID_PARAMETER, INVALID_BODY, TOO_MANY_SEARCHES, TOO_MUCH_STORED),
 )
 async def submit_run(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
     """The run gets all its agents at once, or none. Send an Idempotency-Key: without one, a repeated request
@@ -163,7 +163,7 @@ async def cancel_run(request: Request, run_id: str) -> Response:
     response_model=RunDocument,
     response_description="Its ranks will change plans between two steps, and add the event `swapped`.",
     openapi_extra=body_of(PlanChange),
-    responses=documented(INVALID_BODY, RUN_STATE),
+    responses=documented(INVALID_BODY, CONFLICT),
 )
 async def change_plan(request: Request, run_id: str) -> Response:
     """Accepts an offer, or any stored plan with the same ranks, placement and microbatches."""
@@ -188,6 +188,22 @@ async def get_run_trace(request: Request, run_id: str, generation: Generation = 
     """For Perfetto and chrome://tracing. The default is the newest generation that has traces."""
     found = state_of(request)
     text = await found.parts.merged_trace(await found.runs.brief(run_id), generation)
+    return Response(text, media_type="application/json", headers=_NO_STORE)
+
+
+@router.get(
+    "/{run_id}/steps",
+    dependencies=[READ],
+    summary="Get the losses and times of a run's steps",
+    response_model=StepList,
+    response_description="All steps of a short run; of a long one some 500, with the first and the newest.",
+)
+async def get_run_steps(request: Request, run_id: str) -> Response:
+    """Ranks send steps every few seconds. After a restart, steps that were run again replace earlier ones."""
+    found = state_of(request)
+    async with found.computations.listing(ROWS_OF_NODE * (await found.runs.brief(run_id)).nodes):
+        steps = await found.steps.of(run_id, await found.parts.index(run_id))
+    text = await asyncio.to_thread(StepList(steps=steps).model_dump_json)
     return Response(text, media_type="application/json", headers=_NO_STORE)
 
 

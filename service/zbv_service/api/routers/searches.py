@@ -20,8 +20,8 @@ from zbv_service.database.events import KEPT_EVENTS
 from zbv_service.documents.layouts import LayoutRequest
 from zbv_service.documents.problems import SearchRequest
 from zbv_service.errors import (
+    CONFLICT,
     INVALID_BODY,
-    SEARCH_IN_USE,
     TOO_MANY_SEARCHES,
     TOO_MUCH_STORED,
 )
@@ -174,7 +174,7 @@ async def cancel_search(request: Request, search_id: str) -> Response:
     summary="Discard a search",
     status_code=204,
     response_description="The search and its events are removed, also for all others who use it.",
-    responses=documented(SEARCH_IN_USE),
+    responses=documented(CONFLICT),
 )
 async def discard_search(request: Request, search_id: str) -> Response:
     """Stops and removes the search. Its plans stay, because others may use them."""

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import END, START, WAIT, RankTrace
-from zbv_solver.measure.refit import NANOSECONDS
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import F, W
+from zbv_solver.problem.problem import NANOSECONDS, F, W
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]

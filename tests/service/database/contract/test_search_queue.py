@@ -54,8 +54,7 @@ async def test_a_new_token_waits_for_one_round_only(table: SearchTable) -> None:
     for _ in range(10):
         await finish(table, await next_of(table))
     await queue(table, "late", "l0", "l1", "l2")
-    record = await found_in(table, "l1")
-    assert await table.queued_before(record) == 3, "f10, l0 and f11"
+    assert (await found_in(table, "l1")).queued_before == 3, "f10, l0 and f11"
     assert [await claimed_id(table) for _ in range(6)] == ["f10", "l0", "f11", "l1", "f12", "l2"]
 
 

@@ -106,7 +106,7 @@ def _estimates(
     for at, (name, build) in enumerate(pieces.items()):
         is_last = at == len(pieces) - 1
         with without_values(f"building {name}"):
-            module = built(build, mode)
+            module = built(name, build, mode)
         alike = likeness(module, input, place=0 if at == 0 else 2 if is_last else 1)
         if alike not in known:
             loss = model.loss if is_last else None

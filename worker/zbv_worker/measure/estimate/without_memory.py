@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from zbv_worker.errors import InvalidRun, WorkerError, describe_error
+from zbv_worker.host.process import say
 from zbv_worker.measure.operators import InterceptedOperators
 from zbv_worker.stage.whole_batch import unlogged
 
@@ -32,8 +33,11 @@ _UNKNOWN_MEMORY = {torch.ops.aten.mkldnn_rnn_layer}
 """Operators that keep memory of unknown size for their backward (an LSTM of oneDNN)."""
 
 
-def built(build: Callable[[torch.device], nn.Module], mode: FakeTensorMode) -> nn.Module:
+def built(name: str, build: Callable[[torch.device], nn.Module], mode: FakeTensorMode) -> nn.Module:
     """Build a module without memory.
+
+    If that is impossible because the module reads its initial values, it is built with memory for a moment,
+    and standard error says so.
 
     Parameters
     ----------
@@ -43,7 +47,13 @@ def built(build: Callable[[torch.device], nn.Module], mode: FakeTensorMode) -> n
     try:
         with _META:
             module = build(_META)
-    except Exception:  # some models read their initial values, so build those with memory for a moment
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # PyTorch has no type of its own for this; it names the device
+        if "meta" not in str(error).lower():
+            raise
+        say(f"zbv-worker: {name} reads its initial values, so it gets memory: {describe_error(error)}")
         module = build(CPU)
     fake = _FakeTensors(mode)
     for child in module.modules():

@@ -18,8 +18,9 @@ from zbv_worker.measure.profile.stopwatch import Seconds, stopwatch
 from zbv_worker.measure.ranks import connected
 from zbv_worker.model.optimizers import optimizer_of
 from zbv_worker.model.protocol import PipelineModel
-from zbv_worker.stage.main_gradients import gradient_of, round_main_gradients
+from zbv_worker.stage.main_gradients import round_main_gradients
 from zbv_worker.stage.stage import Stage
+from zbv_worker.stage.weight_grads import gradient_of
 from zbv_worker.transport.world import Backend, World
 
 SIZES = (1 << 16, 1 << 20, 1 << 23)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from zbv_solver.export.quantities import SECONDS, time
 
 from zbv_worker.measure.profile.layers import layers_of
 from zbv_worker.measure.profile.profile import LinkProfile, RankProfile, Spread, StageProfile, stages_of
@@ -76,7 +77,7 @@ def _static(ranks: Sequence[RankProfile]) -> Table:
 
 def _links(links: Sequence[LinkProfile]) -> Table:
     shown = table_of_numbers("One-way transfers", "from", "to", "latency", "bandwidth")
-    shown.add_column("bytes: us, median and 90th percentile")
+    shown.add_column("bytes: µs, median and 90th percentile")
     for link in links:
         samples = (
             f"{each.bytes}: {each.seconds.median * 1e6:.0f} {each.seconds.p90 * 1e6:.0f}"
@@ -85,7 +86,7 @@ def _links(links: Sequence[LinkProfile]) -> Table:
         shown.add_row(
             str(link.sender),
             str(link.receiver),
-            f"{link.latency * 1e6:.0f} us",
+            time(link.latency, SECONDS),
             "—" if link.bandwidth is None else f"{link.bandwidth / 1e9:.2f} GB/s",
             ", ".join(samples),
         )

@@ -15,7 +15,7 @@ from zbv_solver.problem.stages import Placement
 
 from zbv_worker.measure.profile.captured import Captured
 from zbv_worker.transport.channels import ChannelKey, Pending, Transport
-from zbv_worker.values.packing import Crossing
+from zbv_worker.transport.endpoints import Crossing
 from zbv_worker.values.structure import Structure
 
 _CPU = torch.device("cpu")

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
+from zbv_solver.export.quantities import SECONDS, relative, time
 
 from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.execution.rank_plan import producer_of
@@ -198,6 +200,7 @@ def _under_way(producer: RankTrace, made: int, consumer: RankTrace, used: int) -
 
 
 _SHOWN_LINKS = 3
+_time = partial(time, units=SECONDS)
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -224,32 +227,28 @@ def sentences(outcome: Outcome) -> Iterator[str]:
     """The result in a few sentences."""
     fastest, slowest = min(outcome.steps), max(outcome.steps)
     yield (
-        f"{outcome.objective} of plan {outcome.plan_id[:12]}: planned {_ms(outcome.planned)}, measured "
-        f"{_ms(outcome.measured)}, {outcome.ratio - 1:+.2%} (median of {len(outcome.steps)} steps, "
-        f"{_ms(fastest)} to {_ms(slowest)})"
+        f"{outcome.objective} of plan {outcome.plan_id[:12]}: planned {_time(outcome.planned)}, "
+        f"measured {_time(outcome.measured)}, {relative(outcome.measured, outcome.planned)} (median of "
+        f"{len(outcome.steps)} steps, {_time(fastest)} to {_time(slowest)})"
     )
     if outcome.links:
         links = sorted(outcome.links, key=lambda link: -link.median)
         yield "Transfers that ranks waited for, the slowest pairs first:"
         yield from map(_link, links[:_SHOWN_LINKS])
     yield overhead(outcome)
-    yield f"Clocks of the ranks agree to {outcome.clock_uncertainty * 1e6:.0f} us"
+    yield f"Clocks of the ranks agree to {_time(outcome.clock_uncertainty)}"
 
 
 def overhead(outcome: Outcome) -> str:
     """The CPU time of running the plan, in a sentence."""
     return (
-        f"CPU time per action, without the sleeps: {outcome.cpu_thread * 1e6:.0f} us in the executor's "
-        f"thread, {outcome.cpu_process * 1e6:.0f} us with the transport's threads"
+        f"CPU time per action, without the sleeps: {_time(outcome.cpu_thread)} in the executor's "
+        f"thread, {_time(outcome.cpu_process)} with the transport's threads"
     )
 
 
 def _link(link: Link) -> str:
     return (
-        f"  {link.sender} → {link.receiver}: median {_ms(link.median)}, a tenth over {_ms(link.slow)} "
-        f"({link.count} transfers); planned {_ms(link.planned)}"
+        f"  {link.sender} → {link.receiver}: median {_time(link.median)}, a tenth over {_time(link.slow)} "
+        f"({link.count} transfers); planned {_time(link.planned)}"
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms" if seconds < 0.1 else f"{seconds * 1e3:.1f} ms"

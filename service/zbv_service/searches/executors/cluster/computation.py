@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from typing import Any
 
 from distributed.scheduler import KilledWorker
 
@@ -18,17 +20,10 @@ class DaskComputation:
 
     Parameters
     ----------
+    submit
+        Submits it to the cluster and waits for its outcome.
     look_now
         Polls the cluster at once.
-    compute
-        Computes the search, and waits for ``outcome``.
-
-    Attributes
-    ----------
-    place
-        Identity of the worker that computes it, once the worker has said so.
-    allowed
-        Identities of the workers that may compute it, once it is submitted.
     """
 
     def __init__(
@@ -37,10 +32,10 @@ class DaskComputation:
         function: Compute,
         on_update: Callable[[Update], None],
         look_now: Callable[[], None],
-        compute: Callable[[DaskComputation], Awaitable[Outcome]],
+        submit: Callable[[DaskComputation], Coroutine[Any, Any, Outcome]],
     ):
         self._look_now = look_now
-        self._compute = compute
+        self._submit = submit
         self._on_update = on_update
         self._is_stopped = False
         self._seen = 0
@@ -48,7 +43,9 @@ class DaskComputation:
         self.function = function
         self.token = secrets.token_hex(16)
         self.place: str | None = None
+        """Identity of the worker that computes it, once the worker has said so."""
         self.allowed: frozenset[str] = frozenset()
+        """Identities of the workers that may compute it, once it is submitted."""
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
@@ -70,7 +67,12 @@ class DaskComputation:
 
     async def plan(self) -> Outcome:
         """Compute the plan; raises :class:`SearchCrashed`, :class:`SearchLost`, or the search's own error."""
-        return await self._compute(self)
+        submitted = asyncio.ensure_future(self._submit(self))
+        submitted.add_done_callback(self.take_outcome)
+        try:
+            return await self.outcome
+        finally:
+            submitted.cancel()
 
     @property
     def wanted(self) -> Wanted:
@@ -93,12 +95,13 @@ class DaskComputation:
     def take_outcome(self, submitted: asyncio.Future[Outcome]) -> None:
         """Take the outcome that Dask reports."""
         if submitted.cancelled():
-            self.fail(SearchLost("the Dask scheduler lost it."))
             return
         error = submitted.exception()
         if error is None:
             if not self.outcome.done():
                 self.outcome.set_result(submitted.result())
+        elif isinstance(error, CancelledError):
+            self.fail(SearchLost("the Dask scheduler lost it."))
         elif isinstance(error, KilledWorker):
             self.fail(SearchCrashed("each worker that computed it died"))
         elif isinstance(error, OutOfMemory):

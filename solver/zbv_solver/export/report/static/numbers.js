@@ -45,11 +45,23 @@ export function percent(fraction, digits = 2) {
   return `${text}${NARROW_SPACE}%`.replace("-", "−");
 }
 
+/** Units of time whose size is known, in nanoseconds. */
+const TIME_UNITS = { s: 1e9, ms: 1e6, µs: 1e3, ns: 1 };
+
 /**
+ * A number with its unit; times in the unit that suits.
  * @param {number} value
  * @param {string} [unit]
  */
-export const amount = (value, unit) => (unit ? `${number(value)} ${unit}` : number(value));
+export function amount(value, unit) {
+  const size = Object.entries(TIME_UNITS).find(([name]) => name === unit)?.[1];
+  const time = Math.abs(value) * (size ?? 0);
+  const [name, scale] = Object.entries(TIME_UNITS).find(([, least]) => time >= least) ?? ["ns", 1];
+  if (size !== undefined && time > 0 && Number.isFinite(time)) {
+    return `${number(value / (scale / size))} ${name}`;
+  }
+  return unit ? `${number(value)} ${unit}` : number(value);
+}
 
 const BYTE_UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 

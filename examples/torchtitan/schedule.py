@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from zbv_worker.adapters.split_modules import split_subclasses
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.planned_cut import Partition, PlannedCut
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, connected_world, rank_plan
-from zbv_worker.pipeline.plan_schedule import PlanSchedule
 from zbv_worker.pipeline.preparing import model_digest, open_channels, starting_together
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Layout
+
+from examples.torchtitan.schedule import PlanSchedule
 
 _V_SCHEDULE = "ZBVZeroBubble"
 """The schedule with which torchtitan expects the loss on the first rank."""

@@ -1,7 +1,7 @@
 """torchtitan, 0.3.0 or newer, trains its Llama 3 debug model with a plan, on CPUs or GPUs::
 
-    torchrun --nproc-per-node 2 examples/torchtitan_plan.py
-    torchrun --nproc-per-node 4 examples/torchtitan_plan.py
+    torchrun --nproc-per-node 2 -m examples.torchtitan.train
+    torchrun --nproc-per-node 4 -m examples.torchtitan.train
 
 The second command has two data-parallel ranks per stage. docs/torchtitan.md explains the parts.
 """
@@ -28,6 +28,7 @@ if not torch.cuda.is_available():
     metrics.build_device_memory_monitor = lambda: monitor
     distributed.set_pg_timeouts = lambda **_: None
 
+from examples.torchtitan.hook import with_plan
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -36,9 +37,8 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import BaseDataLoader, Trainer
-from zbv_worker.pipeline.torchtitan import with_plan
 
-PLAN = Path(__file__).with_name("torchtitan-plan.json")
+PLAN = Path(__file__).with_name("plan.json")
 MICROBATCHES, LENGTH = 8, 64  # microbatches of the plan, and tokens of a sequence
 
 

@@ -1,0 +1,30 @@
+"""The tables and the picture of the documentation are what the commands print today."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+from zbv_solver.commands.cli import main
+
+EXAMPLE = str(ROOT / "examples/readme.json")
+
+
+def test_the_tutorial_has_the_tables_of_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    for command in ("compare", "frontier"):
+        assert main([command, EXAMPLE]) == 0
+        printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+        block = re.search(rf"zbv {command} examples/readme\.json.*?```text\n(.*?)```", text, re.DOTALL)
+        assert block is not None
+        assert [line for line in block[1].splitlines() if line.strip() not in map(str.strip, printed)] == []
+
+
+def test_the_picture_is_the_plan_that_zbv_finds(tmp_path: Path) -> None:
+    """`make picture` draws it again."""
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert main(["plan", EXAMPLE, "-o", str(plan)]) == 0
+    assert main(["export", str(plan), "--format", "svg", "-o", str(picture)]) == 0
+    assert picture.read_text(encoding="utf-8") == (ROOT / "docs/plan.svg").read_text(encoding="utf-8")

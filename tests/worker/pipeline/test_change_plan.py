@@ -1,0 +1,101 @@
+"""A pipeline changes to another plan between two steps."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support.selfcheck import random_orders
+from support.thread_pipeline import on_ranks, plan_of
+from torch import Tensor, nn
+from zbv_solver.plans.plan import Plan, identity
+from zbv_solver.problem.writing import problem_json
+from zbv_worker.errors import Disagreement, InvalidRun, PeerLost
+from zbv_worker.pipeline.pipeline import Pipeline
+
+WIDTH, STEPS = 4, 4
+mse = nn.functional.mse_loss
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
+
+
+def shuffled(plan: Plan, seed: int) -> tuple[str, dict[str, Any]]:
+    """Another plan of the same problem: its id, and the plan as a document."""
+    orders, problem = random_orders(plan.problem, Random(seed)), problem_json(plan.problem)
+    return identity(problem, orders.all_text()), {"problem": problem, "ranks": orders.all_text()}
+
+
+def expected() -> tuple[dict[str, Tensor], list[float]]:
+    """The gradients and losses of one process."""
+    model = nn.Sequential(*layers())
+    losses = []
+    for step in range(STEPS):
+        loss = mse(model(batch(step)[0]), batch(step)[1])
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        losses.append(loss.item())
+    return gradients(model), losses
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "replicas"), [(1, "v", 1), (2, "v", 1), (3, "single", 1), (2, "v", 2)]
+)
+def test_a_change_of_plan_does_not_change_the_training(ranks: int, placement: str, replicas: int) -> None:
+    plan = plan_of(ranks, placement)
+    others = [shuffled(plan, 1), shuffled(plan, 2), (plan.plan_id, plan)]
+
+    def program(pipe: Pipeline) -> Any:
+        ids, losses = [], []
+        for step in range(STEPS):
+            losses.append(pipe.step(*batch(step)))
+            ids.append(pipe.plan_id)
+            if step < len(others):
+                pipe.change_plan(others[step][1])
+        return ids, losses, gradients(pipe)
+
+    found = on_ranks(plan, layers, mse, program, ranks=ranks, replicas=replicas)
+    wanted, means = expected()
+    for ids, losses, mine in found:
+        assert ids == [plan.plan_id, *(plan_id for plan_id, _ in others)]
+        torch.testing.assert_close(mine, {name: wanted[name] for name in mine})
+        if losses[0] is not None:
+            assert [float(loss) for loss in losses] == pytest.approx(means, rel=1e-5)
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_the_pipeline_goes_on() -> None:
+    plan, other = plan_of(2, "v"), plan_of(2, "v", microbatches=8)
+
+    def program(pipe: Pipeline) -> float:
+        pipe.step(*batch(0))
+        with pytest.raises(
+            InvalidRun, match="8 microbatches; a pipeline can only change to a plan with 2 ranks"
+        ):
+            pipe.change_plan(other)
+        pipe.step(*batch(1))
+        return 1.0
+
+    assert on_ranks(plan, layers, mse, program, ranks=2) == [1.0, 1.0]
+
+
+def test_ranks_that_change_to_different_plans_say_so() -> None:
+    plan = plan_of(2, "v")
+
+    def program(pipe: Pipeline) -> None:
+        pipe.change_plan(shuffled(plan, pipe._transport.rank)[1])
+
+    found = on_ranks(plan, layers, mse, program, ranks=2)
+    assert all(isinstance(each, Disagreement | PeerLost) for each in found)
+    assert any(isinstance(each, Disagreement) for each in found)

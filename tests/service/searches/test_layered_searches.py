@@ -100,10 +100,7 @@ async def test_a_wrong_layer_is_named_and_nothing_is_stored(service: Service) ->
     for changes, pointer in (
         ({"layers": [embedding, {**block, "colour": "red"}, head]}, "/layers/1/colour"),
         ({"layers": [embedding, {**block, "repeat": 10**9}, head]}, "/layers"),
-        ({"pp_degree": 4096}, "/pp_degree"),
         ({"cut": {"together": [["head"]] * 600}}, "/cut/together"),
-        ({"cut": {"together": [["head"] * 600]}}, "/cut/together/0"),
-        ({"partition": [["head"]] * 4, "recompute": [1, 0, 0, 0]}, "/recompute/0"),
         ({"partition": [["head"], [], [], []]}, "/partition/0/0"),
         # One stage may get everything, which exceeds the limit of a stage or of its transfer.
         ({"layers": [embedding, {**block, "forward": 9e14}, head]}, "/layers"),

@@ -4,7 +4,7 @@ Experts keep one weight (experts, out, in) for all of them. Between I and W the 
 expert got and the gradients of its output.
 
 Libraries also subclass ``nn.Linear`` and ``nn.Embedding`` to add a configuration or an initialization, as
-torchtitan does. :func:`~zbv_worker.stage.split_backward.defer_weight_gradients` leaves all subclasses alone,
+torchtitan does. :func:`~zbv_worker.stage.recorder.defer_weight_gradients` leaves all subclasses alone,
 so a library's adapter asks for them here.
 """
 

@@ -44,7 +44,7 @@ class CompiledLayer:
     Parameters
     ----------
     layer
-        A module of a tree that :func:`~zbv_worker.stage.split_backward.defer_weight_gradients` prepared.
+        A module of a tree that :func:`~zbv_worker.stage.recorder.defer_weight_gradients` prepared.
     recorder
         The recorder of the tree.
     """

@@ -168,7 +168,7 @@ def loss_modules(module: nn.Module) -> list[nn.Module]:
 def prepare_layers(module: nn.Module) -> None:
     """Let a plain ``nn.Sequential`` call its modules as layers, in place; changes nothing else.
 
-    Like :func:`~zbv_worker.stage.split_backward.defer_weight_gradients` it changes the class, which preserves
+    Like :func:`~zbv_worker.stage.recorder.defer_weight_gradients` it changes the class, which preserves
     parameters, hooks and state-dict names.
     """
     if type(module) is nn.Sequential:

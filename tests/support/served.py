@@ -1,4 +1,4 @@
-"""Services in processes of their own, with patient searches, and clients of them."""
+"""Services in separate processes, with patient searches, and clients of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Served:
 
     @property
     def children(self) -> list[int]:
-        """The ids of its processes, and of theirs, that still run."""
+        """The ids of all its descendants that still run."""
         return list(_below(self.process.pid))
 
 

@@ -228,6 +228,7 @@ async def test_while_one_token_has_all_slots_another_one_gets_one_more(
     async with serving("held", auth="tokens", searches=2) as service:
         assert await running_of(service, "one", 0, 1, 2, until=2) == 2
         assert await running_of(service, "other", 8, 9, until=1) == 1
+        assert len((await service.get("/v1/searches", state="running"))["searches"]) == 3, "none has ended"
         (directory / "release").touch()
 
 

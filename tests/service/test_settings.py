@@ -104,19 +104,16 @@ def test_by_default_the_service_is_local_with_its_database_in_the_working_direct
     assert settings.searches >= 1
 
 
-@pytest.mark.parametrize(
-    "variable",
-    [
+def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (
         *("PORT=x", "PORT=-1", "PORT=70000", "DATABASE=zbv.db", "DATABASE=mysql://x/y", "SEARCHES=0"),
         *("LEASE_SECONDS=0", "LEASE_SECONDS=1e300", "LOG_LEVEL=loud", "MAX_CELLS=nan", "SESSION_HOURS=1e9"),
         *("SHUTDOWN_SECONDS=inf", "REQUEST_SECONDS=nan"),
-    ],
-)
-def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    name, value = variable.split("=")
-    monkeypatch.setenv(f"ZBV_{name}", value)
-    with pytest.raises(ValidationError):
-        Settings()
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(*f"ZBV_{variable}".split("="))
+            with pytest.raises(ValidationError):
+                Settings()
 
 
 def test_searches_share_half_of_the_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

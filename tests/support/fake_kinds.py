@@ -1,4 +1,4 @@
-"""The kinds of searches with functions that a test controls; those for layouts have invented metrics."""
+"""The kinds of searches with functions that a test controls; those for layouts invent their metrics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from zbv_service.searches.executors.task import Compute, Reporter, SearchFunctio
 from zbv_service.searches.kinds import KINDS, Kind, rank_layouts, update_of_layouts
 from zbv_solver.errors import NoLayoutFits
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.assemble import make_plan
 
-from support.fake_searches import BY_NAME, InDirectory, directory, plan_of, started_and_released
+from support.fake_searches import BY_NAME, InDirectory, directory, orders_of, started_and_released
 from support.serving import PROBLEM
 
 BOUND = 4.0
@@ -55,7 +56,7 @@ def held_layouts(claim: Claim, reporter: Reporter) -> Outcome:
 def ranking(top: int) -> Outcome:
     """The outcome with so many layouts, each with another plan."""
     problems = (parse_problem({**PROBLEM, "microbatches": 4 + at}) for at in range(top))
-    plans = tuple(pack_plan(plan_of(problem)) for problem in problems)
+    plans = tuple(pack_plan(make_plan(each, orders_of(each), method="fake")) for each in problems)
     layouts = [{**LAYOUT, "step_time": 8.0 + at} for at in range(top)]
     for layout, plan in zip(layouts, plans, strict=True):
         layout["plan_id"] = plan.summary.plan_id

@@ -26,7 +26,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Progress
 
-DEADLINE = 120.0
+from support.processes import DEADLINE, announce
 
 
 def directory() -> Path:
@@ -109,7 +109,7 @@ def held(given: Arguments) -> Plan:
 def started_and_released(is_stopped: Callable[[], bool], workers: int) -> bool:
     """Write the file ``started-PID``, and wait for the file ``release``; False if the search is stopped."""
     here = directory()
-    (here / f"started-{os.getpid()}").write_text(f"workers {workers}")
+    announce(here / f"started-{os.getpid()}", f"workers {workers}")
     until = time.monotonic() + DEADLINE
     while not (here / "release").exists():
         if is_stopped():
@@ -125,7 +125,7 @@ def hold(given: Arguments) -> Plan:
     here = directory()
     if given.incumbent is not None:
         orders = given.incumbent.orders if isinstance(given.incumbent, Plan) else given.incumbent
-        (here / "resumed").write_text("\n".join(orders.text(0)))
+        announce(here / "resumed", "\n".join(orders.text(0)))
     given.on_progress(Progress(9.0, 4.0, 1.25, "held", 0.0, orders_of(given.problem), given.problem))
     was_released = started_and_released(given.cancelled, given.options["workers"])
     return plan_of(given.problem, "released" if was_released else "cancelled")

@@ -8,11 +8,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from zbv_service.app import create_app
 from zbv_service.commands.serving import config_of
+from zbv_service.settings import Settings
 
+from support.fake_kinds import kinds
+from support.fake_searches import BY_NAME, InDirectory
 from support.serving import DEADLINE
 
 
@@ -22,6 +28,14 @@ class Live:
 
     app: FastAPI
     address: str
+
+
+@contextmanager
+def live_service(folder: Path, search: str = "immediate", **settings: Any) -> Iterator[Live]:
+    """A service without tokens, with its state in a folder, whose searches for plans are a fake."""
+    chosen = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", **{"searches": 1, **settings})
+    with listening(create_app(chosen, kinds=kinds(InDirectory(BY_NAME[search], folder)))) as live:
+        yield live
 
 
 @contextmanager

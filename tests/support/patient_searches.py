@@ -1,6 +1,7 @@
-"""``zbv-service`` with long searches that find a plan or a layout and then wait without using the CPU.
+"""``zbv-service`` with searches of which tests of processes need no more than that they run or have ended.
 
-For tests of what happens during a long search: ``python -m support.patient_searches serve …``.
+``python -m support.patient_searches serve …``. A thorough search finds a plan or a layout and then waits, and
+one of standard effort ends at once, both without the planner, if a plan's search has a seed. Others are real.
 """
 
 from __future__ import annotations
@@ -11,19 +12,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from zbv_service.app import create_app
-from zbv_service.commands import serving
-from zbv_service.commands.cli import main
+from zbv_models.layouts.progress import LayoutProgress
 from zbv_service.documents.problems import Question
-from zbv_service.records.searches import Claim, Outcome, Update
+from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import Reporter, solver_search
-from zbv_service.searches.kinds import rank_layouts
+from zbv_service.searches.kinds import rank_layouts, update_of_layouts
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Progress
 
-from support.fake_kinds import kinds
+from support.fake_kinds import BOUND, kinds, ranking
 from support.fake_searches import orders_of, stages_of
 
 WAIT_SECONDS = 600.0
@@ -36,43 +35,45 @@ def patient(
     cancelled: Callable[[], bool],
     incumbent: Orders | Plan | None,
 ) -> Plan:
-    """Search with the solver; a thorough search with a seed has a plan at once, and waits to be cancelled."""
-    if options["effort"] != "thorough" or not options["seed"]:
+    """A search for a plan."""
+    effort = options["effort"]
+    if effort not in ("standard", "thorough") or not options["seed"]:
         return solver_search(problem, options, on_progress, cancelled, incumbent)
     stages = stages_of(problem)
     orders = incumbent.orders if isinstance(incumbent, Plan) else incumbent or orders_of(stages)
     plan = make_plan(stages, orders, method="patient")
-    metrics, until = plan.metrics, time.monotonic() + WAIT_SECONDS
-    on_progress(Progress(plan.objective, metrics.lower_bound, metrics.gap, "patient", 0.0, orders, stages))
-    while not cancelled() and time.monotonic() < until:
-        time.sleep(0.05)
+    metrics = plan.metrics
+    if effort == "thorough":
+        found = metrics.lower_bound, metrics.gap
+        on_progress(Progress(plan.objective, *found, "patient", 0.0, orders, stages))
+        wait_for(cancelled)
     return plan
 
 
-class Patient:
-    """A reporter that waits for the request to stop once it has reported a layout."""
-
-    def __init__(self, reporter: Reporter):
-        self._reporter = reporter
-        self.is_stopped = reporter.is_stopped
-
-    def report(self, make: Callable[[], Update]) -> None:
-        """Report, and wait if this is a layout."""
-        update = make()
-        self._reporter.report(lambda: update)
-        until = time.monotonic() + WAIT_SECONDS
-        while update.objective is not None and not self.is_stopped() and time.monotonic() < until:
-            time.sleep(0.05)
-
-
 def patient_layouts(claim: Claim, reporter: Reporter) -> Outcome:
-    """Search with the solver; a thorough search waits after its first layout."""
-    is_patient = claim.options.get("effort") == "thorough"
-    return rank_layouts(claim, Patient(reporter) if is_patient else reporter)
+    """A search for layouts."""
+    effort = claim.options.get("effort")
+    if effort not in ("standard", "thorough"):
+        return rank_layouts(claim, reporter)
+    if effort == "thorough":
+        reporter.report(lambda: update_of_layouts(LayoutProgress(3, 1, 1, 9.0, BOUND)))
+        wait_for(reporter.is_stopped)
+    return ranking(1 if effort == "thorough" else 2)
+
+
+def wait_for(is_stopped: Callable[[], bool]) -> None:
+    """Wait for the request to stop."""
+    until = time.monotonic() + WAIT_SECONDS
+    while not is_stopped() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":
-    # Import it by its real name, which other processes use to find it.
+    # Search processes and workers, which import this module by its real name, need none of these.
+    from zbv_service.app import create_app
+    from zbv_service.commands import serving
+    from zbv_service.commands.cli import main
+
     from support.patient_searches import patient as search
     from support.patient_searches import patient_layouts as layouts
 

@@ -1,8 +1,14 @@
-"""Whether a process still runs."""
+"""Processes: whether they still run, and files that they write for their test."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+DEADLINE = 120.0
+"""Generous: no test is about speed."""
 
 
 def is_alive(process_id: int) -> bool:
@@ -11,3 +17,18 @@ def is_alive(process_id: int) -> bool:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def wait_until(holds: Callable[[], object], what: str) -> None:
+    """Wait for a condition; every test that waits has the same patience."""
+    deadline = time.monotonic() + DEADLINE
+    while not holds():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.02)
+
+
+def announce(path: Path, text: str) -> None:
+    """Write a file that a test waits for; the test never sees a part of it."""
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -149,8 +149,13 @@ async def begin(
 class Counts:
     """What a database was asked: statements, and rows that became objects, by the name of their class."""
 
-    statements: int = 0
+    texts: list[str] = field(default_factory=list)
     loaded: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def statements(self) -> int:
+        """The number of statements."""
+        return len(self.texts)
 
     @property
     def nodes(self) -> int:
@@ -164,7 +169,8 @@ def counting() -> Iterator[Counts]:
     found = Counts()
 
     def executed(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        found.statements += statement != "BEGIN"
+        if statement != "BEGIN":
+            found.texts.append(statement)
 
     def loaded(row: object, _: object) -> None:
         found.loaded[type(row).__name__] += 1

@@ -20,15 +20,11 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support import fake_searches
-from support.fake_kinds import kinds
-from support.live import listening
+from support.live import live_service
 from support.malformed import AGENT, PLAN
 from support.paths import ROOT
 from support.serving import DEADLINE
-from zbv_service.app import create_app
 from zbv_service.client import AgentClient
-from zbv_service.settings import Settings
 
 DOCUMENT = json.loads((ROOT / "service" / "openapi.json").read_text())
 CHECKS = [
@@ -55,17 +51,10 @@ class Known:
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
     """A service with a plan, a finished search, and a run on an agent."""
-    folder = tmp_path_factory.mktemp("schema")
-    settings = Settings(
-        auth="none",
-        database=f"sqlite:///{folder}/zbv.db",
-        searches=1,
-        max_cells=64,
-        agent_timeout_seconds=1.5,  # agents wait for work at most half as long
-        agent_heartbeat_seconds=0.5,
-    )
+    folder, soon = tmp_path_factory.mktemp("schema"), {"agent_heartbeat_seconds": 0.5}
+    soon["agent_timeout_seconds"] = 1.5  # agents wait for work at most half as long
     with (
-        listening(create_app(settings, kinds=kinds(fake_searches.honest))) as live,
+        live_service(folder, "honest", max_cells=64, **soon) as live,
         AgentClient(live.address) as client,
     ):
         plan_id = client.import_plan(PLAN)
@@ -81,7 +70,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
 def test_every_operation_responds_as_documented(label: str, known: Known) -> None:
     @given(OPERATIONS[label].as_strategy())
     @examples(
-        max_examples=6,
+        max_examples=3,
         deadline=None,
         derandomize=True,
         database=None,

@@ -17,18 +17,14 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from sqlalchemy import event
-from support import fake_searches
-from support.fake_kinds import kinds
-from support.live import Live, listening
+from support.live import Live, live_service
 from support.malformed import PLAN
-from support.processes import is_alive
+from support.processes import announce, is_alive
 from support.serving import DEADLINE, PROBLEM, Serving, until
 from zbv_service.api import readiness
-from zbv_service.app import create_app
 from zbv_service.client import Client
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.database import Database
-from zbv_service.settings import Settings
 
 MOST = 3
 """The first number of connections that is refused."""
@@ -37,15 +33,13 @@ GET = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    database = f"sqlite:///{tmp_path_factory.mktemp('connections')}/zbv.db"
-    settings = Settings(auth="none", database=database, searches=1, max_connections=MOST)
-    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
+    with live_service(tmp_path_factory.mktemp("connections"), max_connections=MOST) as found:
         yield found
 
 
 def connected(live: Live) -> socket.socket:
-    port = int(live.address.rpartition(":")[2])
-    return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE)
+    at = urlsplit(live.address)
+    return socket.create_connection((at.hostname, at.port), timeout=DEADLINE)
 
 
 def test_a_connection_above_the_limit_is_refused(limited: Live) -> None:
@@ -62,33 +56,28 @@ def test_a_connection_above_the_limit_is_refused(limited: Live) -> None:
 
 
 REQUESTS: tuple[tuple[str, str, Any], ...] = (
-    ("GET", "/v1/plans/{plan}/simulation?scenarios=10", None),
-    ("GET", "/v1/plans/{plan}/ranks/0", None),
     ("GET", "/v1/plans/{plan}/export/svg", None),
-    *(("GET", f"/plans/{{plan}}{page}", None) for page in ("", "/actions", "/thumbnail.png", "/compare")),
+    ("GET", "/plans/{plan}/compare", None),
     ("GET", "/plans/{plan}/frontier", None),
     ("POST", "/v1/problems/estimate", {"problem": PROBLEM}),
-    ("POST", "/v1/problems/compare", {"problem": PROBLEM}),
-    ("POST", "/v1/problems/pack", {"batch": {"sequences": [1, 2], "max_tokens": 4, "problem": PROBLEM}}),
 )
 
 
 def sleep(directory: str, *_arguments: object) -> None:
     """A computation that writes its process and lasts far too long."""
-    Path(directory, "process").write_text(str(os.getpid()))
+    announce(Path(directory, "process"), str(os.getpid()))
     time.sleep(10 * DEADLINE)
 
 
 @pytest.fixture
-def live(settings: Settings) -> Iterator[Live]:
-    with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
+def live(tmp_path: Path) -> Iterator[Live]:
+    with live_service(tmp_path) as found:
         yield found
 
 
 def send(live: Live, method: str, path: str, body: bytes = b"") -> socket.socket:
     """Send a request, and do not read its answer."""
-    at = urlsplit(live.address)
-    connection = socket.create_connection((at.hostname, at.port), timeout=DEADLINE)
+    connection = connected(live)
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
     connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
     return connection
@@ -110,7 +99,7 @@ async def test_the_computation_of_a_request_ends_when_its_client_disconnects(
     started = tmp_path / "process"
     for method, path, body in REQUESTS:
         connection = send(live, method, path.format(plan=plan), json.dumps(body).encode() if body else b"")
-        await until(lambda: started.exists() and bool(started.read_text()), f"the computation of {path}")
+        await until(started.exists, f"the computation of {path}")
         process = int(started.read_text())
         connection.close()
         await until(partial(has_ended, process), f"the end of that of {path}")

@@ -1,4 +1,4 @@
-"""Errors: their types are a contract, their promises are true, and browsers get pages."""
+"""Errors are problem documents (RFC 9457) with types that are a contract; a wrong request stores nothing."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import Request
+from support.malformed import AGENT
 from support.serving import MODEL, PROBLEM, Service, Serving
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import HTML, accepts
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.database.engine import Base
-from zbv_service.errors import error_document, kinds
+from zbv_service.documents.parsing import parse_json
+from zbv_service.errors import ApiError, error_document, kinds
+from zbv_solver.errors import InvalidInput
 
 
 async def test_every_type_has_a_meaning_a_remedy_and_a_page_at_its_address(service: Service) -> None:
@@ -69,13 +75,12 @@ async def test_head_of_an_endless_stream_ends(held: Service) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
-async def test_readiness_names_every_failed_check(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        ready = await service.http.get("/readyz")
-        assert (ready.status_code, ready.headers["cache-control"]) == (200, "no-store")
-        await service.app.state.application.runner.stop()
-        answer = await service.http.get("/readyz")
-        assert (await service.http.get("/healthz")).status_code == 200
+async def test_readiness_names_every_failed_check(service: Service) -> None:
+    ready = await service.http.get("/readyz")
+    assert (ready.status_code, ready.headers["cache-control"]) == (200, "no-store")
+    await service.app.state.application.runner.stop()
+    answer = await service.http.get("/readyz")
+    assert (await service.http.get("/healthz")).status_code == 200
     assert (answer.status_code, answer.json()["type"]) == (503, "/errors/not-ready")
     assert [entry["check"] for entry in answer.json()["errors"]] == ["searches"]
     assert int(answer.headers["retry-after"]) >= 1
@@ -93,18 +98,12 @@ async def test_a_crash_shows_its_request_id_and_only_the_log_has_details(
     body = answer.json()
     assert (answer.status_code, body["type"]) == (500, "/errors/internal-error")
     assert body["request_id"] == answer.headers["x-request-id"]
+    assert body["detail"].endswith("Repeat the request in a moment."), "reading changes nothing"
     assert "secret" not in json.dumps(body)
     assert "secret" in caplog.text
 
 
 KEY = {"Idempotency-Key": "one"}
-
-
-async def rows(database: Database) -> dict[str, int]:
-    """The number of rows of every table, except the one that running services update by themselves."""
-    async with database.writing() as session:
-        tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
-        return {t.name: await session.scalar(select(func.count()).select_from(t)) or 0 for t in tables}
 
 
 async def submit_run(service: Service, plan_id: str) -> Any:
@@ -166,34 +165,6 @@ async def test_a_crash_after_a_commit_says_that_the_request_may_have_succeeded(
     assert (await submit_run(service, plan_id)).json()["id"] == stored["id"]
 
 
-WRONG_BODIES: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/searches", {"problem": {**PROBLEM, "pp_degree": 0}}),
-    ("/v1/searches", {"problem": PROBLEM, "options": {"effort": "none"}}),
-    ("/v1/runs", {"problem": PROBLEM, "model": MODEL, "nodes": 3, "steps": 5}),
-    (
-        "/v1/runs",
-        {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5, "search_options": {"seed": -1}},
-    ),
-    ("/v1/runs", {"plan_id": "0" * 64, "model": MODEL, "nodes": 2, "steps": 5}),
-    ("/v1/plans", {"problem": PROBLEM, "ranks": []}),
-    ("/v1/agents", {"id": "a" * 32, "name": "h", "address": "h", "port": 0, "slots": 1}),
-]
-
-
-async def test_a_wrong_body_and_a_request_from_another_site_store_nothing(service: Service) -> None:
-    database = service.app.state.application.database
-    before = await rows(database)
-    for path, body in WRONG_BODIES:
-        answer = await service.http.post(path, json=body, headers=KEY)
-        assert (answer.status_code, answer.json()["type"]) == (422, "/errors/invalid-body"), answer.text
-        assert await rows(database) == before, body
-    other = {"Origin": "http://evil"}
-    for path in ("/v1/searches", "/example", "/v1/plans", "/v1/runs", "/v1/agents", "/v1/sign-in-links"):
-        answer = await service.http.post(path, json={"problem": PROBLEM}, headers=other)
-        assert (answer.status_code, answer.json()["type"]) == (403, "/errors/other-origin"), path
-    assert await rows(database) == before
-
-
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
 
@@ -214,12 +185,153 @@ def test_a_caller_accepts_what_it_names(accept: list[str], is_named: bool) -> No
     assert accepts(Request({"type": "http", "headers": headers}), HTML) is is_named
 
 
-async def test_resources_are_json_for_browsers_too_and_have_pages(service: Service) -> None:
-    accepted = await service.submit()
-    ended = await service.ended(accepted.json()["id"])
-    for address in (accepted.headers["location"], f"/v1/plans/{ended['plan_id']}", "/v1/searches"):
-        answer = await service.http.get(address, headers={"accept": BROWSER})
-        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
-        shown = await service.http.get(address.removeprefix("/v1"))
-        assert (shown.status_code, shown.headers["content-type"]) == (200, "text/html; charset=utf-8")
-        assert ended["plan_id"][:12] in shown.text
+JSON = {"content-type": "application/json"}
+
+
+NO_BODY = [
+    ("GET", "/v2/nothing", 404, "not-found"),
+    ("GET", "/v1/searches/nothing", 404, "not-found"),
+    ("GET", "/v1/plans/nothing/export/none", 404, "not-found"),
+    ("GET", "/v1/runs/%00", 404, "not-found"),
+    ("POST", "/v1/agents/%00/drain", 404, "not-found"),
+    ("DELETE", "/v1/searches", 405, "method-not-allowed"),
+]
+"""Methods, addresses, and the expected errors."""
+NESTED = b'{"model": {"model_type": "llama", "x": ' + b"[" * 260 + b"]" * 260 + b"}}"
+"""Beyond what pydantic writes."""
+UNREADABLE = [
+    ("searches", b"", 400, "malformed-json"),
+    ("searches", b'{"problem": ', 400, "malformed-json"),
+    ("searches", b'{"problem": NaN}', 400, "malformed-json"),
+    ("searches", b'{"problem": "\xff"}', 400, "malformed-json"),
+    ("searches", b"[" * 40_000, 400, "malformed-json"),
+    ("searches", b'{"problem": ' + b"9" * 5000 + b"}", 400, "malformed-json"),
+    ("layouts", NESTED, 400, "malformed-json"),
+    ("searches", b" " * 100_001, 413, "body-too-large"),
+    ("plans", b" " * 200_001, 413, "body-too-large"),
+]
+"""What they are posted to, bodies, and the expected errors."""
+
+
+def problem(**changes: Any) -> dict[str, Any]:
+    return {"problem": {**PROBLEM, **changes}}
+
+
+def forward(cost: Any) -> dict[str, Any]:
+    return problem(costs={**PROBLEM["costs"], "forward": cost})
+
+
+PRESETS = {"presets": ["llama-3.1-8b"] * 9}
+ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "device": "h100"}
+MANY_TOKENS = {"sequences": [1], "problem": {}, "max_tokens": 10**4000}
+INVALID: list[tuple[str, Any, str]] = [
+    ("searches", [], ""),
+    ("searches", {}, "/problem"),
+    ("searches", {"x": 1}, "/x"),
+    ("searches", {"problem": "\ud800", "\udfff": 1}, "/problem"),
+    ("searches", problem(units={"time": "a\0b"}), "/problem/units/time"),
+    ("searches", forward(-1), "/problem/costs/forward"),
+    ("searches", forward(10**400), "/problem/costs/forward"),
+    ("searches", forward([1, 2, -3, 4]), "/problem/costs/forward/2"),
+    ("searches", problem(microbatches=10**30), "/problem/microbatches"),
+    ("searches", problem(pp_degree=1000, microbatches=10**5), "/problem/microbatches"),  # for the planner
+    ("searches", problem(pp_degree=8, microbatches=5000), "/problem/microbatches"),  # for this service
+    ("layouts", {"model": {"x": {"\0": 1}}}, "/model/x"),  # in a key that would be ignored
+    ("layouts", {"model": PRESETS, "cluster": ONE_NODE, "global_batch": 8}, "/model/presets"),
+    ("problems/pack", {"batch": MANY_TOKENS}, "/batch/max_tokens"),
+    ("plans", {"problem": {}}, "/ranks"),
+    ("agents", {**AGENT, "port": 0}, "/port"),
+]
+"""What they are posted to, documents, and the place of the mistake."""
+
+
+async def rows(database: Database) -> dict[str, int]:
+    """The number of rows of every table, except the one that running services update by themselves."""
+    tables = [table for table in Base.metadata.sorted_tables if table.name != "listeners"]
+    return {t.name: (await database.rows(select(func.count()).select_from(t)))[0][0] for t in tables}
+
+
+async def test_every_error_is_a_problem_document_and_stores_nothing(service: Service) -> None:
+    before = await rows(service.app.state.application.database)
+
+    async def refused(method: str, path: str, status: int, kind: str, **how: Any) -> list[Any]:
+        """Send a request; the places of its mistakes."""
+        answer = await service.http.request(method, path, **how)
+        assert answer.headers["content-type"] == "application/problem+json", path
+        body = answer.json()
+        assert (answer.status_code, body["status"], body["type"]) == (status, status, f"/errors/{kind}"), body
+        assert set(body) <= {"type", "title", "status", "detail", "errors", "request_id"}, path
+        assert body["title"]
+        assert len(body["detail"]) > 10, body
+        errors = body.get("errors", [])
+        assert all(set(entry) in ({"pointer", "detail"}, {"parameter", "detail"}) for entry in errors)
+        return [entry.get("pointer") for entry in errors]
+
+    for method, path, status, kind in NO_BODY:
+        await refused(method, path, status, kind)
+    await refused("POST", "/v1/searches", 415, "unsupported-media-type", content=b"{}")
+    for what, content, status, kind in UNREADABLE:
+        await refused("POST", f"/v1/{what}", status, kind, content=content, headers=JSON)
+    for what, document, pointer in INVALID:
+        content = json.dumps(document).encode()
+        pointers = await refused("POST", f"/v1/{what}", 422, "invalid-body", content=content, headers=JSON)
+        assert pointer in pointers, (what, pointers)
+    assert await rows(service.app.state.application.database) == before
+
+
+async def test_types_are_addresses_below_the_root_path(serving: Serving) -> None:
+    async with serving("broken") as service:
+        failed = await service.done()
+        run = {"problem": PROBLEM, "model": MODEL, "nodes": 2, "steps": 5}
+        run_id = (await service.http.post("/v1/runs", json=run)).json()["id"]
+        await service.until_run(run_id, lambda found: found["state"] == "failed")
+        transport = httpx.ASGITransport(service.app, root_path="/planner")
+        async with httpx.AsyncClient(transport=transport, base_url="http://zbv") as http:
+            search = f"/planner/v1/searches/{failed['id']}"
+            missing = (await http.get("/planner/v1/searches/x")).json()
+            listed = (await http.get("/planner/v1/searches")).json()["searches"]
+            events = (await http.get(f"{search}/events?after=0")).json()["events"]
+            runs = (await http.get("/planner/v1/runs")).json()["runs"]
+            errors = [(await http.get(search)).json()["error"], listed[-1]["error"], events[-1]["error"]]
+            for error in (missing, *errors, runs[0]["error"]):
+                assert error["type"].startswith("/planner/errors/"), error
+                assert (await http.get(error["type"])).status_code == 200
+            page = await http.get("/planner/v1/searches/x/problem", headers={"accept": "text/html"})
+            assert 'href="/planner/errors/not-found"' in page.text
+    assert failed["error"]["type"].startswith("/errors/"), "without a root path"
+
+
+async def test_a_body_without_a_declared_length_is_limited(serving: Serving) -> None:
+    async def endless() -> Any:
+        for _ in range(10_000):
+            yield b" " * 1000
+
+    async with serving("immediate") as service:
+        answer = await service.http.post("/v1/searches", content=endless(), headers=JSON)
+        assert (answer.status_code, answer.json()["type"]) == (413, "/errors/body-too-large")
+
+
+_NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+_TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+_JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | _NUMBERS | _TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(_JSON_VALUES)
+def test_strict_parsing_accepts_valid_json(value: Any) -> None:
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@given(st.binary(max_size=40))
+def test_strict_parsing_accepts_or_refuses_any_bytes(body: bytes) -> None:
+    status = 400
+    try:
+        json.dumps(parse_json(body), allow_nan=False)
+    except ApiError as error:
+        status = error.kind.status
+    except InvalidInput:
+        return
+    assert status == 400

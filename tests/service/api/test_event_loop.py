@@ -22,9 +22,9 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from support.largest_objects import SMALLEST, Amounts, Read, Stored, reads, store
 from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
-from support.serving import DEADLINE, Serving
+from support.serving import DEADLINE, Service, Serving
 
-LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=16, nodes=64)
+LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=8, nodes=24)
 MOST_UNITS = 1.5
 ATTEMPTS = 3
 MIB = 1024**2
@@ -104,26 +104,24 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-async def test_every_route_that_reads_is_measured(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        app: FastAPI = service.app
-        routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
-        paths = {route.path for route in routes if "GET" in (route.methods or ())}
+async def test_every_route_that_reads_is_measured(service: Service) -> None:
+    app: FastAPI = service.app
+    routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
+    paths = {route.path for route in routes if "GET" in (route.methods or ())}
     some = Stored("s", "p", "l", "r", "f", "a", "w")
     assert {each.route for each in reads(some)} == paths, "add new routes to tests/support/largest_objects.py"
 
 
-async def test_long_lists_take_turns_and_short_requests_need_none(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        lists = [each for each in reads(await store(service.http, SMALLEST)) if is_long_list(each)]
-        async with service.app.state.application.computations.listing(1_000):
-            asked = (service.http.get(each.path, headers={"Accept": each.accept}) for each in lists)
-            waiting = [*map(asyncio.create_task, asked)]
-            for path in ("/healthz", "/v1/searches?limit=10", "/v1/runs?limit=10"):
-                assert (await service.http.get(path)).status_code == 200
-            await asyncio.sleep(0.1)
-            assert [each.path for each, task in zip(lists, waiting, strict=True) if task.done()] == []
-        assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
+async def test_long_lists_take_turns_and_short_requests_need_none(service: Service) -> None:
+    lists = [each for each in reads(await store(service.http, SMALLEST)) if is_long_list(each)]
+    async with service.app.state.application.computations.listing(1_000):
+        asked = (service.http.get(each.path, headers={"Accept": each.accept}) for each in lists)
+        waiting = [*map(asyncio.create_task, asked)]
+        for path in ("/healthz", "/v1/searches?limit=10", "/v1/runs?limit=10"):
+            assert (await service.http.get(path)).status_code == 200
+        await asyncio.sleep(0.1)
+        assert [each.path for each, task in zip(lists, waiting, strict=True) if task.done()] == []
+    assert {answer.status_code for answer in await asyncio.gather(*waiting)} == {200}
 
 
 def is_long_list(each: Read) -> bool:

@@ -1,14 +1,16 @@
-"""The OpenAPI document: committed, valid, and complete."""
+"""The OpenAPI document: committed, valid, and complete; and how far a request walks through the service."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from support.paths import ROOT
-from support.serving import Serving
+from support.serving import Service
+from support.walk import FETCH, modules, walk
 from zbv_service.api.openapi import EXAMPLES, TAGS
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
@@ -50,34 +52,15 @@ def test_every_json_body_has_an_example(document: dict[str, Any]) -> None:
     assert set(EXAMPLES) == bodies - {"put_trace", "put_events"}  # which are only sent by agents
 
 
-async def test_the_examples_are_accepted(serving: Serving, document: dict[str, Any]) -> None:
+async def test_the_examples_are_accepted(service: Service, document: dict[str, Any]) -> None:
     paths = {operation["operationId"]: path for _, path, operation in operations(document)}
-    async with serving("immediate") as service:
-        assert EXAMPLES["compare_problem"]["problem"] == EXAMPLES["submit_search"]["problem"]
-        for name in ("submit_search", "submit_layouts", "import_plan", "submit_run", "register_agent"):
-            answer = await service.http.post(paths[name], json=EXAMPLES[name])
-            assert answer.is_success, (name, answer.text)
-        beat = paths["beat"].replace("{agent_id}", EXAMPLES["register_agent"]["id"])
-        answer = await service.http.post(beat, json=EXAMPLES["beat"])
-        assert answer.is_success, answer.text
-
-
-def test_schemas_are_named_and_complete(document: dict[str, Any]) -> None:
-    schemas = document["components"]["schemas"]
-    assert {"ProblemDocument", "SearchRequest", "SearchDocument", "PlanDocument", "RankDocument"} <= set(
-        schemas
-    )
-    assert "ErrorDetails" in schemas
-    for reference in references(document):
-        prefix, _, name = reference.rpartition("/")
-        assert (prefix, name in schemas) == ("#/components/schemas", True), reference
-
-
-def references(node: Any) -> list[str]:
-    if isinstance(node, dict):
-        own = [node["$ref"]] if isinstance(node.get("$ref"), str) else []
-        return own + [found for value in node.values() for found in references(value)]
-    return [found for value in node for found in references(value)] if isinstance(node, list) else []
+    assert EXAMPLES["compare_problem"]["problem"] == EXAMPLES["submit_search"]["problem"]
+    for name in ("submit_search", "submit_layouts", "import_plan", "submit_run", "register_agent"):
+        answer = await service.http.post(paths[name], json=EXAMPLES[name])
+        assert answer.is_success, (name, answer.text)
+    beat = paths["beat"].replace("{agent_id}", EXAMPLES["register_agent"]["id"])
+    answer = await service.http.post(beat, json=EXAMPLES["beat"])
+    assert answer.is_success, answer.text
 
 
 def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any]) -> None:
@@ -88,3 +71,17 @@ def test_every_error_is_documented_as_a_problem_document(document: dict[str, Any
                 assert list(content) == ["application/problem+json"], (path, status)
                 schema = content["application/problem+json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/ErrorDetails"}
+
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(("auth", "functions", "of_a_fetch"), [("none", 115, 11), ("tokens", 120, 15)])
+async def test_the_walk_from_a_search_to_the_fetch_of_a_rank_is_short(
+    tmp_path: Path, auth: Literal["none", "tokens"], functions: int, of_a_fetch: int
+) -> None:
+    """``PYTHONPATH=tests python -m support.walk`` lists the functions."""
+    done = await walk(tmp_path, auth)
+    assert len(done.whole) <= functions
+    assert len(modules(done.whole)) <= 25
+    assert len(done.parts[FETCH]) <= of_a_fetch

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from support.client_answers import Answering, Chunks, Given
-from zbv_service.client import Client, Retries, connection
+from zbv_service.client import Client, Retries
 
 AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Records the pauses between requests instead of sleeping."""
-    found: list[float] = []
-    monkeypatch.setattr(connection, "time", SimpleNamespace(sleep=found.append, monotonic=time.monotonic))
-    return found
 
 
 @pytest.fixture

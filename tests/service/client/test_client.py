@@ -36,75 +36,52 @@ OPENAPI = ROOT / "service" / "openapi.json"
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(404, NotFound), (409, InvalidRequest), (422, InvalidRequest), (500, ServiceFailed)]
-)
-def test_each_problem_is_its_own_error(answering: Answering, status: int, kind: type[ClientError]) -> None:
-    client, requests = answering(problem(status, request_id="r"))
-    with pytest.raises(kind) as caught:
-        client.search("a")
-    assert type(caught.value) is kind
-    assert (caught.value.status, caught.value.request_id) == (status, "r")  # type: ignore[attr-defined]
-    assert len(requests) == 1
-
-
-@pytest.mark.parametrize(
-    "answer",
+    ("answer", "kind"),
     [
-        httpx.Response(404, text="nginx"),
-        httpx.Response(200, text="<html>"),
-        httpx.Response(200, json=[1]),
-        httpx.Response(200, json={"id": "a"}),
-        httpx.Response(200, json={**SEARCH, "created_at": "yesterday"}),
-        httpx.Response(304),
+        (problem(404), NotFound),
+        (problem(409), InvalidRequest),
+        (problem(422), InvalidRequest),
+        (problem(500), ServiceFailed),
+        # Answers that break the API.
+        (httpx.Response(404, text="nginx"), InvalidAnswer),
+        (httpx.Response(200, text="<html>"), InvalidAnswer),
+        (httpx.Response(200, json=[1]), InvalidAnswer),
+        (httpx.Response(200, json={"id": "a"}), InvalidAnswer),
+        (httpx.Response(200, json={**SEARCH, "created_at": "yesterday"}), InvalidAnswer),
+        (httpx.Response(304), InvalidAnswer),
     ],
 )
-def test_an_answer_that_breaks_the_api_is_an_invalid_answer(
-    answering: Answering, answer: httpx.Response
+def test_each_answer_is_its_own_error_and_is_not_asked_for_again(
+    answering: Answering, answer: httpx.Response, kind: type[ClientError]
 ) -> None:
     client, requests = answering(answer)
-    with pytest.raises(InvalidAnswer):
+    with pytest.raises(kind) as caught:
         client.search("a")
-    assert len(requests) == 1
+    assert (type(caught.value), len(requests)) == (kind, 1)
 
 
 def test_an_invalid_request_lists_the_broken_rules_with_pointers(answering: Answering) -> None:
-    client, _ = answering(problem(422, errors=[{"pointer": "/problem/costs", "detail": "wrong"}]))
+    wrong = [{"pointer": "/problem/costs", "detail": "wrong"}]
+    client, _ = answering(problem(422, errors=wrong, request_id="r"))
     with pytest.raises(InvalidRequest) as caught:
         client.submit({})
     assert [str(issue) for issue in caught.value.issues] == ["/problem/costs: wrong"]
-
-
-def test_a_problem_document_with_odd_members_is_an_ordinary_error(answering: Answering) -> None:
-    for odd in (
-        {"status": "abc"},
-        {"errors": "x"},
-        {"errors": [7, {"pointer": None}]},
-        {"request_id": 7, "type": None, "title": None},
-    ):
+    assert (caught.value.status, caught.value.request_id) == (422, "r")
+    for odd in ({"status": "abc"}, {"errors": "x"}, {"errors": [7, {"pointer": None}]}, {"request_id": 7}):
         client, _ = answering(httpx.Response(422, json={"detail": "D", **odd}))
         with pytest.raises(InvalidRequest) as caught:
             client.search("a")
         assert caught.value.status == 422
-        assert all(isinstance(str(issue), str) for issue in caught.value.issues)
 
 
-def test_a_token_is_sent_with_every_request(answering: Answering) -> None:
-    client, requests = answering(found(), token="secret")
-    client.search("a")
-    assert requests[0].headers["authorization"] == "Bearer secret"
-    client, requests = answering(found())
-    client.search("a")
-    assert "authorization" not in requests[0].headers
-
-
-def test_an_id_stays_one_segment_of_the_path(answering: Answering) -> None:
-    client, requests = answering(found(), found())
-    client.search("../plans/x?y#z")
-    client.search("..")
-    assert [request.url.raw_path for request in requests] == [
-        b"/v1/searches/..%2Fplans%2Fx%3Fy%23z",
-        b"/v1/searches/%2E%2E",
-    ]
+def test_a_request_has_the_token_and_its_id_stays_one_segment_of_the_path(answering: Answering) -> None:
+    for options, sent in (({"token": "secret"}, "Bearer secret"), ({}, None)):
+        client, requests = answering(found(), found(), **options)
+        client.search("../plans/x?y#z")
+        client.search("..")
+        assert [request.headers.get("authorization") for request in requests] == [sent] * 2
+        paths = [request.url.raw_path for request in requests]
+        assert paths == [b"/v1/searches/..%2Fplans%2Fx%3Fy%23z", b"/v1/searches/%2E%2E"]
 
 
 def test_an_invalid_address_is_an_error_with_an_example() -> None:
@@ -136,9 +113,13 @@ _RANK: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_rank_is_read_and_a_malformed_one_is_an_invalid_answer(answering: Answering) -> None:
+    cut = {"partition": [["a", "b"]], "recompute": [True]}
+    for more, expected in ((cut, ((("a", "b"),), (True,))), ({}, (None, None))):
+        client, _ = answering(httpx.Response(200, json={**_RANK, **more}))
+        rank = client.rank("p", 0)
+        assert (rank.partition, rank.recompute) == expected
+    for change in (
         {"actions": ["0X0"]},
         {"channels": [{"peer": 1, "direction": "both", "transfers": []}]},
         {"channels": [{"peer": 1, "direction": "send", "transfers": ["0:0"]}]},
@@ -148,17 +129,10 @@ _RANK: dict[str, Any] = {
         {"partition": [[1]]},
         {"recompute": [1]},
         {"recompute": True},
-    ],
-)
-def test_a_malformed_rank_is_an_invalid_answer(answering: Answering, change: dict[str, Any]) -> None:
-    cut = {"partition": [["a", "b"]], "recompute": [True]}
-    client, _ = answering(*(httpx.Response(200, json={**_RANK, **more}) for more in (cut, {}, change)))
-    found = client.rank("p", 0)
-    assert (found.partition, found.recompute) == ((("a", "b"),), (True,))
-    found = client.rank("p", 0)
-    assert (found.partition, found.recompute) == (None, None)
-    with pytest.raises(InvalidAnswer):
-        client.rank("p", 0)
+    ):
+        client, _ = answering(httpx.Response(200, json={**_RANK, **change}))
+        with pytest.raises(InvalidAnswer):
+            client.rank("p", 0)
 
 
 def test_another_plan_than_requested_is_an_invalid_answer(answering: Answering) -> None:
@@ -174,52 +148,47 @@ WORK: dict[str, Any] = {
 }
 
 
+AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
 NODE = NodeWork("r", 2, 1, 2, 1, "h:1", "p", "a:b", {})
 
 
-def answering(status: int, document: Any = None) -> AgentClient:
-    def answer(_request: httpx.Request) -> httpx.Response:
-        return httpx.Response(status, json=document) if document is not None else httpx.Response(status)
+def agent(answer: httpx.Response) -> tuple[AgentClient, list[httpx.Request]]:
+    """A client of agents that always gets this answer, and the list of its requests."""
+    requests: list[httpx.Request] = []
 
-    return AgentClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
+    def respond(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return answer
 
-
-def error(status: int, kind: str = "t") -> dict[str, Any]:
-    return {"type": kind, "title": "T", "status": status, "detail": "D"}
-
-
-OF_OTHERS = error(403, "/planner/errors/agent-of-others")
-"""Of a service below a root path."""
+    return AgentClient("http://zbv", transport=httpx.MockTransport(respond), retries=AT_ONCE), requests
 
 
-def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key(pauses: list[float]) -> None:
-    keys: list[str] = []
+def document(status: int, body: Any) -> httpx.Response:
+    return httpx.Response(status, json=body)
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        keys.append(request.headers["idempotency-key"])
-        if len(keys) == 1:
-            raise httpx.ReadError("cut off")
-        return httpx.Response(503 if len(keys) == 2 else 202, json=RUN if len(keys) == 3 else error(503))
 
-    with AgentClient("http://zbv", transport=httpx.MockTransport(answer)) as client:
-        client.submit_run("p", {"factory": "a.b:c"}, nodes=1, steps=1)
+def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key(answering: Answering) -> None:
+    client, requests = answering(httpx.ReadError("cut off"), problem(503), document(202, RUN))
+    client.submit_run("p", {"factory": "a.b:c"}, nodes=1, steps=1)
+    keys = [request.headers["idempotency-key"] for request in requests]
     assert (len(keys), len(set(keys))) == (3, 1)
-    assert len(pauses) == 2
 
 
 def test_next_work_is_read_or_none() -> None:
-    assert answering(204).next_work("a", 1) is None
-    work = answering(200, WORK).next_work("a", 1)
+    assert agent(httpx.Response(204))[0].next_work("a", 1) is None
+    work = agent(document(200, WORK))[0].next_work("a", 1)
     assert work is not None
     assert (work.node_rank, work.rendezvous, work.factory, work.document) == (1, "h:1", "a:b", WORK)
     with pytest.raises(InvalidAnswer, match="rendezvous"):
-        answering(200, {name: WORK[name] for name in WORK if name != "rendezvous"}).next_work("a", 1)
+        agent(document(200, {**WORK, "rendezvous": None}))[0].next_work("a", 1)
 
 
-@pytest.mark.parametrize("answer", [error(404), error(410), OF_OTHERS])
-def test_a_call_of_an_unknown_agent_raises_agent_gone(answer: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "answer", [problem(404), problem(410), problem(403, type="/planner/errors/agent-of-others")]
+)
+def test_a_call_of_an_unknown_agent_raises_agent_gone(answer: httpx.Response) -> None:
     """So does a replaced token: the agent then registers again with the new one."""
-    client = answering(answer["status"], answer)
+    client, _ = agent(answer)
     calls: list[Callable[[], object]] = [
         lambda: client.next_work("a", 1),
         lambda: client.heartbeat("a", {}),
@@ -232,41 +201,28 @@ def test_a_call_of_an_unknown_agent_raises_agent_gone(answer: dict[str, Any]) ->
     for call in calls:
         with pytest.raises(AgentGone, match="D"):
             call()
+    with pytest.raises(InvalidRequest) as refused:
+        agent(problem(422))[0].heartbeat("a", {})
+    assert not isinstance(refused.value, AgentGone)
 
 
-def test_a_refused_request_does_not_raise_agent_gone() -> None:
-    with pytest.raises(InvalidRequest) as found:
-        answering(422, error(422)).heartbeat("a", {})
-    assert not isinstance(found.value, AgentGone)
-
-
-def test_wait_run_ends_with_the_run_or_raises_after_its_timeout() -> None:
-    assert answering(200, {**RUN, "state": "succeeded"}).wait_run("r", 5).is_finished
-    with pytest.raises(RunTimeout, match="still running"):
-        answering(200, RUN).wait_run("r", 0)
-
-
-def test_failures_of_a_run_are_empty_without_an_error() -> None:
-    assert answering(200, RUN).run("r").failures == []
+def test_wait_run_ends_with_the_run_or_raises_after_its_timeout(answering: Answering) -> None:
     failed = {**RUN, "state": "failed", "error": {"detail": "d", "failures": [{"rank": 1}]}}
-    assert answering(200, failed).run("r").failures == [{"rank": 1}]
+    client, _ = answering(document(200, failed), document(200, RUN))
+    ended = client.wait_run("r", 5)
+    assert (ended.is_finished, ended.failures) == (True, [{"rank": 1}])
+    with pytest.raises(RunTimeout, match="still running"):
+        client.wait_run("r", 0)
 
 
 def test_the_answer_to_a_heartbeat_is_read() -> None:
-    told = {"stop": True, "cause": "cancelled", "reason": "why", "plan_id": None}
-    assert answering(200, told).heartbeat("a", {}) == HeartbeatReply(True, "cancelled", "why", None)
-    on = {"stop": False, "cause": None, "reason": "", "plan_id": "p"}
-    assert answering(200, on).heartbeat("a", {}) == HeartbeatReply(False, plan_id="p")
+    for values in ((True, "cancelled", "why", None), (False, None, "", "p")):
+        body = dict(zip(("stop", "cause", "reason", "plan_id"), values, strict=True))
+        assert agent(document(200, body))[0].heartbeat("a", {}) == HeartbeatReply(*values)
 
 
 def test_traces_and_logs_are_sent_compressed_to_their_paths() -> None:
-    seen: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return httpx.Response(204)
-
-    client = AgentClient("http://zbv", transport=httpx.MockTransport(answer), retries=0)
+    client, seen = agent(httpx.Response(204))
     client.put_trace("a", NODE, 3, b"{}")
     client.put_log("a", NODE, 4, b"the end")
     below = "/v1/agents/a/runs/r/generations/2/ranks"
@@ -277,9 +233,6 @@ def test_traces_and_logs_are_sent_compressed_to_their_paths() -> None:
     assert [gzip.decompress(each.content) for each in seen] == [b"{}", b"the end"]
     assert [each.headers["content-encoding"] for each in seen] == ["gzip", "gzip"]
     assert [each.headers["content-type"] for each in seen] == ["application/json", "text/plain"]
-
-
-SOON = Retries(count=2, first=0.0, longest=0.0, longest_retry_after=1.0)
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support import fake_searches
-from support.fake_kinds import kinds
 from support.layered import LAYERED, NAMES
-from support.live import Live, listening
+from support.live import Live, live_service
 from support.malformed import PLAN
 from support.serving import DEADLINE, PROBLEM
-from zbv_service.app import create_app
 from zbv_service.client import Client, InvalidRequest, NotFound, Search
-from zbv_service.settings import Settings
 from zbv_solver.verify.verifier import verify
 
 
@@ -26,9 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
-    search = fake_searches.InDirectory(fake_searches.held, folder)
-    settings = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", searches=1)
-    with listening(create_app(settings, kinds=kinds(search))) as found:
+    with live_service(folder, "held") as found:
         yield found
 
 
@@ -40,8 +33,7 @@ def client(live: Live) -> Iterator[Client]:
 
 def test_a_search_is_followed_from_start_to_plan(client: Client, folder: Path) -> None:
     release = folder / "release"
-    release.unlink(missing_ok=True)
-    search: Search = client.submit(PROBLEM, {"seed": hash(client) % 2**31})
+    search: Search = client.submit(PROBLEM, {"seed": 7})
     seen: list[Search] = []
 
     def watch(found: Search) -> None:
@@ -50,15 +42,13 @@ def test_a_search_is_followed_from_start_to_plan(client: Client, folder: Path) -
             release.touch()
 
     ended = client.wait(search.id, watch, timeout=DEADLINE)
+    release.unlink()
     assert (ended.state, ended.method) == ("done", "released")
     assert 9.0 in [found.objective for found in seen if found.state == "running"]
     assert seen[-1] == ended
     events = list(client.events(search.id))
-    kinds = [event.kind for event in events]
-    assert kinds[-1] == "end"
-    assert "improvement" in kinds
-    rest = list(client.events(search.id, events[-2].id))
-    assert [event.id for event in rest] == [events[-1].id]
+    assert {"improvement", "end"} <= {event.kind for event in events}
+    assert list(client.events(search.id, events[-2].id)) == events[-1:]
 
     assert ended.plan_id is not None
     document = client.plan_document(ended.plan_id)
@@ -69,8 +59,7 @@ def test_a_search_is_followed_from_start_to_plan(client: Client, folder: Path) -
 
 def test_searches_are_cancelled_listed_and_deleted(client: Client, folder: Path) -> None:
     (folder / "release").unlink(missing_ok=True)
-    seeds = [hash((client, number)) % 2**31 for number in range(3)]
-    ids = [client.submit(PROBLEM, {"seed": seed}).id for seed in seeds]
+    ids = [client.submit(PROBLEM, {"seed": seed}).id for seed in range(3)]
     assert {search.id for search in client.searches(state="queued")} >= set(ids[1:])
     for search_id in ids:
         client.cancel(search_id)
@@ -89,7 +78,7 @@ def test_a_problem_with_layers_is_checked_searched_and_fetched(client: Client, f
     assert checked.layers is not None
     assert (checked.is_valid, checked.facts, checked.layers["layers"]) == (True, None, 8)
     measured = {"device": "H200", "precision": "bfloat16"}
-    search = client.submit(LAYERED | {"measured": measured}, {"seed": hash(client) % 2**31})
+    search = client.submit(LAYERED | {"measured": measured})
     ended = client.wait(search.id, timeout=DEADLINE)
     assert ended.plan_id is not None
     plan = client.plan(ended.plan_id)
@@ -115,15 +104,6 @@ def test_plans_are_imported_read_exported_and_compared(client: Client) -> None:
     assert caught.value.request_id
 
 
-def test_a_batch_is_packed_into_problems_of_replicas(client: Client) -> None:
-    problem = {key: value for key, value in PROBLEM.items() if key != "microbatches"}
-    batch = {"sequences": [5, 3, 4], "max_tokens": 8, "replicas": 2, "problem": problem}
-    found: dict[str, Any] = client.pack(batch)
-    assert sorted(found["replicas"][0]["problem"]["features"]) == ["tokens", "tokens_squared"]
-    with pytest.raises(InvalidRequest):
-        client.pack({**batch, "max_tokens": 4})
-
-
 def test_a_problem_is_checked_and_estimated_before_it_is_searched(client: Client) -> None:
     unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
     found = client.check(unlimited, {"effort": "quick"}, limit_fraction=1.0)
@@ -140,31 +120,3 @@ def test_a_problem_is_checked_and_estimated_before_it_is_searched(client: Client
     assert "1f1b" in [row["name"] for row in estimate.baselines]
     with pytest.raises(InvalidRequest):
         client.estimate({**PROBLEM, "microbatches": 0})
-
-
-def test_layouts_are_searched_followed_listed_and_deleted(client: Client) -> None:
-    cluster = {"nodes": 1, "gpus_per_node": 2, "device": "h200"}
-    body = {"model": {"presets": ["llama-3.1-8b"]}, "cluster": cluster, "global_batch": 4}
-    seen: list[Search] = []
-    search = client.submit_layouts(body)
-    ended = client.wait(search.id, seen.append, timeout=DEADLINE)
-    assert (ended.state, ended.error) == ("done", None)
-    assert seen[-1] == ended
-    assert ended.answer is not None
-    assert ended.progress is not None
-    assert ended.plan_id is not None
-    assert ended.answer["layouts"][0]["plan_id"] == ended.plan_id
-    assert ended.answer["considered"] == ended.progress["considered"]
-    assert (ended.kind, ended.summary["devices"]) == ("layouts", 2)
-    assert client.plan(ended.plan_id).plan_id == ended.plan_id
-    events = list(client.events(search.id))
-    assert [event.kind for event in events if event.kind != "progress"][-2:] == ["improvement", "end"]
-    assert client.cancel(search.id) == ended, "it has ended"
-    (listed,) = client.searches(limit=1, kind="layouts")
-    assert (listed.id, listed.answer) == (search.id, None)
-    client.delete(search.id)
-    with pytest.raises(NotFound):
-        client.search(search.id)
-    with pytest.raises(InvalidRequest) as refused:
-        client.submit_layouts({**body, "top": 0})
-    assert [issue.pointer for issue in refused.value.issues] == ["/top"]

@@ -19,6 +19,7 @@ from zbv_service.commands.cli import main
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.search.assemble import make_plan
 
+PLAN = ["--plan", "e" * 64]
 NEEDED = ["--model", "a.b:c", "--nodes", "2", "--steps", "5"]
 REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/nodes", "detail": "wrong"}]}
 
@@ -63,15 +64,8 @@ class Service:
 
     def _run(self) -> dict[str, Any]:
         state = "running" if self.looks < 2 else self.last
-        ranks = [{"rank": 0, "step": 3}, {"rank": 1, "step": None}]
-        return {
-            "id": "r1",
-            "state": state,
-            "plan_id": None,
-            "error": None,
-            "members": [{"ranks": ranks}],
-            "steps": 5,
-        }
+        members = [{"ranks": [{"rank": 0, "step": 3}, {"rank": 1, "step": None}]}]
+        return {"id": "r1", "state": state, "plan_id": None, "error": None, "members": members, "steps": 5}
 
     def _events(self, after: int) -> list[dict[str, Any]]:
         at = "2030-01-01T00:00:00Z"
@@ -96,14 +90,20 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     return found
 
 
-def write(folder: Path, document: Any) -> str:
-    path = folder / "file.json"
-    path.write_text(json.dumps(document))
-    return str(path)
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory is empty."""
+    monkeypatch.chdir(tmp_path)
+
+
+def write(document: Any) -> str:
+    """Write a file in the working directory; its name."""
+    Path("file.json").write_text(json.dumps(document))
+    return "file.json"
 
 
 def test_a_stored_plan_is_run_and_followed(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 0
+    assert main(["run", *PLAN, *NEEDED]) == 0
     ((path, body),) = service.requests
     assert (path, len(service.keys)) == ("/v1/runs", 1)
     model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
@@ -117,17 +117,18 @@ def test_a_stored_plan_is_run_and_followed(service: Service, capsys: pytest.Capt
     assert lines[-1] == "step 0: loss 4.5, 2.5 s; step 4: loss 2, 1.25 s"
 
 
-def test_a_plan_file_is_imported_and_a_problem_file_is_planned(service: Service, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("in_folder")
+def test_a_plan_file_is_imported_and_a_problem_file_is_planned(service: Service) -> None:
     problem = uniform(2, 3)
     plan = plan_json(make_plan(problem, random_orders(problem, Random(1)), method="random"))
-    assert main(["run", write(tmp_path, plan), *NEEDED]) == 0
+    assert main(["run", write(plan), *NEEDED]) == 0
     (imported, submitted) = service.requests
     assert imported == ("/v1/plans", plan)
     assert (submitted[1]["plan_id"], "problem" in submitted[1]) == ("f" * 64, False)
 
     service.looks = 0
     document = uniform_document(2, 3)
-    assert main(["run", write(tmp_path, document), *NEEDED, "--effort", "quick", "--seed", "4"]) == 0
+    assert main(["run", write(document), *NEEDED, "--effort", "quick", "--seed", "4"]) == 0
     body = service.requests[-1][1]
     assert (body["plan_id"], body["problem"]) == (None, document)
     assert body["search_options"] == {"effort": "quick", "seed": 4}
@@ -140,7 +141,7 @@ def test_every_flag_sets_the_option_of_the_same_name(service: Service) -> None:
         "--timeout 4 --startup-timeout 5 --compile --no-main-gradients --checkpoint-sync --accumulate 8 "
         '--backend nccl --model-args {"layers":2} --model-seed 6'
     )
-    assert main(["run", "--plan", "e" * 64, *NEEDED, *flags.split()]) == 0
+    assert main(["run", *PLAN, *NEEDED, *flags.split()]) == 0
     body = service.requests[0][1]
     assert body["model"] == {"factory": "a.b:c", "arguments": {"layers": 2}, "seed": 6}
     assert body["options"] == {
@@ -160,7 +161,6 @@ def test_a_script_gets_the_arguments_after_two_dashes(service: Service) -> None:
     assert not {"model", "steps"}.intersection(sent)
 
 
-PLAN = ["--plan", "e" * 64]
 MODEL = ["--model", "a:b", "--nodes", "1"]
 SCRIPT = ["--script", "a.py", "--nodes", "1"]
 
@@ -186,15 +186,10 @@ SCRIPT = ["--script", "a.py", "--nodes", "1"]
         (["infinite.json", *NEEDED], "infinite.json contains a number that is not finite"),
     ],
 )
+@pytest.mark.usefixtures("in_folder")
 def test_wrong_input_exits_with_2_names_the_flag_and_sends_nothing(
-    service: Service,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    flags: list[str],
-    message: str,
+    service: Service, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("infinite.json").write_text('{"pp_degree": -Infinity}')
     try:
         status: object = main(["run", *flags])
@@ -212,7 +207,7 @@ def test_a_run_that_does_not_succeed_or_is_not_accepted_exits_with_1(
         service.last = last
     else:
         service.refusal, service.refused_with = {"title": "T", "detail": "not you"}, last
-    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    assert main(["run", *PLAN, *NEEDED]) == 1
     assert isinstance(last, str) or "not you" in capsys.readouterr().err
 
 
@@ -224,19 +219,20 @@ def test_a_run_that_does_not_succeed_or_is_not_accepted_exits_with_1(
         ("/options/clip_norm", "--clip-norm"),
         ("/options/checkpoint/every", "--checkpoint-every"),
         ("/search_options/time_limit", "--time-limit"),
-        ("/problem/costs/forward", "FILE: /costs/forward"),
+        ("/problem/costs/forward", "file.json: /costs/forward"),
         ("/nodes_and_more", "/nodes_and_more"),
-        ("/ranks/0", "FILE: /ranks/0"),
+        ("/ranks/0", "file.json: /ranks/0"),
     ],
 )
+@pytest.mark.usefixtures("in_folder")
 def test_a_refusal_exits_with_2_and_names_the_flag_or_file(
-    service: Service, capsys: pytest.CaptureFixture[str], tmp_path: Path, pointer: str, named: str
+    service: Service, capsys: pytest.CaptureFixture[str], pointer: str, named: str
 ) -> None:
     service.refusal = {**REFUSAL, "errors": [{"pointer": pointer, "detail": "wrong"}]}
     service.refuses_plans = pointer == "/ranks/0"
-    file = write(tmp_path, {"ranks": []} if service.refuses_plans else uniform_document(2, 3))
+    file = write({"ranks": []} if service.refuses_plans else uniform_document(2, 3))
     assert main(["run", file, *NEEDED]) == 2
-    assert capsys.readouterr().err == f"zbv-service: {named.replace('FILE', file)}: wrong\n"
+    assert capsys.readouterr().err == f"zbv-service: {named}: wrong\n"
 
 
 def interrupted(*looks: int, then: Callable[[], None] = lambda: None) -> Callable[[int], None]:
@@ -254,7 +250,7 @@ def test_an_interrupt_leaves_the_run_and_prints_how_to_cancel_it(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     service.on_look = interrupted(1)
-    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 130
+    assert main(["run", *PLAN, *NEEDED]) == 130
     said = capsys.readouterr().err
     assert "run r1 continues. To cancel it:\n  curl -X POST" in said
     assert 'Bearer $(zbv-service token show-local --server http://127.0.0.1:8000)"' in said
@@ -269,7 +265,7 @@ def test_with_cancel_on_interrupt_the_first_interrupt_cancels_the_run_and_the_se
     for looks, status in (((1,), 1), ((1, 2), 130)):
         service.on_look, service.looks = interrupted(*looks), 0
         service.requests.clear()
-        assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == status
+        assert main(["run", *PLAN, *NEEDED, "--cancel-on-interrupt"]) == status
         assert [path for path, _ in service.requests] == ["/v1/runs", "/v1/runs/r1/cancel"]
     assert "run r1 continues" in capsys.readouterr().err
 
@@ -279,33 +275,28 @@ def test_a_refused_cancellation_is_reported(service: Service, capsys: pytest.Cap
         service.refusal = {**REFUSAL, "detail": "no more"}
 
     service.on_look = interrupted(1, then=refuse)
-    assert main(["run", "--plan", "e" * 64, *NEEDED, "--cancel-on-interrupt"]) == 1
+    assert main(["run", *PLAN, *NEEDED, "--cancel-on-interrupt"]) == 1
     said = capsys.readouterr().err
     assert "no more" in said
     assert "The run continues without the service" in said
 
 
-@pytest.mark.parametrize(
-    ("seconds", "looks", "status", "message"),
-    [(60.0, 1, 0, "Waiting for it; the run continues meanwhile."), (0.0, 99, 1, "no answer from")],
-)
 def test_the_command_waits_a_while_for_a_service_that_does_not_answer(
-    service: Service,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    seconds: float,
-    looks: int,
-    status: int,
-    message: str,
+    service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(count: int) -> None:
-        if count <= looks:
-            raise httpx.ConnectError("refused")
+    for seconds, absences, status, message in (
+        (60.0, 1, 0, "Waiting for it; the run continues meanwhile."),
+        (0.0, 99, 1, "no answer from"),
+    ):
 
-    service.on_look = away
-    monkeypatch.setattr(run_command, "AWAY_SECONDS", seconds)
-    assert main(["run", "--plan", "e" * 64, *NEEDED]) == status
-    assert message in capsys.readouterr().err
+        def away(count: int, absences: int = absences) -> None:
+            if count <= absences:
+                raise httpx.ConnectError("refused")
+
+        service.on_look, service.looks = away, 0
+        monkeypatch.setattr(run_command, "AWAY_SECONDS", seconds)
+        assert main(["run", *PLAN, *NEEDED]) == status
+        assert message in capsys.readouterr().err
 
 
 def test_after_a_lost_answer_the_message_says_that_the_run_may_have_started(
@@ -315,7 +306,7 @@ def test_after_a_lost_answer_the_message_says_that_the_run_may_have_started(
         raise httpx.ReadError("cut off")
 
     monkeypatch.setattr(Service, "__call__", cut_off)
-    assert main(["run", "--plan", "e" * 64, *NEEDED]) == 1
+    assert main(["run", *PLAN, *NEEDED]) == 1
     said = capsys.readouterr().err
     assert "may nevertheless have started the run" in said
     assert "http://127.0.0.1:8000/runs before" in said

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -15,14 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support import fake_searches
-from support.fake_kinds import kinds
-from support.live import Live, listening
+from support.live import Live, live_service
+from support.processes import wait_until
 from support.serving import DEADLINE, PROBLEM
-from zbv_service.app import create_app
 from zbv_service.client import Client, Search
 from zbv_service.commands.cli import main
-from zbv_service.settings import Settings
 from zbv_solver.plans.reading import parse_plan
 
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]
@@ -35,9 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[Live]:
-    search = fake_searches.InDirectory(fake_searches.held, folder)
-    settings = Settings(auth="none", database=f"sqlite:///{folder}/zbv.db", searches=2, heartbeat_seconds=0.2)
-    with listening(create_app(settings, kinds=kinds(search))) as found:
+    with live_service(folder, "held", searches=2, heartbeat_seconds=0.2) as found:
         yield found
 
 
@@ -124,17 +118,11 @@ def test_detach_prints_the_id_and_leaves_the_search_running(
     ],
 )
 def test_the_exit_status_and_the_message_name_the_mistake(
-    submit: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-    problem_text: str,
-    options: tuple[str, ...],
-    status: int,
-    said: str,
+    submit: Submit, monkeypatch: pytest.MonkeyPatch, problem_text: str, options: Any, status: int, said: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StringIO(problem_text))
     found, out, err = submit("-", *options)
-    assert (found, out) == (status, "")
-    assert said in err
+    assert (found, out, said in err) == (status, "", True)
 
 
 def test_a_missing_file_and_a_missing_service_are_named(
@@ -175,29 +163,20 @@ def test_ctrl_c_ends_the_search_and_keeps_the_best_plan(live: Live, problem: Pat
         assert client.search(search.id).state == "cancelled"
 
 
-def test_a_second_ctrl_c_leaves_at_once(folder: Path, problem: Path) -> None:
-    search = fake_searches.InDirectory(fake_searches.deaf, folder)
-    settings = Settings(auth="none", database=f"sqlite:///{folder}/deaf.db", searches=1, shutdown_seconds=0.5)
-    with listening(create_app(settings, kinds=kinds(search))) as live:
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, problem: Path) -> None:
+    with live_service(tmp_path, "deaf", shutdown_seconds=0.5) as live:
         process, left = interrupted(live, problem, "--seed", "4")
         with process:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if "Ctrl-C again" in line:
-                    break
-            until = time.monotonic() + DEADLINE
-            while not httpx.get(f"{live.address}/v1/searches/{left.id}").json()["cancel_requested"]:
-                assert time.monotonic() < until
-                time.sleep(0.02)
+            address = f"{live.address}/v1/searches/{left.id}"
+            wait_until(lambda: httpx.get(address).json()["cancel_requested"], "the cancellation")
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=DEADLINE)
         assert (process.returncode, out) == (130, "")
         assert left.id in err
         assert "Traceback" not in err
-        (folder / "release").touch()
+        (tmp_path / "release").touch()
         with Client(live.address) as client:
             client.wait(left.id, timeout=DEADLINE)
-    (folder / "release").unlink()
 
 
 CLUSTER = {"nodes": 1, "gpus_per_node": 2, "device": "h200"}
@@ -209,58 +188,44 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
     model, cluster, answer = (tmp_path / f"{name}.json" for name in ("model", "cluster", "answer"))
     cluster.write_text(json.dumps(CLUSTER))
     flags = ["--cluster", str(cluster), "--server", live.address]
-    known = ["layout", "--preset", "llama-3.1-8b", *flags]
-    assert main([*known, "--global-batch", "2", "--data-parallel", "1", "-o", str(answer)]) == 0
+    preset = ["layout", "--preset", "llama-3.1-8b", *flags]
+    known = [*preset, "--global-batch", "2"]
+
+    def asked(*arguments: str) -> dict[str, Any]:
+        """The request of the command's search, as the service has read it."""
+        assert main([*known, *arguments, "-o", str(answer)]) == 0
+        with Client(live.address) as client:
+            (search,) = client.searches(1, kind="layouts")
+        found: dict[str, Any] = httpx.get(f"{live.address}/v1/searches/{search.id}/problem").json()
+        return found
+
+    assert asked("--data-parallel", "1")["fixed"]["data_parallel"] == 1
     best, _ = json.loads(answer.read_text())["layouts"]
     assert best["plan_id"] in capfd.readouterr().err
-    assert asked_last(live)["fixed"]["data_parallel"] == 1
-    selective = ["--executor", "megatron", "--recompute", "selective", "--recompute-modules", "core_attn"]
-    small = [*known, "--global-batch", "2", "--microbatch-size", "1", "--time-limit", "60", "-o", str(answer)]
-    assert main([*small, "--pipeline-parallel", "2", *selective]) == 0
-    asked = asked_last(live)
-    assert (asked["executor"], asked["recompute_modules"]) == ("megatron", ["core_attn"])
-    assert (asked["fixed"]["recompute"], asked["options"]["time_limit"]) == ("selective", 60.0)
-    assert main([*small, "--points", "--sensitivity"]) == 0
-    assert (asked_last(live)["points"], asked_last(live)["sensitivity"]) == (True, True)
-    assert main([*known, "--global-batch", "2", "--detach"]) == 0
+    modules = ["--executor", "megatron", "--recompute", "selective", "--recompute-modules", "core_attn"]
+    found = asked("--pipeline-parallel", "2", "--time-limit", "60", *modules)
+    assert (found["executor"], found["recompute_modules"]) == ("megatron", ["core_attn"])
+    assert (found["fixed"]["recompute"], found["options"]["time_limit"]) == ("selective", 60.0)
+    found = asked("--points", "--sensitivity")
+    assert (found["points"], found["sensitivity"]) == (True, True)
+    assert main([*known, "--detach"]) == 0
     with Client(live.address) as client:
         assert client.wait(capfd.readouterr().out.strip(), timeout=DEADLINE).state == "done"
 
     model.write_text(json.dumps({"presets": ["llama-3.1-8b"], "global_batch": 2, "model": {"layers": 0}}))
-    for arguments, status, message in (
-        (["layout", *flags], 2, "model, --preset: found neither"),
-        ([*known, str(model)], 2, "model, --preset: found both"),
-        (known, 2, "--global-batch: this key is"),
-        (
-            [*known, "--global-batch", "2", "--tensor-parallel", "3"],
-            2,
-            "--tensor-parallel: no layout divides",
-        ),
-        (["layout", str(model), *flags], 2, f"{model}: /model/layers: found 0"),
-        ([*known, "--global-batch", "2", "--profile", str(model)], 2, f"{model}: this is no profile"),
-        ([*known, "--global-batch", "2", "--time-limit", "nan"], 2, "--time-limit: found nan"),
-        (
-            [*known, "--global-batch", "2", "--executor", "megatron", "--points"],
-            2,
-            "--points: found true and executor 'megatron'",
-        ),
-        (
-            [*known, "--global-batch", "2", "--recompute", "selective", "--recompute-modules", "moe"],
-            2,
-            "--recompute-modules: found moe; no layer of this model has them",
-        ),
+    no_layer = "--recompute-modules: found moe; no layer of this model has them"
+    for arguments, message in (
+        (["layout", *flags], "model, --preset: found neither"),
+        ([*known, str(model)], "model, --preset: found both"),
+        (preset, "--global-batch: this key is"),
+        ([*known, "--tensor-parallel", "3"], "--tensor-parallel: no layout divides"),
+        (["layout", str(model), *flags], f"{model}: /model/layers: found 0"),
+        ([*known, "--profile", str(model)], f"{model}: "),
+        ([*known, "--time-limit", "nan"], "--time-limit: found nan"),
+        ([*known, "--executor", "megatron", "--points"], "--points: found true and executor 'megatron'"),
+        ([*known, "--recompute", "selective", "--recompute-modules", "moe"], no_layer),
     ):
-        assert main(arguments) == status, arguments
-        assert message in capfd.readouterr().err, arguments
+        status, err = main(arguments), capfd.readouterr().err
+        assert (status, message in err) == (2, True), (message, err)
     cluster.write_text(json.dumps({**CLUSTER, "memory": 1e9}))
-    assert main([*known, "--global-batch", "2"]) == 3
-    assert "no layout fits" in capfd.readouterr().err
-
-
-def asked_last(live: Live) -> dict[str, Any]:
-    """The request of the newest search for layouts, as the service has read it."""
-    with Client(live.address) as client:
-        (search,) = client.searches(1, kind="layouts")
-    answer = httpx.get(f"{live.address}/v1/searches/{search.id}/problem")
-    found: dict[str, Any] = answer.json()
-    return found
+    assert (main(known), "no layout fits" in capfd.readouterr().err) == (3, True)

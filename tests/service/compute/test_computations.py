@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import is_alive
+from support.processes import announce, is_alive
 from support.serving import DEADLINE, until
 from zbv_service.compute import computations
 from zbv_service.compute.computations import LIGHT_BYTES, LIGHT_VALUES, Computations, is_light
@@ -38,7 +38,7 @@ async def computing(seconds: float = DEADLINE, memory: float = math.inf) -> Asyn
 
 def sleep(directory: str, _argument: object) -> None:
     """Write the id of this process, and sleep far too long."""
-    Path(directory, "process").write_text(str(os.getpid()))
+    announce(Path(directory, "process"), str(os.getpid()))
     time.sleep(10 * DEADLINE)
 
 
@@ -74,6 +74,10 @@ def double(content: Any) -> bytes:
     return bytes(content) * 2
 
 
+async def several_looks() -> None:
+    await asyncio.sleep(5 * computations.LOOK_SECONDS)
+
+
 async def test_a_computation_past_its_deadline_is_killed_with_its_process(tmp_path: Path) -> None:
     async with computing(seconds=0.5) as found:
         with pytest.raises(ApiError) as caught:
@@ -103,7 +107,7 @@ async def test_a_computation_that_needs_too_much_memory_is_refused_and_later_one
 def hold(file: str, size: int) -> str:
     """Hold so many bytes until the file is removed; its content is the id of this process."""
     held = b"x" * size
-    Path(file).write_text(str(os.getpid()))
+    announce(Path(file), str(os.getpid()))
     while Path(file).exists():
         time.sleep(0.01)
     return f"held {len(held)}"
@@ -118,7 +122,7 @@ async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp
             for file, size in zip(files, (350, 150), strict=False)
         )
         await until(lambda: all(file.exists() for file in files[:2]), "both hold their memory")
-        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        await several_looks()
         assert not large.done(), "both fit"
         search = searches.submit(partial(hold, str(files[2])), 400 * MEBIBYTE)
         with pytest.raises(ApiError, match="needed its memory") as caught:
@@ -126,7 +130,7 @@ async def test_the_largest_computation_ends_when_all_processes_hold_too_much(tmp
         assert (caught.value.kind.status, "Retry-After" in caught.value.headers) == (503, True)
         await until(lambda: not is_alive(int(files[0].read_text())), "its process ends")
         await until(files[2].exists, "the search holds its memory")
-        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        await several_looks()
         for file in files[1:]:
             file.unlink()
         assert await middle == f"held {150 * MEBIBYTE}", "ending one was enough"
@@ -141,7 +145,7 @@ async def test_a_small_computation_runs_however_much_memory_others_hold_and_a_la
         file = tmp_path / "small"
         small = asyncio.create_task(found.run(partial(hold, str(file)), 1))
         await until(file.exists, "it begins")
-        await asyncio.sleep(5 * computations.LOOK_SECONDS)
+        await several_looks()
         file.unlink()
         assert await small == "held 1"
     async with computing() as found:
@@ -199,45 +203,22 @@ class LeavingClient(Client):
         return {"type": "http.disconnect"}
 
 
-def begun(directory: Path) -> bool:
-    """Whether :func:`sleep` has written its process."""
-    started = directory / "process"
-    return started.exists() and bool(started.read_text())
-
-
 async def compute_for(client: Client, making: Coroutine[Any, Any, Any]) -> Any:
     CLIENT.set(client)
     return await making
 
 
-async def test_a_computation_ends_when_its_client_disconnects(tmp_path: Path) -> None:
-    async with computing() as found:
-        client = LeavingClient()
-        asked = compute_for(client, found.run(partial(sleep, str(tmp_path)), None))
-        waiting = asyncio.create_task(asked)
-        await until(lambda: begun(tmp_path), "it begins")
-        client.leave()
-        with pytest.raises(ApiError, match="disconnected"):
-            await waiting
-        await until(lambda: not is_alive(int((tmp_path / "process").read_text())), "the process ends")
-        # Other computations continue, and waiting callers can leave, too.
-        assert await found.run(process_of, None)
-        with pytest.raises(ApiError, match="disconnected"):
-            await asyncio.create_task(compute_for(client, found.run(partial(sleep, str(tmp_path)), None)))
-        assert found._turns.waiting == 0
-
-
-async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_path: Path) -> None:
+async def test_a_computation_ends_when_its_last_client_disconnects(tmp_path: Path) -> None:
     cache: Cache[object] = Cache(2)
+    clients, started = [LeavingClient(), LeavingClient()], tmp_path / "process"
     async with computing() as found:
-        clients = [LeavingClient(), LeavingClient()]
 
         def asked(client: Client) -> Coroutine[Any, Any, Any]:
             return compute_for(client, cache.get("x", lambda: found.run(partial(sleep, str(tmp_path)), None)))
 
         waiting = [asyncio.create_task(asked(client)) for client in clients]
-        await until(lambda: begun(tmp_path), "it begins")
-        process = int((tmp_path / "process").read_text())
+        await until(started.exists, "it begins")
+        process = int(started.read_text())
         clients[0].leave()  # the one that started it
         with pytest.raises(ApiError, match="disconnected"):
             await waiting[0]
@@ -246,8 +227,11 @@ async def test_a_shared_computation_ends_when_its_last_client_disconnects(tmp_pa
         with pytest.raises(ApiError, match="disconnected"):
             await waiting[1]
         await until(lambda: not is_alive(process), "the process ends")
-
         assert await cache.get("x", lambda: found.run(nothing, None)) is None  # begins again
+        # Who leaves while waiting for a turn, leaves the queue, too.
+        with pytest.raises(ApiError, match="disconnected"):
+            await asyncio.create_task(compute_for(clients[0], found.run(process_of, None)))
+        assert found._turns.waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -299,10 +283,16 @@ async def test_lists_are_written_one_at_a_time_and_in_turns() -> None:
 async def order_of(turns: FairQueue, callers: str) -> str:
     """The order of the turns of callers that arrive in another order while one works."""
     came: list[str] = []
+    working = 0
 
     async def one(caller: str) -> None:
+        nonlocal working
         async with turns.turn(caller):
             came.append(caller)
+            working += 1
+            await asyncio.sleep(0)
+            assert working == 1, "one works at a time"
+            working -= 1
 
     async with turns.turn("somebody"):
         tasks = [asyncio.create_task(one(caller)) for caller in callers]
@@ -318,12 +308,16 @@ async def test_callers_take_turns_regardless_of_their_numbers_of_requests() -> N
 
 async def test_one_caller_cannot_use_all_places() -> None:
     turns = FairQueue(3, 2, 99, 99)
-    async with turns.turn("a"), turns.turn("a"):
-        waiting = asyncio.create_task(order_of(turns, ""))  # its first turn begins immediately
-        third = asyncio.create_task(asyncio.wait_for(turns.turn("a").__aenter__(), DEADLINE))
-        await waiting
-        assert not third.done()
-    await third
+    async with turns.turn("a"), turns.turn("b"):
+        own = [asyncio.create_task(turns.turn("a").__aenter__()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert [each.done() for each in own] == [True, False]
+        later = asyncio.create_task(turns.turn("a").__aenter__())
+        await asyncio.sleep(0)
+    # Two places became free, of which this caller gets the one that it had.
+    await asyncio.sleep(0)
+    assert [each.done() for each in (*own, later)] == [True, True, False]
+    later.cancel()
 
 
 async def test_requests_beyond_the_waiting_limit_are_refused() -> None:
@@ -347,13 +341,16 @@ async def test_requests_beyond_the_waiting_limit_are_refused() -> None:
         pass
 
 
-async def test_a_caller_that_leaves_when_its_turn_comes_releases_its_place() -> None:
+@pytest.mark.parametrize("is_given", [False, True])
+async def test_a_caller_that_leaves_when_its_turn_comes_releases_its_place(is_given: bool) -> None:
     turns = FairQueue(1, 1, 3, 3)
     async with turns.turn("a"):
         leaving = asyncio.create_task(turns.turn("b").__aenter__())
         staying = asyncio.create_task(order_of(turns, ""))
         await asyncio.sleep(0)
-        leaving.cancel()  # it has not run since its place became free
+        if not is_given:
+            leaving.cancel()
+    leaving.cancel()  # it has not run since its place became free
     await asyncio.wait_for(staying, DEADLINE)
     with pytest.raises(asyncio.CancelledError):
         await leaving

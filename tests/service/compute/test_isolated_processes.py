@@ -14,8 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from support.processes import is_alive
-from support.serving import DEADLINE
+from support.processes import DEADLINE, is_alive, wait_until
 from zbv_service.compute.child import Caller, Message, send
 from zbv_service.compute.processes import IsolatedProcesses, ShutDown
 
@@ -89,18 +88,20 @@ def test_a_process_is_kept_for_the_next_call_and_replaced_if_it_dies(processes: 
 
 def dead(process_id: int) -> None:
     """Wait for the end of a process."""
-    deadline = time.monotonic() + DEADLINE
-    while is_alive(process_id):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(process_id), "the end of the process")
+
+
+def waiting(processes: IsolatedProcesses) -> Future[object]:
+    """A call that has begun, and waits for the request to stop."""
+    begun = threading.Event()
+    call: Future[object] = processes.submit(wait_for_stop, None, lambda _: begun.set())
+    assert begun.wait(DEADLINE)
+    return call
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_call_can_be_asked_to_stop_at_any_time(processes: IsolatedProcesses, has_begun: bool) -> None:
-    begun = threading.Event()
-    call = processes.submit(wait_for_stop, None, lambda _: begun.set())
-    if has_begun:
-        assert begun.wait(DEADLINE)
+    call = waiting(processes) if has_begun else processes.submit(wait_for_stop, None, lambda _: None)
     processes.stop(call)
     assert call.result(DEADLINE) == "stopped"
     processes.stop(call)  # it has ended
@@ -132,9 +133,7 @@ def test_a_request_to_stop_that_comes_late_does_not_stop_the_next_call() -> None
 def test_an_error_fails_its_call_alone(
     processes: IsolatedProcesses, function: Any, kind: type[Exception], message: str
 ) -> None:
-    begun = threading.Event()
-    other = processes.submit(wait_for_stop, None, lambda _: begun.set())
-    assert begun.wait(DEADLINE)
+    other = waiting(processes)
     with pytest.raises(kind, match=message) as caught:
         processes.submit(function, None).result(DEADLINE)
     assert function is not fail or "in fail" in str(caught.value.__cause__), "the traceback of the process"
@@ -145,9 +144,7 @@ def test_an_error_fails_its_call_alone(
 
 
 def test_a_shutdown_asks_calls_to_stop_and_takes_no_more(processes: IsolatedProcesses) -> None:
-    begun = threading.Event()
-    call = processes.submit(wait_for_stop, None, lambda _: begun.set())
-    assert begun.wait(DEADLINE)
+    call = waiting(processes)
     (process_id,) = processes.process_ids
     processes.shutdown()
     assert call.result(DEADLINE) == "stopped"

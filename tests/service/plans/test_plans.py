@@ -1,4 +1,4 @@
-"""Plans over HTTP: immutable, verified when imported, and served to each rank; their thumbnails."""
+"""Plans over HTTP: immutable, verified when imported, served to each rank; their thumbnails."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from support.serving import PROBLEM, Service, Serving
+from support.tokens import add
 from zbv_service import app
 from zbv_service.pages import assets
 from zbv_service.plans import plans
 from zbv_service.plans.thumbnail import HEIGHT, WIDTH, thumbnail
 from zbv_solver.documents.files import plain
 from zbv_solver.export.palette import KIND_FILLS, rgb
-from zbv_solver.plans.channels import Channel, Transfer, channels
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
@@ -43,12 +43,11 @@ async def imported(service: Service, document: Any) -> str:
     return plan_id
 
 
-async def test_the_metrics_of_an_imported_plan_are_computed_and_it_is_stored_once(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        plan_id = await imported(service, DOCUMENT)
-        again = await service.http.post("/v1/plans", json=DOCUMENT)
-        assert (again.status_code, again.headers["location"]) == (200, f"/v1/plans/{plan_id}")
-        stored = (await service.http.get(again.headers["location"])).json()
+async def test_the_metrics_of_an_imported_plan_are_computed_and_it_is_stored_once(service: Service) -> None:
+    plan_id = await imported(service, DOCUMENT)
+    again = await service.http.post("/v1/plans", json=DOCUMENT)
+    assert (again.status_code, again.headers["location"]) == (200, f"/v1/plans/{plan_id}")
+    stored = (await service.http.get(again.headers["location"])).json()
     plan = parse_plan(stored)
     verify(plan)
     assert plan.plan_id == stored["plan_id"] == plan_id
@@ -57,29 +56,24 @@ async def test_the_metrics_of_an_imported_plan_are_computed_and_it_is_stored_onc
     assert {row["name"] for row in stored["baselines"]} >= {"1f1b", "interleaved-1f1b"}
 
 
-async def test_a_wrong_plan_is_refused_and_not_stored(serving: Serving) -> None:
+async def test_a_wrong_plan_is_refused_and_not_stored(service: Service) -> None:
     metrics = {"makespan": 1, "span": 1, "bubble_rate": 0, "peak_memory": [2, 2]}
     wrong: dict[str, dict[str, Any]] = {
         "incomplete": {"ranks": [RANKS[0][:-1], RANKS[1]]},
-        "twice": {"ranks": [[*RANKS[0], RANKS[0][-1]], RANKS[1]]},
-        "misplaced": {"ranks": RANKS[::-1]},
-        "deadlock": {"ranks": [["0F0", "3B0", "3F0", *RANKS[0][3:]], RANKS[1]]},
         "junk": {"ranks": [["0F0xyz", *RANKS[0][1:]], RANKS[1]]},
-        "too few ranks": {"ranks": RANKS[:1]},
         "huge numbers": {"ranks": [["999999999F999999999", *RANKS[0][1:]], RANKS[1]]},
         "too little memory": {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}},
         "stated metrics": {"metrics": metrics},
         "stated id": {"plan_id": "0" * 64},
         "wrong problem": {"problem": {**PROBLEM, "pp_degree": "two"}},
     }
-    async with serving("immediate") as service:
-        for name, change in wrong.items():
-            answer = await service.http.post("/v1/plans", json={**DOCUMENT, **change})
-            body = answer.json()
-            assert answer.status_code == 422, (name, body)
-            assert body["type"] in ("/errors/invalid-plan", "/errors/invalid-body"), name
-            assert body["errors"], name
-        assert await service.app.state.application.plans.newest(10) == []
+    for name, change in wrong.items():
+        answer = await service.http.post("/v1/plans", json={**DOCUMENT, **change})
+        body = answer.json()
+        assert answer.status_code == 422, (name, body)
+        assert body["type"] in ("/errors/invalid-plan", "/errors/invalid-body"), name
+        assert body["errors"], name
+    assert await service.listed("plans") == []
 
 
 async def test_a_plan_is_immutable_and_has_an_etag(service: Service) -> None:
@@ -132,42 +126,18 @@ async def test_derived_content_is_not_reused_after_an_upgrade(
             assert "immutable" not in later.headers["cache-control"], path
 
 
-async def test_a_rank_gets_its_actions_and_channels(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        plan_id = await imported(service, DOCUMENT)
-        answer = await service.get(f"/v1/plans/{plan_id}/ranks/1")
-        missing = await service.http.get(f"/v1/plans/{plan_id}/ranks/2")
-        negative = await service.http.get(f"/v1/plans/{plan_id}/ranks/-1")
+async def test_a_rank_gets_its_actions_and_channels(service: Service) -> None:
+    plan_id = await imported(service, DOCUMENT)
+    answer = await service.get(f"/v1/plans/{plan_id}/ranks/1")
     assert answer["actions"] == RANKS[1]
     assert (answer["plan_id"], answer["rank"], answer["pp_degree"]) == (plan_id, 1, 2)
     assert (answer["placement"], answer["chunks"], answer["stages"]) == ("v", 2, [1, 2])
     assert (answer["microbatches"], answer["peers"]) == (4, [0])
-    assert answer["channels"] == [
-        {
-            "peer": 0,
-            "direction": "receive",
-            "transfers": [f"{t}:{j}" for j in range(4) for t in ("A0", "G2")],
-        },
-        {"peer": 0, "direction": "send", "transfers": [f"{t}:{j}" for j in range(4) for t in ("A2", "G0")]},
-    ]
-    assert (missing.status_code, negative.status_code) == (404, 404)
-    assert "ranks 0 to 1" in missing.json()["detail"]
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
-async def test_with_other_placements_the_ranks_agree_on_their_channels(service: Service, name: str) -> None:
-    plan = baseline_plan(name, parse_problem({**PROBLEM, "pp_degree": 3, "memory": None}))
-    assert await imported(service, json.loads(json.dumps(plan_json(plan)))) == plan.plan_id
-    ends: dict[str, set[Channel]] = {"send": set(), "receive": set()}
-    for rank in range(3):
-        document = await service.get(f"/v1/plans/{plan.plan_id}/ranks/{rank}")
-        assert document["actions"] == plan.orders.text(rank)
-        for entry in document["channels"]:
-            is_sent = entry["direction"] == "send"
-            sender, receiver = (rank, entry["peer"]) if is_sent else (entry["peer"], rank)
-            transfers = tuple(map(Transfer.parse, entry["transfers"]))
-            ends[entry["direction"]].add(Channel(sender, receiver, transfers))
-    assert ends["send"] == ends["receive"] == set(channels(plan.problem, plan.orders))
+    for channel, (direction, kinds) in zip(
+        answer["channels"], (("receive", ("A0", "G2")), ("send", ("A2", "G0"))), strict=True
+    ):
+        transfers = [f"{kind}:{j}" for j in range(4) for kind in kinds]
+        assert channel == {"peer": 0, "direction": direction, "transfers": transfers}
 
 
 async def test_exports_are_files_of_the_format(service: Service) -> None:
@@ -180,15 +150,14 @@ async def test_exports_are_files_of_the_format(service: Service) -> None:
     assert (unknown.status_code, "torch-csv" in unknown.json()["detail"]) == (404, True)
 
 
-async def test_an_import_lists_which_claims_it_verified(serving: Serving) -> None:
+async def test_an_import_lists_which_claims_it_verified(service: Service) -> None:
     problem = parse_problem(PROBLEM)
     stated = json.loads(json.dumps(plan_json(baseline_plan("1f1b", problem))))
     best = {"lower_bound": stated["metrics"]["span"], "gap": 0, "status": "optimal"}
     false = stated | {"metrics": stated["metrics"] | best}
-    async with serving("immediate") as service:
-        answer = (await service.http.post("/v1/plans", json=false)).json()
-        stored = await service.get(f"/v1/plans/{answer['plan_id']}")
-        refused = await service.http.post("/v1/plans", json=false | {"baselines": [false_baseline(stated)]})
+    answer = (await service.http.post("/v1/plans", json=false)).json()
+    stored = await service.get(f"/v1/plans/{answer['plan_id']}")
+    refused = await service.http.post("/v1/plans", json=false | {"baselines": [false_baseline(stated)]})
     assert {claim["pointer"] for claim in answer["claims"] if not claim["is_verified"]} == {
         "/metrics/lower_bound",
         "/provenance",
@@ -235,14 +204,12 @@ async def test_a_wrong_simulation_is_refused(service: Service) -> None:
         assert (answer.status_code, said in answer.json()["detail"]) == (status, True), answer.text
 
 
-async def test_an_imported_simulation_is_repeated_and_kept(serving: Serving) -> None:
+async def test_an_imported_simulation_is_repeated_and_kept(service: Service) -> None:
     problem = parse_problem(PROBLEM)
     plan = make_plan(problem, Orders.from_text(RANKS), method="by hand")
     simulation = simulate(plan, Jitter.of(action=0.05), scenarios=16)
     document = plan_json(replace(plan, simulation=simulation))
-    async with serving("immediate") as service:
-        plan_id = await imported(service, document)
-        stored = await service.get(f"/v1/plans/{plan_id}")
+    stored = await service.get(f"/v1/plans/{await imported(service, document)}")
     assert stored["simulation"] == document["simulation"]
 
 
@@ -277,13 +244,6 @@ def test_every_rank_has_a_row_with_the_colours_of_its_actions() -> None:
     assert not found[HEIGHT // 2 - 1, :, 3].any(), "rows are apart"
 
 
-def test_wide_bars_are_separated() -> None:
-    row = pixels(one_after_the_other(1, 4))[HEIGHT // 2, :, 3]
-    assert np.count_nonzero(row == 0) == 24
-    row = pixels(one_after_the_other(1, 200))[HEIGHT // 2, :, 3]
-    assert np.all(row > 0)
-
-
 @pytest.mark.parametrize("ranks", [HEIGHT // 2 + 1, HEIGHT, HEIGHT + 1, 2 * HEIGHT + 7])
 def test_many_ranks_fill_the_picture(ranks: int) -> None:
     found = pixels(one_after_the_other(ranks, 1))
@@ -292,3 +252,70 @@ def test_many_ranks_fill_the_picture(ranks: int) -> None:
 
 def test_a_plan_without_duration_is_an_empty_picture() -> None:
     assert not pixels(one_after_the_other(2, 1, forward=0, backward_input=0, backward_weight=0)).any()
+
+
+SCOPES = ("search", "read", "agent", "launch")
+OWN = {"x-request-id", "date"}
+
+
+def fast_fetches(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that are served from memory; the list grows with the requests."""
+    plans, found = service.app.state.application.plans, []
+    known_rank = plans.known_rank
+
+    def watched(plan_id: str, rank: int) -> Any:
+        answer = known_rank(plan_id, rank)
+        if answer is not None:
+            found.append(rank)
+        return answer
+
+    monkeypatch.setattr(plans, "known_rank", watched)
+    return found
+
+
+async def test_the_fast_path_returns_the_same_response(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"/v1/plans/{await imported(service, DOCUMENT)}/ranks/1"
+    short = fast_fetches(service, monkeypatch)
+    first, second = [await service.http.get(path) for _ in range(2)]
+    assert short == [1]  # only the second one
+    assert (first.status_code, second.status_code) == (200, 200)
+    assert first.content == second.content
+    assert "public" not in first.headers["cache-control"]
+    headers = [{*answer.headers.multi_items()} for answer in (first, second)]
+    assert {item for item in headers[0] ^ headers[1] if item[0] not in OWN} == set()
+
+
+async def test_other_requests_take_the_ordinary_path(service: Service) -> None:
+    plan_id = await imported(service, DOCUMENT)
+    path = f"/v1/plans/{plan_id}/ranks/1"
+    known = await service.http.get(path)
+    etag = known.headers["etag"]
+    assert (await service.http.get(path, headers={"If-None-Match": etag})).status_code == 304
+    assert (await service.http.get(path, headers={"If-None-Match": '"other"'})).status_code == 200
+    head = await service.http.head(path)
+    assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", etag)
+    assert (await service.http.post(path)).status_code == 405
+    for wrong in ("2", "-1", "01", "x", "1/"):
+        answer = await service.http.get(f"/v1/plans/{plan_id}/ranks/{wrong}")
+        assert answer.status_code == (422 if wrong == "x" else 200 if wrong == "01" else 404), wrong
+        assert wrong != "2" or "ranks 0 to 1" in answer.json()["detail"]
+
+
+async def test_the_fast_path_requires_a_token(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving("immediate", auth="tokens") as service:
+        tokens = {scope: await add(service, scope, name=scope) for scope in SCOPES}
+        plan = await service.http.post("/v1/plans", json=DOCUMENT, headers=tokens["search"])
+        path = f"/v1/plans/{plan.json()['plan_id']}/ranks/0"
+        assert (await service.http.get(path, headers=tokens["read"])).status_code == 200
+        short = fast_fetches(service, monkeypatch)
+        for scope in ("read", "agent"):
+            assert (await service.http.get(path, headers=tokens[scope])).status_code == 200
+        refused = await service.http.get(path, headers=tokens["launch"])
+        assert (refused.status_code, refused.json()["type"]) == (403, "/errors/insufficient-scope")
+        unknown = await service.http.get(path)
+        assert (unknown.status_code, unknown.json()["type"]) == (401, "/errors/unauthenticated")
+        assert unknown.headers["www-authenticate"].startswith("Bearer")
+        assert unknown.json()["request_id"] == unknown.headers["x-request-id"]
+        assert short == [0] * 4

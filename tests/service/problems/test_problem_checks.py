@@ -1,4 +1,4 @@
-"""Checks, estimates and comparisons of problems, and packings of batches. Nothing is stored."""
+"""Checks, estimates, comparisons and packings over HTTP, which store nothing; quick plans of layers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import Any
 
 import httpx
 import pytest
+from support.layered import LAYERED, RECOMPUTED
 from support.serving import PROBLEM, Service, Serving
 from support.worst_bodies import COSTS, WEIGHTS
 from zbv_service.problems.estimate import read_estimated
+from zbv_service.problems.sketch import sketch
 from zbv_solver.bounds import lower_bound
 from zbv_solver.documents.files import plain
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.frontiers.frontier import floor
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.search.assemble import baseline_plan, compare
+from zbv_solver.verify.verifier import verify
 
 UNLIMITED = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
 
@@ -58,56 +64,47 @@ async def test_a_check_of_a_valid_problem_derives_facts(honest: Service) -> None
     assert (facts["fits"], facts["limit_fraction"]) == (False, 0.25)
 
 
-async def test_a_limit_may_be_a_fraction_of_the_memory_of_1f1b(serving: Serving) -> None:
+async def test_a_limit_may_be_a_fraction_of_the_memory_of_1f1b(honest: Service) -> None:
     static = {**UNLIMITED, "memory": {**UNLIMITED["memory"], "static": [1, 3]}}
-    async with serving("honest") as service:
-        facts = (await checked(service, {"problem": static, "limit_fraction": 0.75}))["facts"]
-        assert (facts["limit"], facts["limit_fraction"]) == ([4, 6], 0.75)
-        unlimited = (await checked(service, {"problem": static}))["facts"]
-        assert (unlimited["limit"], unlimited["limit_fraction"], unlimited["fits"]) == (None, None, True)
-
-        weightless = {key: value for key, value in PROBLEM.items() if key != "memory"}
-        for body in (
-            {"problem": PROBLEM, "limit_fraction": 1},  # two limits
-            {"problem": weightless, "limit_fraction": 1},
-            {"problem": UNLIMITED, "limit_fraction": 0},
-            {"problem": UNLIMITED, "limit_fraction": "half"},
-        ):
-            (issue,) = (await checked(service, body))["issues"]
-            assert issue["pointer"] == "/limit_fraction", issue
-        wrong = {"problem": {**UNLIMITED, "microbatches": 0}, "limit_fraction": -1, "options": {"seed": "a"}}
-        pointers = [issue["pointer"] for issue in (await checked(service, wrong))["issues"]]
-        assert pointers == ["/problem/microbatches", "/options/seed", "/limit_fraction"]
-        large = {**UNLIMITED, "memory": {"forward": 5e14, "backward_input": -5e14, "backward_weight": 0}}
-        (issue,) = (await checked(service, {"problem": large, "limit_fraction": 1000}))["issues"]
-        assert issue["pointer"] == "/limit_fraction"
+    for fraction, limit, stated in (({"limit_fraction": 0.75}, [4, 6], 0.75), ({}, None, None)):
+        facts = (await checked(honest, {"problem": static, **fraction}))["facts"]
+        assert (facts["limit"], facts["limit_fraction"], facts["fits"]) == (limit, stated, True)
+    large = {**UNLIMITED, "memory": {"forward": 5e14, "backward_input": -5e14, "backward_weight": 0}}
+    for problem, wrong in (
+        (PROBLEM, 1),  # two limits
+        ({**PROBLEM, "memory": None}, 1),
+        (UNLIMITED, 0),
+        (UNLIMITED, "half"),
+        (large, 1000),
+    ):
+        (issue,) = (await checked(honest, {"problem": problem, "limit_fraction": wrong}))["issues"]
+        assert issue["pointer"] == "/limit_fraction", issue
+    every = {"problem": {**UNLIMITED, "microbatches": 0}, "limit_fraction": -1, "options": {"seed": "a"}}
+    pointers = [issue["pointer"] for issue in (await checked(honest, every))["issues"]]
+    assert pointers == ["/problem/microbatches", "/options/seed", "/limit_fraction"]
 
 
-async def test_an_estimate_is_a_verified_plan_that_is_not_stored(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving("honest") as service:
-        answer = await service.http.post("/v1/problems/estimate", json={"problem": PROBLEM})
-        assert answer.status_code == 200, answer.text
-        found, problem = answer.json(), parse_problem(PROBLEM)
-        assert found["problem_summary"]["microbatches"] == 4
-        assert found["baselines"] == [plain(each) for each in compare(problem)]
-        plan = found["plan"]
-        assert lower_bound(problem).value <= found["lower_bound"] <= plan["span"]
-        assert plan["span"] <= min(each["span"] for each in found["baselines"])
-        assert plan["gap"] == pytest.approx(plan["span"] / found["lower_bound"] - 1)
-        assert all(peak <= 8 for peak in plan["peak_memory"])
-        for collection in ("searches", "plans"):
-            assert (await service.get(f"/v1/{collection}"))[collection] == []
+async def estimated(service: Service, problem: Any = PROBLEM) -> httpx.Response:
+    return await service.http.post("/v1/problems/estimate", json={"problem": problem})
 
-        # A patched limit would not reach the worker process, so the problem must really be too large.
-        large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}
-        generous = await service.http.post("/v1/problems/estimate", json={"problem": large})
-        assert generous.status_code == 422  # more than this service accepts
+
+async def test_an_estimate_is_a_verified_plan_that_is_not_stored(honest: Service) -> None:
+    found, problem = (await estimated(honest)).json(), parse_problem(PROBLEM)
+    assert found["problem_summary"]["microbatches"] == 4
+    assert found["baselines"] == [plain(each) for each in compare(problem)]
+    plan = found["plan"]
+    assert lower_bound(problem).value <= found["lower_bound"] <= plan["span"]
+    assert plan["span"] <= min(each["span"] for each in found["baselines"])
+    assert plan["gap"] == pytest.approx(plan["span"] / found["lower_bound"] - 1)
+    assert all(peak <= 8 for peak in plan["peak_memory"])
+    assert [await honest.listed(kind) for kind in ("searches", "plans")] == [[], []]
+
+
+async def test_an_estimate_of_a_large_problem_has_no_plan(serving: Serving) -> None:
+    large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}
     async with serving("honest", max_cells=200_000) as service:
-        found = (await service.http.post("/v1/problems/estimate", json={"problem": large})).json()
-        assert found["plan"] is None
-        assert len(found["baselines"]) == 5
+        found = (await estimated(service, large)).json()
+        assert (found["plan"], len(found["baselines"])) == (None, 5)
 
 
 def test_an_estimate_of_many_layers_on_many_kinds_of_devices_is_only_a_bound() -> None:
@@ -127,26 +124,26 @@ def test_an_estimate_of_many_layers_on_many_kinds_of_devices_is_only_a_bound() -
 
 
 async def test_a_problem_that_cannot_be_estimated_is_refused(honest: Service) -> None:
-    deep = {**UNLIMITED, "pp_degree": 512, "microbatches": 1, "placement": "loop", "chunks": 33}
-    answer = await honest.http.post("/v1/problems/estimate", json={"problem": deep})
-    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/problem/chunks")
-    tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": [8, 1]}}
-    answer = await honest.http.post("/v1/problems/estimate", json={"problem": tight})
-    assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
-    assert answer.json()["errors"][0]["detail"] == "rank 1 has 1 and needs 2."
-    answer = await honest.http.post("/v1/problems/estimate", json={"problem": {**PROBLEM, "costs": 1}})
-    assert answer.json()["errors"][0]["pointer"] == "/problem/costs"
+    for wrong, kind, pointer in (
+        ({"pp_degree": 512, "microbatches": 1, "placement": "loop", "chunks": 33, "memory": None},
+         "invalid-body", "/problem/chunks"),
+        ({"microbatches": 131_073}, "invalid-body", "/problem/microbatches"),
+        ({"memory": {**PROBLEM["memory"], "limit": [8, 1]}}, "infeasible-memory", "/problem/memory/limit"),
+        ({"costs": 1}, "invalid-body", "/problem/costs"),
+    ):  # fmt: skip
+        answer = await estimated(honest, {**PROBLEM, **wrong})
+        assert (answer.status_code, answer.json()["type"]) == (422, f"/errors/{kind}")
+        assert answer.json()["errors"][0]["pointer"] == pointer
 
 
-async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(serving: Serving) -> None:
+async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(honest: Service) -> None:
     plan = json.loads(json.dumps(plan_json(baseline_plan("zb-h1", parse_problem(PROBLEM)))))
     problem = plan["problem"]
-    async with serving("honest") as service:
-        right = (await checked(service, {"problem": problem, "plan": plan}))["plan"]
-        other = (await checked(service, {"problem": PROBLEM, "plan": plan}))["plan"]
-        metrics = plan["metrics"] | {"makespan": 1}
-        false = (await checked(service, {"problem": problem, "plan": plan | {"metrics": metrics}}))["plan"]
-        shapeless = (await checked(service, {"problem": problem, "plan": 7}))["plan"]
+    right = (await checked(honest, {"problem": problem, "plan": plan}))["plan"]
+    other = (await checked(honest, {"problem": PROBLEM, "plan": plan}))["plan"]
+    metrics = plan["metrics"] | {"makespan": 1}
+    false = (await checked(honest, {"problem": problem, "plan": plan | {"metrics": metrics}}))["plan"]
+    shapeless = (await checked(honest, {"problem": problem, "plan": 7}))["plan"]
     verified = {claim["pointer"]: claim["is_verified"] for claim in right["claims"]}
     assert right["is_valid"]
     assert verified["/ranks"]
@@ -173,8 +170,7 @@ async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(honest: S
     assert before["problem_summary"]["pp_degree"] == 2
     assert 0 < before["lower_bound"] <= min(row["span"] for row in before["baselines"])
     assert before["best"] is None
-    assert await honest.listed("searches") == []
-    assert await honest.listed("plans") == []
+    assert [await honest.listed(kind) for kind in ("searches", "plans")] == [[], []]
 
     ended = await honest.done()
     after = (await compared(honest, {**PROBLEM, "placement": "v", "objective": "span"})).json()
@@ -218,8 +214,7 @@ async def test_a_packing_has_the_problem_of_every_replica(honest: Service) -> No
         assert replica["problem"]["features"]["tokens"] == [*map(sum, lengths)]
         body = {"problem": replica["problem"]}
         assert (await honest.http.post("/v1/problems/check", json=body)).json()["is_valid"]
-    for collection in ("searches", "plans"):
-        assert (await honest.get(f"/v1/{collection}"))[collection] == []
+    assert [await honest.listed(kind) for kind in ("searches", "plans")] == [[], []]
 
 
 async def test_a_batch_that_cannot_be_packed_is_refused(honest: Service) -> None:
@@ -240,3 +235,59 @@ async def test_a_batch_that_cannot_be_packed_is_refused(honest: Service) -> None
     assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
     assert answer.json()["errors"][0]["pointer"] == "/batch/problem/memory/limit"
     assert (await packed(honest, PROBLEM)).status_code == 422
+
+
+SECONDS = 60.0
+"""Far more than these small problems need."""
+
+
+def layered(document: dict[str, Any], **changes: Any) -> LayeredProblem:
+    question = parse_any_problem({**document, **changes})
+    assert isinstance(question, LayeredProblem)
+    return question
+
+
+@pytest.mark.parametrize("placement", ["v", "loop", "single", "auto"])
+def test_a_sketch_is_a_verified_plan_with_simple_cuts_as_baselines(placement: str) -> None:
+    problem = layered(LAYERED, placement=placement)
+    plan = sketch(problem, SECONDS)
+    verify(plan)
+    assert plan.problem.placement == problem.placements[0]
+    assert floor(problem) <= plan.objective
+    named = {each.name: each for each in plan.baselines}
+    assert {"1f1b", "even-cut", "histogram-cut"} <= set(named)
+    assert plan.objective <= min(named["even-cut"].span, named["histogram-cut"].span)
+    # In the even cut, the stage with the head has as many blocks as the other stages.
+    assert named["even-cut"].span > plan.objective
+    assert named["even-cut"].fits
+
+
+def test_stages_are_recomputed_to_fit_and_a_simple_cut_is_marked_as_not_fitting() -> None:
+    plan = sketch(layered(RECOMPUTED, memory={"limit": 20}), SECONDS)
+    assert plan.problem.model is not None
+    assert any(plan.problem.model.cut.recompute)
+    assert max(plan.metrics.peak_memory) <= 20 * (1 + 1e-9)
+    (histogram,) = (each for each in plan.baselines if each.name == "histogram-cut")
+    assert not histogram.fits
+    assert max(histogram.peak_memory) > 20
+
+
+def test_another_placement_is_used_if_v_does_not_fit() -> None:
+    """With V, the first and the last stage are on the same rank."""
+    blocks = [{**LAYERED["layers"][1], "repeat": 8}]
+    document = {**LAYERED, "placement": "auto", "layers": blocks, "cut": {"first": 3, "last": 3}}
+    plan = sketch(layered(document, memory={"limit": 30}), SECONDS)
+    assert (plan.problem.placement.kind, plan.problem.placement.chunks) == ("loop", 2)
+    assert max(plan.metrics.peak_memory) <= 30 * (1 + 1e-9)
+    with pytest.raises(InfeasibleMemory) as error:
+        sketch(layered(document, memory={"limit": 20}), SECONDS)
+    assert min(error.value.smallest) > 0
+
+
+def test_with_little_memory_a_sketch_is_much_better_than_simple_cuts() -> None:
+    """The first cut that fits has one microbatch in flight; more recomputation fills the pipeline."""
+    blocks = [{**RECOMPUTED["layers"][1], "repeat": 16}]
+    tight = {"pp_degree": 4, "microbatches": 12, "layers": blocks, "cut": {}, "memory": {"limit": 30}}
+    plan = sketch(layered(RECOMPUTED, **tight), SECONDS)
+    simple = [each for each in plan.baselines if each.name in ("even-cut", "histogram-cut")]
+    assert all(each.fits and plan.objective <= 0.75 * each.span for each in simple)

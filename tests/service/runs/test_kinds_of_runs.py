@@ -43,20 +43,17 @@ async def test_a_run_waits_for_its_plan_and_then_for_its_agents(held: Service, d
     assert kinds == ["planning", "planned", "waiting", "starting"]
 
 
-async def test_planning_continues_after_a_restart(serving: Serving, directory: Path) -> None:
+async def test_planning_continues_after_a_restart_and_a_finished_search_is_reused(
+    serving: Serving, directory: Path
+) -> None:
     async with serving("held", shutdown_seconds=0.5) as service:
-        run_id = (await submit_problem(service)).json()["id"]
+        run = (await submit_problem(service)).json()
     (directory / "release").touch()
     async with serving("held") as service:
-        assert (await service.until_run(run_id, lambda seen: seen["state"] == "waiting"))["plan_id"]
-
-
-async def test_a_finished_search_is_reused(service: Service) -> None:
-    search = await service.done()
-    run = (await submit_problem(service)).json()
-    assert run["search_id"] == search["id"]
-    found = await service.until_run(run["id"], lambda seen: seen["state"] == "waiting")
-    assert found["plan_id"] == search["plan_id"]
+        for again in (run, (await submit_problem(service)).json()):
+            found = await service.until_run(again["id"], lambda seen: seen["state"] == "waiting")
+            assert again["search_id"] == run["search_id"]
+            assert found["plan_id"] == (await service.search(run["search_id"]))["plan_id"]
 
 
 async def test_a_failed_search_fails_the_run_with_its_error(serving: Serving) -> None:
@@ -68,42 +65,32 @@ async def test_a_failed_search_fails_the_run_with_its_error(serving: Serving) ->
 
 async def test_a_search_cancelled_without_a_plan_fails_the_run(serving: Serving) -> None:
     async with serving("held", searches=1) as service:
-        other = {**PROBLEM, "microbatches": 3}
-        first = await service.until((await service.submit()).json()["id"], lambda seen: seen["objective"])
-        run = (await submit_problem(service, other)).json()  # queued behind the first
-        await service.http.post(f"/v1/searches/{run['search_id']}/cancel")
+        await service.begun({**PROBLEM, "microbatches": 3})
+        run = (await submit_problem(service)).json()  # queued behind the first
+        await service.cancel(run["search_id"])
         found = await service.until_run(run["id"], lambda seen: seen["state"] == "failed")
         assert "was cancelled before it found one" in found["error"]["detail"]
-        await service.http.post(f"/v1/searches/{first['id']}/cancel")
 
 
 async def test_cancelling_a_run_cancels_its_search_unless_others_use_it(held: Service) -> None:
-    run = (await submit_problem(held)).json()
-    answer = await held.http.post(f"/v1/runs/{run['id']}/cancel")
-    assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
-    assert (await held.ended(run["search_id"]))["state"] == "cancelled"
-
-    others = await held.submit({**PROBLEM, "microbatches": 3})
-    shared = (await submit_problem(held, {**PROBLEM, "microbatches": 3})).json()
-    assert shared["search_id"] == others.json()["id"]
-    await held.http.post(f"/v1/runs/{shared['id']}/cancel")
-    assert (await held.run(shared["id"]))["state"] == "cancelled"
-    assert not (await held.search(shared["search_id"]))["cancel_requested"]
-    await held.http.post(f"/v1/searches/{shared['search_id']}/cancel")
+    other = {**PROBLEM, "microbatches": 3}
+    await held.submit(other)
+    for problem, is_cancelled in ((PROBLEM, True), (other, False)):
+        run = (await submit_problem(held, problem)).json()
+        answer = await held.http.post(f"/v1/runs/{run['id']}/cancel")
+        assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+        assert (await held.search(run["search_id"]))["cancel_requested"] == is_cancelled
 
 
-async def test_a_waiting_run_can_change_its_plan(held: Service, directory: Path) -> None:
-    plan_id = await held.import_plan()
-    run = (await submit_problem(held)).json()
-    early = await held.http.post(f"/v1/runs/{run['id']}/plan", json={"plan_id": plan_id})
-    assert (early.status_code, early.json()["type"]) == (409, "/errors/conflict")
+async def test_a_waiting_run_can_change_its_plan(held: Service) -> None:
+    planning = (await submit_problem(held)).json()["id"]
     waiting = (await held.submit_run()).json()["id"]
-    other = {**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}}
-    another = await held.import_plan(other)
+    another = await held.import_plan({**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}})
+    early = await held.http.post(f"/v1/runs/{planning}/plan", json={"plan_id": another})
+    assert (early.status_code, early.json()["type"]) == (409, "/errors/conflict")
     changed = await held.http.post(f"/v1/runs/{waiting}/plan", json={"plan_id": another})
     assert (changed.status_code, changed.json()["plan_id"]) == (202, another)
     assert changed.json()["target_plan_id"] is None
-    await held.http.post(f"/v1/runs/{run['id']}/cancel")
 
 
 EARLY = [["embedding", "block.0"], ["block.1"], ["block.2", "block.3"], ["block.4", "block.5", "head"]]
@@ -130,14 +117,11 @@ async def test_a_run_changes_only_to_plans_with_the_same_partition(service: Serv
 
 
 async def test_a_run_can_be_submitted_by_layers(service: Service) -> None:
-    body = {"problem": LAYERED, "model": MODEL, "nodes": 2, "steps": 5}
-    answer = await service.http.post("/v1/runs", json=body)
-    assert answer.status_code == 202, answer.text
-    assert answer.json()["ranks_per_node"] == 1
+    answer = await submit_problem(service, LAYERED)
+    assert (answer.status_code, answer.json()["ranks_per_node"]) == (202, 1)
     ended = await service.ended(answer.json()["search_id"])
     assert (await service.run(answer.json()["id"]))["search_id"] == ended["id"]
-    wrong = {**body, "problem": {**LAYERED, "placement": "w"}}
-    refused = await service.http.post("/v1/runs", json=wrong)
+    refused = await submit_problem(service, {**LAYERED, "placement": "w"})
     assert refused.json()["errors"][0]["pointer"] == "/problem/placement"
 
 
@@ -165,13 +149,6 @@ async def submit_script(service: Service, **more: Any) -> Any:
     return await service.http.post("/v1/runs", json={**body, **more})
 
 
-async def beat(service: Service, agent: str, run_id: str) -> None:
-    """The script has begun, and reports no step."""
-    body = {"run_id": run_id, "ranks": [{"rank": 0}]}
-    answer = await service.http.post(f"/v1/agents/{agent}/heartbeat", json=body)
-    assert answer.status_code == 200, answer.text
-
-
 async def test_a_script_runs_on_agents_that_allow_it_and_reports_its_end(service: Service) -> None:
     answer = await submit_script(service)
     assert answer.status_code == 202, answer.text
@@ -185,22 +162,21 @@ async def test_a_script_runs_on_agents_that_allow_it_and_reports_its_end(service
     found = await service.work("b" * 32)
     assert (found["script"], found["model"], found["steps"]) == (SCRIPT, None, None)
     for agent in ("b" * 32, "c" * 32):
-        await beat(service, agent, run_id)
+        assert (await service.run(run_id))["state"] == "starting"
+        begun = {"run_id": run_id, "ranks": [{"rank": 0}]}
+        await service.http.post(f"/v1/agents/{agent}/heartbeat", json=begun)
     run = await service.run(run_id)
     assert (run["state"], run["script"], run["model"], run["steps"]) == ("running", SCRIPT, None, None)
     assert (await service.events_of_run(run_id))[-1]["detail"] == "every node has begun its script"
     seen = await service.words(f"/runs/{run_id}")
-    assert "/shared/train.py, submitted" in seen
-    assert "All ranks run the script." in seen
-    assert "Scripts send losses if they make a Pipeline of the run's plan." in seen
-    assert "Arguments --lr 0.1" in seen
+    for words in ("/shared/train.py, submitted", "All ranks run the script.", "Arguments --lr 0.1"):
+        assert words in seen
     assert "Backend" not in seen
     for agent in ("b" * 32, "c" * 32):
         await service.end_node(agent, run_id, "succeeded")
     assert "The script ended without an error on all ranks." in await service.words(f"/runs/{run_id}")
-    listed = await service.words("/runs?q=shared")
-    assert "/shared/train.py" in listed
-    assert "/shared/train.py" in await service.words("/agents")
+    for page in ("/runs?q=shared", "/agents"):
+        assert "/shared/train.py" in await service.words(page)
 
 
 async def test_a_script_keeps_its_plan(service: Service) -> None:

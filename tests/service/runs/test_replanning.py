@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
@@ -26,42 +27,64 @@ def only_explicit_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "POLL_SECONDS", 3600.0)
 
 
-async def running(service: Service, **options: Any) -> tuple[str, str, str]:
-    plan_id = await service.import_plan(PLANNED)
-    run_id, first, second = await service.started_run(plan_id=plan_id, **options)
-    for agent in (first, second):
-        await service.beat(agent, run_id, 0)
-    return run_id, first, second
+def costing(forward: float) -> dict[str, Any]:
+    """The problem with another cost of forwards."""
+    return {**PLANNED, "costs": {"forward": forward, "backward_input": 1, "backward_weight": 1}}
 
 
-async def measured(
-    service: Service, run: tuple[str, str, str], document: dict[str, Any], generation: int = 0, **how: Any
-) -> str:
-    """Send traces of the ranks with the costs of a document, by default for the plan of the run."""
-    run_id, *agents = run
-    problem = parse_problem(document)
-    plan_id = str(how.pop("plan_id", None) or (await service.run(run_id))["plan_id"])
-    for rank, trace in enumerate(trace_documents(problem, orders_of(problem), plan_id=plan_id, **how)):
-        address = f"/v1/agents/{agents[rank]}/runs/{run_id}/generations/{generation}/ranks/{rank}/trace"
-        answer = await service.http.put(address, json=trace)
-        assert answer.status_code == 204, answer.text
-    return plan_id
+class Replanned:
+    """A run of two ranks on two agents, whose measured costs the service looks at."""
 
+    def __init__(self, service: Service, run_id: str, *agents: str):
+        self.service, self.id, self.agents = service, run_id, agents
 
-async def looked(service: Service) -> None:
-    """Have the service look, as it usually does every second."""
-    await service.app.state.application.dispatcher.replanner.step()
+    @classmethod
+    async def begin(cls, service: Service, **options: Any) -> Replanned:
+        plan_id = await service.import_plan(PLANNED)
+        run = cls(service, *await service.started_run(plan_id=plan_id, **options))
+        for agent in run.agents:
+            await service.beat(agent, run.id, 0)
+        return run
 
+    async def document(self) -> dict[str, Any]:
+        return await self.service.run(self.id)
 
-async def replanned(service: Service, run_id: str) -> None:
-    """Look, wait for the search of the measured costs, and judge its plan."""
-    await looked(service)
-    await service.ended((await memory(service, run_id))["search_id"])
-    await looked(service)
+    async def measured(self, document: dict[str, Any], **how: Any) -> str:
+        """Send traces of the ranks with the costs of a document, by default for the plan of the run."""
+        problem = parse_problem(document)
+        plan_id = str(how.pop("plan_id", None) or (await self.document())["plan_id"])
+        for rank, trace in enumerate(trace_documents(problem, orders_of(problem), plan_id=plan_id, **how)):
+            part = f"runs/{self.id}/generations/0/ranks/{rank}/trace"
+            answer = await self.service.http.put(f"/v1/agents/{self.agents[rank]}/{part}", json=trace)
+            assert answer.status_code == 204, answer.text
+        return plan_id
 
+    async def seen(self, document: dict[str, Any], **how: Any) -> tuple[Any, int]:
+        """Send traces, and have the service look; its memory, and the number of searches."""
+        await self.measured(document, **how)
+        await self.look()
+        return await self.memory(), len(await self.service.listed("searches"))
 
-async def searches(service: Service) -> int:
-    return len(await service.listed("searches"))
+    async def look(self) -> None:
+        """Have the service look, as it usually does every second."""
+        await self.service.app.state.application.dispatcher.replanner.step()
+
+    async def judge(self) -> Any:
+        """Wait for the search of the measured costs, and have the service judge its plan."""
+        await self.service.ended((await self.memory())["search_id"])
+        await self.look()
+        return await self.memory()
+
+    async def memory(self) -> Any:
+        """The stored state of replanning."""
+        return (await self.service.app.state.application.runs.get(self.id)).replanning
+
+    async def change(self, plan_id: str) -> httpx.Response:
+        return await self.service.http.post(f"/v1/runs/{self.id}/plan", json={"plan_id": plan_id})
+
+    async def told(self, agent: int) -> Any:
+        """The plan to which a heartbeat tells an agent to switch."""
+        return (await self.service.beat(self.agents[agent], self.id))["plan_id"]
 
 
 async def test_auto_searches_offers_and_changes_the_plan(
@@ -69,19 +92,19 @@ async def test_auto_searches_offers_and_changes_the_plan(
 ) -> None:
     monkeypatch.setattr(dispatch, "POLL_SECONDS", 0.05)  # in this test the service looks by itself
     async with serving("immediate") as service:
-        run = run_id, first, second = await running(service, replan="auto")
-        before = await measured(service, run, SLOW, steps=3)
-        target = (await service.until_run(run_id, lambda seen: seen["target_plan_id"]))["target_plan_id"]
-        found = await service.run(run_id)
+        run = await Replanned.begin(service, replan="auto")
+        before = await run.measured(SLOW, steps=3)
+        found = await service.until_run(run.id, lambda seen: seen["target_plan_id"])
+        target = found["target_plan_id"]
         assert found["plan_id"] == before != target
         assert (found["offer"]["plan_id"], found["offer"]["objective_then"]) == (target, 8.0)
         assert found["offer"]["objective_now"] == pytest.approx(evaluate(*under(SLOW)))
-        assert (await service.beat(first, run_id))["plan_id"] == target
-        await measured(service, run, SLOW, steps=1, first_step=5, plan_id=target)
-        found = await service.run(run_id)
+        assert await run.told(0) == target
+        await run.measured(SLOW, steps=1, first_step=5, plan_id=target)
+        found = await run.document()
         assert (found["plan_id"], found["target_plan_id"], found["offer"]) == (target, None, None)
-        assert (await service.beat(second, run_id))["plan_id"] is None
-        kinds = [event["kind"] for event in await service.events_of_run(run_id)]
+        assert await run.told(1) is None
+        kinds = [event["kind"] for event in await service.events_of_run(run.id)]
         assert kinds == ["waiting", "starting", "running", "replan", "offer", "swapped"]
 
 
@@ -90,140 +113,92 @@ def under(document: dict[str, Any]) -> tuple[Problem, Any]:
     return parse_problem(document), make_plan(problem, orders_of(problem), method="test")
 
 
-async def test_ask_waits_for_a_decision_and_off_does_nothing(serving: Serving) -> None:
-    async with serving("immediate") as service:
-        run = run_id, first, _ = await running(service, replan="ask")
-        await measured(service, run, SLOW, steps=3)
-        await replanned(service, run_id)
-        offer = (await service.run(run_id))["offer"]
-        assert (await service.beat(first, run_id))["plan_id"] is None
-        answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": offer["plan_id"]})
-        assert (answer.status_code, answer.json()["target_plan_id"]) == (202, offer["plan_id"])
-        assert (await service.beat(first, run_id))["plan_id"] == offer["plan_id"]
-        await service.http.post(f"/v1/runs/{run_id}/cancel")
-    async with serving("immediate") as service:
-        for agent in run[1:]:
-            await service.end_node(agent, run_id, "stopped")
-        plan_id = (await service.run(run_id))["plan_id"]
-        answer = await service.submit_run(plan_id=plan_id, options={"replan": "off"})
-        other = answer.json()["id"], *run[1:]
-        for agent in other[1:]:
-            await service.work(agent)
-            await service.beat(agent, other[0], 0)
-        count = await searches(service)
-        await measured(service, other, SLOW, steps=3)
-        await looked(service)
-        assert await searches(service) == count
+async def test_ask_waits_for_a_decision(service: Service) -> None:
+    run = await Replanned.begin(service, replan="ask")
+    await run.seen(SLOW, steps=3)
+    await run.judge()
+    offer = (await run.document())["offer"]["plan_id"]
+    assert await run.told(0) is None
+    answer = await run.change(offer)
+    assert (answer.status_code, answer.json()["target_plan_id"]) == (202, offer)
+    assert await run.told(0) == offer
 
 
-async def test_too_few_steps_or_planned_costs_start_no_search(service: Service) -> None:
-    run = run_id, *_ = await running(service, replan="auto")
-    await measured(service, run, SLOW, steps=2)
-    await looked(service)
-    assert (await searches(service), await memory(service, run_id)) == (0, None)
-    await measured(service, run, PLANNED, steps=3, first_step=2)
-    await looked(service)
-    assert (await memory(service, run_id))["step"] == 4
-    nearly = {**PLANNED, "costs": {"forward": 1.04, "backward_input": 1, "backward_weight": 1}}
-    await measured(service, run, nearly, steps=3, first_step=5)
-    await looked(service)
-    assert (await searches(service), (await memory(service, run_id))["step"]) == (0, 7)
-
-
-async def memory(service: Service, run_id: str) -> Any:
-    """The stored state of replanning."""
-    record = await service.app.state.application.runs.get(run_id)
-    return record.replanning
+async def test_off_too_few_steps_and_planned_costs_start_no_search(service: Service) -> None:
+    run = await Replanned.begin(service, replan="off")
+    assert await run.seen(SLOW, steps=3) == (None, 0)
+    for agent in run.agents:
+        await service.end_node(agent, run.id, "succeeded")
+    run = await Replanned.begin(service, replan="auto")
+    assert await run.seen(SLOW, steps=2) == (None, 0)
+    for document, first_step, last in ((PLANNED, 2, 4), (costing(1.04), 5, 7)):
+        memory, searches = await run.seen(document, steps=3, first_step=first_step)
+        assert (memory["step"], searches) == (last, 0)
 
 
 async def test_costs_without_a_better_plan_are_not_searched_again(honest: Service) -> None:
     """A plan that is no better is not offered. The next look comes later, and needs other costs."""
-    run = run_id, *_ = await running(honest, replan="auto")
-    await measured(honest, run, SLOW, steps=3)
-    await looked(honest)
-    assert (await memory(honest, run_id))["is_open"]
-    await honest.ended((await memory(honest, run_id))["search_id"])
-    await looked(honest)
-    known = await memory(honest, run_id)
+    run = await Replanned.begin(honest, replan="auto")
+    assert (await run.seen(SLOW, steps=3))[0]["is_open"]
+    known = await run.judge()
     assert (known["is_open"], known["step"], known["searches"]) == (False, 2, 1)
-    await measured(honest, run, SLOW, steps=3, first_step=5)
-    await looked(honest)
-    assert (await memory(honest, run_id))["step"] == 2
-    await measured(honest, run, SLOW, steps=3, first_step=6)
-    await looked(honest)
-    assert ((await memory(honest, run_id))["step"], await searches(honest)) == (8, 1)
-    slower = {**PLANNED, "costs": {"forward": 4, "backward_input": 1, "backward_weight": 1}}
-    await measured(honest, run, slower, steps=15, first_step=9)
-    await looked(honest)
-    assert await searches(honest) == 2
-    assert (await honest.run(run_id))["offer"] is None
+    for document, steps, first_step, last, count in (
+        (SLOW, 3, 5, 2, 1),
+        (SLOW, 3, 6, 8, 1),
+        (costing(4), 15, 9, 23, 2),
+    ):
+        memory, searches = await run.seen(document, steps=steps, first_step=first_step)
+        assert (memory["step"], searches) == (last, count)
+    assert (await run.document())["offer"] is None
 
 
 async def test_a_run_has_at_most_one_open_search(held: Service) -> None:
-    run = run_id, *_ = await running(held, replan="auto")
+    run = await Replanned.begin(held, replan="auto")
     for step in (0, 3, 6):
-        costs = {"forward": 3 + step, "backward_input": 1, "backward_weight": 1}
-        await measured(held, run, {**PLANNED, "costs": costs}, steps=3, first_step=step)
-        await looked(held)
-    assert await searches(held) == 1
-    await held.http.post(f"/v1/searches/{(await memory(held, run_id))['search_id']}/cancel")
+        assert (await run.seen(costing(3 + step), steps=3, first_step=step))[1] == 1
 
 
 async def test_after_a_change_of_plan_only_its_traces_count(service: Service) -> None:
-    run = run_id, *_ = await running(service, replan="auto")
-    before = await measured(service, run, SLOW, steps=3)
-    await replanned(service, run_id)
-    target = (await service.run(run_id))["target_plan_id"]
-    await measured(service, run, SLOW, steps=1, first_step=3, plan_id=target)
-    slower = {**PLANNED, "costs": {"forward": 9, "backward_input": 1, "backward_weight": 1}}
-    await measured(service, run, slower, steps=3, first_step=4, plan_id=before)
-    await looked(service)
-    assert await searches(service) == 1
-    await measured(service, run, slower, steps=3, first_step=7, plan_id=target)
-    await looked(service)
-    assert await searches(service) == 2
-    known = await memory(service, run_id)
-    assert (known["plan_id"], known["step"], known["searches"]) == (target, 9, 2)
+    run = await Replanned.begin(service, replan="auto")
+    before = (await run.document())["plan_id"]
+    await run.seen(SLOW, steps=3)
+    await run.judge()
+    target = (await run.document())["target_plan_id"]
+    await run.measured(SLOW, steps=1, first_step=3, plan_id=target)
+    assert (await run.seen(costing(9), steps=3, first_step=4, plan_id=before))[1] == 1
+    known, searches = await run.seen(costing(9), steps=3, first_step=7, plan_id=target)
+    assert (known["plan_id"], known["step"], known["searches"], searches) == (target, 9, 2, 2)
 
 
 async def test_a_new_generation_starts_with_the_target_plan(service: Service) -> None:
-    run_id, first, second = await running(service, retries=1)
+    run = await Replanned.begin(service, retries=1)
     target = await service.import_plan(SLOW)
-    answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": target})
-    assert answer.json()["target_plan_id"] == target
-    await service.end_node(first, run_id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
-    await service.end_node(second, run_id, "stopped")
-    assert (await service.work(first))["plan_id"] == target
-    assert (await service.run(run_id))["target_plan_id"] is None
-    swapped = next(event for event in await service.events_of_run(run_id) if event["kind"] == "swapped")
+    assert (await run.change(target)).json()["target_plan_id"] == target
+    await service.end_node(run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
+    await service.end_node(run.agents[1], run.id, "stopped")
+    assert (await service.work(run.agents[0]))["plan_id"] == target
+    assert (await run.document())["target_plan_id"] is None
+    swapped = next(event for event in await service.events_of_run(run.id) if event["kind"] == "swapped")
     assert swapped["detail"].endswith("from the start of generation 1")
 
 
-async def test_a_run_changes_only_to_plans_of_the_same_shape(service: Service) -> None:
-    run_id, first, second = await running(service)
+async def test_a_run_changes_only_to_plans_of_the_same_shape_and_back(service: Service) -> None:
+    run = await Replanned.begin(service)
     loop = await service.import_plan({**PLANNED, "placement": "loop"})
     longer = await service.import_plan({**PLANNED, "microbatches": 5})
     for plan_id in ("0" * 64, loop, longer):
-        answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": plan_id})
+        answer = await run.change(plan_id)
         assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/plan_id")
-    unknown = await service.http.post(f"/v1/runs/{'e' * 32}/plan", json={"plan_id": loop})
-    assert unknown.status_code == 404
-    target = await service.import_plan(SLOW)
-    for agent in (first, second):
-        await service.end_node(agent, run_id, "succeeded")
-    answer = await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": target})
-    assert answer.status_code == 409
-
-
-async def test_a_change_of_plan_can_be_reverted(service: Service) -> None:
-    run = run_id, first, _ = await running(service)
-    plan_id = (await service.run(run_id))["plan_id"]
-    target = await service.import_plan(SLOW)
+    assert (await Replanned(service, "e" * 32).change(loop)).status_code == 404
+    plan_id, target = (await run.document())["plan_id"], await service.import_plan(SLOW)
     for wanted in (target, plan_id):
-        await service.http.post(f"/v1/runs/{run_id}/plan", json={"plan_id": wanted})
-        assert (await service.beat(first, run_id))["plan_id"] == wanted
-    await measured(service, run, PLANNED, plan_id=plan_id)
-    assert (await service.beat(first, run_id))["plan_id"] is None
+        await run.change(wanted)
+        assert await run.told(0) == wanted
+    await run.measured(PLANNED, plan_id=plan_id)
+    assert await run.told(0) is None
+    for agent in run.agents:
+        await service.end_node(agent, run.id, "succeeded")
+    assert (await run.change(target)).status_code == 409
 
 
 def test_three_steps_or_one_with_many_microbatches_are_enough_and_every_search_doubles_the_patience() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.fake_kinds import BOUND, COUNTS, ranking
 from support.serving import Service, Serving
+from zbv_models.layouts import executor_search
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.search import best_layouts
 from zbv_service.documents import layouts as layout_documents
@@ -18,6 +19,7 @@ from zbv_service.records.searches import Claim, Outcome, Update
 from zbv_service.searches.kinds import rank_layouts
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
+from zbv_solver.search.options import SearchOptions
 
 SMALL: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},
@@ -49,10 +51,6 @@ def has_layout(search: dict[str, Any]) -> bool:
     return search["state"] == "running" and search["objective"] is not None
 
 
-def names_of(plan: dict[str, Any]) -> list[str]:
-    return [baseline["name"] for baseline in plan["baselines"]]
-
-
 async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
     serving: Serving, any_database_url: str
 ) -> None:
@@ -81,26 +79,6 @@ async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
         **{"event": "end", "state": "done", "plan_id": ids[0]},
         "progress": COUNTS,
     }
-
-
-async def test_a_search_has_the_answer_of_the_solver(serving: Serving) -> None:
-    async with serving("solver") as service:
-        search_id = await submitted(service, TINY)
-        found = await service.ended(search_id)
-        events = (await service.get(f"/v1/searches/{search_id}/events?after=0"))["events"]
-        plan = await service.get(f"/v1/plans/{found['plan_id']}")
-    request = read_layouts(LayoutRequest.model_validate(TINY))
-    best = best_layouts(request.layouts, request.setting, 1)
-    expected = ranking_json(best, request, with_plans=False)
-    for layout, planned in zip(expected["layouts"], best.best, strict=True):
-        layout["plan_id"] = planned.plan.plan_id
-    assert found["answer"] == expected
-    assert "even-cut" not in names_of(plan), "without an effort, orders are constructed alone"
-    assert (found["plan_id"], found["objective"]) == (best.best[0].plan.plan_id, best.best[0].step_time)
-    assert found["lower_bound"] == best.no_layout_below
-    counts = {"considered": len(request.layouts), "ruled_out": best.pruned, "planned": best.planned}
-    assert found["progress"] == counts
-    assert "improvement" in {event["event"] for event in events[2:-1]} <= {"improvement", "progress"}
 
 
 async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_database_url: str) -> None:
@@ -201,20 +179,32 @@ async def test_too_many_layouts_are_refused_with_the_ways_to_have_fewer(
         assert count_layouts(request, read_layouts(request)) == len(counted)
 
 
-def test_an_effort_is_that_of_the_plans_of_the_best_layouts() -> None:
-    outcome, _ = ranked({**TINY, "options": {"effort": "quick"}})
-    assert "even-cut" in names_of(unpack(outcome.plans[0].document)), "a full search compares with it"
+def test_the_answer_is_that_of_the_solver() -> None:
+    outcome, answer = ranked(TINY)
+    request = read_layouts(LayoutRequest.model_validate(TINY))
+    best = best_layouts(request.layouts, request.setting, 1)
+    expected = ranking_json(best, request, with_plans=False)
+    for layout, planned in zip(expected["layouts"], best.best, strict=True):
+        layout["plan_id"] = planned.plan.plan_id
+    assert answer == expected
+    assert (outcome.objective, outcome.lower_bound) == (best.best[0].step_time, best.no_layout_below)
+    counts = {"considered": len(request.layouts), "ruled_out": best.pruned, "planned": best.planned}
+    assert outcome.progress == counts
+    names = [baseline["name"] for baseline in unpack(outcome.plans[0].document)["baselines"]]
+    assert "even-cut" not in names, "without an effort, orders are constructed alone"
 
 
-def test_an_executor_gets_its_settings_and_the_step_of_a_free_order() -> None:
-    outcome, answer = ranked({**TINY, "executor": "megatron"})
-    layout = answer["layouts"][0]
-    assert layout["executor"] == "megatron"
-    assert "--global-batch-size 4" in layout["settings"]
-    # The answer has a more regular cut, if that is at most 1 % longer than the best one.
-    assert outcome.objective is not None
-    assert outcome.lower_bound <= outcome.objective <= layout["step_time"] <= 1.01 * outcome.objective
-    assert layout["free_order"]["step_time"] > 0
+def test_an_executor_and_an_effort_reach_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def known(layouts: Any, setting: Any, *more: Any, **named: Any) -> Any:
+        given.extend([*more, named["workers"]])
+        return best_layouts(read_layouts(LayoutRequest.model_validate(TINY)).layouts, setting, 1)
+
+    monkeypatch.setattr(executor_search, "executor_layouts", known)
+    ranked({**TINY, "executor": "torch", "options": {"effort": "quick"}})
+    executor, top, options, _ends, _report, workers = given
+    assert (executor, top, options, workers) == ("torch", 1, SearchOptions("quick", workers=1), 1)
 
 
 async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving, any_database_url: str) -> None:
@@ -285,8 +275,6 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "executor": "torch", "cluster": {"groups": [SMALL["cluster"]] * 2}}, "/executor"),
     ({**SMALL, "executor": "any", "sensitivity": True}, "/sensitivity"),
     ({**SMALL, "executor": "torch", "points": True}, "/points"),
-    ({**SMALL, "top": 21}, "/top"),
-    ({**SMALL, "options": {"time_limit": 0}}, "/options/time_limit"),
     ({**SMALL, "options": {"time_limit": 1e9}}, "/options/time_limit"),
 ]
 

@@ -19,7 +19,7 @@ from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.problems import pack
 from zbv_service.records.searches import NewSearch, Update
 from zbv_service.searches.executors.local import LocalExecutor
-from zbv_service.searches.runner import new_owner
+from zbv_service.searches.runner import POLL_SECONDS, new_owner
 from zbv_service.settings import Settings
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
@@ -91,6 +91,16 @@ async def test_a_stopping_service_requeues_its_searches_with_their_incumbents(
         assert resumed.read_text().startswith(FIRST_ACTIONS)
 
 
+async def test_a_cancelled_search_of_a_stopping_service_ends(serving: Serving, directory: Path) -> None:
+    async with serving("held") as service:
+        search_id = await service.begun()
+        table = SearchTable(service.app.state.application.database)
+        await table.request_cancel(search_id)  # as another service does
+    async with serving("held") as service:
+        ended = await service.search(search_id)
+        assert (ended["state"], ended["attempts"]) == ("cancelled", 1)
+
+
 async def test_a_search_that_ignores_the_request_to_stop_is_killed_with_its_service(
     serving: Serving, directory: Path
 ) -> None:
@@ -123,24 +133,19 @@ async def test_a_search_with_an_expired_lease_runs_elsewhere(serving: Serving, t
     assert not await table.requeue(lost.id, lost.fence, update)
 
 
-@pytest.mark.parametrize("is_alive", [False, True])
 async def test_the_leases_of_a_process_on_this_machine_end_with_it(
-    serving: Serving, table: SearchTable, is_alive: bool
+    serving: Serving, table: SearchTable
 ) -> None:
     process = await asyncio.create_subprocess_exec("sleep", "60")
-    if not is_alive:
-        process.kill()
-        await process.wait()
     await table.add(new_search())
     claim = await next_of(table, new_owner(process.pid), 3600)
     async with serving("immediate") as service:
-        if is_alive:
-            assert (await service.done(seed=5))["state"] == "done"
-            assert (await service.search(claim.id))["state"] == "running"
-            process.kill()
-            await process.wait()
-        else:
-            assert (await service.ended(claim.id))["state"] == "done"
+        assert (await service.done(seed=5))["state"] == "done"
+        assert (await service.search(claim.id))["state"] == "running"
+    process.kill()
+    await process.wait()
+    async with serving("immediate") as service:
+        assert (await service.ended(claim.id))["state"] == "done"
 
 
 async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
@@ -206,54 +211,35 @@ async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
     assert os.listdir(directory / "starts") == ["0"]
 
 
+async def running_of(service: Service, token: str, *seeds: int, until: int) -> int:
+    """Submit searches with a token, wait until so many run, and count them after more looks at the queue."""
+    service.http.headers.update(await add(service, "search", "read", name=token))
+    asked = [(await service.submit(seed=seed)).json()["id"] for seed in seeds]
+    for each in asked[:until]:
+        await service.until(each, lambda found: found["state"] == "running")
+    await asyncio.sleep(4 * POLL_SECONDS)
+    return [(await service.search(each))["state"] for each in asked].count("running")
+
+
 async def test_while_one_token_has_all_slots_another_one_gets_one_more(
-    serving: Serving, directory: Path, any_database_url: str
+    serving: Serving, directory: Path
 ) -> None:
     """A search cannot be moved away once another token needs its slot."""
-    async with serving("held", auth="tokens", searches=2, database=any_database_url) as service:
-        one, other = await add(service, "search", "read", name="one"), await add(service, "search", "read")
-
-        async def submit(token: dict[str, str], seed: int) -> str:
-            body = {"problem": PROBLEM, "options": {"seed": seed}}
-            answer = await service.http.post("/v1/searches", json=body, headers=token)
-            return str(answer.json()["id"])
-
-        async def states(ids: list[str]) -> list[str]:
-            found = [await service.http.get(f"/v1/searches/{each}", headers=one) for each in ids]
-            return [each.json()["state"] for each in found]
-
-        ids = [await submit(one, seed) for seed in range(4)]
-        await appeared(directory, "started-*", 2)
-        await asyncio.sleep(1.0)  # several looks at the queue
-        assert await states(ids) == ["running", "running", "queued", "queued"]
-        late = await submit(other, 9)
-        await appeared(directory, "started-*", 3)
-        await submit(other, 10)
-        await asyncio.sleep(1.0)
-        assert await states([late, *ids]) == ["running", "running", "running", "queued", "queued"]
-        assert len(started_in(directory)) == 3
+    async with serving("held", auth="tokens", searches=2) as service:
+        assert await running_of(service, "one", 0, 1, 2, until=2) == 2
+        assert await running_of(service, "other", 8, 9, until=1) == 1
+        assert len((await service.get("/v1/searches", state="running"))["searches"]) == 3, "none has ended"
         (directory / "release").touch()
 
 
 async def test_one_token_leaves_a_slot_that_several_services_share(
-    serving: Serving, directory: Path, any_database_url: str, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the threads of a Dask cluster: each service alone would leave one of its slots."""
     monkeypatch.setattr(LocalExecutor, "shared_slots", 3)
-    changes = {"auth": "tokens", "searches": 3, "database": any_database_url}
-    async with serving("held", **changes) as first, serving("held", **changes):
-        one = await add(first, "search", "read", name="one")
-        other = await add(first, "search", "read", name="other")
-        for seed in range(5):
-            body = {"problem": PROBLEM, "options": {"seed": seed}}
-            await first.http.post("/v1/searches", json=body, headers=one)
-        await appeared(directory, "started-*", 2)
-        await asyncio.sleep(1.0)  # several looks at the queue, by both
-        assert len(started_in(directory)) == 2
-        await first.http.post(
-            "/v1/searches", json={"problem": PROBLEM, "options": {"seed": 9}}, headers=other
-        )
-        await appeared(directory, "started-*", 3)
+    async with serving("held", auth="tokens", searches=3) as service, serving("held", auth="tokens"):
+        assert await running_of(service, "one", 0, 1, 2, 3, until=2) == 2
+        assert await running_of(service, "other", 9, until=1) == 1
         (directory / "release").touch()
 
 
@@ -261,15 +247,12 @@ async def test_searches_get_the_cores_that_no_other_search_uses(
     serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zbv_service.searches.runner.cores", lambda: 3)
-    counts = []
     async with serving("held", searches=3) as service:
-        for seed in range(3):
+        for seed, counts in enumerate(([2], [1, 2], [1, 1, 2])):  # at least one each
             await service.begun(seed=seed)
-            counts.append(workers_in(directory))
+            await appeared(directory, "started-*", seed + 1)
+            assert workers_in(directory) == [f"workers {count}" for count in counts]
         (directory / "release").touch()
-    assert counts[0] == ["workers 2"]
-    assert counts[1] == ["workers 1", "workers 2"]
-    assert counts[2] == ["workers 1", "workers 1", "workers 2"], "at least one each"
 
 
 async def test_a_search_runs_again_if_the_service_is_killed_before_storing_its_result(

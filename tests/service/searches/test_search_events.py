@@ -45,12 +45,9 @@ async def a_search(service: Service, directory: Path, **options: Any) -> tuple[s
     return search_id, events_of(answer.text)
 
 
-async def test_a_stream_has_the_events_of_a_search_from_start_to_end(
-    serving: Serving, directory: Path
-) -> None:
-    async with serving("held") as service:
-        search_id, events = await a_search(service, directory)
-        ended = await service.search(search_id)
+async def test_a_stream_has_the_events_of_a_search_from_start_to_end(held: Service, directory: Path) -> None:
+    search_id, events = await a_search(held, directory)
+    ended = await held.search(search_id)
     assert kinds(events) == [
         ("state", "submitted"),
         ("state", "started"),
@@ -117,9 +114,8 @@ async def test_a_search_that_is_discarded_ends_its_streams(held: Service, direct
     assert (await following(held, search_id)).status_code == 404
 
 
-@pytest.mark.parametrize("asked_with", ["token", "session"])
 async def test_a_stream_ends_when_its_token_is_revoked(
-    serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch, asked_with: str
+    serving: Serving, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(access, "FRESH_SECONDS", 0.0)
@@ -127,22 +123,15 @@ async def test_a_stream_ends_when_its_token_is_revoked(
         owner = await add(service, "search", "read", name="owner")
         submitted = await service.http.post("/v1/searches", json={"problem": PROBLEM}, headers=owner)
         search_id = submitted.json()["id"]
-        fields = await add(service, "read", name="reader")
-        if asked_with == "session":
-            await service.http.post(
-                "/sign-in",
-                data={"token": fields["Authorization"].split()[1]},
-                headers={"Sec-Fetch-Site": "same-origin"},
-            )
-            fields = {}
-        stream, other = following(service, search_id, **fields), following(service, search_id, **owner)
+        reader = await add(service, "read", name="reader")
+        stream, other = (following(service, search_id, **fields) for fields in (reader, owner))
         await until(lambda: service.app.state.application.events.readers == 2, "both follow")
         await asyncio.sleep(0.2)
         assert not stream.done()
         await TokenTable(service.app.state.application.database).revoke("reader")
         answer = await stream
         assert (answer.status_code, [event.kind for event in events_of(answer.text)][-1:]) != (200, ["end"])
-        assert (await following(service, search_id, **fields)).status_code == 401
+        assert (await following(service, search_id, **reader)).status_code == 401
         assert not other.done()
         (directory / "release").touch()
         assert events_of((await other).text)[-1].kind == "end"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
-import pytest
-from support.event_streams import events_of
-from support.fake_service import FakeService, fake_service
+from support.fake_service import fake_service
 from support.serving import DEADLINE, PROBLEM, Service, Serving, until
 from zbv_service.database import Database, SearchTable
 from zbv_service.settings import Settings
@@ -53,17 +49,13 @@ async def test_equal_requests_are_one_search_before_and_after_its_end(service: S
 async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Serving) -> None:
     jitter = {"action": 0.05, "rank": 0.0, "transfer": {"samples": [1, 1.5]}}
     async with serving("solver") as service:
-        submitted = await service.submit(effort="quick", jitter=jitter, quantile=0.9)
-        assert submitted.json()["options"]["jitter"] == jitter
-        done = await service.ended(submitted.json()["id"])
+        done = await service.done(effort="quick", jitter=jitter, quantile=0.9)
         assert done["options"]["jitter"] == jitter
         (listed,) = await service.listed("searches")
         assert listed == {**done, "options": {**done["options"], "jitter": None}}
         plan = await service.get(f"/v1/plans/{done['plan_id']}")
-        assert plan["simulation"]["jitter"] == jitter
-        assert plan["provenance"]["quantile"] == 0.9
-        page = await service.http.get(f"/searches/{done['id']}", headers={"Accept": "text/html"})
-        assert "0.9 quantile of the simulated time" in page.text
+        assert (plan["simulation"]["jitter"], plan["provenance"]["quantile"]) == (jitter, 0.9)
+        assert "0.9 quantile of the simulated time" in await service.page(f"/searches/{done['id']}")
 
 
 async def test_wrong_jitter_is_refused(service: Service) -> None:
@@ -113,19 +105,18 @@ async def test_a_queued_search_has_a_position_and_is_cancelled_immediately(
             assert (ended["state"], ended["queued_before"]) == ("done", None)
 
 
-async def test_an_infeasible_memory_limit_ends_the_search_as_infeasible(serving: Serving) -> None:
+async def test_an_infeasible_memory_limit_ends_the_search_as_infeasible(service: Service) -> None:
     tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "static": [0, 1], "limit": [2, 2.5]}}
-    async with serving("immediate") as service:
-        search_id = (await service.submit(tight)).json()["id"]
-        ended = await service.ended(search_id)
-        assert (ended["state"], ended["plan_id"]) == ("infeasible", None)
-        error = ended["error"]
-        assert error["type"] == "/errors/infeasible-memory"
-        assert error["smallest_limit"] == [2, 3]
-        assert [entry["pointer"] for entry in error["errors"]] == ["/problem/memory/limit"]
-        assert "rank 1" in error["detail"]
-        again = await service.submit(tight)
-        assert (again.status_code, again.json()["id"]) == (200, search_id)
+    search_id = (await service.submit(tight)).json()["id"]
+    ended = await service.ended(search_id)
+    assert (ended["state"], ended["plan_id"]) == ("infeasible", None)
+    error = ended["error"]
+    assert error["type"] == "/errors/infeasible-memory"
+    assert error["smallest_limit"] == [2, 3]
+    assert [entry["pointer"] for entry in error["errors"]] == ["/problem/memory/limit"]
+    assert "rank 1" in error["detail"]
+    again = await service.submit(tight)
+    assert (again.status_code, again.json()["id"]) == (200, search_id)
 
 
 async def test_a_failed_search_reports_its_error_and_can_be_submitted_again(serving: Serving) -> None:
@@ -144,16 +135,6 @@ async def discard(service: Service, search_id: str) -> int:
     return (await service.http.delete(f"/v1/searches/{search_id}")).status_code
 
 
-async def test_any_service_can_cancel_a_search_of_another_service(serving: Serving, directory: Path) -> None:
-    async with serving("held", heartbeat_seconds=4.0) as runs:
-        search_id = await runs.begun()
-        async with serving("held") as asked:
-            assert (await asked.cancel(search_id)).status_code == 202
-            ended = await asked.ended(search_id)
-            assert (ended["state"], ended["objective"]) == ("cancelled", 8)
-            assert (await asked.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
-
-
 async def test_a_cancelled_search_with_an_incumbent_does_not_wait_for_a_free_slot(
     serving: Serving, settings: Settings
 ) -> None:
@@ -170,10 +151,8 @@ async def test_a_cancelled_search_with_an_incumbent_does_not_wait_for_a_free_slo
         assert (await service.search(waiting))["state"] == "queued"
         assert (await service.cancel(waiting)).status_code == 202
         ended = await service.ended(waiting)
-        assert ended["state"] == "cancelled"
-        assert ended["plan_id"] is not None
+        assert (ended["state"], ended["plan_id"] is None) == ("cancelled", False)
         assert (await service.search(busy))["state"] == "running"
-        await service.cancel(busy)
     await database.close()
 
 
@@ -226,17 +205,7 @@ async def test_discarding_during_a_repeated_submission_never_fails(service: Serv
 
 
 SEARCHES = 48
-STREAMS = 40
 CONNECTIONS = 8
-
-
-@pytest.fixture
-def many_files() -> Iterator[None]:
-    """Allow as many open sockets as the test needs."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 3 * STREAMS)), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def submit(address: str, seeds: Iterable[int], accepted: dict[int, str]) -> None:
@@ -257,22 +226,7 @@ async def submit(address: str, seeds: Iterable[int], accepted: dict[int, str]) -
         await asyncio.gather(*(work(http) for _ in range(CONNECTIONS)))
 
 
-async def states_of(address: str) -> dict[str, str]:
-    """The state of every listed search, read page by page."""
-    found: dict[str, str] = {}
-    following: str | None = "/v1/searches?limit=300"
-    async with httpx.AsyncClient(base_url=address, timeout=DEADLINE) as http:
-        while following is not None:
-            page = (await http.get(following)).json()
-            assert not found.keys() & {entry["id"] for entry in page["searches"]}
-            found |= {entry["id"]: entry["state"] for entry in page["searches"]}
-            following = page["next"]
-    return found
-
-
-async def test_none_of_many_searches_is_lost_when_the_service_is_killed(
-    directory: Path, many_files: None
-) -> None:
+async def test_none_of_many_searches_is_lost_when_the_service_is_killed(directory: Path) -> None:
     accepted: dict[int, str] = {}
     with fake_service("held", directory) as first:
         submitting = asyncio.create_task(submit(first.address, range(SEARCHES), accepted))
@@ -286,29 +240,9 @@ async def test_none_of_many_searches_is_lost_when_the_service_is_killed(
         # Nobody knows whether the service handled the interrupted requests. Their keys make repetition safe.
         await submit(second.address, sorted(set(range(SEARCHES)) - before.keys()), accepted)
         assert before.items() <= accepted.items()
-        states = await states_of(second.address)
+        async with httpx.AsyncClient(base_url=second.address, timeout=DEADLINE) as http:
+            page = (await http.get(f"/v1/searches?limit={2 * SEARCHES}")).json()
+        states = {entry["id"]: entry["state"] for entry in page["searches"]}
         assert sorted(states) == sorted(accepted.values())
         assert len(states) == SEARCHES
         assert set(states.values()) <= {"queued", "running"}
-        await hold_streams(second, list(accepted.values())[::-1][:STREAMS])
-
-
-async def hold_streams(service: FakeService, search_ids: list[str]) -> None:
-    """One reader per search; meanwhile the service answers requests and streams the end of a search."""
-    host, port = str(urlsplit(service.address).hostname), int(str(urlsplit(service.address).port))
-    streams = await asyncio.gather(*(asyncio.open_connection(host, port) for _ in search_ids))
-    async with asyncio.timeout(DEADLINE):
-        for search_id, (_, writer) in zip(search_ids, streams, strict=True):
-            head = f"GET /v1/searches/{search_id}/events HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n"
-            writer.write(head.encode())
-        for reader, _ in streams:
-            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
-            assert b"submitted" in await reader.readuntil(b"id: 1\n\n")
-        async with httpx.AsyncClient(base_url=service.address, timeout=DEADLINE) as http:
-            cancelled = await http.post(f"/v1/searches/{search_ids[0]}/cancel")
-            assert cancelled.json()["state"] == "cancelled"
-        rest = await streams[0][0].readuntil(b"\r\n0\r\n\r\n")
-        lines = [line for line in rest.decode().split("\r\n") if ":" in line]
-        assert events_of("".join(lines))[-1].data["state"] == "cancelled"
-    for _, writer in streams:
-        writer.close()

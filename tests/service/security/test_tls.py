@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
-from support.refusals import refusal
 from support.serving import PROBLEM
 from zbv_service.client import Client, tls
 from zbv_service.client.tokens import CredentialsUnusable
@@ -27,37 +26,23 @@ from zbv_worker.commands.cli import main as worker
 COMMAND = [sys.executable, "-c", "import sys; from zbv_service.commands.cli import main; sys.exit(main())"]
 
 
-@dataclass(frozen=True)
 class Certificates:
     """Files of a server and a client certificate of one authority, and a client certificate of another."""
 
-    folder: Path
-    ca: Path
-    server: tuple[Path, Path]
-    client: tuple[Path, Path]
-    stranger: tuple[Path, Path]
+    def __init__(self, folder: Path):
+        self.folder, self.ca = folder, folder / "ca.pem"
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(str(self.ca))
+        self.server = self._issue(authority, "server", "127.0.0.1", "localhost")
+        self.client = self._issue(authority, "client", "agent@zbv.example")
+        self.stranger = self._issue(trustme.CA(), "stranger", "stranger@zbv.example")
 
-    @classmethod
-    def make(cls, folder: Path) -> Certificates:
-        """Create all certificates."""
-        authority, other = trustme.CA(), trustme.CA()
-        authority.cert_pem.write_to_path(str(folder / "ca.pem"))
-
-        def issue(by: trustme.CA, name: str, *identities: str) -> tuple[Path, Path]:
-            made = by.issue_cert(*identities)
-            chain, key = folder / f"{name}.pem", folder / f"{name}.key"
-            for number, blob in enumerate(made.cert_chain_pems):
-                blob.write_to_path(str(chain), append=number > 0)
-            made.private_key_pem.write_to_path(str(key))
-            return chain, key
-
-        return cls(
-            folder,
-            folder / "ca.pem",
-            issue(authority, "server", "127.0.0.1", "localhost"),
-            issue(authority, "client", "agent@zbv.example"),
-            issue(other, "stranger", "stranger@zbv.example"),
-        )
+    def _issue(self, by: trustme.CA, name: str, *identities: str) -> tuple[Path, Path]:
+        made = by.issue_cert(*identities)
+        chain, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        chain.write_bytes(b"".join(blob.bytes() for blob in made.cert_chain_pems))
+        made.private_key_pem.write_to_path(str(key))
+        return chain, key
 
     def context(self, shown: tuple[Path, Path] | None) -> ssl.SSLContext:
         """The TLS context of a client that trusts this authority and presents a certificate."""
@@ -69,7 +54,7 @@ class Certificates:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates.make(tmp_path_factory.mktemp("certificates"))
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
@@ -116,23 +101,20 @@ def test_a_client_without_valid_certificate_is_refused(
 def test_commands_take_certificates_by_flags(
     certificates: Certificates,
     address: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in (tls.CA_VARIABLE, tls.CERT_VARIABLE, tls.KEY_VARIABLE):
         monkeypatch.setenv(name, "")  # the command sets them; monkeypatch restores them
-    problem, plan = tmp_path / "problem.json", tmp_path / "plan.json"
-    problem.write_text(json.dumps(PROBLEM))
+    monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(PROBLEM)))
     chain, key = certificates.client
     flags = ["--tls-ca", str(certificates.ca), "--tls-cert", str(chain), "--tls-key", str(key)]
-    command = ["submit", str(problem), "--server", address, "-o", str(plan), "--effort", "quick"]
+    command = ["submit", "-", "--server", address, "--detach"]
     assert main(command) == 1
     refused = capsys.readouterr().err
-    assert "CERTIFICATE_VERIFY_FAILED" in refused
-    assert "--tls-ca" in refused
+    assert ("CERTIFICATE_VERIFY_FAILED" in refused, "--tls-ca" in refused) == (True, True)
+    monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(PROBLEM)))
     assert main([*command, *flags]) == 0
-    assert json.loads(plan.read_text())["objective"] == "span"
     agent = ["agent", "--server", "https://127.0.0.1:9", "--tls-ca", str(certificates.folder / "none.pem")]
     assert worker(agent) == 2
     assert "cannot read" in capsys.readouterr().err
@@ -152,27 +134,10 @@ def test_an_unusable_tls_file_is_an_error_that_names_it(
     assert isinstance(tls.find(), ssl.SSLContext)
 
 
-def test_a_service_with_unusable_certificates_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for flags, complaint in (
-        (
-            ["--tls-cert", "absent.pem", "--tls-key", "absent.key"],
-            "cannot use absent.pem, absent.key for TLS",
-        ),
-        (["--host", "0.0.0.0"], "zbv-service token create --name admin --scope admin --database sqlite:///"),
-    ):
-        status, said = refusal(capsys, "serve", "--port", "0", *flags)
-        assert (status, complaint in said, "Traceback" in said) == (2, True, False), said
-
-
 def test_a_client_that_never_begins_tls_is_disconnected(address: str) -> None:
-    """Soon; asyncio's own limit is a minute."""
-    began = time.monotonic()
+    """Before asyncio's own limit, a minute."""
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=50) as silent:
         assert silent.recv(100) == b""
-    assert time.monotonic() - began < 50
 
 
 def test_a_missing_body_is_answered_with_408(certificates: Certificates, address: str) -> None:

@@ -12,8 +12,8 @@ from sqlalchemy import update
 from support.stored import a_beat, an_agent, begin, counting, run_in
 from zbv_service.database import AgentTable, Database, HeartbeatTable, ListenerTable, RunTable
 from zbv_service.database.models import AgentRow, ListenerRow
-from zbv_service.records.agents import AllowsDocument, BeatAnswer, Heartbeat, RunOrders
-from zbv_service.records.lists import AgentListQuery, RunListQuery
+from zbv_service.records.agents import BeatAnswer, Heartbeat, RunOrders
+from zbv_service.records.lists import AgentListQuery
 from zbv_service.runs.agents import Assignments, Heartbeats
 from zbv_service.runs.dispatch import AgentWatch, Dispatcher
 
@@ -95,31 +95,6 @@ async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(
     assert await state_of(database, "run") == "running"
     events = await RunTable(database).events("run", 0, 99)
     assert [event.kind for event in events].count("running") == 1
-
-
-async def test_a_script_runs_once_it_has_begun_and_is_found_by_its_path(database: Database) -> None:
-    """Its run has no model and no steps, and only an agent that allows it gets it."""
-    script = {"path": "/shared/train.py", "arguments": []}
-    await AgentTable(database).add(*an_agent("other"))
-    (agent,) = await begin(
-        database,
-        "run",
-        1,
-        agent={"allows": AllowsDocument(scripts=["/shared/*"])},
-        model=None,
-        steps=None,
-        script=script,
-    )
-    assert agent == "run-0"
-    await HeartbeatTable(database).store([a_beat(agent, None, "run")])
-    assert await state_of(database, "run") == "starting"
-    await HeartbeatTable(database).store([in_step(agent, "run", None)])
-    assert await state_of(database, "run") == "running"
-    for text, count in (("SHARED/tr", 1), ("a.b", 0)):
-        page = await RunTable(database).page(RunListQuery(q=text))
-        assert len(page.items) == count
-    found = await run_in(RunTable(database), "run")
-    assert (found.model, found.steps, found.program) == (None, None, script["path"])
 
 
 async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -34,8 +35,9 @@ async def listed(table: SearchTable, wanted: SearchListQuery) -> list[str]:
     return [record.id for record in (await table.page(wanted)).items]
 
 
-async def test_pages_hold_every_search_once_newest_first_in_both_directions(database: Database) -> None:
-    table = SearchTable(database)
+async def test_pages_hold_every_search_once_newest_first_in_both_directions(
+    database: Database, table: SearchTable
+) -> None:
     # Three share each time of creation, so the time alone does not order them.
     for index in range(7):
         await add(database, a_search(f"s{index}"), NOON + timedelta(microseconds=index // 3))
@@ -58,8 +60,7 @@ async def test_pages_hold_every_search_once_newest_first_in_both_directions(data
     assert (await table.page(SearchListQuery(limit=8))).next is None, "a full last page"
 
 
-async def test_searches_are_filtered_by_their_properties(database: Database) -> None:
-    table = SearchTable(database)
+async def test_searches_are_filtered_by_their_properties(database: Database, table: SearchTable) -> None:
     await add(database, a_search("old"), NOON)
     await add(database, a_search("wide", pp_degree=8), NOON + timedelta(seconds=1))
     await add(database, a_search("long", microbatches=64), NOON + timedelta(seconds=2))
@@ -88,11 +89,13 @@ async def test_plans_are_filtered_and_paged_like_searches(database: Database) ->
         status = "optimal" if index == 3 else "feasible"
         await table.add(a_plan(f"p{index}", status=status, pp_degree=2 + index % 2, created_at=NOON))
     first = await table.page(PlanListQuery(limit=3))
-    rest = await table.page(PlanListQuery(limit=3), first.next)
-    assert [plan.plan_id for plan in (*first.items, *rest.items)] == ["p4", "p3", "p2", "p1", "p0"]
-    assert rest.next is None
-    assert [plan.plan_id for plan in (await table.page(PlanListQuery(status="optimal"))).items] == ["p3"]
-    assert [plan.plan_id for plan in (await table.page(PlanListQuery(pp_degree=3))).items] == ["p3", "p1"]
+    for wanted, after, expected in (
+        (PlanListQuery(limit=3), None, ["p4", "p3", "p2"]),
+        (PlanListQuery(limit=3), first.next, ["p1", "p0"]),
+        (PlanListQuery(status="optimal"), None, ["p3"]),
+        (PlanListQuery(pp_degree=3), None, ["p3", "p1"]),
+    ):
+        assert [plan.plan_id for plan in (await table.page(wanted, after)).items] == expected, wanted
 
 
 async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
@@ -109,10 +112,12 @@ async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
 async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> None:
     await PlanTable(database).add(a_plan("plan"))
     table = RunTable(database)
-    for index in range(5):
-        model = {"factory": f"package.models:{'GPT' if index % 2 else 'llama'}", "arguments": {}, "seed": 0}
+    for index, name in enumerate(("llama", "GPT", "llama", "GPT", None)):
+        model = name and {"factory": f"package.models:{name}", "arguments": {}, "seed": 0}
+        script = None if name else {"path": "/shared/train.py", "arguments": []}
+        what: dict[str, Any] = {"model": model, "script": script, "steps": 5 if name else None}
         created_at = NOON + timedelta(seconds=index)
-        await table.add(a_run(f"r{index}", plan_id="plan", model=model, created_at=created_at))
+        await table.add(a_run(f"r{index}", plan_id="plan", created_at=created_at, **what))
     await table.request_cancel("r1")
 
     async def names(wanted: RunListQuery, after: Position | None = None) -> list[str]:
@@ -126,6 +131,7 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
         (RunListQuery(q="r3"), ["r3"]),
         (RunListQuery(q="plan"), ["r4", "r3", "r2", "r1", "r0"]),
         (RunListQuery(q="models:gpt"), ["r3", "r1"]),
+        (RunListQuery(q="SHARED/tr"), ["r4"]),
         (RunListQuery(q="gpt", state=["waiting"]), ["r3"]),
         (RunListQuery(q="m_dels"), []),
         (RunListQuery(created_after=NOON + timedelta(seconds=2)), ["r4", "r3"]),

@@ -18,7 +18,6 @@ from zbv_service.database import (
     Database,
     HeartbeatTable,
     KeyReused,
-    PartTable,
     PlanTable,
     RunTable,
     SearchGone,
@@ -27,7 +26,7 @@ from zbv_service.database import (
 )
 from zbv_service.database.models import AgentRow, EventRow, RunRow
 from zbv_service.records.lists import AgentListQuery, RunListQuery
-from zbv_service.records.runs import AvailableAgent, Decision, NewPart, NodeOutcome, RequestKey, WaitingRun
+from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, RequestKey, WaitingRun
 from zbv_service.runs.scheduler import decide
 
 
@@ -124,20 +123,6 @@ async def test_a_run_cannot_wait_for_a_missing_search(database: Database) -> Non
     assert (await runs.add(waiting)).state == "planning"
     with pytest.raises(SearchInUse):
         await searches.discard("search")
-
-
-async def test_the_artifacts_of_a_run_are_listed_without_their_content(database: Database) -> None:
-    await PlanTable(database).add(a_plan(PLAN))
-    await RunTable(database).add(a_run("run", ranks_per_node=2))
-    parts = PartTable(database)
-    await parts.put(NewPart("run", 1, 0, "log", b"text"))
-    await parts.put(NewPart("run", 0, 1, "trace", b"body", PLAN, 1, 0, 7))
-    await parts.put(NewPart("run", 0, 0, "trace", b"body", PLAN, 0, 0, 6))
-    listed = await parts.index("run")
-    found = [(each.generation, each.rank, each.kind, each.last_step) for each in listed]
-    assert found == [(0, 0, "trace", 6), (0, 1, "trace", 7), (1, 0, "log", None)]
-    assert all(each.updated_at.tzinfo is not None for each in listed)
-    assert await parts.index("other") == []
 
 
 OUTCOMES: tuple[NodeOutcome, ...] = ("succeeded", "failed", "stopped")

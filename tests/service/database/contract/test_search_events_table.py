@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.stored import a_plan, a_search, claimed, found_in, next_of
+from support.stored import a_layout_search, a_plan, a_search, claimed, found_in, next_of
 from zbv_service.database import Database, SearchEventTable, SearchTable
 from zbv_service.database import events as stored
 from zbv_service.records.searches import Outcome, Update
@@ -20,9 +20,8 @@ async def stored_events(database: Database, search_id: str = "a", after: int = 0
     return await SearchEventTable(database).after({search_id: after})
 
 
-async def test_stored_results_never_get_worse(database: Database) -> None:
+async def test_stored_results_never_get_worse(database: Database, table: SearchTable) -> None:
     """Reports that are worse than the results of an earlier attempt are not visible."""
-    table = SearchTable(database)
     first = await claimed(table)
     assert await table.progressed("a", first.fence, found(10, 5, b"ten"))
     assert await table.progressed("a", first.fence, found(8, 6, b"eight"))
@@ -81,11 +80,10 @@ async def test_numbers_count_every_change_of_a_search(database: Database, second
 
 
 async def test_only_the_newest_improvements_are_kept(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "KEPT_EVENTS", 10)
     monkeypatch.setattr(stored, "PRUNED_EVERY", 5)
-    table = SearchTable(database)
     claim = await claimed(table)
     for step in range(40):
         await table.progressed("a", claim.fence, found(100.0 - step, 1))
@@ -95,8 +93,8 @@ async def test_only_the_newest_improvements_are_kept(
     assert 10 <= len(numbers) - 2 <= 15
 
 
-async def test_many_searches_are_read_at_once(database: Database) -> None:
-    table, events = SearchTable(database), SearchEventTable(database)
+async def test_many_searches_are_read_at_once(database: Database, table: SearchTable) -> None:
+    events = SearchEventTable(database)
     names = [f"s{index}" for index in range(30)]
     for name in names:
         await table.add(a_search(name))
@@ -105,11 +103,26 @@ async def test_many_searches_are_read_at_once(database: Database) -> None:
     assert sorted(event.search_id for event in await events.after(everything)) == sorted(names)
 
 
-async def test_cancelled_discarded_and_requeued_searches_are_unwanted(database: Database) -> None:
-    table = SearchTable(database)
+async def test_cancelled_discarded_and_requeued_searches_are_unwanted(table: SearchTable) -> None:
     fences = {name: (await claimed(table, name)).fence for name in "abcd"}
     await table.request_cancel("b")
     await table.discard("c")
     await table.requeue("d", fences["d"], None)
     assert await table.unwanted(fences) == {"b", "c", "d"}
     assert await table.unwanted({}) == set()
+
+
+async def test_what_a_search_of_layouts_has_planned_is_an_event(
+    database: Database, table: SearchTable
+) -> None:
+    await table.add(a_layout_search("a"))
+    claim = await next_of(table)
+    for planned, step in enumerate((None, 9.0, 9.0, 8.0)):
+        counts = {"considered": 3, "ruled_out": 0, "planned": planned}
+        assert await table.progressed("a", claim.fence, Update(step, 1.0, None, None, progress=counts))
+    events = [event for event in await stored_events(database) if event.kind != "state"]
+    kinds = ["progress", "improvement", "progress", "improvement"]
+    assert [(event.kind, event.objective) for event in events] == list(
+        zip(kinds, (None, 9, 9, 8), strict=True)
+    )
+    assert [event.progress and event.progress.planned for event in events] == [0, 1, 2, 3]

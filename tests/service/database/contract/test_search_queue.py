@@ -18,11 +18,6 @@ from zbv_service.records.searches import Claim, Outcome, Update
 
 
 @pytest.fixture
-def table(database: Database) -> SearchTable:
-    return SearchTable(database)
-
-
-@pytest.fixture
 async def tables(any_database_url: str) -> AsyncIterator[list[SearchTable]]:
     """Of four services on one database."""
     async with AsyncExitStack() as stack:
@@ -61,20 +56,6 @@ async def test_a_new_token_waits_for_one_round_only(table: SearchTable) -> None:
     await queue(table, "late", "l0", "l1", "l2")
     assert (await found_in(table, "l1")).queued_before == 3, "f10, l0 and f11"
     assert [await claimed_id(table) for _ in range(6)] == ["f10", "l0", "f11", "l1", "f12", "l2"]
-
-
-async def test_a_token_with_one_search_at_a_time_is_served_as_often_as_one_with_many(
-    table: SearchTable,
-) -> None:
-    await queue(table, "flood", *(f"f{index}" for index in range(20)))
-    served: Counter[str] = Counter()
-    for index in range(8):
-        await queue(table, "patient", f"p{index}")
-        for _ in range(2):
-            claim = await next_of(table)
-            served[claim.id[0]] += 1
-            await finish(table, claim)
-    assert served == {"f": 8, "p": 8}
 
 
 async def test_a_search_that_is_queued_again_keeps_its_turn(table: SearchTable) -> None:
@@ -151,10 +132,9 @@ MINUTE = timedelta(minutes=1)
 
 @pytest.mark.parametrize("hours", [-1, 1])
 async def test_a_service_with_a_wrong_clock_keeps_its_searches_for_the_usual_time(
-    database: Database, hours: float
+    table: SearchTable, hours: float
 ) -> None:
     """It requeues no search of others, and its own leases last as long as others'."""
-    table = SearchTable(database)
     with clock_off_by(hours):
         claim = await claimed(table)
     assert await table.requeue_lost() == 0
@@ -169,8 +149,9 @@ async def test_a_service_with_a_wrong_clock_keeps_its_searches_for_the_usual_tim
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-async def test_a_service_with_a_wrong_clock_stores_right_times(database: Database, hours: float) -> None:
-    table = SearchTable(database)
+async def test_a_service_with_a_wrong_clock_stores_right_times(
+    database: Database, table: SearchTable, hours: float
+) -> None:
     await table.add(a_search("before"))
     with clock_off_by(hours):
         await table.add(a_search("a"))
@@ -184,7 +165,7 @@ async def test_a_service_with_a_wrong_clock_stores_right_times(database: Databas
 
 
 async def test_searches_created_at_the_same_time_are_listed_in_order_of_submission(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    table: SearchTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite's clock counts milliseconds."""
     noon = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -193,7 +174,7 @@ async def test_searches_created_at_the_same_time_are_listed_in_order_of_submissi
         return noon
 
     monkeypatch.setattr(Database, "now", now)
-    table, names = SearchTable(database), list("zmaqkfyb")
+    names = list("zmaqkfyb")
     for name in names:
         await table.add(a_search(name))
     assert [record.id for record in (await table.page(SearchListQuery())).items] == names[::-1]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC
 
 import pytest
-from sqlalchemy import func, select, text
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 from support.serving import DEADLINE
 from support.stored import a_layout_search, a_plan, a_run, a_search, claimed, found_in, next_of
@@ -28,30 +28,10 @@ from zbv_service.records.searches import Outcome, SearchDocument, Update
 from zbv_solver.errors import ContradictedBound
 
 BETTER = Update(5.0, 2.0, "m", b"ranks")
+REASONS = ("service-stopped", "process-died", "worker-ended")
 
 
-async def test_a_block_that_raises_stores_nothing(database: Database) -> None:
-    async def change_and_fail() -> None:
-        async with database.writing() as session:
-            await session.execute(text("UPDATE alembic_version SET version_num = 'x'"))
-            raise LookupError
-
-    with pytest.raises(LookupError):
-        await change_and_fail()
-    async with database.writing() as session:
-        assert (await session.execute(text("SELECT version_num FROM alembic_version"))).scalar_one() != "x"
-
-
-async def test_many_writers_at_once_all_succeed(database: Database, second: Database) -> None:
-    tables = [SearchTable(database), SearchTable(second)]
-    await asyncio.gather(*(tables[index % 2].add(a_search(f"s{index}")) for index in range(16)))
-    claims = await asyncio.gather(*(tables[index % 2].claim("me", 60) for index in range(17)))
-    ids = [claim.id for claim in claims if claim is not None]
-    assert sorted(ids) == sorted(f"s{index}" for index in range(16))
-
-
-async def test_a_request_is_stored_once_until_it_is_given_up(database: Database) -> None:
-    table = SearchTable(database)
+async def test_a_request_is_stored_once_until_it_is_given_up(table: SearchTable) -> None:
     assert (await table.add(a_search("a", "key")))[1]
     again, is_new = await table.add(a_search("b", "key"))
     assert (again.id, is_new) == ("a", False)
@@ -62,8 +42,7 @@ async def test_a_request_is_stored_once_until_it_is_given_up(database: Database)
     assert {key: record.id for key, record in found.items()} == {"key": "c", "other": "d"}
 
 
-async def test_discarding_removes_everything_except_the_plan(database: Database) -> None:
-    table = SearchTable(database)
+async def test_discarding_removes_everything_except_the_plan(database: Database, table: SearchTable) -> None:
     claim = await claimed(table, "a", "key")
     assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     assert await table.discard("a")
@@ -74,19 +53,18 @@ async def test_discarding_removes_everything_except_the_plan(database: Database)
     assert (await table.add(a_search("b", "key")))[1]
 
 
-async def test_writes_to_a_discarded_search_are_ignored(database: Database) -> None:
-    table = SearchTable(database)
+async def test_writes_to_a_discarded_search_are_ignored(database: Database, table: SearchTable) -> None:
     claim = await claimed(table)
     assert await table.discard("a")
     assert await table.renew("me", {"a": claim.fence}, 60) == set()
     assert not await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
     assert await PlanTable(database).document("p") is None
-    assert not await table.requeue("a", claim.fence, None, "process-died", 1, {})
-    assert not await table.requeue("a", claim.fence, None)
+    assert not any([await table.requeue("a", claim.fence, None, reason, 1, {}) for reason in REASONS])
 
 
-async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan(database: Database) -> None:
-    table = SearchTable(database)
+async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan(
+    database: Database, table: SearchTable
+) -> None:
     await table.add(a_search("a", placement="auto", layers=8))
     claim = await next_of(table)
     found = replace(a_plan("p", 5.0, placement="loop", lower_bound=4.5), search_bound=4.0)
@@ -99,8 +77,7 @@ async def test_the_bound_over_all_cuts_belongs_to_the_search_and_not_to_the_plan
     assert (stored.placement, stored.lower_bound) == ("loop", 4.5)
 
 
-async def test_only_the_current_owner_writes(database: Database) -> None:
-    table = SearchTable(database)
+async def test_only_the_current_owner_writes(table: SearchTable) -> None:
     await table.add(a_search("a"))
     old = await next_of(table, "old")
     assert await table.progressed("a", old.fence, BETTER)
@@ -109,12 +86,14 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert (new.fence, new.attempts, new.incumbent) == (old.fence + 1, 2, b"ranks")
 
     assert await table.renew("old", {"a": old.fence}, 60) == set()
-    assert not await table.progressed("a", old.fence, BETTER)
-    assert not await table.requeue("a", old.fence, None)
-    assert not await table.requeue("a", old.fence, None, "process-died", 1, {})
-    assert not await table.requeue("a", old.fence, None, "worker-ended", 1, {})
-    assert not await table.ended("a", old.fence, "failed", {})
-    assert not await table.finished("a", old.fence, Outcome.of(a_plan("p")))
+    assert await table.renew("old", {"a": new.fence}, 60) == set(), "another one holds it"
+    for late in (
+        table.progressed("a", old.fence, BETTER),
+        *(table.requeue("a", old.fence, None, reason, 1, {}) for reason in REASONS),
+        table.ended("a", old.fence, "failed", {}),
+        table.finished("a", old.fence, Outcome.of(a_plan("p"))),
+    ):
+        assert not await late
     record = await found_in(table)
     assert (record.state, record.crashes, record.plan_id) == ("running", 0, None)
 
@@ -124,20 +103,7 @@ async def test_only_the_current_owner_writes(database: Database) -> None:
     assert not await table.finished("a", new.fence, Outcome.of(a_plan("p")))
 
 
-async def test_a_cancelled_running_search_keeps_its_owner_until_it_ends(database: Database) -> None:
-    table = SearchTable(database)
-    claim = await claimed(table)
-    record = await table.request_cancel("a")
-    assert record is not None
-    assert record.state == "running"
-    assert await table.renew("me", {"a": claim.fence}, 60) == {"a"}
-    assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
-    ended = await found_in(table)
-    assert (ended.state, ended.plan_id) == ("cancelled", "p")
-
-
-async def test_a_search_fails_after_too_many_crashes(database: Database) -> None:
-    table = SearchTable(database)
+async def test_a_search_fails_after_too_many_crashes(table: SearchTable) -> None:
     await table.add(a_search("a", "key"))
     for death in range(3):
         claim = await next_of(table)
@@ -151,9 +117,8 @@ async def test_a_search_fails_after_too_many_crashes(database: Database) -> None
 
 @pytest.mark.parametrize(("is_cancelled", "state"), [(True, "cancelled"), (False, "failed")])
 async def test_a_killed_search_is_cancelled_only_if_somebody_cancelled_it(
-    database: Database, is_cancelled: bool, state: str
+    table: SearchTable, is_cancelled: bool, state: str
 ) -> None:
-    table = SearchTable(database)
     for name in ("killed", "unplanned"):
         await table.add(a_layout_search(name))
         claim = await next_of(table)
@@ -168,9 +133,9 @@ async def test_a_killed_search_is_cancelled_only_if_somebody_cancelled_it(
         assert (record.state, record.error) == (state, None if is_cancelled else {"detail": "why"})
 
 
-async def test_a_search_fails_after_too_many_evictions_without_progress(database: Database) -> None:
+async def test_a_search_fails_after_too_many_evictions_without_progress(table: SearchTable) -> None:
     """Progress restarts the count."""
-    table, states = SearchTable(database), []
+    states = []
     await table.add(a_search("a"))
     for value in (None, None, 9.0, None, None, None):
         claim = await next_of(table)
@@ -208,8 +173,9 @@ async def test_a_plan_is_stored_once_with_its_time_in_utc(database: Database) ->
     assert (stored.created_at, stored.created_at.tzinfo) == (plan.summary.created_at, UTC)
 
 
-async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Database) -> None:
-    table = SearchTable(database)
+async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(
+    database: Database, table: SearchTable
+) -> None:
     asked = pack({"pp_degree": 2})
     await table.add(replace(a_search("a", "key"), problem=asked))
     claim = await next_of(table)
@@ -217,9 +183,7 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
     better, plan = Update(8.0, 8.0, "n", b"others"), a_plan("p")  # of value 3 and bound 2
     for store in (
         table.progressed("a", claim.fence, better),
-        table.requeue("a", claim.fence, better),
-        table.requeue("a", claim.fence, better, "process-died", 1, {}),
-        table.requeue("a", claim.fence, better, "worker-ended", 1, {}),
+        *(table.requeue("a", claim.fence, better, reason, 1, {}) for reason in REASONS),
         table.finished("a", claim.fence, Outcome.of(plan)),
     ):
         with pytest.raises(ContradictedBound) as raised:
@@ -238,8 +202,7 @@ async def test_a_plan_that_undercuts_a_stored_bound_is_rejected(database: Databa
     assert (await table.add(a_search("b", "key")))[1], "it can be asked for again"
 
 
-async def test_a_bound_above_the_objective_by_rounding_is_lowered(database: Database) -> None:
-    table = SearchTable(database)
+async def test_a_bound_above_the_objective_by_rounding_is_lowered(table: SearchTable) -> None:
     claim = await claimed(table)
     assert await table.progressed("a", claim.fence, Update(9.0, 3 * (1 + 1e-13), "m", b"ranks"))
     assert await table.finished("a", claim.fence, Outcome.of(a_plan("p")))
@@ -248,9 +211,8 @@ async def test_a_bound_above_the_objective_by_rounding_is_lowered(database: Data
 
 
 async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_bound(
-    database: Database,
+    table: SearchTable,
 ) -> None:
-    table = SearchTable(database)
     for name in "abc":
         await table.add(a_search(name))
     for first in [await table.claim("me", 60) for _ in range(3)]:

@@ -1,9 +1,10 @@
-"""Accounts of measured steps: the parts add up to the difference on every rank."""
+"""Measured steps: the parts of their accounts add up, and the one deviation is found and put into words."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from support.orders import random_orders
 from support.problems import problems, uniform
 from support.rank_traces import trace_documents
 from zbv_service.runs.measured.accounts import account, kind_times
+from zbv_service.runs.measured.explain import Explanation, explain, sentence
 from zbv_service.runs.measured.step import (
     MeasuredStep,
     clock_conflict,
@@ -28,7 +30,10 @@ from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective, Problem, Units
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import span_start_times
 
 MICROSECOND = 1000.0
@@ -53,16 +58,17 @@ def test_the_parts_of_every_rank_add_up_to_the_difference(problem: Problem, seed
     plan = plan_of(problem, seed)
     step = lay_out(plan, noisy(plan, seed), 0, MICROSECOND)
     found = account(plan, step)
-    assert found.planned == plan.objective
-    assert found.measured == step_length(plan, step)
+    assert (found.planned, found.measured) == (plan.objective, step_length(plan, step))
     for row in found.ranks:
-        assert row.planned.total == pytest.approx(found.planned, abs=1e-6)
-        assert row.measured.total == pytest.approx(found.measured, abs=1e-6)
-        assert row.difference.total == pytest.approx(found.difference, abs=1e-6)
-        assert row.measured.without_transfer().total == pytest.approx(found.measured, abs=1e-6)
+        for parts, total in (
+            (row.planned, found.planned),
+            (row.measured, found.measured),
+            (row.difference, found.difference),
+            (row.measured.without_transfer(), found.measured),
+        ):
+            assert parts.total == pytest.approx(total, abs=1e-6)
         for parts in (row.planned, row.measured):
-            rounding = 1e-12 * (1 + found.measured)
-            assert min(parts.compute, parts.transfer, parts.waiting, parts.between) >= -rounding
+            assert min(vars(parts).values()) >= -1e-12 * (1 + parts.total)
 
 
 @given(problems(max_p=3, max_m=3), st.integers(0, 1000))
@@ -138,29 +144,12 @@ def test_ranks_without_a_trace_are_left_out(objective: Objective) -> None:
     assert {kind.rank for kind in kind_times(plan, [step])} == {0, 2}
 
 
-def test_durations_are_listed_by_rank_and_letter() -> None:
-    problem = uniform(2, 4)
-    plan = plan_of(problem)
-    costs = replace(problem.costs, forward=(1.0, 2.0, 1.0, 1.0))
-    steps = [
-        lay_out(plan, as_planned(plan, replace(problem, costs=costs), steps=3), at, MICROSECOND)
-        for at in range(3)
-    ]
-    found = {(kind.rank, kind.letter): kind for kind in kind_times(plan, steps)}
-    assert found[0, "F"].ratio == pytest.approx(1.0)
-    assert (found[1, "F"].planned, found[1, "F"].measured) == (1.0, 1.5), (
-        "stage 1 takes twice, stage 2 does not"
-    )
-    assert found[1, "F"].count == 8
-
-
 def test_the_typical_step_is_a_measured_one() -> None:
     plan = plan_of(uniform(2, 4))
     traces = noisy(plan, 3, steps=5)
     steps = [lay_out(plan, traces, at, MICROSECOND) for at in range(5)]
-    lengths = sorted(step_length(plan, step) for step in steps)
-    assert step_length(plan, typical(plan, steps)) == lengths[2]
-    assert step_length(plan, typical(plan, steps[:2])) == min(step_length(plan, step) for step in steps[:2])
+    for some, at in ((steps, 2), (steps[:2], 0)):
+        assert step_length(plan, typical(plan, some)) == sorted(step_length(plan, s) for s in some)[at]
 
 
 def test_a_named_unit_is_used_and_any_other_is_fitted() -> None:
@@ -174,19 +163,16 @@ def test_a_named_unit_is_used_and_any_other_is_fitted() -> None:
 
 def test_contradicting_clocks_are_detected() -> None:
     plan = plan_of(uniform(2, 4, p2p=0.5))
-    agreed = lay_out(plan, as_planned(plan), 0, MICROSECOND)
-    assert clock_conflict(plan, agreed).count == 0
-    assert clock_conflict(plan, agreed).inputs == int((sources(plan) >= 0).sum())
+    agreed = clock_conflict(plan, lay_out(plan, as_planned(plan), 0, MICROSECOND))
+    assert (agreed.count, agreed.inputs) == (0, int((sources(plan) >= 0).sum()))
     documents = trace_documents(plan.problem, plan.orders, plan_id=plan.plan_id, ahead=[0, -20_000])
     documents[1]["clock_offset_ns"] = 0
-    found = clock_conflict(
-        plan, lay_out(plan, [parse_rank_trace(document) for document in documents], 0, MICROSECOND)
-    )
+    found = clock_conflict(plan, lay_out(plan, [*map(parse_rank_trace, documents)], 0, MICROSECOND))
     assert found.count > 0
     assert found.worst == pytest.approx(20.0 - 0.5)
     # Of what the clocks do not know, nobody can say that it is wrong; the worse of them counts.
     documents[1]["uncertainty_ns"] = 30_000
-    vague = lay_out(plan, [parse_rank_trace(document) for document in documents], 0, MICROSECOND)
+    vague = lay_out(plan, [*map(parse_rank_trace, documents)], 0, MICROSECOND)
     assert (vague.uncertainty, clock_conflict(plan, vague).count) == (30.0, 0)
 
 
@@ -219,3 +205,125 @@ def test_sources_are_the_producers_on_other_ranks() -> None:
             continue
         letters = ("F",) if action.letter == "F" else ("I", "B")
         assert texts[found[at]] in {f"{near}{letter}{action.microbatch}" for letter in letters}
+
+
+@pytest.fixture(scope="module", params=["span", "makespan"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    objective: Objective = request.param
+    problem = replace(uniform(4, 8, limit=8, p2p=0.25, objective=objective), units=Units(time="us"))
+    return search(problem, SearchOptions("quick"))
+
+
+def explained(plan: Plan, problem: Problem | None = None, change: Any = None) -> Explanation:
+    """The explanation of the plan's order that runs with the costs of another problem."""
+    documents = trace_documents(problem or plan.problem, plan.orders, plan_id=plan.plan_id)
+    for document in documents:
+        if change is not None:
+            change(document)
+    step = lay_out(plan, [parse_rank_trace(document) for document in documents], 0, 1000.0)
+    return explain(plan, step, account(plan, step))
+
+
+def times(plan: Plan, factor: float, *names: str, rank: int | None = None) -> Problem:
+    """The plan's problem with these costs, of one rank or of all, this much longer."""
+    costs, stages = plan.problem.costs, range(plan.problem.n_stages)
+    slow = stages if rank is None else plan.problem.placement.stages_of[rank]
+    changes = {
+        name: tuple(
+            cost * (factor if at in slow or name == "p2p" else 1.0)
+            for at, cost in enumerate(getattr(costs, name))
+        )
+        for name in names
+    }
+    return replace(plan.problem, costs=replace(costs, **changes))
+
+
+ACTIONS = ("forward", "backward_input", "backward_weight")
+
+
+@pytest.mark.parametrize(
+    ("factor", "names", "rank", "cause", "said"),
+    [
+        (2.5, ["backward_weight"], 2, ("actions", 2, "W"), "Rank 2's W took 2.50 × what was planned"),
+        (1.5, ACTIONS, 1, ("actions", 1, None), "Rank 1's actions took 1.50 ×"),
+        (6, ["p2p"], None, ("transfers", None, None), "Transfers took 6.00 × what was planned"),
+        (1.4, ["forward"], None, ("actions", None, "F"), "F took 1.40 × what was planned, over all ranks"),
+    ],
+)
+def test_the_one_deviation_is_the_main_cause(
+    plan: Plan, factor: float, names: list[str], rank: int | None, cause: tuple[object, ...], said: str
+) -> None:
+    found = explained(plan, times(plan, factor, *names, rank=rank))
+    assert found.main is not None
+    assert (found.main.kind, found.main.rank, found.main.letter) == cause
+    assert found.main.ratio == pytest.approx(factor)
+    assert found.share(found.main) >= 0.6
+    assert said in sentence(found)
+    assert "longer than planned" in sentence(found)
+
+
+def test_time_between_actions_is_found_although_none_is_planned(plan: Plan) -> None:
+    """Every rank turns to its actions later than possible, which delays them by the same time."""
+
+    def dawdle(document: dict[str, Any]) -> None:
+        for index, row in enumerate(document["steps"][0]["actions"]):
+            late = 300 * index
+            row[1:4] = [row[1] + late, row[2] + late, row[3] + late]
+
+    found = explained(plan, change=dawdle)
+    assert found.main is not None
+    assert found.main.kind == "between"
+    assert "time between actions" in sentence(found)
+
+
+def test_a_faster_step_is_explained_too(plan: Plan) -> None:
+    found = explained(plan, times(plan, 0.5, "forward", "backward_input"))
+    assert found.difference < 0
+    assert found.main is not None
+    assert found.main.effect < 0
+    assert "less than planned" in sentence(found)
+
+
+def test_a_step_as_planned_needs_no_cause() -> None:
+    problem = replace(uniform(2, 4, objective="makespan"), units=Units(time="us"))
+    plan = search(problem, SearchOptions("quick"))
+    found = explained(plan)
+    assert found.main is None
+    assert sentence(found) == "The step took as long as planned (0.0\u202f%)."
+
+
+def test_early_starts_are_a_cause_if_the_span_assumes_staggered_starts() -> None:
+    ranks = [["0F0", "0F1", "3F0", "3I0", "3W0", "3F1", "3I1", "3W1", "0I0", "0W0", "0I1", "0W1"]]
+    ranks += [["1F0", "2F0", "1F1", "2F1", "2I0", "1I0", "2W0", "1W0", "2I1", "1I1", "2W1", "1W1"]]
+    problem = replace(uniform(2, 2, p2p=3.0), units=Units(time="us"))
+    plan = make_plan(problem, Orders.from_text(ranks), method="test")
+    found = explained(plan)
+    (start,) = [cause for cause in found.causes if cause.kind == "start"]
+    assert start.effect == pytest.approx(found.difference)
+
+
+def test_slow_actions_are_found_among_microbatches_that_differ() -> None:
+    """Their durations differ as planned, which is no cause."""
+
+    def costing(weights: float) -> Problem:
+        document = {
+            "pp_degree": 2,
+            "microbatches": 4,
+            "features": {"tokens": [10, 40, 20, 30]},
+            "costs": {
+                "forward": {"fixed": 2, "tokens": 1},
+                "backward_input": {"tokens": 1},
+                "backward_weight": {"tokens": [weights, 1, 1, weights]},
+                "p2p": {"tokens": 0.1},
+            },
+            "units": {"time": "us"},
+        }
+        return parse_problem(document)
+
+    plan = search(costing(1), SearchOptions("quick"))
+    assert explained(plan).main is None
+    found = explained(plan, costing(3))
+    assert found.main is not None
+    assert (found.main.kind, found.main.rank) == ("actions", 0)
+    assert found.main.letter in ("W", "B", None)
+    assert found.share(found.main) >= 0.6

@@ -101,7 +101,8 @@ def _of_plan(folder: Path, name: str) -> Iterator[str]:
 
 
 def _of_layout(folder: Path, recompute: Recompute, policy: str) -> Iterator[str]:
-    layout = Layout(2, 1, 2, 2, 2, 1, MICROBATCHES, 1, recompute, "tp-cp-dp-pp")
+    modules = ("op",) if recompute == "selective" else ()
+    layout = Layout(2, 1, 2, 2, 2, 1, MICROBATCHES, 1, recompute, "tp-cp-dp-pp", recompute_modules=modules)
     training = SimpleNamespace(state=StateBytes())
     setting: Any = SimpleNamespace(model=SimpleNamespace(sequence=64), training=training)
     schedule = torch_schedule("1F1B", 2, MICROBATCHES)

@@ -221,7 +221,9 @@ def summary(search: Search) -> str:
     from zbv_solver.export import quantities  # takes a while to import; --help does not need it
     from zbv_solver.problem.problem import Units
 
-    units = quantities.stated(Units(time=search.summary.get("time_unit")))
+    # The steps of layouts are in seconds, a plan's times in the unit of its problem.
+    unit = "s" if "layouts" in search.summary else search.summary.get("time_unit")
+    units = quantities.stated(Units(time=unit))
     parts = [] if search.objective is None else [f"objective {quantities.time(search.objective, units)}"]
     if search.lower_bound is not None:
         parts.append(f"bound {quantities.time(search.lower_bound, units)}")

@@ -195,7 +195,7 @@ def test_tables_cut_nothing_in_a_narrow_terminal(run: Run, capsys: pytest.Captur
     assert [shortened(line, width) for width in (99, 40, 8)] == [line, line[:29], "19"]
 
 
-def test_long_work_prints_lines_if_there_is_no_terminal(capsys: Any, monkeypatch: Any) -> None:
+def test_long_work_prints_lines_without_a_terminal(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("zbv_solver.commands.messages.LINE_SECONDS", 0.01)
     shown, until = "", time.monotonic() + 60
     with spinner("searching", 60) as say:

@@ -151,6 +151,11 @@ def execute(parsed: argparse.Namespace) -> int:
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if not (parsed.allow_model or parsed.allow_script):
+        logging.warning(
+            "this agent allows no model and no script, so it can take no run. Start it with --allow-model or "
+            "--allow-script."
+        )
     devices, slots = inventory.devices()
     options = AgentOptions(
         server=parsed.server,

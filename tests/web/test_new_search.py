@@ -357,18 +357,6 @@ def test_wrong_files_change_nothing_and_wrong_values_are_reported(form: Form) ->
     assert form.look.complaints == []
 
 
-def test_the_form_opens_with_an_earlier_problem(form: Form, service: Service, plan: Plan) -> None:
-    form.open(f"?from={plan.plan_id}")
-    assert parse_problem(form.problem()) == plan.problem
-    assert form.field("limit_fraction").input_value() == "1"
-    uneven = {**FULL, "memory": {**PROBLEM["memory"], "limit": [1, 17, 20, 20]}}
-    found = service.call("/v1/searches", {"problem": uneven, "options": {"effort": "quick", "time_limit": 9}})
-    form.open(f"?from={found['id']}", "No plan fits this memory limit.")
-    assert form.cells("costs.forward") == list("12345678")
-    assert form.cells("memory.limit") == ["1", "17", "20", "20"]
-    assert (form.field("effort").input_value(), form.field("time_limit").input_value()) == ("quick", "9")
-
-
 def test_input_survives_a_lost_request_and_the_end_of_a_session(look: Open, service: Service) -> None:
     form = Form(look(service.url, has_clock=True))
     form.open()

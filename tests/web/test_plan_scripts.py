@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser
 from zbv_solver.export import quantities
 from zbv_solver.export.html import one_module
+from zbv_solver.export.palette import rgb
 from zbv_solver.export.report import CHART_MODULES
 from zbv_solver.export.timeline import image, timeline, timeline_facts, timeline_text
 from zbv_solver.plans.plan import Plan
@@ -22,7 +23,7 @@ from web.oracle import Oracle
 
 NAMES = (
     *("number", "percent", "storage", "amount", "loadTimeline", "raster", "idleBounds"),
-    *("spentInWords", "stepsIn", "columnPeaks", "extremes"),
+    *("spentInWords", "stepsIn", "columnPeaks", "extremes", "TimeRange"),
 )
 COSTS = {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50}
 MEMORY = {"forward": 2, "backward_input": 1, "backward_weight": -3, "static": 1}
@@ -154,7 +155,9 @@ def test_a_timeline_has_the_waits_paths_memory_and_names_of_the_plan(in_plan: In
 
 def pixels(in_plan: InPlan, plan: Plan, columns: int, options: str = "{}") -> Any:
     """A picture of a plan: (ranks, columns, 4)."""
-    body = f"return Array.from(zbv.raster(timeline, 0, timeline.makespan, {columns}, {options}));"
+    body = f"""const highlighted = new Uint8Array(timeline.count);
+      highlighted[0] = 1;
+      return Array.from(zbv.raster(timeline, 0, timeline.makespan, {columns}, {options}));"""
     return np.array(in_plan(plan, body)).reshape(plan.problem.pp_degree, columns, 4)
 
 
@@ -178,6 +181,15 @@ def test_idle_time_is_hatched_where_the_objective_counts_it(in_plan: InPlan) -> 
     middle = first[12:28]
     assert {tuple(pixel) for pixel in middle} == {(255, 224, 138, 255), (1, 2, 3, 255)}
     assert (middle[:, 0] == 1).sum() == len(middle) / 4
+
+
+def test_actions_that_are_not_highlighted_are_faint(in_plan: InPlan) -> None:
+    plan = PLANS["one rank"]
+    row, line = pixels(in_plan, plan, 300, "{ highlighted }")[0], timeline(plan)
+    edge = int(line.end[0] / line.makespan * 300)
+    assert set(row[: edge - 1, 3]) == {255}
+    assert row[edge + 1 :, 3].max() < 64
+    assert tuple(row[1, :3]) == rgb(timeline_facts(line, plan.problem)["fills"][line.kind[0]])
 
 
 def test_measured_times_say_what_was_late(in_plan: InPlan) -> None:
@@ -243,3 +255,25 @@ def test_the_band_is_between_the_least_and_the_most_loaded_rank(in_plan: InPlan,
         assert np.all(held[rank][:columns] >= holds.max(axis=1))
     assert held.max(axis=1).tolist() == list(SPLIT.metrics.peak_memory)
     assert empty["at"] == []
+
+
+def test_a_range_keeps_within_the_time_and_above_the_shortest_length(in_plan: InPlan) -> None:
+    *seen, (shortest, last) = in_plan(
+        SPLIT,
+        """const range = new zbv.TimeRange([timeline]);
+        const seen = [];
+        range.changed = () => seen.push([range.start, range.end]);
+        range.zoom(0.5, range.last / 4);
+        range.pan(-range.last);
+        range.pan(range.last);
+        range.zoom(1e-9, range.last);
+        range.move("out");
+        range.move("all");
+        return [...seen, [range.shortest, range.last]];""",
+    )
+    assert last == SPLIT.metrics.makespan
+    assert seen[0] == pytest.approx([last / 8, last * 5 / 8]), "the time at the pointer stays in place"
+    assert seen[1:3] == [[0, last / 2], [last / 2, last]]
+    assert seen[3] == pytest.approx([last - shortest, last])
+    assert seen[4] == pytest.approx([last - 2 * shortest, last])
+    assert seen[5] == [0, last]

@@ -22,7 +22,7 @@ from zbv_solver.timing.start_times import memory_profile
 from web.oracle import Oracle
 
 NAMES = (
-    *("number", "percent", "storage", "amount", "loadTimeline", "raster", "idleBounds"),
+    *("number", "percent", "storage", "amount", "axisNumbers", "loadTimeline", "raster", "idleBounds"),
     *("spentInWords", "stepsIn", "columnPeaks", "extremes", "TimeRange"),
 )
 COSTS = {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50}
@@ -105,6 +105,20 @@ def test_scripts_format_numbers_like_the_server(call: Call) -> None:
         assert said("amount", NUMBERS, unit) == [
             quantities.time(value, Units(unit or None)) for value in NUMBERS
         ]
+
+
+def test_neighbouring_ticks_have_different_numbers(call: Call) -> None:
+    for ticks, texts in (
+        ([0, 50_000, 100_000], ["0", "50\u202f000", "100\u202f000"]),
+        ([1_000_000, 1_000_000.5], ["1\u202f000\u202f000", "1\u202f000\u202f000.5"]),
+        ([5.6e-17, 0.1, 0.2, 0.1 + 0.2], ["0", "0.1", "0.2", "0.3"]),
+        ([0, 2e14, 4e14], ["0", "2e+14", "4e+14"]),
+        ([0, 2.5e-9, 5e-9], ["0", "2.5e−9", "5e−9"]),
+        ([-20, 0, 20], ["−20", "0", "20"]),
+        ([7], ["7"]),
+        ([], []),
+    ):
+        assert call("(ticks) => zbv.axisNumbers(ticks)", ticks) == texts
 
 
 @pytest.mark.parametrize("kind", PLANS)

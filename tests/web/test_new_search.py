@@ -299,8 +299,10 @@ def test_a_limit_is_a_fraction_of_1f1bs_memory_or_an_amount_or_none(form: Form) 
 
 def test_a_file_fills_the_form_and_keys_without_a_field_are_sent_unchanged(form: Form, plan: Plan) -> None:
     costs = {**FULL["costs"], "backward_input": [9, 9, 9, 9, 4, 4, 4, 4]}
-    form.upload({**FULL, "costs": costs}, "mine.json")
-    assert form.problem(READY)["memory"]["limit"] == 16
+    memory = {**PROBLEM["memory"], "limit": [16, 17, 20, 20]}
+    form.upload({**FULL, "costs": costs, "memory": memory}, "mine.json")
+    assert form.problem(READY)["memory"]["limit"] == memory["limit"]
+    assert form.cells("memory.limit") == ["16", "17", "20", "20"]
     assert form.page.locator("#note").inner_text() == "Loaded mine.json."
     assert form.cells("costs.forward") == list("12345678")
     assert form.cells("costs.backward_input") == ["9", "4"]

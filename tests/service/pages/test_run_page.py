@@ -184,7 +184,14 @@ async def test_a_run_shows_its_whole_curve_and_steps_that_ran_again_once(service
             await run.send(0, {**run.traces(TIMED)[0], "curve": [point]})
 
 
-def test_charts_of_steps_draw_a_limited_number_with_the_first_and_the_last() -> None:
+def test_charts_of_steps_have_the_number_of_the_step_on_their_axis() -> None:
+    steps = [StepDocument(step=step, seconds=0.5, loss=2.0) for step in (0, 1, 2, 3, 8, 9)]
+    times, losses = pages.step_chart(steps, 0.4), pages.loss_chart(steps)
+    assert losses is not None
+    middles = [x + times["width"] / 2 for x, _, _ in times["bars"]]
+    assert middles == pytest.approx([5.0, 15.0, 25.0, 35.0, 85.0, 95.0], abs=0.01)
+    dots = [100 * step / 9 for step in (0, 1, 2, 3, 8, 9)]
+    assert [x for x, _ in losses["dots"]] == pytest.approx(dots, abs=0.01)
     long = [StepDocument(step=step, seconds=0.5, loss=float(step)) for step in range(5000)]
     shown = pages.step_chart(long, None)["bars"]
     assert len(shown) == MOST_DRAWN

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_searches import plan_of
-from support.layered import NAMES, RECOMPUTED
+from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.problems import uniform
 from support.serving import PROBLEM, Serving
 from zbv_service.documents.problems import question_json
@@ -271,9 +271,6 @@ def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() ->
     best = layers_view(planned(8.0))
     assert best is not None
     assert best.certificate.startswith("Proved: no plan of any other cut is better")
-    uncertain = layers_view(plan_of(cut()))
-    assert uncertain is not None
-    assert uncertain.certificate == "", "a cut that was given proves nothing"
     text = export(planned(), "html")
     for words in ("Layers of every rank", "No other cut can be more than", "no plan of this cut is below"):
         assert words in text
@@ -283,6 +280,22 @@ def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() ->
     assert rows == [
         *(("this plan", True, ""), ("even-cut", False, "+50.0\u202f%"), ("loop-3", True, "+25.0\u202f%"))
     ]
+
+
+@pytest.mark.parametrize(
+    ("step", "text"), [(1, "block.0 to block.3"), (2, "block.0, block.2, block.4, block.6")]
+)
+def test_consecutive_copies_are_a_range_even_as_separate_layers(step: int, text: str) -> None:
+    names = ["embedding", *(f"block.{step * copy}" for copy in range(6)), "head"]
+    each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
+    layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
+    partition = [names[:5], names[5:6], names[6:7], names[7:]]
+    question = parse_any_problem({**LAYERED, "layers": layers, "cut": {}, "partition": partition})
+    assert isinstance(question, Problem)
+    view = layers_view(plan_of(question))
+    assert view is not None
+    assert view.ranks[0].stages[0].layers == f"embedding, {text}"
+    assert view.certificate == "", "a cut that was given proves nothing"
 
 
 def test_the_page_of_a_search_has_its_layers_and_its_constraints() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT
-from zbv_solver.commands.cli import main
+from zbv_solver.commands.cli import EFFORTS, _parser, main
 
 EXAMPLE = str(ROOT / "examples/readme.json")
 
@@ -20,6 +20,16 @@ def test_the_tutorial_has_the_tables_of_its_commands(capsys: pytest.CaptureFixtu
         block = re.search(rf"zbv {command} examples/readme\.json.*?```text\n(.*?)```", text, re.DOTALL)
         assert block is not None
         assert [line for line in block[1].splitlines() if line.strip() not in map(str.strip, printed)] == []
+
+
+def test_the_guide_and_the_help_state_the_same_times() -> None:
+    text = (ROOT / "docs/plan-a-file.md").read_text(encoding="utf-8")
+    times = dict(re.findall(r"^  (quick|standard|thorough) .*   (.+)$", EFFORTS, re.MULTILINE))
+    shown = dict(re.findall(r"^\| `(quick|standard|thorough)` \|.*\| (.+) \|$", text, re.MULTILINE))
+    assert times == shown == dict.fromkeys(("quick", "standard", "thorough")) | times
+    help_text = " ".join(_parser().commands["plan"].format_help().split())
+    assert "about four times as long" in help_text
+    assert "about four times as long" in text
 
 
 def test_the_picture_is_the_plan_that_zbv_finds(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from web.played_runs import play, slower, traces
 
 KINDS = (
     *("home", "searches", "plans", "runs", "agents", "new", "search", "plan", "compare", "frontier"),
-    *("layouts", "layout search", "run", "measured", "missing", "problem type", "sign-in"),
+    *("layouts", "layout search", "run", "measured", "api", "missing", "problem type", "sign-in"),
 )
 CHARTS = {"plan", "compare", "measured"}
 SERIOUS = {"serious", "critical"}
@@ -30,6 +30,7 @@ def addresses(service: Service, plan: Plan, layout_search: dict[str, Any]) -> di
     run.measured(traces(plan, slower(plan.problem, 2, 2.0)))
     paths = {
         "home": "/",
+        "api": "/api",
         "new": "/new",
         "search": f"/searches/{search}",
         "plan": f"/plans/{plan.plan_id}",

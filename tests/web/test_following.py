@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from playwright.sync_api import Page
 from zbv_service.client import NotFound
+from zbv_solver.export import quantities
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.problem import Units
 
 from web.browsing import PHONE, PROBLEM, Open, Service
 from web.played_runs import play, slower, traces
@@ -23,52 +22,6 @@ LONG: dict[str, Any] = {
     "costs": {"forward": [1000] * 11 + [1900], "backward_input": 1100, "backward_weight": 700, "p2p": 50},
 }
 """Uneven and tight: a thorough search of it takes most of a minute."""
-
-
-class Line:
-    """Forwards connections from ``port`` to a service until it is cut."""
-
-    def __init__(self, address: str):
-        target = urlsplit(address)
-        self._target = (target.hostname or "", target.port or 80)
-        self._ends: list[socket.socket] = []
-        self.port = 0
-        self.mend()
-
-    @property
-    def url(self) -> str:
-        """Where a browser finds the service."""
-        return f"http://127.0.0.1:{self.port}"
-
-    def mend(self) -> None:
-        """Answer, at the same port as before."""
-        listener = socket.create_server(("127.0.0.1", self.port))
-        self._ends, self.port = [listener], listener.getsockname()[1]
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-
-    def cut(self) -> None:
-        """End every connection, and answer no more."""
-        for end in self._ends:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # the line is cut
-            while True:
-                near, _ = listener.accept()
-                far = socket.create_connection(self._target)
-                self._ends += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=_pass_on, args=(source, sink), daemon=True).start()
-
-
-def _pass_on(source: socket.socket, sink: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(65536):
-            sink.sendall(data)
-    with suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)
 
 
 def ask(service: Service, problem: Any, **options: Any) -> str:
@@ -115,7 +68,8 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(look: Open, service
     ended = service.call(f"/v1/searches/{search_id}")
     target = page.get_by_role("link", name="Open plan").get_attribute("href")
     assert target == f"/plans/{ended['plan_id']}"
-    assert f"{ended['objective']:,.0f}".replace(",", "\u202f") in page.locator(".cards.values").inner_text()
+    best = quantities.time(ended["objective"], Units(time="us"))
+    assert best in page.locator(".cards.values").inner_text()
     assert page.locator("#improvements tbody tr").count() == drawn(page) >= 3
     # The turn of the other search has come, and no plan fits its limit.
     waits.soon(waits.page.get_by_text("No plan fits the memory limit"))
@@ -127,26 +81,23 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(look: Open, service
 def test_a_page_says_that_the_service_is_away_and_that_a_search_is_gone(look: Open, service: Service) -> None:
     found, other = look(service.url, has_clock=True), look(service.url)
     page = found.page
-    line = Line(service.url)
     with going_on(service, microbatches=25) as search_id:
-        (session,) = page.context.cookies(service.url)  # its name says for which port it is
-        name = f"{session['name'].rpartition('-')[0]}-{line.port}"
-        page.context.add_cookies([{"name": name, "value": session["value"], "url": line.url}])
-        page.goto(f"{line.url}/searches/{search_id}")
+        page.goto(f"{service.url}/searches/{search_id}")
         drawn(page)
-        line.cut()
         away = page.get_by_text("Connection lost; reconnecting")
+        page.context.set_offline(True)
         found.soon(away)
-        line.mend()
+        page.context.set_offline(False)
         found.soon(away, "hidden")
+        (session,) = page.context.cookies(service.url)
         page.context.clear_cookies()
         found.soon(page.get_by_text("You are signed out."))
-        page.context.add_cookies([{"name": name, "value": session["value"], "url": line.url}])
+        name, value = session["name"], session["value"]
+        page.context.add_cookies([{"name": name, "value": value, "url": service.url}])
         other.page.goto(f"{service.url}/searches/{search_id}")
         other.page.get_by_role("button", name="Delete this search").click()
         other.page.wait_for_url(f"{service.url}/searches")
         found.soon(page.get_by_text("This page is gone"))
-    line.cut()
     assert other.complaints == []
 
 

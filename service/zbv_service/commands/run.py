@@ -341,10 +341,9 @@ def curve(steps: Sequence[Mapping[str, Any]]) -> str:
 
 def _measured(step: Mapping[str, Any]) -> str:
     from zbv_solver.export import quantities
-    from zbv_solver.problem.problem import Units
 
     loss = "" if step["loss"] is None else f"loss {quantities.figure(step['loss'])}, "
-    return f"{loss}{quantities.time(step['seconds'], Units(time='s'))}"
+    return f"{loss}{quantities.time(step['seconds'], quantities.SECONDS)}"
 
 
 def _say(text: str) -> None:

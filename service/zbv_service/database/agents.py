@@ -75,8 +75,7 @@ class AgentTable(BaseTable):
                 rows = session.scalars(select(AgentRow).where(AgentRow.id.in_(ids)))
                 return [record_of(AgentDocument, row) for row in rows]
 
-            row = AgentRow
-            return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
+            return read_page(session, query, AgentRow, wanted, after, load)
 
         return await self._database.read(find)
 
@@ -153,10 +152,6 @@ def _places(node: NodeRow) -> str:
         if place.get("step") is not None
     ]
     return f"last reported steps: {', '.join(known)}" if known else "its ranks had reported no step"
-
-
-def _place(agent: AgentDocument) -> tuple[datetime, str]:
-    return agent.created_at, agent.id
 
 
 def _present(agent_id: str) -> UpdateStatement:

@@ -15,10 +15,11 @@ from pydantic import BaseModel
 from sqlalchemy import ColumnElement, Select, or_, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from zbv_service.database.models import PlanRow, RunRow, SearchRow
-from zbv_service.records.lists import Page, PlanListQuery, Position, SearchListQuery, TimedQuery
-
-T = TypeVar("T")
+from zbv_service.database.models import AgentRow, PlanRow, RunRow, SearchRow
+from zbv_service.records.agents import AgentDocument
+from zbv_service.records.lists import Page, PageQuery, PlanListQuery, Position, SearchListQuery, TimedQuery
+from zbv_service.records.runs import RunDocument
+from zbv_service.records.searches import SearchRecord
 
 MOST_CHARACTERS = 4 * 1024**2
 """About the most characters on a page. A page of larger rows has fewer of them, and the next one goes on."""
@@ -26,37 +27,43 @@ PORTION = 50
 """Rows that are read at a time."""
 
 
+L = TypeVar("L", SearchRecord, RunDocument, AgentDocument)
+
+
 def read_page(
     session: Session,
     query: Select[str],
-    created_at: InstrumentedAttribute[datetime],
-    key: InstrumentedAttribute[str],
-    limit: int,
+    row: type[SearchRow | RunRow | AgentRow],
+    wanted: PageQuery,
     after: Position | None,
-    load: Callable[[Sequence[str]], Iterable[T]],
-    place: Callable[[T], tuple[datetime, str]],
-) -> Page[T]:
+    load: Callable[[Sequence[str]], Iterable[L]],
+) -> Page[L]:
     """One page of rows that may be large; call it in a thread.
 
     Parameters
     ----------
     query
-        For the keys of all rows of the list.
+        For the ids of all rows of the list.
     load
-        Reads the records of some keys, in any order.
+        Reads the records of some ids, in any order.
     """
-    keys = list(session.scalars(page_after(query, created_at, key, limit, after)))
-    found: list[T] = []
+    limit = wanted.limit
+    ids = list(session.scalars(page_after(query, row.created_at, row.id, limit, after)))
+    found: list[L] = []
     characters = 0
-    for begin in range(0, len(keys[:limit]), PORTION):
-        portion = keys[begin : min(begin + PORTION, limit)]
-        records = {place(record)[1]: record for record in load(portion)}
+    for begin in range(0, len(ids[:limit]), PORTION):
+        portion = ids[begin : min(begin + PORTION, limit)]
+        records = {record.id: record for record in load(portion)}
         for name in portion:
             characters += weight(records[name])
             if found and characters > MOST_CHARACTERS:
-                return Page(tuple(found), Position(*place(found[-1])))
+                return Page(tuple(found), _place(found[-1]))
             found.append(records[name])
-    return Page(tuple(found), Position(*place(found[-1])) if len(keys) > limit else None)
+    return Page(tuple(found), _place(found[-1]) if len(ids) > limit else None)
+
+
+def _place(record: SearchRecord | RunDocument | AgentDocument) -> Position:
+    return Position(record.created_at, record.id)
 
 
 def weight(value: Any) -> int:

@@ -9,6 +9,7 @@ several runs or agents in one transaction by id.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -106,8 +107,10 @@ async def end_node(
     await session.execute(
         update(AgentRow).where(AgentRow.id == node.agent_id, AgentRow.run_id == run.id).values(run_id=None)
     )
-    for begin in range(0, len(node.failures), _AT_ONCE):
-        told = map(_told, node.failures[begin : begin + _AT_ONCE])
+    # Ranks that are stopped because somebody cancelled the run may lose their peers: that is no failure.
+    told_of = [] if run.cancel_requested else node.failures
+    for begin in range(0, len(told_of), _AT_ONCE):
+        told = map(_told, told_of[begin : begin + _AT_ONCE])
         events = [{"run_id": run.id, "at": now, "kind": "failure", "detail": detail} for detail in told]
         await session.execute(insert(EventRow), events)
     if outcome != "succeeded":
@@ -222,10 +225,11 @@ def _placed(node: NodeRow, failure: dict[str, Any], last: dict[str, Any]) -> dic
 
 
 def _told(failure: dict[str, Any]) -> str:
-    """The text of a failure for an event: its place, then its detail."""
+    """The text of a failure for an event: its place, then its detail, which may begin with the rank, too."""
     where = place_of(failure)
+    detail = re.sub(rf"^rank {failure.get('rank')}\b:? ?", "", failure["detail"])
     at = f"node {failure['node_rank']} ({failure['agent']})"
-    return f"{at}{', ' if where else ''}{where}: {failure['detail']}"
+    return f"{at}{', ' if where else ''}{where}: {detail}"
 
 
 def _place_of_cause(failure: dict[str, Any]) -> tuple[int, bool]:

@@ -160,7 +160,7 @@ class RunTable(BaseTable):
 
         def find(session: Session) -> Page[RunDocument]:
             load = partial(_records, session)
-            return read_page(session, query, RunRow.created_at, RunRow.id, wanted.limit, after, load, _place)
+            return read_page(session, query, RunRow, wanted, after, load)
 
         return await self._database.read(find)
 
@@ -279,10 +279,6 @@ def _conditions(wanted: RunListQuery) -> list[ColumnElement[bool]]:
         ids = begins(wanted.q, RunRow.id, RunRow.plan_id, RunRow.search_id)
         found.append(or_(*ids, *(each.icontains(wanted.q, autoescape=True) for each in programs)))
     return found + created_between(wanted, RunRow)
-
-
-def _place(run: RunDocument) -> tuple[datetime, str]:
-    return run.created_at, run.id
 
 
 def _records(session: Session, run_ids: Sequence[str]) -> list[RunDocument]:

@@ -144,8 +144,7 @@ class SearchTable(SearchLeases):
                 rows = session.execute(select(*_LISTED).where(SearchRow.id.in_(ids)))
                 return [_RECORD.validate_python(dict(row._mapping)) for row in rows]
 
-            row = SearchRow
-            return read_page(session, query, row.created_at, row.id, wanted.limit, after, load, _place)
+            return read_page(session, query, SearchRow, wanted, after, load)
 
         return await self._database.read(find)
 
@@ -261,7 +260,3 @@ _BY_REQUEST = _RECORDS.where(SearchRow.request_key == bindparam("key"))
 
 def _only(rows: Sequence[Row[Any]]) -> SearchRecord | None:
     return _RECORD.validate_python(dict(rows[0]._mapping)) if rows else None
-
-
-def _place(record: SearchRecord) -> tuple[datetime, str]:
-    return record.created_at, record.id

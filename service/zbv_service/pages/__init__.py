@@ -11,6 +11,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from zbv_service.pages import (
+    api,
     compare,
     errors,
     frontier,
@@ -38,6 +39,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     frontier.router,
     run.router,
     measured.router,
+    api.router,
     errors.router,
     sign_in.router,
 )

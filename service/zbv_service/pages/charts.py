@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -42,15 +42,15 @@ class Scale:
         """Whether a value is on the axis."""
         return min(self.first, self.last) <= value <= max(self.first, self.last)
 
-    def ticks(self, most: int) -> Ticks:
-        """About this many round numbers; on a logarithmic axis as many as there are."""
+    def ticks(self, most: int, write: Callable[[float], str] = quantities.figure) -> Ticks:
+        """About this many round numbers, with their texts; on a logarithmic axis as many as there are."""
         low, high = sorted((self.first, self.last))
         if self.is_logarithmic:
             powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
             values = [step * 10.0**power for power in powers for step in _ROUND]
         else:
             values = list(quantities.ticks(low, high, most))
-        return [(self(value), quantities.figure(value)) for value in values if self.shows(value)]
+        return [(self(value), write(value)) for value in values if self.shows(value)]
 
 
 def stairs(corners: Sequence[tuple[float, float]], last: float) -> Iterator[Line]:

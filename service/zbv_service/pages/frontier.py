@@ -90,6 +90,7 @@ def frontier_values(plan: FrontierPlan, found: Frontier | None, root: str) -> di
         "found": found,
         "point_state": point_state,
         "cut_text": cut_text,
+        "time": quantities.time if found is None else quantities.timer(found.own.value, found.units),
         "gap_of": gap_of,
     }
     if found is None:
@@ -202,7 +203,7 @@ def picture_of(found: Frontier, root: str) -> dict[str, Any]:
     return {
         "summary": _summary(found, corners, axis),
         "x_ticks": axis.ticks(),
-        "y_ticks": chart.y.ticks(_Y_TICKS),
+        "y_ticks": chart.y.ticks(_Y_TICKS, quantities.timer(found.own.value, units)),
         "infeasible": axis.place(found.points[0].at),
         "below": [chart.line(start, bound, end, bound) for start, end, bound in pieces],
         "bound": [chart.line(*ends) for ends in _bound_line(found.points, pieces)],

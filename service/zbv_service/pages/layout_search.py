@@ -10,13 +10,14 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from zbv_models.layouts.cluster import parse_cluster
+from zbv_solver.export import quantities
 
 from zbv_service.api.negotiation import root_of
 from zbv_service.api.state import state_of
 from zbv_service.documents.problems import unpack
 from zbv_service.pages.charts import Scale, percent
 from zbv_service.pages.shell import page
-from zbv_service.pages.words import gigabytes, seconds
+from zbv_service.pages.words import seconds
 from zbv_service.records.searches import FINISHED, LayoutSearchDocument
 from zbv_service.security.access import READ, needs
 
@@ -157,7 +158,7 @@ def layout_picture(answer: Mapping[str, Any], memory: float, root: str) -> dict[
     planned = sorted(_places(points.get("planned")))[len(layouts) :]
 
     def mark(step: float, held: float, name: str, url: str | None = None, is_best: bool = False) -> Any:
-        text = f"{name}: {seconds(step)}, {gigabytes(held)}"
+        text = f"{name}: {seconds(step)}, {quantities.gigabytes(held)}"
         return {"x": x(held / GIGA), "y": y(step), "text": text, "url": url, "is_best": is_best}
 
     def is_inside(step: float, held: float) -> bool:
@@ -185,8 +186,9 @@ def layout_picture(answer: Mapping[str, Any], memory: float, root: str) -> dict[
         if is_inside(layout["step_time"], layout["peak_memory"])
     ]
     dots = [*slower, *too_large]
+    count = len(planned) + len(layouts) + len(dots)
     return {
-        "summary": f"Step time over memory of {len(planned) + len(layouts) + len(dots):,} layouts. "
+        "summary": f"Step time over memory of {quantities.figure(count, 12)} layouts. "
         f"The best takes {seconds(best)}.",
         "x_ticks": x.ticks(8),
         "y_ticks": y.ticks(8),

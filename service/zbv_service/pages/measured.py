@@ -121,7 +121,7 @@ def _cards(found: Measured, units: Units) -> Iterator[report.Card]:
     yield report.Card(
         "Difference",
         relative,
-        f"{signed(account.difference)} {quantities.time_unit(units)}".strip(),
+        signed(account.difference, units),
         "bad" if is_off else "",
     )
     idle = _idle_share([row.measured.compute for row in account.ranks], account.measured)

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, quote
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from zbv_solver.export import quantities
+from zbv_solver.export.quantities import SECONDS
 from zbv_solver.export.report.figures import Card
 from zbv_solver.problem.problem import NANOSECONDS
 
@@ -29,6 +30,8 @@ from zbv_service.records.run_options import OF_SCRIPTS
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, StepDocument, place_of
 from zbv_service.runs.requests import PlanChange
 from zbv_service.security.access import READ, needs
+from zbv_service.security.quotas import STORES
+from zbv_service.security.tokens import grant_of
 
 MAX_FORM_BYTES = 1024
 EVENTS = 200
@@ -37,6 +40,10 @@ MAX_INDEX = 2**31 - 1
 
 Index = Annotated[int | None, Query(ge=0, le=MAX_INDEX)]
 LAUNCH = needs("launch")
+AGAIN = {"plan_id", "model", "script", "nodes", "steps", "options"}
+"""What a run that starts again has of the earlier one."""
+IN_SECONDS = ("timeout", "startup_timeout")
+"""Options of a run."""
 
 router = APIRouter(include_in_schema=False)
 
@@ -63,6 +70,15 @@ async def post_cancel(request: Request, run_id: str) -> Response:
     """Stop a run on all of its nodes."""
     await state_of(request).runs.cancel(run_id)
     return _to_run(request, run_id)
+
+
+@router.post("/runs/{run_id}/again", dependencies=[LAUNCH, STORES["runs"]])
+async def post_again(request: Request, run_id: str) -> Response:
+    """Start a run like an earlier one, from its beginning, and show it."""
+    found = state_of(request)
+    run = await found.runs.get(run_id)
+    body = run.model_dump_json(include=AGAIN, exclude_defaults=True, exclude_none=True).encode()
+    return _to_run(request, (await found.runs.submit(body, grant_of(request))).id)
 
 
 @router.post("/runs/{run_id}/plan", dependencies=[LAUNCH])
@@ -160,10 +176,10 @@ def _facts(
         middle = sorted(step.seconds for step in latest)[(len(latest) - 1) // 2]
         note = "median of the latest steps"
         if planned:
-            note = f"planned {duration(planned)}, {quantities.relative(middle, planned)}"
-        yield Card("Step time", duration(middle), note)
+            note = f"planned {quantities.time(planned, SECONDS)}, {quantities.relative(middle, planned)}"
+        yield Card("Step time", quantities.time(middle, SECONDS), note)
     elif planned:
-        yield Card("Step time", "–", f"planned {duration(planned)}")
+        yield Card("Step time", "–", f"planned {quantities.time(planned, SECONDS)}")
     losses = [(step.step, step.loss) for step in steps if step.loss is not None]
     if losses:
         (_, begin), (last, loss) = losses[0], losses[-1]
@@ -227,7 +243,8 @@ def _options(run: RunDocument) -> Iterator[tuple[str, str]]:
         if run.script is not None and name not in OF_SCRIPTS:
             continue
         if value is not None and name != "checkpoint":
-            yield name.replace("_", " ").capitalize(), _text(value)
+            unit = " s" if name in IN_SECONDS else ""
+            yield name.replace("_", " ").capitalize(), _text(value) + unit
     checkpoint = run.options.checkpoint
     if checkpoint is not None:
         yield "Checkpoints", f"every {checkpoint.every} steps, in {checkpoint.directory}"
@@ -237,6 +254,8 @@ def _text(value: Any) -> str:
     """A JSON value as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float):
+        return quantities.figure(value)
     return str(value)[:200]
 
 
@@ -252,20 +271,20 @@ def step_chart(steps: Sequence[StepDocument], planned: float | None) -> dict[str
     x = Scale(first - 0.5, last + 0.5)
     apart = median([other.step - one.step for one, other in pairwise(shown)] or [1])
     width = max(0.1, 72 * apart / (last - first + 1))
-    least, most = (duration(pick(step.seconds for step in shown)) for pick in (min, max))
+    least, most = (quantities.time(pick(step.seconds for step in shown), SECONDS) for pick in (min, max))
     summary = f"Times of steps {first} to {last}: {least} to {most}"
     return {
-        "summary": f"{summary}{f'; planned {duration(planned)}' if planned else ''}.",
+        "summary": f"{summary}{f'; planned {quantities.time(planned, SECONDS)}' if planned else ''}.",
         "bars": [
             (
                 round(x(step.step) - width / 2, 3),
                 y(step.seconds),
-                f"step {step.step}: {duration(step.seconds)}",
+                f"step {step.step}: {quantities.time(step.seconds, SECONDS)}",
             )
             for step in shown
         ],
         "width": round(width, 3),
-        "y_ticks": [(y(at), duration(at) if at else "0") for at in quantities.ticks(0.0, y.first, _TICKS)],
+        "y_ticks": y.ticks(_TICKS, quantities.timer(y.first, SECONDS)),
         "x_ticks": _step_ticks(x, first, last),
         "planned": None if planned is None else y(planned),
     }
@@ -306,11 +325,3 @@ def _thinned(steps: Sequence[StepDocument]) -> str:
     if shown == every:
         return ""
     return f"{shown} of {quantities.figure(every, 12)} steps, evenly spread, with the first and the newest."
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that suits: ``51.2 ms``."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= scale:
-            return f"{quantities.figure(seconds / scale)} {unit}"
-    return f"{quantities.figure(seconds * 1e9)} ns"

@@ -134,9 +134,7 @@ def course_chart(moments: Sequence[Moment], until: float, units: Units) -> dict[
     return {
         "summary": f"Best plan and lower bound during {clock(x.last)}; the table below has the numbers.",
         "x_ticks": [(x(at), clock(at) if at else "0 s") for at in quantities.ticks(0.0, x.last, _X_TICKS)],
-        "y_ticks": [
-            (y(at), quantities.time(at, units)) for at in quantities.ticks(y.last, y.first, _Y_TICKS)
-        ],
+        "y_ticks": y.ticks(_Y_TICKS, quantities.timer(best, units)),
         "best": lines([moment.best for moment in moments]),
         "bound": lines([moment.bound for moment in moments]),
         "gaps": [
@@ -184,6 +182,7 @@ def search_values(
         "is_open": record.state not in FINISHED,
         "seconds": seconds,
         "moments": moments,
+        "share": _share(record, seconds),
         "course": course_chart(moments, seconds or 0.0, problem.units) if moments else None,
         "method": method,
         "details": details.removesuffix(")"),
@@ -201,6 +200,14 @@ def _seconds(record: SearchDocument, now: datetime) -> float | None:
         return None
     until = record.finished_at or now
     return round(max(0.0, (until - record.started_at).total_seconds()), 3)
+
+
+def _share(record: SearchDocument, seconds: float | None) -> float | None:
+    """How much of its time limit an open search has used; None if it has no limit."""
+    limit = record.options.time_limit
+    if limit is None or record.state in FINISHED:
+        return None
+    return min(1.0, (seconds or 0.0) / limit)
 
 
 def _subtitle(problem: Question) -> str:

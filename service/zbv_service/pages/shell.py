@@ -123,13 +123,14 @@ def _environment() -> Environment:
         moment=words.moment,
         ago=words.ago,
         clock=words.clock,
+        marked=words.marked,
         grouped=words.grouped,
         reached_step=words.reached_step,
         recomputed=words.recomputed,
         tone=words.tone,
         signed=words.signed,
         seconds=words.seconds,
-        gigabytes=words.gigabytes,
+        gigabytes=quantities.gigabytes,
         time_unit=quantities.time_unit,
     )
     environment.globals["bytes"] = words.BYTES

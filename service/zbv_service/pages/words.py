@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from markupsafe import Markup, escape
 from zbv_solver.export import quantities
 from zbv_solver.export.quantities import counted
 from zbv_solver.problem.cut import CutRules
@@ -128,16 +130,16 @@ def tone(ratio: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time in seconds; ``–`` if there is none."""
-    return "–" if value is None else f"{quantities.figure(value)} s"
+    """A time in the unit that suits; ``–`` if there is none."""
+    return "–" if value is None else quantities.time(value, quantities.SECONDS)
 
 
-def gigabytes(value: float) -> str:
-    """Bytes in powers of ten: ``37.4 GB``."""
-    return f"{value / 1e9:.3g} GB"
+def marked(text: str) -> Markup:
+    """Text whose words in backticks are code."""
+    return Markup(re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(text)))
 
 
-def signed(value: float) -> str:
-    """A difference with its sign; 0 has none."""
-    text = quantities.figure(value)
-    return text if value <= 0 or text == "0" else f"+{text}"
+def signed(value: float, units: Units | None = None) -> str:
+    """A difference with its sign, and with its unit if units are given; 0 has no sign."""
+    text = quantities.figure(value) if units is None else quantities.time(value, units)
+    return f"+{text}" if value > 0 else text

@@ -1,9 +1,9 @@
 """The ``zbv`` command: its arguments, exit statuses and error messages.
 
 Exit status: 0 done; 2 wrong input; 3 no plan fits the memory limit; 70 a plan contradicts a lower bound (a
-bug in zbv); 130 interrupted by Ctrl-C or SIGTERM (``plan`` has then written the best plan so far). Results go
-to standard output or to a file, progress and messages to standard error. The module of a command is imported
-when the command runs, so that ``--help`` is fast.
+bug in zbv); 130 interrupted by Ctrl-C or SIGTERM (a search has then written or shown its best result so
+far). Results go to standard output or to a file, progress and messages to standard error. The module of a
+command is imported when the command runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from zbv_solver.commands.layout_tables import (
     sensitivity_table,
     verdict,
 )
-from zbv_solver.commands.messages import flag_of, named_flags, spinner
+from zbv_solver.commands.messages import flag_of, named_flags, print_whole, spinner
 from zbv_solver.commands.model_flags import FLAGS, given_parallel
 from zbv_solver.documents.files import file_label, load, output, read_json
 from zbv_solver.errors import InvalidInput, Issue
@@ -102,15 +102,15 @@ def layout(arguments: argparse.Namespace) -> None:
                 document = ranking_json(ranking, request, with_points=arguments.points, sensitivity=found)
                 write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
-    console.print(layout_table(ranking, request))
+    print_whole(layout_table(ranking, request), stderr=console.stderr)
     console.print(verdict(ranking), highlight=False)
     console.print(memory_text(request.cluster), highlight=False)
     best = ranking.best[0]
     if request.profiles:
         console.print(origins_text(ranking), highlight=False)
-    console.print(composition_table(best))
+    print_whole(composition_table(best), stderr=console.stderr)
     if found:
-        console.print(sensitivity_table(ranking, found))
+        print_whole(sensitivity_table(ranking, found), stderr=console.stderr)
         console.print(sensitivity_note(found), highlight=False)
     if isinstance(best, ExecutorLayout):
         console.print(f"\n{(best.settings or best.remark).rstrip()}", markup=False, soft_wrap=True)
@@ -132,7 +132,7 @@ def _given_cut(request: Request, arguments: argparse.Namespace) -> None:
         with output(arguments.output) as write_text:
             write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
-    console.print(score_table(given.score))
+    print_whole(score_table(given.score), stderr=console.stderr)
     console.print(
         f"A step takes {time(given.step_time, SECONDS)}. The fullest device has tensors of "
         f"{gigabytes(given.peak_memory)}, for which PyTorch reserves {gigabytes(given.reserved_memory)} of "

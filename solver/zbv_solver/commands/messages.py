@@ -71,11 +71,11 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
     return table
 
 
-def print_whole(table: Table) -> None:
-    """Print a table that never cuts a number; in a narrow terminal its lines wrap."""
+def print_whole(table: Table, *, stderr: bool = False) -> None:
+    """Print a table that never cuts a cell; in a narrow terminal its lines wrap."""
     from rich.console import Console
 
-    console = Console()
+    console = Console(stderr=stderr)
     with console.capture() as shown:
         console.print(table)
     if "…" in shown.get():  # rich has cut something

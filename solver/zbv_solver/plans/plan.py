@@ -29,6 +29,8 @@ from zbv_solver.problem.writing import any_problem_json, problem_json
 if TYPE_CHECKING:  # only plans for durations that vary have one
     from zbv_solver.problem.jitter import Jitter
 
+ROUNDING = 1e-11
+"""Relative errors of a lower bound that are below this come from rounding."""
 UNNAMED = "this plan"
 """The name of a plan that does not say how it was made."""
 Status = Literal["optimal", "feasible"]
@@ -290,4 +292,7 @@ def certify(problem: AnyProblem, objective: float, lower_bound: float, source: s
         raise ContradictedBound(any_problem_json(problem), objective, lower_bound, source)
     if found == "optimal":
         return Certificate(objective, 0.0, "optimal")
+    # Sums of whole numbers differ from one by rounding only.
+    whole = float(round(lower_bound))
+    lower_bound = whole if abs(lower_bound - whole) <= ROUNDING * lower_bound else lower_bound
     return Certificate(lower_bound, gap_of(objective, lower_bound), "feasible")

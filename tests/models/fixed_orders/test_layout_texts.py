@@ -297,15 +297,12 @@ def test_unknown_names_and_impossible_numbers_are_refused() -> None:
     assert torch_schedule("interleaved1f1b", 2, 4).name == "Interleaved1F1B"
 
 
-@pytest.mark.parametrize(
-    ("blocks", "stages", "expected"),
-    [
-        (32, 4, [8] * 4),
-        (126, 32, [3, *[4] * 30, 3]),  # Llama 3.1 405B: embedding and head count as blocks
-        (61, 16, [*[4] * 15, 1]),  # DeepSeek-V3 in Megatron-Bridge, whose last stage also predicts
-        (2, 4, [0, 1, 1, 0]),
-        (3, 4, [1, 1, 1, 0]),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "stages", "expected"), [
+    (32, 4, [8] * 4),
+    (126, 32, [3, *[4] * 30, 3]),  # Llama 3.1 405B: embedding and head count as blocks
+    (61, 16, [*[4] * 15, 1]),  # DeepSeek-V3 in Megatron-Bridge, whose last stage also predicts
+    (2, 4, [0, 1, 1, 0]),
+    (3, 4, [1, 1, 1, 0]),
+])  # fmt: skip
 def test_blocks_are_dealt_as_programs_do(blocks: int, stages: int, expected: list[int]) -> None:
     assert dealt(blocks, stages) == expected

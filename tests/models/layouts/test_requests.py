@@ -275,25 +275,19 @@ WRONG_PROFILES: list[tuple[Any, str, str]] = [
 PROFILES = [(partial(parse_profile, document), *expected) for document, *expected in WRONG_PROFILES]
 
 
-@pytest.mark.parametrize("of_groups", [False, True])
-def test_values_in_another_unit_are_questioned(of_groups: bool) -> None:
+def test_values_in_another_unit_are_questioned() -> None:
     """Gb/s for GB/s, seconds for µs, and gigabytes for bytes differ from the named device by a factor."""
-
-    def keys(at: str, values: Document) -> list[str]:
-        links = {name: {"latency": 10, "bandwidth": 40} | values for name in (at,) if at != "memory"}
-        nodes = {**ONE, "device": "h100", **(values if at == "memory" else {})}
-        inside = {**nodes, "links": links if at == "in_node" else {}}
-        document = {"groups": [inside], "links": links if at == "between_nodes" else {}}
-        document = document if of_groups else {**nodes, "links": links}
-        parse_cluster(document)
-        return [doubt.partition(":")[0].removeprefix("/groups/0") for doubt in doubts(document)]
-
-    for at in ("between_nodes", "in_node"):
-        assert keys(at, {"latency": 10e-6, "bandwidth": 300}) == [
-            f"/links/{at}/latency", *[f"/links/{at}/bandwidth"] * (at == "between_nodes")
-        ]  # fmt: skip
-    assert keys("between_nodes", {}) == keys("memory", {"memory": 64e9}) == []
-    assert keys("memory", {"memory": 80e6}) == ["/memory"]
+    wrong, right = {"latency": 10e-6, "bandwidth": 3000}, {"latency": 10, "bandwidth": 100}
+    for values, expected in ((wrong, ["latency", "bandwidth"]), (right, [])):
+        for links in ({"in_node": values}, {"between_nodes": values}):
+            keys = [f"/links/{name}/{key}" for name in links for key in expected]
+            common, inside = ({}, links) if "in_node" in links else (links, {})
+            equal = {**ONE, "device": "h100", "links": links, "memory": 64e9}
+            groups = {"groups": [{**ONE, "device": "h100", "links": inside}], "links": common}
+            for document in (equal, groups):
+                parse_cluster(document)
+                assert [each.split(":")[0].replace("/groups/0", "") for each in doubts(document)] == keys
+    assert doubts({**ONE, "device": "h100", "memory": 80e6})[0].startswith("/memory: found 8e+07 bytes")
 
 
 def executed(executor: str, model: Document, **fixed: Any) -> None:

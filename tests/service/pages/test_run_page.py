@@ -251,8 +251,31 @@ async def test_a_browser_cancels_a_run_and_takes_an_offer(service: Service) -> N
     assert "Cancelling: its ranks are stopping" in await run.words()
     for agent in run.agents:
         await service.end_node(agent, run.id, "stopped")
-    unknown = await service.http.post(f"/runs/{'e' * 32}/cancel", headers=SAME_ORIGIN)
-    assert unknown.status_code == 404
+    for action in ("cancel", "again"):
+        unknown = await service.http.post(f"/runs/{'e' * 32}/{action}", headers=SAME_ORIGIN)
+        assert unknown.status_code == 404
+
+
+async def test_an_ended_run_starts_again_with_the_same_plan_program_and_options(service: Service) -> None:
+    run = await begun(service, replan="ask", clip_norm=2.5)
+    assert "Start again" not in await run.words()
+    await run.post("/cancel")
+    for agent in run.agents:
+        await service.end_node(agent, run.id, "stopped")
+    assert "Start again" in await run.words()
+    status, address = await run.post("/again")
+    assert (status, address != run.url) == (303, True)
+    old, new = await service.run(run.id), await service.run(str(address).rpartition("/")[2])
+    for name in ("plan_id", "model", "script", "nodes", "steps", "options"):
+        assert new[name] == old[name], name
+    assert (old["state"], new["options"]["clip_norm"]) == ("cancelled", 2.5)
+    script = await service.submit_run(
+        plan_id=run.plan_id, model=None, steps=None, script={"path": "/a/train.py", "arguments": ["--x", "1"]}
+    )
+    other = Run(service, run.plan_id, script.json()["id"])
+    _, address = await other.post("/again")
+    again = await service.run(str(address).rpartition("/")[2])
+    assert (again["script"], again["steps"]) == ({"path": "/a/train.py", "arguments": ["--x", "1"]}, None)
 
 
 def test_steps_measured_by_the_most_ranks_count() -> None:

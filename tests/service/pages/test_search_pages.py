@@ -100,6 +100,9 @@ def test_a_running_search_has_numbers_and_can_be_stopped() -> None:
     ):
         assert words in text, words
     assert "Open plan" not in text
+    assert "14\u202f% of the time limit" in page_of(attempts=1)
+    assert "of the time limit" not in page_of(attempts=1, options=OptionsDocument())
+    assert "of the time limit" not in page_of(**DONE)
     assert 'http-equiv="refresh"' in text
     for scope, may_stop in (("read", False), ("admin", True)):
         text = page_of(shell=Shell(may=frozenset({scope})))
@@ -119,7 +122,7 @@ def test_the_chart_of_a_search_has_a_moment_per_better_plan_or_bound() -> None:
     assert (high == level < low, end, start, last) == (True, 25.0, 25.0, 100.0)
     assert chart["above"] == ""
     far = course_chart(moments_of([known(1, 0, 9000, 1000), known(2, 1, 1010, 1000)]), 2.0, units)
-    assert far["above"] == "↑ first plan: 9\u202f000 µs"
+    assert far["above"] == "↑ first plan: 9 ms"
     assert min(y for line in far["best"] for y in (line[1], line[3])) == 0.0, "it does not leave the chart"
     assert course_chart(moments_of([known(1, 0, 5, 5)]), 0.0, units)["gaps"][0]["height"] == 0.0
 

@@ -99,7 +99,7 @@ async def test_the_cause_of_each_failed_generation_is_kept(service: Service) -> 
     await service.end_node(first, run_id, "failed", {"kind": "peer", "rank": 1, "detail": "d"})
     for agent in (first, second):
         await service.work(agent)
-    without_step = {"kind": "error", "rank": 0, "detail": "a thread ended"}
+    without_step = {"kind": "error", "rank": 0, "detail": "rank 0: a thread ended"}
     error = {"kind": "error", "rank": 1, "step": 9, "action": "1B2", "detail": "out of memory"}
     await service.end_node(first, run_id, "failed", without_step, error, generation=1)
     await service.end_node(second, run_id, "stopped", generation=1)
@@ -133,6 +133,8 @@ async def test_a_cancelled_run_is_not_retried_and_can_be_cancelled_between_gener
     await service.end_node(first, run_id, "failed", KILLED)
     await service.end_node(second, run_id, "stopped")
     assert (await service.run(run_id))["state"] == "cancelled"
+    told = [event["kind"] for event in await service.events_of_run(run_id)]
+    assert "failure" not in told, "ranks that are stopped may lose their peers"
     other = (await service.submit_run(options={"retries": 5})).json()["id"]
     for agent in (first, second):
         await service.work(agent)

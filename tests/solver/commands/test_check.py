@@ -99,17 +99,14 @@ def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
     assert ("overlap" in others, "1, 2, …" in others) == (name == "DualPipeV", name == "1F1B")
 
 
-@pytest.mark.parametrize(
-    ("text", "unverified", "words"),
-    [
-        (SPLIT_AS_B, "8 B with a separate W are I", "\nspan 15 units, makespan 15 units,"),
-        (SPLIT_AS_B.replace("B", "I"), "", "\nspan 15 units, makespan 15 units,"),
-        # Without reductions, newer versions would not divide gradients.
-        ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "0REDUCE_GRAD", ""),
-        # PyTorch writes reductions of 1F1B and GPipe without transfers, which is no communication.
-        ("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n", "", "memory 4 units on rank 0"),
-    ],
-)
+@pytest.mark.parametrize(("text", "unverified", "words"), [
+    (SPLIT_AS_B, "8 B with a separate W are I", "\nspan 15 units, makespan 15 units,"),
+    (SPLIT_AS_B.replace("B", "I"), "", "\nspan 15 units, makespan 15 units,"),
+    # Without reductions, newer versions would not divide gradients.
+    ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "0REDUCE_GRAD", ""),
+    # PyTorch writes reductions of 1F1B and GPipe without transfers, which is no communication.
+    ("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F0,1B0,1F1,1B1,1REDUCE_GRAD\n", "", "memory 4 units on rank 0"),
+])  # fmt: skip
 def test_partial_files_say_what_is_unverified(text: str, unverified: str, words: str, check: Check) -> None:
     status, shown = check(text, document(2, 1 + ("F1" in text), "loop" if "2F0" in text else "single"))
     assert status == 0, shown
@@ -123,26 +120,23 @@ def test_old_names_and_the_mark_of_other_editors_are_read(text: str) -> None:
     assert parse(text).orders.all_text() == [["0F0", "0B0", "0F1", "0I1", "0W1"]]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "found 0 stages on 0 ranks"),
-        ("rank,actions\n0F0,0B0\n1F0,1B0", "row 1, entry 1: found 'rank'"),
-        ("0F0,0B0,0F1x", "row 1, entry 3: found '0F1x'"),
-        ("0F0,(0F1;0F0)OVERLAP_F_B", "row 1, entry 2"),
-        ("0F0,0B0\n\n1F0,1B0", "every rank has equally many"),
-        ("0F0,0B0\n0F1,0B1", "every stage is on one rank"),
-        ("0F0,0B0\n7F0,7B0", "numbered from 0"),
-        ("1F0,1B0\n0F0,0B0", "one stage per rank"),
-        ("0F0,0B0\n1F0,1B0\n2F0,2B0", "found 3 ranks and 1 microbatches, numbered from 0; the problem has 2"),
-        ("0F0,0F1,0B0,0B1\n1F2,1B0,1F1,1B1\n", "found 2 ranks and 3 microbatches"),
-        ("0F0,2F0,0B0,2B0\n1F0,3F0,1B0,3B0", "found 4 stages with placement loop"),
-        ("0F0,0B0\n1B0,1F0", "1B0 comes before 1F0"),
-        ("0F0\n1F0,1B0", "stage 0 microbatch 0 has 1 F, 0 I, 0 W, 0 B"),
-        ("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0SEND_F0 has only one end"),
-        ("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "one order"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "found 0 stages on 0 ranks"),
+    ("rank,actions\n0F0,0B0\n1F0,1B0", "row 1, entry 1: found 'rank'"),
+    ("0F0,0B0,0F1x", "row 1, entry 3: found '0F1x'"),
+    ("0F0,(0F1;0F0)OVERLAP_F_B", "row 1, entry 2"),
+    ("0F0,0B0\n\n1F0,1B0", "every rank has equally many"),
+    ("0F0,0B0\n0F1,0B1", "every stage is on one rank"),
+    ("0F0,0B0\n7F0,7B0", "numbered from 0"),
+    ("1F0,1B0\n0F0,0B0", "one stage per rank"),
+    ("0F0,0B0\n1F0,1B0\n2F0,2B0", "found 3 ranks and 1 microbatches, numbered from 0; the problem has 2"),
+    ("0F0,0F1,0B0,0B1\n1F2,1B0,1F1,1B1\n", "found 2 ranks and 3 microbatches"),
+    ("0F0,2F0,0B0,2B0\n1F0,3F0,1B0,3B0", "found 4 stages with placement loop"),
+    ("0F0,0B0\n1B0,1F0", "1B0 comes before 1F0"),
+    ("0F0\n1F0,1B0", "stage 0 microbatch 0 has 1 F, 0 I, 0 W, 0 B"),
+    ("0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "0SEND_F0 has only one end"),
+    ("0RECV_B0,0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "one order"),
+])  # fmt: skip
 def test_a_wrong_schedule_is_refused_with_its_place_and_the_rule(text: str, words: str, check: Check) -> None:
     status, shown = check(text, document(2, 1, "single"))
     assert (status, "given.csv: " in shown, words in shown) == (2, True, True), shown

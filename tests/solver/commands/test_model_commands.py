@@ -194,12 +194,13 @@ LAYOUT = "layout model.json --cluster h100.json"
 
 
 def test_layouts_are_listed_and_written(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    out, found = run(f"{LAYOUT} --microbatch-size 1 --top 3 --time-limit 600 -o out.json", GPT)
+    out, found = run(f"{LAYOUT} --microbatch-size 1 --top 6 --time-limit 600 -o out.json", GPT)
+    assert ("tp-cp-dp-pp" in out, "…" in out) == (True, False)
     assert "No layout has a step below" in " ".join(out.split())
     assert "The search ended" not in out, "the time limit suffices"
     steps = [each["step_time"] for each in found["layouts"]]
-    assert (len(steps), steps) == (3, sorted(steps))
-    assert found["considered"] >= found["pruned"] + 3
+    assert (len(steps), steps) == (6, sorted(steps))
+    assert found["considered"] >= found["pruned"] + 6
     best = found["layouts"][0]
     assert found["proof"]["no_layout_below"] <= best["lower_bound"] <= best["step_time"]
     check(best["plan"])

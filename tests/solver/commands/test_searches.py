@@ -23,6 +23,7 @@ from support.problems import uniform_document
 from support.rank_traces import trace_documents
 from zbv_solver.commands.cli import main
 from zbv_solver.commands.interrupt import interruptible
+from zbv_solver.commands.messages import shortened, spinner
 from zbv_solver.commands.tables import cut_summary, print_frontier
 from zbv_solver.construct.baselines import BASELINES
 
@@ -91,25 +92,21 @@ def test_plan_writes_a_plan_and_reports_its_quality(flags: str, run: Run) -> Non
         assert document["provenance"]["quantile"] == 0.95
 
 
-SEARCH = "zbv_solver.commands.searches.search"
-CUT = "zbv_solver.commands.cut.cut_for_executor"
-FIRST_PLAN = "zbv_models.layouts.search.first_plan"
+INTERRUPTED = """\
+plan large.json -o plan.json → zbv_solver.commands.searches.search
+pack batch.json -o packed.json → zbv_solver.commands.searches.search
+frontier large.json -o . → zbv_solver.commands.searches.search
+cut model.json --executor megatron -o plan.json → zbv_solver.commands.cut.cut_for_executor
+layout gpt.json --cluster cluster.json -o layouts.json → zbv_models.layouts.search.first_plan
+"""
+KEPT = {"frontier": "points", "packed": "replicas", "layouts": "layouts"}
+"""The key with what is kept, by the name of the file."""
 
 
-@pytest.mark.parametrize(
-    ("command", "name", "number"),
-    [
-        ("plan large.json -o plan.json", SEARCH, signal.SIGTERM),
-        ("plan large.json -o plan.json", SEARCH, signal.SIGINT),
-        ("pack batch.json -o packed.json", SEARCH, signal.SIGINT),
-        ("frontier large.json -o .", SEARCH, signal.SIGINT),
-        ("cut model.json --executor megatron -o plan.json", CUT, signal.SIGINT),
-        ("layout gpt.json --cluster cluster.json -o layouts.json", FIRST_PLAN, signal.SIGINT),
-    ],
-)
-def test_ctrl_c_keeps_the_best_so_far(
-    command: str, name: str, number: int, run: Run, capsys: Any, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("row", INTERRUPTED.splitlines())
+def test_ctrl_c_keeps_the_best_so_far(row: str, number: int, run: Run, capsys: Any, monkeypatch: Any) -> None:
+    command, name = row.split(" → ")
     module, function = name.rsplit(".", 1)
     whole = getattr(import_module(module), function)
 
@@ -123,13 +120,12 @@ def test_ctrl_c_keeps_the_best_so_far(
 
     monkeypatch.setattr(name, interrupted)
     assert main(command.split()) == 130
-    assert "interrupted: the search ended" in capsys.readouterr().err
+    assert "interrupted: the search ended early, and the" in capsys.readouterr().err
     if "plan.json" in command:
         run("check plan.json")
-    elif "frontier" in command:
-        assert len(written("frontier.json")["points"]) == 1
     else:
-        assert len(written(command.split()[-1])["layouts" if "layout" in command else "replicas"]) > 0
+        name = next(name for name in KEPT if name in command)
+        assert len(written(f"{name}.json")[KEPT[name]]) == (2 if name == "packed" else 1)
 
 
 @pytest.mark.parametrize("delay", [0, 0.3])
@@ -155,10 +151,7 @@ def test_ctrl_c_stops_the_work_before_it_is_passed_on(delay: float) -> None:
 def test_on_a_terminal_the_answer_is_summarised(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for command, words in (
-        (
-            "plan problem.json",
-            "span 24 units (proved optimal), bubble rate|eager-1f1b|rank 1: 1F0 2F0 |not saved",
-        ),
+        ("plan problem.json", "span 24 units (proved optimal), |eager-1f1b|rank 1: 1F0 2F0 |not saved"),
         ("pack batch.json --compare", "equal-tokens|lower bound of every packing|not saved"),
     ):
         out, _ = run(f"{command} --effort quick")
@@ -188,9 +181,7 @@ def test_standard_input_and_output_in_a_real_process_and_help_imports_nothing_he
 def test_compare_shows_every_schedule(run: Run) -> None:
     baselines = json.loads(run("compare problem.json --json")[0])["baselines"]
     assert [row["name"] for row in baselines] == list(BASELINES)
-    table, _ = run("compare problem.json")
-    assert all(words in table for words in ("lower bound of span: 24 units", "eager-1f1b"))
-    assert "yes" in next(line for line in table.splitlines() if line.startswith("│ zbv"))
+    assert "lower bound of span: 24 units" in run("compare problem.json")[0]
 
 
 def test_tables_cut_nothing_in_a_narrow_terminal(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +191,19 @@ def test_tables_cut_nothing_in_a_narrow_terminal(run: Run, capsys: pytest.Captur
     print_frontier(plan.problem, [zbv.FrontierPoint(1234567.0, plan, plan.objective * 0.81234, 1.0, 1.2345)])
     tables = capsys.readouterr().out + run("compare differing.json --effort quick")[0]
     assert (tables.count(" interleaved-1f1b-practice "), "…" in tables) == (2, False)
+    line = "19 layouts, best step 3.608 s, none below 4.166 s"
+    assert [shortened(line, width) for width in (99, 40, 8)] == [line, line[:29], "19"]
+
+
+def test_long_work_prints_lines_where_there_is_no_terminal(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("zbv_solver.commands.messages.LINE_SECONDS", 0.01)
+    shown, until = "", time.monotonic() + 60
+    with spinner("searching", 60) as say:
+        say("span 3 ms")
+        while "0 s of 60 s: span 3 ms\n" not in shown and time.monotonic() < until:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+    assert "0 s of 60 s: span 3 ms\n" in shown
 
 
 def test_simulate_compares_schedules_in_the_same_scenarios_of_every_kind_of_jitter(run: Run) -> None:
@@ -235,16 +239,13 @@ AT_FIVE = "rank 0: embedding … block.4; 27 units a |rank 1: block.5 … head; 
 LEAN = {"layers": [{**BLOCK, "recompute": RECOMPUTE, "repeat": 2}]}
 
 
-@pytest.mark.parametrize(
-    ("changes", "words", "is_uneven"),
-    [
-        ({"placement": "single", "cut": {"first": 5}}, AT_FIVE, True),
-        ({**LEAN, "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)|nothing", False),
-        ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20\u202f% more than the mean", True),
-        ({"layers": [{**BLOCK, "repeat": 8}]}, "", False),
-        ({"layers": [layer("a", 0, repeat=4)]}, "", False),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words", "is_uneven"), [
+    ({"placement": "single", "cut": {"first": 5}}, AT_FIVE, True),
+    ({**LEAN, "memory": {"limit": 8}, "cut": {"allow_empty": True}}, " (recomputed)|nothing", False),
+    ({"layers": [{**BLOCK, "repeat": 5}]}, "least 20\u202f% more than the mean", True),
+    ({"layers": [{**BLOCK, "repeat": 8}]}, "", False),
+    ({"layers": [layer("a", 0, repeat=4)]}, "", False),
+])  # fmt: skip
 def test_the_summary_of_a_cut_has_the_layers_of_every_rank(changes: Any, words: str, is_uneven: bool) -> None:
     summary = cut_summary(zbv.plan(layered(**changes), "quick", seed=1))
     assert all(word in summary for word in words.split("|"))
@@ -287,7 +288,6 @@ CUT --virtual-stages 2 -3 → --virtual-stages: found -3 virtual stages
 CUT --group-size 5 --executor torch → --group-size: found it and executor torch
 CUT --schedule 1F1B → --schedule: found it and executor megatron
 CUT --executor torch --schedule ZBVZeroBubble --virtual-stages 3 → --virtual-stages, --schedule: found 4
-CUT --layout Et*4|tL → --layout: found the modules Et*5L; the model has Et*6L
 CUT --layout 3,3 --virtual-stages 1 2 → --virtual-stages: found 2 numbers
 CUT --layout 3,3 --virtual-stages 2 → --layout: found 2 stages on 2 ranks, and --virtual-stages 2; leave it
 CUT --layout 3,3 --recompute per-stage → --recompute: found per-stage
@@ -302,18 +302,15 @@ LAYOUT --executor megatron --recompute selective --recompute-modules moe → --r
 LAYOUT --executor torchtitan --precision float8-gather → Set product_dtype fp8
 LAYOUT --cut 4 → --cut: found a cut and executor zbv. Name an executor with a fixed order
 FIXED --cut 4 → a cut is that of one. Fix --tensor-parallel
-FIXED --cut 5 --data-parallel 2 --microbatch-size 4 --zero-stage 1 → the model has 4
 layout --cluster cluster.json → model, --preset: found neither
 LAYOUT --prediction-layers -1 → --prediction-layers: found -1; input should be
 layout transformers.json --cluster cluster.json → --global-batch: a config.json does not say it
 layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; must be a JSON object
 plan t5.json → t5.json: this is a model's configuration, not a problem. `zbv estimate --config` makes
 layout unbatched.json --cluster cluster.json → /global_batch: this key is required and absent. Give it, or
-layout gpt.json --cluster cluster-H100.json → Use one of a100, a100-80gb, b200, b300, gb200
 layout gpt.json --cluster cluster-H100.json → Did you mean h100?
 estimate --config gpt.json → --preset: found no device. Name one of a100
 estimate → --config, --preset: found neither; give one
-estimate --preset gpt-5 → --preset: found 'gpt-5'; not a preset. Use one of a100, a100-80gb
 estimate --config transformers.json → --sequence-length: a config.json does not say how long
 estimate --config t5.json → t5.json: /model_type: found 't5'
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)

@@ -183,16 +183,13 @@ def test_only_what_is_proved_is_called_optimal_and_a_tiny_gap_is_not_zero() -> N
         assert ["proved optimal" in text for text in (found.note, plan_html(plan))] == [gap == 0] * 2
 
 
-@pytest.mark.parametrize(
-    ("limit", "note", "summary"),
-    [
-        (2.0, f"200{PERCENT} of the limit", "on rank 0, of 2. Dashed: the limit."),
-        (8.0, f"50{PERCENT} of the limit", "on rank 0, of 8. Dashed: the limit."),
-        (0.0, "∞ of the limit", "on rank 0, of 0. Dashed: the limit."),
-        (1000.0, f"0{PERCENT} of the limit", "on rank 0, of 1\u202f000."),
-        (None, "no limit", "on rank 0. No limit."),
-    ],
-)
+@pytest.mark.parametrize(("limit", "note", "summary"), [
+    (2.0, f"200{PERCENT} of the limit", "on rank 0, of 2. Dashed: the limit."),
+    (8.0, f"50{PERCENT} of the limit", "on rank 0, of 8. Dashed: the limit."),
+    (0.0, "∞ of the limit", "on rank 0, of 0. Dashed: the limit."),
+    (1000.0, f"0{PERCENT} of the limit", "on rank 0, of 1\u202f000."),
+    (None, "no limit", "on rank 0. No limit."),
+])  # fmt: skip
 def test_memory_over_the_limit_is_marked_and_a_near_limit_drawn(limit: Any, note: str, summary: str) -> None:
     """No plan exceeds a limit; a stored one of an older version must not be praised."""
     plan = one_by_one(1, 1, memory={**MEMORY, "static": 0, "limit": None})

@@ -77,14 +77,11 @@ DECADES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("problem", "effort"),
-    [
-        (replace(uniform(2, 3, objective="makespan"), costs=THIRDS), 5.0),
-        # As integers, many orders look better. They are skipped.
-        (uniform(3, 1, placement="single", costs=DECADES), 0.02),
-    ],
-)
+@pytest.mark.parametrize(("problem", "effort"), [
+    (replace(uniform(2, 3, objective="makespan"), costs=THIRDS), 5.0),
+    # As integers, many orders look better. They are skipped.
+    (uniform(3, 1, placement="single", costs=DECADES), 0.02),
+])  # fmt: skip
 def test_costs_without_common_unit_have_a_valid_bound(problem: Any, effort: float, monkeypatch: Any) -> None:
     """Durations are rounded down, and so is the bound."""
     questions, solve = count(), CpSearch._solve
@@ -157,15 +154,12 @@ def test_proves_the_optimum_where_memory_is_tight(problem: Problem, alike: list[
         assert search.value == objective_of(problem, search.orders) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("m", "costs", "held", "released", "limit", "best"),
-    [
-        # Of two W's that are ready, the one that releases nothing must run last.
-        (2, ([1, 4, 1, 5], [2, 1, 1, 2], 1, 5), [5, 6, 2, 3], [0, 3, 1, 1], [10, 9], 63),
-        # Wrong implications of memory or a wrong dominance rule may do no harm in tiny problems.
-        (8, ([23, 22, 19, 19, 22, 24], [21, 22, 24, 23, 22, 26], 16, 1), [2, 3] * 3, RELEASED, 9, 1271),
-    ],
-)
+@pytest.mark.parametrize(("m", "costs", "held", "released", "limit", "best"), [
+    # Of two W's that are ready, the one that releases nothing must run last.
+    (2, ([1, 4, 1, 5], [2, 1, 1, 2], 1, 5), [5, 6, 2, 3], [0, 3, 1, 1], [10, 9], 63),
+    # Wrong implications of memory or a wrong dominance rule may do no harm in tiny problems.
+    (8, ([23, 22, 19, 19, 22, 24], [21, 22, 24, 23, 22, 26], 16, 1), [2, 3] * 3, RELEASED, 9, 1271),
+])  # fmt: skip
 def test_proves_the_optimum_where_equally_long_weights_release_different_amounts(
     m: int, costs: tuple[Any, ...], held: list[int], released: list[int], limit: Any, best: float
 ) -> None:

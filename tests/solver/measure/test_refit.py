@@ -137,17 +137,14 @@ def test_measured_costs_are_in_the_problem_s_unit(unit: str | None, expected: fl
     assert (*found.forward, *found.backward_weight) == pytest.approx([expected * 30] * 12, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "pointer"),
-    [
-        ("plan_id", ABSENT, "/plan_id"),
-        ("steps.0.actions.0.4", 2**64, "/steps/0/actions/0/4"),
-        ("steps.0.step", 1, "/steps/1/step"),
-        ("steps.0.actions.2.0", "0X0", "/steps/0/actions/2/0"),
-        ("steps.0.actions.2.3", -5, "/steps/0/actions/2"),
-        ("steps.0.actions.2", ["0F0", 0, 0, 0], "/steps/0/actions/2"),
-    ],
-)
+@pytest.mark.parametrize(("path", "value", "pointer"), [
+    ("plan_id", ABSENT, "/plan_id"),
+    ("steps.0.actions.0.4", 2**64, "/steps/0/actions/0/4"),
+    ("steps.0.step", 1, "/steps/1/step"),
+    ("steps.0.actions.2.0", "0X0", "/steps/0/actions/2/0"),
+    ("steps.0.actions.2.3", -5, "/steps/0/actions/2"),
+    ("steps.0.actions.2", ["0F0", 0, 0, 0], "/steps/0/actions/2"),
+])  # fmt: skip
 def test_an_invalid_trace_is_refused_at_the_broken_key(path: str, value: Any, pointer: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_rank_trace(changed(documents_of(planned(), steps=2)[0], {path: value}))

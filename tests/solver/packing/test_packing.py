@@ -178,21 +178,18 @@ def test_batches_without_costs_of_tokens_give_every_replica_work(cost: float) ->
 FALLING = batch_document([8], forward={"fixed": 100, "tokens": -1})["problem"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "pointer", "message"),
-    [
-        ({"sequences": [8, 65]}, "/sequences/1", "found 65 tokens, more than the largest microbatch"),
-        ({"sequences": []}, "/sequences", "at least 1 item"),
-        ({"sequences": [0, 4]}, "/sequences/0", "greater than or equal to 1"),
-        ({"sequences": [4.5, 4]}, "/sequences/0", "valid integer"),
-        ({"replicas": 9}, "/replicas", "found 9 replicas for 2 sequences"),
-        ({"max_tokens": 0}, "/max_tokens", "greater than or equal to 1"),
-        ({"problem": {"microbatches": 4}}, "/problem/microbatches", "a packing chooses this"),
-        ({"problem": {"layers": []}}, "/problem/layers", "Cut the layers first"),
-        ({"problem": {"pp_degree": 0}}, "/problem/pp_degree", "found 0"),
-        ({"problem": FALLING}, "/problem/costs/forward/tokens", "must not be negative"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "pointer", "message"), [
+    ({"sequences": [8, 65]}, "/sequences/1", "found 65 tokens, more than the largest microbatch"),
+    ({"sequences": []}, "/sequences", "at least 1 item"),
+    ({"sequences": [0, 4]}, "/sequences/0", "greater than or equal to 1"),
+    ({"sequences": [4.5, 4]}, "/sequences/0", "valid integer"),
+    ({"replicas": 9}, "/replicas", "found 9 replicas for 2 sequences"),
+    ({"max_tokens": 0}, "/max_tokens", "greater than or equal to 1"),
+    ({"problem": {"microbatches": 4}}, "/problem/microbatches", "a packing chooses this"),
+    ({"problem": {"layers": []}}, "/problem/layers", "Cut the layers first"),
+    ({"problem": {"pp_degree": 0}}, "/problem/pp_degree", "found 0"),
+    ({"problem": FALLING}, "/problem/costs/forward/tokens", "must not be negative"),
+])  # fmt: skip
 def test_mistakes_are_named(changes: dict[str, Any], pointer: str, message: str) -> None:
     document = batch_document([8, 8])
     problem = document["problem"] | changes.get("problem", {})

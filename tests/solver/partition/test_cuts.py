@@ -94,27 +94,24 @@ SLOW_HEAD = {"slow": {"forward": 14, "backward_input": 14, "backward_weight": 14
 RANKS = {"pp_degree": 3, "devices": ["slow", "fast", "fast"]}
 
 
-@pytest.mark.parametrize(
-    ("floor", "changes"),
-    [
-        # 8 blocks of 5, an embedding of 2 and a head of 15 are 57: the mean is 28.5, and no set of layers has
-        # a load between that and 30 = 6 * 5.
-        (30, {}),
-        # Two ranks can have 39 and 37. The kinds of layers that are packed have no set with a load of 39.
-        (39, {"layers": forwards(8, 9, 10, 8, 7, repeat=(1, 4, 1, 1, 2))}),
-        # The mean is 47, and both ends and two blocks would be 48. But some rank has 5 of 17 blocks.
-        (50, {"pp_degree": 4, "layers": forwards(6, 10, 22, repeat=(1, 16, 1))}),
-        # 12 in all, and room for 8: two blocks at least are recomputed.
-        (6, {"layers": recomputed(2, 1), "memory": {"limit": 6}}),
-        (7, {"layers": recomputed(2, 1), "memory": {"limit": 4}}),
-        # Recomputing that saves nothing costs nothing, however much it takes.
-        (6, {"layers": recomputed(1e3, 3), "placement": "single", "memory": {"limit": 5}}),
-        (6, {"layers": recomputed(5e13, 3), "placement": "single", "memory": {"limit": 5}}),
-        # The mean is 55 / (2 + 55 / 154) = 23.3. A slow rank has one block of 14, and the fast ones have
-        # blocks of 5 and the head of 15: with the other 7 blocks, one of them has 25.
-        (25, {"layers": [{**BLOCK, "on": SLOW}, {**HEAD, "on": SLOW_HEAD}], "placement": "single"} | RANKS),
-    ],
-)
+@pytest.mark.parametrize(("floor", "changes"), [
+    # 8 blocks of 5, an embedding of 2 and a head of 15 are 57: the mean is 28.5, and no set of layers has
+    # a load between that and 30 = 6 * 5.
+    (30, {}),
+    # Two ranks can have 39 and 37. The kinds of layers that are packed have no set with a load of 39.
+    (39, {"layers": forwards(8, 9, 10, 8, 7, repeat=(1, 4, 1, 1, 2))}),
+    # The mean is 47, and both ends and two blocks would be 48. But some rank has 5 of 17 blocks.
+    (50, {"pp_degree": 4, "layers": forwards(6, 10, 22, repeat=(1, 16, 1))}),
+    # 12 in all, and room for 8: two blocks at least are recomputed.
+    (6, {"layers": recomputed(2, 1), "memory": {"limit": 6}}),
+    (7, {"layers": recomputed(2, 1), "memory": {"limit": 4}}),
+    # Recomputing that saves nothing costs nothing, however much it takes.
+    (6, {"layers": recomputed(1e3, 3), "placement": "single", "memory": {"limit": 5}}),
+    (6, {"layers": recomputed(5e13, 3), "placement": "single", "memory": {"limit": 5}}),
+    # The mean is 55 / (2 + 55 / 154) = 23.3. A slow rank has one block of 14, and the fast ones have
+    # blocks of 5 and the head of 15: with the other 7 blocks, one of them has 25.
+    (25, {"layers": [{**BLOCK, "on": SLOW}, {**HEAD, "on": SLOW_HEAD}], "placement": "single"} | RANKS),
+])  # fmt: skip
 def test_the_floor_counts_whole_layers_crowded_ranks_memory_and_devices(floor: float, changes: Any) -> None:
     problem = layered(**changes)
     with np.errstate(all="raise"):
@@ -144,19 +141,16 @@ GPIPES = forwards(10, 40, 30, 10, 20, 50, 10)
 HALVES = [layer(f"{part}.{at}", cost) for at in range(6) for part, cost in (("attention", 2), ("mlp", 3))]
 
 
-@pytest.mark.parametrize(
-    ("cut", "changes", "bounds"),
-    [
-        # The example of GPipe's cut in three: 2, 3 and 2 layers.
-        (histogram_cut, {"layers": GPIPES, "placement": "single", "pp_degree": 3}, (0, 2, 5, 7)),
-        # Blocks are dealt, of one layer or of two, and the ends are on top; different layers are dealt all.
-        (even_cut, {}, (0, 3, 5, 7, 10)),
-        (even_cut, {"layers": [layer("embedding", 1), *HALVES, layer("head", 9)]}, (0, 4, 7, 10, 14)),
-        (even_cut, {"layers": forwards(9, 1, 2, 3, 4, 5, 6, 7)}, (0, 2, 4, 6, 8)),
-        # Of the best cuts, the balanced one is near the level one.
-        (balanced_cut, {"layers": [layer("a", 1, repeat=12)], "pp_degree": 3}, (0, 2, 4, 6, 8, 10, 12)),
-    ],
-)
+@pytest.mark.parametrize(("cut", "changes", "bounds"), [
+    # The example of GPipe's cut in three: 2, 3 and 2 layers.
+    (histogram_cut, {"layers": GPIPES, "placement": "single", "pp_degree": 3}, (0, 2, 5, 7)),
+    # Blocks are dealt, of one layer or of two, and the ends are on top; different layers are dealt all.
+    (even_cut, {}, (0, 3, 5, 7, 10)),
+    (even_cut, {"layers": [layer("embedding", 1), *HALVES, layer("head", 9)]}, (0, 4, 7, 10, 14)),
+    (even_cut, {"layers": forwards(9, 1, 2, 3, 4, 5, 6, 7)}, (0, 2, 4, 6, 8)),
+    # Of the best cuts, the balanced one is near the level one.
+    (balanced_cut, {"layers": [layer("a", 1, repeat=12)], "pp_degree": 3}, (0, 2, 4, 6, 8, 10, 12)),
+])  # fmt: skip
 def test_usual_cuts(cut: Any, changes: dict[str, Any], bounds: tuple[int, ...]) -> None:
     space = space_of(layered(**changes))
     made: Any = cut(space, level_cut(space)) if cut is balanced_cut else cut(space)
@@ -184,15 +178,12 @@ def test_the_cut_of_least_memory_is_the_least_and_its_bound_is_exact(problem: An
 FALSE_OPTIMUM = ((2, 3, 1), (2, 0, 1), (2, 3, 0), (2, 0, 0), (2, 0, 0), (2, 0, 0), (2, 0, 1), (1, 3, 0))
 
 
-@pytest.mark.parametrize(
-    ("problem", "least"),
-    [
-        # OR-Tools 9.15 answers 4 with "optimal", unless its detection of included sets is off.
-        (loop(*FALSE_OPTIMUM, pp_degree=3, memory={"limit": [5, 8, 5]}, cut={"first": 1}), 3),
-        # A stage is a run of layers: with layers picked at will it would be 9.
-        (loop(*((each, 0, 0) for each in (9, 2, 1, 9, 2, 5, 2)), memory={"limit": 6}), 10),
-    ],
-)
+@pytest.mark.parametrize(("problem", "least"), [
+    # OR-Tools 9.15 answers 4 with "optimal", unless its detection of included sets is off.
+    (loop(*FALSE_OPTIMUM, pp_degree=3, memory={"limit": [5, 8, 5]}, cut={"first": 1}), 3),
+    # A stage is a run of layers: with layers picked at will it would be 9.
+    (loop(*((each, 0, 0) for each in (9, 2, 1, 9, 2, 5, 2)), memory={"limit": 6}), 10),
+])  # fmt: skip
 def test_the_proof_is_right_where_it_is_easily_wrong(problem: zbv.LayeredProblem, least: float) -> None:
     found = least_memory_cut(space_of(problem), level_cut(space_of(problem)))
     assert (found.value, found.bound) == pytest.approx((least, least), abs=1e-4)

@@ -105,43 +105,37 @@ def test_unknown_keys_are_ignored_and_absent_ones_have_defaults(plan: zbv.Plan) 
 BASELINE = {"name": "1f1b", "span": 1, "makespan": 1, "bubble_rate": 0, "peak_memory": [1, 1], "fits": True}
 
 
-@pytest.mark.parametrize(
-    ("change", "pointer"),
-    [
-        ({"ranks": [["0F0"]]}, "/ranks"),
-        ({"ranks": "0F0"}, "/ranks"),
-        ({"ranks": [["0F0"], [7]]}, "/ranks/1/0"),
-        ({"ranks": [["0F0"], ["zz"]]}, "/ranks/1/0"),
-        ({"ranks": [["0F0"], ["1F0"]]}, "/plan_id"),
-        ({"ranks": [["0F0"] * 97, []]}, "/ranks"),
-        ({"plan_id": "0" * 64}, "/plan_id"),
-        ({"objective": "makespan"}, "/objective"),
-        ({"partition": [["a"], ["b"], ["c"], ["d"]]}, "/partition"),
-        ({"recompute": [False] * 4}, "/recompute"),
-        ({"metrics": None}, "/metrics"),
-        ({"metrics": {"span": float("nan")}}, "/metrics/makespan"),
-        ({"baselines": [{**BASELINE, "peak_memory": [1, float("inf")]}]}, "/baselines/0/peak_memory/1"),
-        ({"baselines": [BASELINE] * 101}, "/baselines"),
-        ({"provenance": {"seed": "x"}}, "/provenance/seed"),
-        ({"cut": {"gap": "1"}}, "/cut/gap"),
-        ({"simulation": {}}, "/simulation/expected_span"),
-        ({"problem": {}}, "/problem/pp_degree"),
-    ],
-)
+@pytest.mark.parametrize(("change", "pointer"), [
+    ({"ranks": [["0F0"]]}, "/ranks"),
+    ({"ranks": "0F0"}, "/ranks"),
+    ({"ranks": [["0F0"], [7]]}, "/ranks/1/0"),
+    ({"ranks": [["0F0"], ["zz"]]}, "/ranks/1/0"),
+    ({"ranks": [["0F0"], ["1F0"]]}, "/plan_id"),
+    ({"ranks": [["0F0"] * 97, []]}, "/ranks"),
+    ({"plan_id": "0" * 64}, "/plan_id"),
+    ({"objective": "makespan"}, "/objective"),
+    ({"partition": [["a"], ["b"], ["c"], ["d"]]}, "/partition"),
+    ({"recompute": [False] * 4}, "/recompute"),
+    ({"metrics": None}, "/metrics"),
+    ({"metrics": {"span": float("nan")}}, "/metrics/makespan"),
+    ({"baselines": [{**BASELINE, "peak_memory": [1, float("inf")]}]}, "/baselines/0/peak_memory/1"),
+    ({"baselines": [BASELINE] * 101}, "/baselines"),
+    ({"provenance": {"seed": "x"}}, "/provenance/seed"),
+    ({"cut": {"gap": "1"}}, "/cut/gap"),
+    ({"simulation": {}}, "/simulation/expected_span"),
+    ({"problem": {}}, "/problem/pp_degree"),
+])  # fmt: skip
 def test_altered_documents_are_refused(plan: zbv.Plan, change: dict[str, Any], pointer: str) -> None:
     with pytest.raises(zbv.InvalidInput) as caught:
         parse_plan(altered(plan, **change))
     assert caught.value.issues[0].pointer == pointer
 
 
-@pytest.mark.parametrize(
-    ("objective", "bound", "expected", "gap"),
-    [
-        *((10.0, 0.0, "feasible", float("inf")), (11.0, 10.0, "feasible", 0.1), (0.0, 0.0, "optimal", 0.0)),
-        *((10.0, 10.0 * (1 + share), "optimal", 0.0) for share in (0, 5e-10, -5e-10)),
-        *((*values, "contradicted", None) for values in ((10.0, 10.00000002), (1e-90, 2e-90), (0.0, 1e-90))),
-    ],
-)
+@pytest.mark.parametrize(("objective", "bound", "expected", "gap"), [
+    *((10.0, 0.0, "feasible", float("inf")), (11.0, 10.0, "feasible", 0.1), (0.0, 0.0, "optimal", 0.0)),
+    *((10.0, 10.0 * (1 + share), "optimal", 0.0) for share in (0, 5e-10, -5e-10)),
+    *((*values, "contradicted", None) for values in ((10.0, 10.00000002), (1e-90, 2e-90), (0.0, 1e-90))),
+])  # fmt: skip
 def test_plans_may_undercut_bounds_a_bit(objective: float, bound: float, expected: str, gap: Any) -> None:
     if gap is None:
         with pytest.raises(zbv.ContradictedBound) as caught:
@@ -153,6 +147,7 @@ def test_plans_may_undercut_bounds_a_bit(objective: float, bound: float, expecte
     made = certify(uniform(1, 1), objective, bound, "test")
     assert (made.status, made.lower_bound) == (expected, objective if expected == "optimal" else bound)
     assert made.gap == pytest.approx(gap)
+    assert certify(uniform(1, 1), 10.0, 9 - 1e-12, "test").lower_bound == 9, "a sum of whole numbers is one"
 
 
 def spoil(patch: pytest.MonkeyPatch, source: str) -> None:

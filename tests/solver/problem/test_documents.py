@@ -255,21 +255,18 @@ def test_jitter_is_read_as_it_was_written(jitter: Jitter) -> None:
     assert parse_jitter(json.loads(json.dumps(jitter_json(jitter)))) == jitter
 
 
-@pytest.mark.parametrize(
-    ("text", "same"),
-    [
-        ("5%", {"action": 0.05, "transfer": 0.05}),
-        ("action=5%,transfer=20%", {"action": 0.05, "transfer": 0.2}),
-        ("rank=0.5, W=10%", {"action": {"W": 0.1}, "rank": 0.5}),
-        ("action=1,B=0", {"action": {"F": 1, "I": 1, "W": 1}}),
-        ("", "jitter is written as 5%"),
-        ("colour=5%", "jitter is written as 5%"),
-        ("action=five", "jitter is written as 5%"),
-        ("action=5%,action=6%", "found action twice"),
-        ("-5%", "must be from 0 to 10"),
-        ("nan", "must be from 0 to 10"),
-    ],
-)
+@pytest.mark.parametrize(("text", "same"), [
+    ("5%", {"action": 0.05, "transfer": 0.05}),
+    ("action=5%,transfer=20%", {"action": 0.05, "transfer": 0.2}),
+    ("rank=0.5, W=10%", {"action": {"W": 0.1}, "rank": 0.5}),
+    ("action=1,B=0", {"action": {"F": 1, "I": 1, "W": 1}}),
+    ("", "jitter is written as 5%"),
+    ("colour=5%", "jitter is written as 5%"),
+    ("action=five", "jitter is written as 5%"),
+    ("action=5%,action=6%", "found action twice"),
+    ("-5%", "must be from 0 to 10"),
+    ("nan", "must be from 0 to 10"),
+])  # fmt: skip
 def test_the_short_form_of_jitter(text: str, same: dict[str, Any] | str) -> None:
     with pytest.raises(zbv.InvalidInput, match=same) if isinstance(same, str) else nullcontext():
         assert parse_jitter(text) == parse_jitter(same)

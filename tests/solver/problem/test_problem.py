@@ -155,16 +155,13 @@ def test_a_cut_knows_the_problem_that_it_is_a_cut_of(problem: LayeredProblem, da
         assert before.as_cut_in(cut) == problem.as_cut_in(cut) == cut
 
 
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({"layers": [EMBEDDING, {**BLOCK, "forward": 3}, HEAD]}, "layers"),
-        ({"placement": "single"}, "placement"),
-        ({"cut": {"first": 1}}, "partition"),
-        ({"cut": {"together": [["block.1", "block.2"]]}}, "partition"),
-        ({"devices": ["slow", "fast"]}, "devices"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "part"), [
+    ({"layers": [EMBEDDING, {**BLOCK, "forward": 3}, HEAD]}, "layers"),
+    ({"placement": "single"}, "placement"),
+    ({"cut": {"first": 1}}, "partition"),
+    ({"cut": {"together": [["block.1", "block.2"]]}}, "partition"),
+    ({"devices": ["slow", "fast"]}, "devices"),
+])  # fmt: skip
 def test_a_cut_of_another_problem_is_refused(changes: dict[str, Any], part: str) -> None:
     cut = layered().cut_into(Placement.of("v", 2), Cut.at((0, 3, 5, 8, 10)))
     with pytest.raises(zbv.InvalidInput, match=f"/problem/{part}"):
@@ -184,17 +181,14 @@ def test_auto_tries_the_placements_that_have_layers_enough() -> None:
         assert [*names.split()] == [of.name for of in layered(placement="auto", pp_degree=p).placements]
 
 
-@pytest.mark.parametrize(
-    ("values", "integers"),
-    [
-        ([0.1, 0.2, 0.3, 0.1 + 0.2], [1, 2, 3, 3]),
-        ([1e12, 1], [10**12, 1]),
-        ([0.0, 0.0], [0, 0]),
-        ([], []),
-        ([1e15, 1.0], None),
-        ([math.pi, math.e, math.sqrt(2), math.sqrt(3)], None),
-    ],
-)
+@pytest.mark.parametrize(("values", "integers"), [
+    ([0.1, 0.2, 0.3, 0.1 + 0.2], [1, 2, 3, 3]),
+    ([1e12, 1], [10**12, 1]),
+    ([0.0, 0.0], [0, 0]),
+    ([], []),
+    ([1e15, 1.0], None),
+    ([math.pi, math.e, math.sqrt(2), math.sqrt(3)], None),
+])  # fmt: skip
 @pytest.mark.parametrize("factor", [1.0, 2.0**-70, 2.0**60])
 def test_common_units_make_integers(values: list[float], integers: list[int] | None, factor: float) -> None:
     scale = numeric.integer_scale([value * factor for value in values], 1 << 40)

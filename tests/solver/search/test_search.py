@@ -224,20 +224,17 @@ def test_a_search_that_ends_early_has_a_plan_and_says_why(problem: Any, jitter: 
         assert all(row.span >= plan.objective * (1 - 1e-9) for row in plan.baselines if row.fits)
 
 
-@pytest.mark.parametrize(
-    ("pointer", "options"),
-    [
-        *(("/time_limit", {"time_limit": seconds}) for seconds in (0, -1, math.nan, math.inf)),
-        *(("/effort", {"effort": "heroic"}), ("/workers", {"workers": 0})),
-        *(("/seed", {"seed": seed}) for seed in (-1, 2**31)),
-        *(("/quantile", {"quantile": q, "jitter": JITTER}) for q in (0.49, 0.995, math.nan)),
-        ("/quantile", {"quantile": 0.95}),
-        *(
-            ("/jitter/rank", {"problem": of, "jitter": replace(JITTER, rank=JITTER.rank * 5)})
-            for of in (SLOW, LAYERS)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("pointer", "options"), [
+    *(("/time_limit", {"time_limit": seconds}) for seconds in (0, -1, math.nan, math.inf)),
+    *(("/effort", {"effort": "heroic"}), ("/workers", {"workers": 0})),
+    *(("/seed", {"seed": seed}) for seed in (-1, 2**31)),
+    *(("/quantile", {"quantile": q, "jitter": JITTER}) for q in (0.49, 0.995, math.nan)),
+    ("/quantile", {"quantile": 0.95}),
+    *(
+        ("/jitter/rank", {"problem": of, "jitter": replace(JITTER, rank=JITTER.rank * 5)})
+        for of in (SLOW, LAYERS)
+    ),
+])  # fmt: skip
 def test_wrong_options_are_refused(pointer: str, options: Any) -> None:
     with pytest.raises(zbv.InvalidInput) as caught:
         zbv.plan(**{"problem": SLOW} | options)

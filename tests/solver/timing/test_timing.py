@@ -91,14 +91,11 @@ def graph_of(weight: Sequence[Sequence[float]]) -> start_times.Graph:
     return start_times.Graph(source, offset, duration, latency, stops)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "says"),
-    [
-        ([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]], r"rank 0 at 3F0, rank 1 at 2F0"),
-        ([["0F0", "4F0"], []], "found 4F0; the problem has 4 stages and 1 microbatches"),
-        ([["0F0"]], "found 1 ranks; the problem has 2"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "says"), [
+    ([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]], r"rank 0 at 3F0, rank 1 at 2F0"),
+    ([["0F0", "4F0"], []], "found 4F0; the problem has 4 stages and 1 microbatches"),
+    ([["0F0"]], "found 1 ranks; the problem has 2"),
+])  # fmt: skip
 def test_orders_that_cannot_be_executed_are_refused(ranks: list[list[str]], says: str) -> None:
     with pytest.raises(InvalidPlan, match=says):
         start_times.evaluate(uniform(2, 1), Orders.from_text(ranks))

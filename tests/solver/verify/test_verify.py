@@ -90,28 +90,25 @@ def divided(*offset: int) -> Orders:
     return replace(Orders.from_text(GOOD), offset=np.array(offset))
 
 
-@pytest.mark.parametrize(
-    ("orders", "says"),
-    [
-        (listed("0F0 3F0 3I0 0B0"), "stage 3 microbatch 0 has 1 F, 1 I, 0 W, 0 B; it must have one F"),
-        (listed("0F0 0F0 3F0 3I0 3W0 0B0"), "stage 0 microbatch 0 has 2 F"),
-        (listed("0F0 3F0 3I0 3W0 0B0 1F0"), "found 1F0 on rank 0; placement v puts stage 1 on rank 1"),
-        (listed("0F0 3F0 3W0 3I0 0B0"), "3W0 comes before 3I0"),
-        (listed("0B0 0F0 3F0 3I0 3W0"), "0B0 comes before 0F0"),
-        (listed("0F0 3F0 3I0 3W0 0B1"), "found 0B1; .* microbatches 0 to 0"),
-        (listed("0F0 3F0 3I0 3W0 4B0"), "found 4B0; stages are 0 to 3"),
-        (listed("3F0 0F0 3I0 3W0 0B0"), "deadlocks: 11 actions .* among them 3F0"),
-        (Orders.pack([[(-1, 0, 0)], []]), "found -1F0; stages are 0 to 3"),
-        (Orders.pack([[(0, 0, -1)], []]), "found 0F-1; .* microbatches 0 to 0"),
-        (Orders.pack([[(0, 4, 0)], []]), r"found 0\(letter 4\)0"),
-        (Orders.pack([[(0, -1, 0)], []]), r"found 0\(letter -1\)0"),
-        (divided(1, 5, 11), "lists overlap or miss actions"),
-        (divided(0, 5, 10), "lists overlap or miss actions"),
-        (divided(0, 12, 11), "lists overlap or miss actions"),
-        (divided(0, 11), "found 1 ranks; the problem has 2"),
-        (Orders.from_text(GOOD), r"rank 0 needs 2 of memory; its limit is 1\.9"),
-    ],
-)
+@pytest.mark.parametrize(("orders", "says"), [
+    (listed("0F0 3F0 3I0 0B0"), "stage 3 microbatch 0 has 1 F, 1 I, 0 W, 0 B; it must have one F"),
+    (listed("0F0 0F0 3F0 3I0 3W0 0B0"), "stage 0 microbatch 0 has 2 F"),
+    (listed("0F0 3F0 3I0 3W0 0B0 1F0"), "found 1F0 on rank 0; placement v puts stage 1 on rank 1"),
+    (listed("0F0 3F0 3W0 3I0 0B0"), "3W0 comes before 3I0"),
+    (listed("0B0 0F0 3F0 3I0 3W0"), "0B0 comes before 0F0"),
+    (listed("0F0 3F0 3I0 3W0 0B1"), "found 0B1; .* microbatches 0 to 0"),
+    (listed("0F0 3F0 3I0 3W0 4B0"), "found 4B0; stages are 0 to 3"),
+    (listed("3F0 0F0 3I0 3W0 0B0"), "deadlocks: 11 actions .* among them 3F0"),
+    (Orders.pack([[(-1, 0, 0)], []]), "found -1F0; stages are 0 to 3"),
+    (Orders.pack([[(0, 0, -1)], []]), "found 0F-1; .* microbatches 0 to 0"),
+    (Orders.pack([[(0, 4, 0)], []]), r"found 0\(letter 4\)0"),
+    (Orders.pack([[(0, -1, 0)], []]), r"found 0\(letter -1\)0"),
+    (divided(1, 5, 11), "lists overlap or miss actions"),
+    (divided(0, 5, 10), "lists overlap or miss actions"),
+    (divided(0, 12, 11), "lists overlap or miss actions"),
+    (divided(0, 11), "found 1 ranks; the problem has 2"),
+    (Orders.from_text(GOOD), r"rank 0 needs 2 of memory; its limit is 1\.9"),
+])  # fmt: skip
 def test_broken_rules_are_reported(orders: Orders, says: str) -> None:
     verify_orders(uniform(2, 1), Orders.from_text(GOOD))
     with pytest.raises(zbv.InvalidPlan, match=says):
@@ -123,24 +120,21 @@ def plan() -> zbv.Plan:
     return zbv.plan(uniform(3, 5, limit=5, p2p=1), "quick")
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda m: {"makespan": 1.001 * m.makespan}, "makespan"),
-        (lambda m: {"span": 1.001 * m.span}, "span .* too large"),
-        (lambda m: {"span": 0.999 * m.span}, "span .* too small"),
-        (lambda m: {"lower_bound": 2 * m.lower_bound}, "lower_bound .* is no bound"),
-        (lambda m: {"gap": 1.5 * (m.gap or 0.1)}, "gap"),
-        (lambda m: {"bubble_rate": 1.01 * m.bubble_rate}, "bubble_rate"),
-        (lambda m: {"peak_memory": tuple(1.01 * peak for peak in m.peak_memory)}, "peak_memory of rank 0"),
-        (lambda m: {"peak_memory": m.peak_memory[:2]}, "peak_memory states 2 ranks, not 3"),
-        (lambda m: {"lower_bound": m.span / 2, "gap": 1.0, "status": "optimal"}, "means a gap of 0"),
-        *((lambda _, name=name: {name: nan}, f"{name} .* must be a finite") for name in NUMBERS),
-        *((lambda _, name=name: {name: inf}, f"{name} .* must be a finite") for name in NUMBERS[:4]),
-        (lambda _: {"peak_memory": (nan,) * 3}, "peak_memory .* must be a finite"),
-        (lambda _: {"peak_memory": (inf,) * 3}, "peak_memory .* must be a finite"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda m: {"makespan": 1.001 * m.makespan}, "makespan"),
+    (lambda m: {"span": 1.001 * m.span}, "span .* too large"),
+    (lambda m: {"span": 0.999 * m.span}, "span .* too small"),
+    (lambda m: {"lower_bound": 2 * m.lower_bound}, "lower_bound .* is no bound"),
+    (lambda m: {"gap": 1.5 * (m.gap or 0.1)}, "gap"),
+    (lambda m: {"bubble_rate": 1.01 * m.bubble_rate}, "bubble_rate"),
+    (lambda m: {"peak_memory": tuple(1.01 * peak for peak in m.peak_memory)}, "peak_memory of rank 0"),
+    (lambda m: {"peak_memory": m.peak_memory[:2]}, "peak_memory states 2 ranks, not 3"),
+    (lambda m: {"lower_bound": m.span / 2, "gap": 1.0, "status": "optimal"}, "means a gap of 0"),
+    *((lambda _, name=name: {name: nan}, f"{name} .* must be a finite") for name in NUMBERS),
+    *((lambda _, name=name: {name: inf}, f"{name} .* must be a finite") for name in NUMBERS[:4]),
+    (lambda _: {"peak_memory": (nan,) * 3}, "peak_memory .* must be a finite"),
+    (lambda _: {"peak_memory": (inf,) * 3}, "peak_memory .* must be a finite"),
+])  # fmt: skip
 def test_false_metrics_are_refused(plan: zbv.Plan, change: Callable[[zbv.Metrics], Any], says: str) -> None:
     verify(plan)
     with pytest.raises(zbv.InvalidPlan, match=says):
@@ -215,15 +209,12 @@ def test_deferred_receives_on_a_v_are_refused() -> None:
         verify_comms(problem, orders, lists)
 
 
-@pytest.mark.parametrize(
-    ("forward", "parts"),
-    [
-        # A slow second rank: all activations arrive before it has run anything.
-        ([1, 10], ["0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1B0 1SEND_B0"]),
-        # A slow first rank: the first gradient arrives before its second forward ends.
-        ([10, 1], ["0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1"]),
-    ],
-)
+@pytest.mark.parametrize(("forward", "parts"), [
+    # A slow second rank: all activations arrive before it has run anything.
+    ([1, 10], ["0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0", "1RECV_F0 1RECV_F1 1RECV_F2 1F0 1B0 1SEND_B0"]),
+    # A slow first rank: the first gradient arrives before its second forward ends.
+    ([10, 1], ["0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1"]),
+])  # fmt: skip
 def test_a_receive_is_listed_when_its_tensor_is_produced(forward: list[int], parts: list[str]) -> None:
     """Otherwise a rank would block a communicator with a receive long before its send."""
     costs = {"forward": forward, "backward_input": 1, "backward_weight": 1}
@@ -232,27 +223,24 @@ def test_a_receive_is_listed_when_its_tensor_is_produced(forward: list[int], par
     assert all(part in " ".join(texts) for texts, part in zip(lists, parts, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"0F1": ["0F1xyz"]}, r"rank 0: found '0F1xyz'"),
-        ({"0F1": [""]}, r"rank 0: found ''"),
-        ({"0F1": ["0F1", "0F1"]}, r"rank 0: action 2 is 0F1; the plan has"),
-        ({"0F1": []}, r"rank 0: action 1 is .*; the plan has 0F1"),
-        ({"0REDUCE_GRAD": []}, r"rank 0: stage 0 must have one .*0REDUCE_GRAD.*too large"),
-        ({"1REDUCE_GRAD": ["1RESHARD"], "1RESHARD": ["1REDUCE_GRAD"]}, r"rank 1: stage 1 must have"),
-        ({"3UNSHARD": []}, r"rank 0: stage 3 must have one 3UNSHARD"),
-        ({"1RESHARD": ["1RESHARD", "1RESHARD"]}, r"rank 1: 1RESHARD comes twice"),
-        ({"0SEND_F1": []}, r"0SEND_F1 has only one end"),
-        ({"1RECV_F1": []}, r"rank 1: 1F1 comes before 1RECV_F1, which it needs"),
-        ({"0RECV_B1": []}, r"rank 0: 0I1 comes before 0RECV_B1"),
-        ({"0F1": ["0SEND_F1"], "0SEND_F1": ["0F1"]}, r"rank 0: 0SEND_F1 comes before 0F1"),
-        ({"1I1": ["1SEND_B1"], "1SEND_B1": ["1I1"]}, r"rank 1: 1SEND_B1 comes before 1I1 or 1B1"),
-        ({"1F0": ["1F0", "1SEND_F0"]}, r"rank 1: found 1SEND_F0; that tensor does not cross"),
-        ({"3F0": ["3F0", "3SEND_F0"]}, r"rank 0: found 3SEND_F0; that tensor does not cross"),
-        ({"1RECV_F0": ["1RECV_F1"], "1RECV_F1": ["1RECV_F0"]}, r"(1RECV_F0|in one order)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"0F1": ["0F1xyz"]}, r"rank 0: found '0F1xyz'"),
+    ({"0F1": [""]}, r"rank 0: found ''"),
+    ({"0F1": ["0F1", "0F1"]}, r"rank 0: action 2 is 0F1; the plan has"),
+    ({"0F1": []}, r"rank 0: action 1 is .*; the plan has 0F1"),
+    ({"0REDUCE_GRAD": []}, r"rank 0: stage 0 must have one .*0REDUCE_GRAD.*too large"),
+    ({"1REDUCE_GRAD": ["1RESHARD"], "1RESHARD": ["1REDUCE_GRAD"]}, r"rank 1: stage 1 must have"),
+    ({"3UNSHARD": []}, r"rank 0: stage 3 must have one 3UNSHARD"),
+    ({"1RESHARD": ["1RESHARD", "1RESHARD"]}, r"rank 1: 1RESHARD comes twice"),
+    ({"0SEND_F1": []}, r"0SEND_F1 has only one end"),
+    ({"1RECV_F1": []}, r"rank 1: 1F1 comes before 1RECV_F1, which it needs"),
+    ({"0RECV_B1": []}, r"rank 0: 0I1 comes before 0RECV_B1"),
+    ({"0F1": ["0SEND_F1"], "0SEND_F1": ["0F1"]}, r"rank 0: 0SEND_F1 comes before 0F1"),
+    ({"1I1": ["1SEND_B1"], "1SEND_B1": ["1I1"]}, r"rank 1: 1SEND_B1 comes before 1I1 or 1B1"),
+    ({"1F0": ["1F0", "1SEND_F0"]}, r"rank 1: found 1SEND_F0; that tensor does not cross"),
+    ({"3F0": ["3F0", "3SEND_F0"]}, r"rank 0: found 3SEND_F0; that tensor does not cross"),
+    ({"1RECV_F0": ["1RECV_F1"], "1RECV_F1": ["1RECV_F0"]}, r"(1RECV_F0|in one order)"),
+])  # fmt: skip
 def test_a_wrong_list_is_refused(change: dict[str, list[str]], says: str) -> None:
     problem = uniform(2, 2)
     rows = (

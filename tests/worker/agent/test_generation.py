@@ -72,6 +72,30 @@ def test_a_ranks_own_report_counts_more_than_its_status(launching: Any) -> None:
     assert end.failures[1]["detail"].startswith("rank 3 ended with status 4; it reported no step.")
 
 
+def test_a_failure_whose_reason_is_in_the_log_has_the_end_of_the_log(launching: Any) -> None:
+    log = "mkdir -p logs/a/attempt_0/0 logs/a/attempt_0/1; for i in $(seq 99); do echo line $i; done > "
+    write = (
+        f"{log}logs/a/attempt_0/0/stdout.log; echo 'train.py: no such flag' > logs/a/attempt_0/0/stderr.log; "
+    )
+    said = {
+        "kind": "invalid",
+        "rank": 2,
+        "detail": "rank 2: train.py ended with exit status 2",
+        "is_in_log": True,
+    }
+    silent = write + "echo killed > logs/a/attempt_0/1/stderr.log; " + outcome_of(**{"2": 2, "3": -9})
+    script, other = ended(launching(silent, failure_2=said)).failures
+    first, *_, last = script["detail"].splitlines()
+    assert first == "rank 2: train.py ended with exit status 2: train.py: no such flag"
+    assert ("line 99" in script["detail"], "line 50" in script["detail"], last) == (
+        True,
+        False,
+        "train.py: no such flag",
+    )
+    assert "is_in_log" not in script
+    assert other["detail"].endswith("Its log ends:\nkilled")
+
+
 def test_ranks_that_the_launcher_ended_after_a_failure_are_no_cause(launching: Any) -> None:
     (failure,) = ended(launching(outcome_of(**{"2": -15, "3": 1}))).failures
     assert failure["rank"] == 3

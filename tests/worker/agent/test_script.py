@@ -73,6 +73,7 @@ def test_the_agent_learns_why_a_script_failed(
     found, failure = running(text)
     assert (found, failure["kind"], failure["rank"]) == (status, kind, 3)
     assert detail in failure["detail"]
+    assert ("is_in_log" in failure) == ("exit status" in detail)
 
 
 def test_a_script_that_ends_with_status_0_has_not_failed(running: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zbv_solver
 from support.selfcheck import random_orders
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
@@ -55,20 +56,23 @@ def gradients(model: Any) -> dict[str, Tensor]:
 )
 def test_a_change_of_plan_does_not_change_the_training(ranks: int, placement: str, replicas: int) -> None:
     plan = plan_of(ranks, placement)
-    others = [shuffled(plan, 1), shuffled(plan, 2), (plan.plan_id, plan)]
+    others: list[tuple[str, Any]] = [shuffled(plan, 1), shuffled(plan, 2), (plan.plan_id, plan)]
 
     def program(pipe: Pipeline) -> Any:
-        ids, losses = [], []
+        ids, losses, actions = [], [], []
         for step in range(STEPS):
             losses.append(pipe.step(*batch(step)))
             ids.append(pipe.plan_id)
+            actions.append([[str(action) for action in trace.actions] for trace in pipe.trace()])
             if step < len(others):
                 pipe.change_plan(others[step][1])
-        return ids, losses, gradients(pipe)
+        return ids, losses, actions, gradients(pipe)
 
     found = on_ranks(plan, layers, mse, program, ranks=ranks, replicas=replicas)
     wanted, means = expected()
-    for ids, losses, mine in found:
+    for ids, losses, actions, mine in found:
+        for changed, (_, document) in zip(actions[1:3], others, strict=False):
+            assert changed == [each for each in document["ranks"] for _ in range(replicas)]
         assert ids == [plan.plan_id, *(plan_id for plan_id, _ in others)]
         torch.testing.assert_close(mine, {name: wanted[name] for name in mine})
         if losses[0] is not None:
@@ -99,3 +103,25 @@ def test_ranks_that_change_to_different_plans_say_so() -> None:
     found = on_ranks(plan, layers, mse, program, ranks=2)
     assert all(isinstance(each, Disagreement | PeerLost) for each in found)
     assert any(isinstance(each, Disagreement) for each in found)
+
+
+def test_a_plan_with_other_layers_on_a_stage_is_refused() -> None:
+    def plan(*costs: float) -> Plan:
+        each = [
+            {"name": f"n{at}", "forward": cost, "backward_input": cost, "backward_weight": cost}
+            for at, cost in enumerate(costs)
+        ]
+        problem = {"pp_degree": 2, "microbatches": 4, "placement": "v", "layers": each}
+        return zbv_solver.plan(zbv_solver.parse(problem), "quick")
+
+    def program(pipe: Pipeline) -> str:
+        with pytest.raises(InvalidRun, match="found a plan with another partition"):
+            pipe.change_plan(plan(8, *[1] * 7))
+        pipe.change_plan(plan(*[2] * 8))
+        pipe.step(*batch(0))
+        return pipe.plan_id
+
+    def named() -> dict[str, nn.Module]:
+        return {f"n{at}": layer for at, layer in enumerate(layers())}
+
+    assert on_ranks(plan(*[1] * 8), named, mse, program, ranks=2) == [plan(*[2] * 8).plan_id] * 2

@@ -13,12 +13,21 @@ from typing import Any
 
 from zbv_service.client import NodeWork
 
+from zbv_worker.agent.folder_sync import log_end
 from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.host.local_ranks import python_command, rank_environment
 from zbv_worker.host.process import PARENT_VARIABLE
 from zbv_worker.host.search_path import environment_of_ranks
-from zbv_worker.host.state_files import OUTCOME, SPEC, failure_file, progress_file, read_json, write_json
+from zbv_worker.host.state_files import (
+    OUTCOME,
+    SPEC,
+    failure_file,
+    log_files,
+    progress_file,
+    read_json,
+    write_json,
+)
 
 _REPORT_SECONDS = 2.0
 """Time for the own ranks to report a failure, when the run is stopped because of a failure elsewhere."""
@@ -28,6 +37,7 @@ _GRACE_AFTER_FAILURE_SECONDS = 0.5
 """The same after a failure elsewhere: a rank that does not end at once hangs, and a retry waits for it."""
 _KILL_SECONDS = 8.0
 _TAIL_LINES = 12
+_TAIL_BYTES = 2000
 _MAX_DETAIL = 4000
 """The most characters of a failure that the service accepts."""
 
@@ -171,8 +181,11 @@ class Generation:
         for rank in self.ranks:
             reported = read_json(failure_file(self.folder, rank))
             if isinstance(reported, dict):
-                detail = str(reported["detail"]).replace("\0", "")[:_MAX_DETAIL]
-                failures.append({**reported, "detail": detail})
+                detail = str(reported["detail"])
+                if reported.pop("is_in_log", False):
+                    end = self._end_of_log(rank)
+                    detail += f": {end.splitlines()[-1]}{end}" if end else ". Its log is empty."
+                failures.append({**reported, "detail": detail.replace("\0", "")[:_MAX_DETAIL]})
             elif str(rank) in failed:
                 status = int(failed[str(rank)])
                 found = self._silent_failure(rank, status)
@@ -188,9 +201,16 @@ class Generation:
         detail = (
             f"rank {rank} {how}; {where}. Check this host's kernel log (out of memory?) and the rank's log "
             f"in {self.folder / 'logs'}."
-        )
+        ) + self._end_of_log(rank)
         kind = "killed" if status < 0 else "error"
         return {"kind": kind, "rank": rank, "step": step, "action": action, "peer": None, "detail": detail}
+
+    def _end_of_log(self, rank: int) -> str:
+        """The last lines of a rank's log, to append to the description of a failure; empty if it has none."""
+        files = log_files(self.folder, rank - self.ranks[0])
+        text = b"".join(log_end(path, _TAIL_BYTES) for path in files).decode(errors="replace")
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
+        return "\n".join(["\nIts log ends:", *lines]) if lines else ""
 
     def _silence_failure(self, seconds: float) -> dict[str, Any]:
         return failure(

@@ -137,7 +137,8 @@ _WRONG_INPUT = 2
 def run_script(spec: dict[str, Any], folder: Path) -> int:
     """Run the script of an agent's work; returns the exit status.
 
-    If it fails, the reason is in the rank's log and in its file for the agent. Exit status 2, which argparse
+    If it fails, the reason is in the rank's log and in its file for the agent, which adds the end of the log
+    if only that has the reason (``is_in_log``). Exit status 2, which argparse
     gives for wrong arguments, ends the run without a retry.
     """
     work, rank = spec["work"], int(os.environ["RANK"])
@@ -155,8 +156,8 @@ def run_script(spec: dict[str, Any], folder: Path) -> int:
         status = _status(end)
         if status:
             kind = "invalid" if status == _WRONG_INPUT else "error"
-            detail = f"rank {rank}: {name} ended with exit status {status}. Its log may say why."
-            _record(folder, {"kind": kind, "rank": rank, "detail": detail})
+            detail = f"rank {rank}: {name} ended with exit status {status}"
+            _record(folder, {"kind": kind, "rank": rank, "detail": detail, "is_in_log": True})
         return status
     except Exception as error:
         traceback.print_exception(error)

@@ -116,15 +116,15 @@ def schedule_rows(plan: Plan, schedules: Sequence[Compared]) -> tuple[ScheduleRo
     """Schedules as rows of a table; the first one is the plan itself."""
     objective, own = plan.problem.objective, schedules[0]
     largest = max(objective_value(objective, each.metrics) for each in schedules) or 1.0
-    rows = []
+    rows, time = [], quantities.timer(plan.objective, plan.problem.units)
     for each in schedules:
         metrics, value = each.metrics, objective_value(objective, each.metrics)
         peak = max(metrics.peak_memory, default=0.0)
         rows.append(
             ScheduleRow(
                 name=each.name,
-                span=quantities.figure(metrics.span),
-                makespan=quantities.figure(metrics.makespan),
+                span=time(metrics.span),
+                makespan=time(metrics.makespan),
                 bubble=quantities.percent(metrics.bubble_rate),
                 peak=quantities.memory(peak, each.units) if peak else "–",
                 fits=each.fits,

@@ -50,7 +50,7 @@ def built(name: str, build: Callable[[torch.device], nn.Module], mode: FakeTenso
     except (
         RuntimeError,
         ValueError,
-    ) as error:  # PyTorch has no type of its own for this; it names the device
+    ) as error:  # PyTorch has no error class for this; it names the device
         if "meta" not in str(error).lower():
             raise
         say(f"zbv-worker: {name} reads its initial values, so it gets memory: {describe_error(error)}")

@@ -299,8 +299,10 @@ def test_a_limit_is_a_fraction_of_1f1bs_memory_or_an_amount_or_none(form: Form) 
 
 def test_a_file_fills_the_form_and_keys_without_a_field_are_sent_unchanged(form: Form, plan: Plan) -> None:
     costs = {**FULL["costs"], "backward_input": [9, 9, 9, 9, 4, 4, 4, 4]}
-    form.upload({**FULL, "costs": costs}, "mine.json")
-    assert form.problem(READY)["memory"]["limit"] == 16
+    memory = {**PROBLEM["memory"], "limit": [16, 17, 20, 20]}
+    form.upload({**FULL, "costs": costs, "memory": memory}, "mine.json")
+    assert form.problem(READY)["memory"]["limit"] == memory["limit"]
+    assert form.cells("memory.limit") == ["16", "17", "20", "20"]
     assert form.page.locator("#note").inner_text() == "Loaded mine.json."
     assert form.cells("costs.forward") == list("12345678")
     assert form.cells("costs.backward_input") == ["9", "4"]
@@ -355,18 +357,6 @@ def test_wrong_files_change_nothing_and_wrong_values_are_reported(form: Form) ->
     form.set("pp_degree", "2")
     form.says("5 errors to correct.")
     assert form.look.complaints == []
-
-
-def test_the_form_opens_with_an_earlier_problem(form: Form, service: Service, plan: Plan) -> None:
-    form.open(f"?from={plan.plan_id}")
-    assert parse_problem(form.problem()) == plan.problem
-    assert form.field("limit_fraction").input_value() == "1"
-    uneven = {**FULL, "memory": {**PROBLEM["memory"], "limit": [1, 17, 20, 20]}}
-    found = service.call("/v1/searches", {"problem": uneven, "options": {"effort": "quick", "time_limit": 9}})
-    form.open(f"?from={found['id']}", "No plan fits this memory limit.")
-    assert form.cells("costs.forward") == list("12345678")
-    assert form.cells("memory.limit") == ["1", "17", "20", "20"]
-    assert (form.field("effort").input_value(), form.field("time_limit").input_value()) == ("quick", "9")
 
 
 def test_input_survives_a_lost_request_and_the_end_of_a_session(look: Open, service: Service) -> None:

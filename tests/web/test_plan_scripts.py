@@ -23,7 +23,7 @@ from web.oracle import Oracle
 
 NAMES = (
     *("number", "percent", "storage", "amount", "axisNumbers", "loadTimeline", "raster", "idleBounds"),
-    *("waitedFor", "idleBefore", "spentInWords", "stepsIn", "columnPeaks", "extremes", "TimeRange"),
+    *("spentInWords", "stepsIn", "columnPeaks", "extremes", "TimeRange"),
 )
 COSTS = {"forward": 1000, "backward_input": 1100, "backward_weight": 700, "p2p": 50}
 MEMORY = {"forward": 2, "backward_input": 1, "backward_weight": -3, "static": 1}
@@ -204,19 +204,6 @@ def test_actions_that_are_not_highlighted_are_faint(in_plan: InPlan) -> None:
     assert set(row[: edge - 1, 3]) == {255}
     assert row[edge + 1 :, 3].max() < 64
     assert tuple(row[1, :3]) == rgb(timeline_facts(line, plan.problem)["fills"][line.kind[0]])
-
-
-def test_waiting_is_put_into_words(in_plan: InPlan) -> None:
-    words = """const spent = zbv.spentInWords(timeline, timeline.criticalPath(at));
-      return [zbv.waitedFor(timeline, at), zbv.idleBefore(timeline, at), spent];"""
-    known = Oracle(SHORT)
-    say = {text: in_plan(SHORT, words, at=known.texts.index(text)) for text in ("0F0", "1F0", "0I0", "0W0")}
-    assert say["0F0"] == ["nothing", "first of its rank", "F 1\u202f000"]
-    assert say["1F0"] == ["input 0F0 from rank 0", "first of its rank", "F 2\u202f000, transfers 50"]
-    idled = quantities.figure(known.idle(known.texts.index("0I0")) or 0, 9)
-    assert say["0I0"][:2] == ["input 1I0 from rank 1", idled]
-    assert say["0W0"][:2] == ["the end of 0I0 on its rank", "none"]
-    assert in_plan(PLANS["no time at all"], words, at=0)[2] == ""
 
 
 def test_measured_times_say_what_was_late(in_plan: InPlan) -> None:

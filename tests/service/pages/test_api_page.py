@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 from support.serving import Service
-from zbv_service.pages.api import METHODS, api_values
+from zbv_service.pages.api import METHODS
 
 
 async def test_the_page_has_every_call_and_document_and_only_links_that_lead_somewhere(
@@ -33,23 +31,3 @@ async def test_the_page_has_every_call_and_document_and_only_links_that_lead_som
     ):
         assert words in text, words
     assert 'href="/api" aria-current="page"' in await service.page("/api")
-
-
-def test_types_are_in_words() -> None:
-    def type_of(schema: Any) -> str:
-        values = api_values(
-            {"paths": {}, "tags": [], "components": {"schemas": {"A": {"properties": {"b": schema}}}}}
-        )
-        ((_, _, (field,)),) = values["schemas"]
-        return "".join(text for text, _ in field.type)
-
-    for schema, words in (
-        ({"type": "integer"}, "integer"),
-        ({"anyOf": [{"$ref": "#/components/schemas/A"}, {"type": "null"}]}, "A or null"),
-        ({"type": "array", "items": {"type": "number"}}, "list of number"),
-        ({"enum": ["a", "b"]}, f"{json.dumps('a')} or {json.dumps('b')}"),
-        ({"const": 1}, "1"),
-        ({"type": ["string", "null"]}, "string or null"),
-        ({}, "any"),
-    ):
-        assert type_of(schema) == words

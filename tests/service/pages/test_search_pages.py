@@ -158,11 +158,6 @@ def test_the_page_says_how_a_search_ended(
     assert [words for words in absent if words in text] == []
 
 
-def test_nested_parameters_of_a_method_are_shown_whole() -> None:
-    values = values_of(uniform(2, 4), method="windows(greedy-v(a=1))")
-    assert (values["method"], values["details"]) == ("windows", "greedy-v(a=1)")
-
-
 def test_neighbouring_ranks_with_the_same_shortage_share_a_row() -> None:
     problem = parse_problem({**problem_json(uniform(4, 4, limit=1)), "pp_degree": 4})
 
@@ -210,14 +205,15 @@ async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(ser
             found: dict[str, Any] = json.loads(data[1])["start"]
             return found
 
-        found = await service.done()
+        found = await service.done(seed=3)
         free = parse_problem({**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}})
         for source, words in ((found["id"], "search"), (found["plan_id"], "plan")):
             begun = await start(**{"from": source})
             assert begun["note"] == f"This is the problem of {words} {source[:12]}."
             assert parse_problem(begun["problem"]) == free
             assert begun["limit_fraction"] == 2
-        assert (await start(**{"from": found["id"], "limit": "smallest"}))["limit_fraction"] == 0.5
+        again = await start(**{"from": found["id"], "limit": "smallest"})
+        assert (again["limit_fraction"], again["options"]["seed"]) == (0.5, 3)
         assert (await start(preset="gpt-6.2b"))["problem"]["pp_degree"] == 16
         for source in ("0" * 32, "0" * 64, "<script>", "\x00"):
             assert "found no " in (await start(**{"from": source}))["note"]

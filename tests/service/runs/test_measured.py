@@ -191,22 +191,6 @@ def test_a_step_that_is_not_the_plans_is_refused() -> None:
             lay_out(plan, traces, step, MICROSECOND)
 
 
-def test_sources_are_the_producers_on_other_ranks() -> None:
-    plan = plan_of(uniform(3, 3))
-    found, placement = sources(plan), plan.problem.placement
-    texts = [text for texts in plan.orders.all_text() for text in texts]
-    for at, text in enumerate(texts):
-        (action,) = Orders.from_text([[text]]).actions(0)
-        step = {"F": -1, "I": 1, "B": 1, "W": 0}[action.letter]
-        near = action.stage + step
-        is_remote = step and 0 <= near < 6 and placement.rank_of[near] != placement.rank_of[action.stage]
-        if not is_remote:
-            assert found[at] == -1
-            continue
-        letters = ("F",) if action.letter == "F" else ("I", "B")
-        assert texts[found[at]] in {f"{near}{letter}{action.microbatch}" for letter in letters}
-
-
 @pytest.fixture(scope="module", params=["span", "makespan"])
 def plan(request: pytest.FixtureRequest) -> Plan:
     objective: Objective = request.param

@@ -126,15 +126,6 @@ async def test_a_reader_that_joins_while_the_last_one_leaves_misses_no_event(
     await second.aclose()
 
 
-async def test_a_silent_stream_sends_signs_of_life(
-    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
-    await table.add(a_search("a"))
-    async with aclosing(cast("Any", events.follow("a", 1))) as batches:
-        assert [len(await anext(batches)) for _ in range(3)] == [0, 0, 0]
-
-
 async def test_readers_end_with_their_service(events: EventFeed[Event], table: SearchTable) -> None:
     await table.add(a_search("a"))
     reader = asyncio.create_task(all_of(events, "a"))

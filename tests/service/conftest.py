@@ -151,3 +151,10 @@ async def held(serving: Serving) -> AsyncIterator[Service]:
     """A service whose searches report a plan, and wait until they are released or cancelled."""
     async with serving("held") as started:
         yield started
+
+
+@pytest.fixture
+async def guarded(serving: Serving) -> AsyncIterator[Service]:
+    """A service that requires tokens."""
+    async with serving("immediate", auth="tokens") as started:
+        yield started

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 from support.serving import until
-from support.stored import a_search, counting, next_of
+from support.stored import a_search, claimed, counting
 from zbv_service.database import Database, SearchEventTable, SearchTable
 from zbv_service.database import events as hub
 from zbv_service.database.events import EventFeed
-from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
+from zbv_service.records.searches import Update
 
 
 @pytest.fixture
@@ -36,11 +36,6 @@ async def events(database: Database) -> AsyncIterator[EventFeed[Event]]:
     await made.start()
     yield made
     await made.stop()
-
-
-async def claimed(table: SearchTable, search_id: str) -> Claim:
-    await table.add(a_search(search_id))
-    return await next_of(table)
 
 
 def better(objective: float) -> Update:
@@ -124,6 +119,15 @@ async def test_a_reader_that_joins_while_the_last_one_leaves_misses_no_event(
     goes_on.set()
     assert [found.number for found in await asyncio.wait_for(seen, 30)] == [1, 2, 3]
     await second.aclose()
+
+
+async def test_a_silent_stream_sends_signs_of_life(
+    events: EventFeed[Event], table: SearchTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "KEEP_ALIVE_SECONDS", 0.05)
+    await table.add(a_search("a"))
+    async with aclosing(cast("Any", events.follow("a", 1))) as batches:
+        assert [len(await anext(batches)) for _ in range(3)] == [0, 0, 0]
 
 
 async def test_readers_end_with_their_service(events: EventFeed[Event], table: SearchTable) -> None:

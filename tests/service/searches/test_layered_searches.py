@@ -71,8 +71,7 @@ async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_pos
         assert ended["error"]["smallest_limit"] == pytest.approx([19.4, 17.4])
         assert ended["error"]["errors"][0]["pointer"] == "/problem/memory/limit"
         form = await service.page(f"/new?from={ended['id']}&limit=smallest")
-        assert "the smallest that some plan fits" in form
-        assert '"limit":[19.4' in form.replace(" ", "").replace("19.400000000000002", "19.4")
+        assert '"limit":[19.4' in form.replace(" ", "")
         assert (await post(service, "estimate", tight))["type"] == "/errors/infeasible-memory"
 
 

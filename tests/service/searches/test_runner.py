@@ -17,7 +17,7 @@ from support.stored import next_of
 from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
 from zbv_service.documents.problems import pack
-from zbv_service.records.searches import NewSearch
+from zbv_service.records.searches import NewSearch, Update
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.runner import POLL_SECONDS, new_owner
 from zbv_service.settings import Settings
@@ -119,6 +119,18 @@ async def table(settings: Settings) -> AsyncIterator[SearchTable]:
     database = Database(settings.database)
     yield SearchTable(database)
     await database.close()
+
+
+async def test_a_search_with_an_expired_lease_runs_elsewhere(serving: Serving, table: SearchTable) -> None:
+    await table.add(new_search())
+    # An owner on another machine, so that only the lease shows that it is gone.
+    lost = await next_of(table, "elsewhere:1:x", 0.01)
+    async with serving("immediate") as service:
+        ended = await service.ended(lost.id)
+        assert (ended["state"], ended["attempts"]) == ("done", 2)
+    update = Update(1.0, 1.0, "late", b"")
+    assert not await table.progressed(lost.id, lost.fence, update)
+    assert not await table.requeue(lost.id, lost.fence, update)
 
 
 async def test_the_leases_of_a_process_on_this_machine_end_with_it(

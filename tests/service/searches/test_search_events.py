@@ -92,6 +92,17 @@ async def test_a_stream_resumes_at_the_position_of_a_broken_one(serving: Serving
         assert (over.status_code, over.content) == (204, b"")  # browsers then do not reconnect
 
 
+async def test_another_service_on_the_same_database_streams_the_events_too(
+    serving: Serving, directory: Path
+) -> None:
+    async with serving("held") as runs:
+        search_id = await runs.begun()
+        async with serving("held") as tells:
+            stream = following(tells, search_id)
+            (directory / "release").touch()
+            assert kinds(events_of((await stream).text))[-1] == ("end", "done")
+
+
 async def test_a_search_that_is_discarded_ends_its_streams(held: Service, directory: Path) -> None:
     search_id = await held.begun()
     stream = following(held, search_id)

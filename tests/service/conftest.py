@@ -15,7 +15,7 @@ from support.fake_kinds import kinds_of
 from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
-from zbv_service.database import Database
+from zbv_service.database import Database, SearchTable
 from zbv_service.settings import Settings
 
 
@@ -88,6 +88,12 @@ async def second(any_database_url: str) -> AsyncIterator[Database]:
     opened = Database(any_database_url)
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+def table(database: Database) -> SearchTable:
+    """The searches of an empty database of each kind."""
+    return SearchTable(database)
 
 
 @pytest.fixture(params=KINDS)

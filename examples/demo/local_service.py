@@ -45,6 +45,7 @@ class LocalService:
     """
 
     def __init__(self, folder: Path, port: int, start_timeout: float = 60.0):
+        self.database = f"sqlite:///{folder / 'zbv.db'}"
         self._folder = folder
         self._port = port
         self._timeout = start_timeout
@@ -52,8 +53,7 @@ class LocalService:
 
     def __enter__(self) -> LocalService:
         self._folder.mkdir(parents=True, exist_ok=True)
-        database = f"sqlite:///{self._folder / 'zbv.db'}"
-        command = [_executable(), "serve", "--port", str(self._port), "--database", database]
+        command = [_executable(), "serve", "--port", str(self._port), "--database", self.database]
         log = self._folder / "service.log"
         log.unlink(missing_ok=True)
         log.touch(mode=0o600)  # it will contain the sign-in link

@@ -235,10 +235,15 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
         with Progress(*columns, console=err) as progress:
             results = Demo(client, service.address, options, progress).results()
             example = _example(options, progress)
-        _summary(results, service.address, options.folder, out)
+        _summary(results, options.folder, out)
         for line in example:
             out.print(line, markup=False, highlight=False, soft_wrap=True)
-        if not options.exit:
+        if options.exit:
+            again = f"zbv-service serve --database {service.database}"
+            out.print(
+                f"To view the plan {results[0].plan_id}, start the service again: {again}", soft_wrap=True
+            )
+        else:
             link = f"{client.sign_in_link()}&next=/plans/{results[0].plan_id}"
             out.print(f"To view the plan, sign in with this link, which works once: {link}", soft_wrap=True)
             out.print("The service keeps running until Ctrl-C.")
@@ -256,7 +261,7 @@ def _example(options: argparse.Namespace, progress: Progress) -> list[str]:
     return lines
 
 
-def _summary(results: Sequence[ScheduleResult], server: str, folder: Path, out: Console) -> None:
+def _summary(results: Sequence[ScheduleResult], folder: Path, out: Console) -> None:
     worst = check_losses(results)
     out.print(table(results))
     out.print(
@@ -277,7 +282,6 @@ def _summary(results: Sequence[ScheduleResult], server: str, folder: Path, out: 
         losses = outcome.run.losses
         out.print(f"Loss of {outcome.name} over {len(losses)} steps: {losses[0]:.4f} → {losses[-1]:.4f}")
     out.print(f"Losses of the schedules agree to {worst:.0e} (relative).")
-    out.print(f"The plan: {server}/plans/{results[0].plan_id}", soft_wrap=True)
     report = [asdict(outcome) for outcome in results]
     (folder / "summary.json").write_text(json.dumps(report, indent=2) + "\n")
 

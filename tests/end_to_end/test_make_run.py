@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 
@@ -22,7 +24,10 @@ def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     for expected in ("zbv", "1F1B", "interleaved 1F1B", "planned", "measured"):
         assert expected in made.stdout
-    assert re.search(r"The plan: http://127\.0\.0\.1:\d+/plans/[0-9a-f]{64}", made.stdout)
+    kept = re.search(r"the plan ([0-9a-f]{64}), .* zbv-service serve --database sqlite:///(\S+)", made.stdout)
+    assert kept is not None, made.stdout
+    with closing(sqlite3.connect(kept[2])) as database:
+        assert database.execute("SELECT 1 FROM plans WHERE plan_id = ?", [kept[1]]).fetchone()
     outcomes = json.loads((tmp_path / "summary.json").read_text())
     losses = [outcome["run"]["losses"] for outcome in outcomes]
     assert len(losses) == 3

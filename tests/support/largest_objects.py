@@ -246,6 +246,7 @@ def reads(stored: Stored) -> list[Read]:
     add("/v1/runs/{run_id}/events", *(f"/v1/runs/{each}/events" for each in both))
     add("/v1/runs/{run_id}/events", f"/v1/runs/{stored.failed_run}/events", accept="text/event-stream")
     add("/v1/runs/{run_id}/trace", f"/v1/runs/{stored.run}/trace")
+    add("/v1/runs/{run_id}/steps", f"/v1/runs/{stored.run}/steps")
     add("/v1/runs/{run_id}/ranks/{rank}/log", f"/v1/runs/{stored.run}/ranks/0/log")
     add("/v1/agents", "/v1/agents?limit=10000")
     add("/v1/agents/{agent_id}", f"/v1/agents/{stored.agent}")
@@ -256,6 +257,7 @@ def reads(stored: Stored) -> list[Read]:
     add("/openapi.json", "/openapi.json")
     page = "text/html"
     add("/", "/", accept=page)
+    add("/api", "/api", accept=page)
     add("/new", f"/new?from={stored.search}", f"/new?from={stored.plan}", accept=page)
     for name in ("searches", "plans", "runs"):
         add(f"/{name}", f"/{name}?limit=1000", accept=page)

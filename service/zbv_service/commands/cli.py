@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from zbv_solver import __version__
+from zbv_solver.commands.parser import Parser
 
 from zbv_service.client.flags import apply_credentials
 from zbv_service.client.tokens import CredentialsUnusable
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="zbv-service",
         description="Plan zero-bubble V schedules as a service, and run them on agents.",
         epilog=EPILOG,

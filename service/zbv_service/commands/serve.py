@@ -48,12 +48,15 @@ def _serve(parsed: argparse.Namespace) -> int:
     from zbv_service.observability import logs
 
     logs.configure(settings.log_level, settings.log_format)
-    has_token = asyncio.run(_prepare(settings))
-    if not has_token and not settings.is_local:
-        raise WrongInput(_needs_token(settings))
+
+    def prepare() -> None:
+        has_token = asyncio.run(_prepare(settings))
+        if not has_token and not settings.is_local:
+            raise WrongInput(_needs_token(settings))
+
     try:
         # The log explains a failed start.
-        return DONE if serve(settings) else FAILED
+        return DONE if serve(settings, prepare) else FAILED
     except CannotServe as error:
         raise WrongInput(str(error)) from None
 

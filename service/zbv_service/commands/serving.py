@@ -9,6 +9,7 @@ import resource
 import socket
 import ssl
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -33,8 +34,13 @@ class CannotServe(Exception):
     """The server cannot start; the message says why and what to do."""
 
 
-def serve(settings: Settings) -> bool:
+def serve(settings: Settings, prepare: Callable[[], None]) -> bool:
     """Serve until a signal; False when the start failed, which the log explains.
+
+    Parameters
+    ----------
+    prepare
+        Called once nothing else can refuse the start: it may create the database.
 
     Raises
     ------
@@ -55,6 +61,7 @@ def serve(settings: Settings) -> bool:
             path = stack.enter_context(left_behind(listener.getsockname()[1], str(local)))
             if path is None:
                 print("zbv-service: cannot write the token for commands on this machine; set XDG_STATE_HOME.")
+        prepare()
         server = _Server(config, app, _address(listener, settings))
         server.run(sockets=[listener])
     return server.started

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from zbv_solver.commands.parser import Parser
 
 from zbv_service.commands.arguments import DONE, WrongInput, flag_of
 
@@ -23,19 +25,15 @@ _UNITS = {"seconds": "SECONDS", "bytes": "BYTES", "hours": "HOURS"}
 _KINDS = {"host": "ADDRESS", "database": "URL", "cert": "FILE", "key": "FILE", "ca": "FILE"}
 
 
-class Command(argparse.ArgumentParser):
-    """A command whose flags are added when it is used."""
+class Command(Parser):
+    """A command that may have a list after its arguments."""
 
-    on_use: Callable[[Command], None] | None = None
     rest: str | None = None
     """The name of a list that gets everything after ``--``; None leaves ``--`` to argparse, which cannot
     tell an optional argument before it from those after it."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Add the missing flags and parse."""
-        if self.on_use is not None:
-            add, self.on_use = self.on_use, None
-            add(self)
+        """Parse, and keep what follows ``--``."""
         if self.rest is None or args is None:
             return super().parse_known_args(args, namespace)
         own, _, rest = _partition(list(args), "--")

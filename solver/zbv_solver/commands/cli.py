@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NoReturn
 
 from zbv_solver._version import __version__
 from zbv_solver.commands.messages import contradiction
+from zbv_solver.commands.parser import Parser
 from zbv_solver.errors import (
     ContradictedBound,
     InfeasibleMemory,
@@ -25,7 +24,6 @@ from zbv_solver.errors import (
     InvalidPlan,
     MissingDependency,
     NoLayoutFits,
-    did_you_mean,
 )
 from zbv_solver.export import FORMATS
 
@@ -64,14 +62,10 @@ of the machine; otherwise the same problem, effort and seed give the same plan e
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = _parser()
-    parsed, unknown = parser.parse_known_args(arguments)
-    if parsed.command is None and not unknown:
+    parsed = parser.parse_args(arguments)
+    if parsed.command is None:
         parser.print_help()
         return 0
-    if unknown:
-        known = parser.flags(parsed.command)
-        hints = "".join(did_you_mean(word.partition("=")[0], known) for word in unknown)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{hints}")
     try:
         module = import_module(f"zbv_solver.commands.{MODULES[parsed.command]}")
         getattr(module, parsed.command)(parsed)
@@ -96,30 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """The parser of a command; ``fill`` adds flags of models, which other commands need not import."""
-
-    fill: Callable[[argparse.ArgumentParser], None] | None = None
-    commands: dict[str, _Parser]
-
-    def flags(self, command: str | None) -> list[str]:
-        """The flags of a command."""
-        return [*self.commands.get(command or "", self)._option_string_actions]
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with a message; a wrong choice gets a suggestion."""
-        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        hint = did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else ""
-        super().error(f"{message}{'.' if hint else ''}{hint}")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse what is known, after adding the flags."""
-        if self.fill is not None:
-            self.fill(self)
-            self.fill = None
-        return super().parse_known_args(args, namespace)
-
-
 def _add_estimate(parser: argparse.ArgumentParser) -> None:
     from zbv_solver.commands.model_flags import add_estimate_flags
 
@@ -140,18 +110,15 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     _add_workers(parser)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="zbv",
         description="Plan zero-bubble V schedules for pipeline-parallel training.",
         epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit, 70 a bug in zbv, 130 "
         "interrupted. '-' is standard input or output.",
     )
     parser.add_argument("--version", action="version", version=f"zbv {__version__}")
-    commands = parser.add_subparsers(
-        title="commands", dest="command", metavar="COMMAND", parser_class=_Parser
-    )
-    parser.commands = commands.choices
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
 
     def add(
         name: str,
@@ -160,8 +127,8 @@ def _parser() -> _Parser:
         *,
         reads: str | None = None,
         epilog: str | None = None,
-    ) -> _Parser:
-        parser: _Parser = commands.add_parser(
+    ) -> Parser:
+        parser: Parser = commands.add_parser(
             name,
             help=summary,
             description=description or f"{summary[0].upper()}{summary[1:]}.",
@@ -348,13 +315,13 @@ def _parser() -> _Parser:
         "estimate a problem from a model's configuration and a device",
         "Estimate the layers of a transformer from its configuration: times, activations and static memory, "
         "as a problem for zbv plan. docs/estimates.md explains every key and formula.",
-    ).fill = _add_estimate
+    ).on_use = _add_estimate
     add(
         "layout",
         "search the parallel layout that trains a model fastest on a cluster",
         "Enumerate every parallel layout of a model on a cluster, bound each from below, and plan the most "
         "promising until no other can be better. docs/layouts.md explains the model of costs.",
-    ).fill = _add_layout
+    ).on_use = _add_layout
     return parser
 
 

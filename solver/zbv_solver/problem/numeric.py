@@ -122,8 +122,8 @@ def delta_rule(
     if abs(sum(deltas)) > tolerance * sum(map(abs, deltas)):
         shown = " + ".join(f"{delta:.15g}" for delta in deltas)
         return "", (
-            f"the deltas sum to {sum(deltas):.15g} ({shown}); forward + backward_input + backward_weight "
-            f"must be 0, or memory would leak."
+            f"the changes of memory sum to {sum(deltas):.15g} ({shown}); forward + backward_input + "
+            f"backward_weight must be 0, or memory would leak."
         )
     if backward_weight > 0:
         return "/backward_weight", (

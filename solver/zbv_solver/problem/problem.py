@@ -378,8 +378,8 @@ def _wrong_deltas(tables: dict[str, FloatArray], kinds: Kinds) -> Iterator[Issue
         stage, microbatch = _first(wrong, kinds)
         yield Issue(
             "/memory",
-            f"found deltas that sum to {total[wrong][0]:.15g} for microbatch {microbatch} on stage {stage}; "
-            f"forward + backward_input + backward_weight must be 0, or memory would leak.",
+            f"found changes of memory that sum to {total[wrong][0]:.15g} for microbatch {microbatch} on "
+            f"stage {stage}; forward + backward_input + backward_weight must be 0, or memory would leak.",
         )
         return
     grows = tables["backward_weight"] > 0

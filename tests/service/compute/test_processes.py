@@ -75,7 +75,8 @@ def test_no_signal_loses_a_search_or_leaves_a_process(
         (["--database", f"sqlite:///{__file__}"], "cannot use the database"),
         (["--port", "PORT"], "cannot listen on 127.0.0.1 port PORT"),
         (["--tls-cert", "no.pem", "--tls-key", "no.key"], "cannot use no.pem, no.key for TLS"),
-        (["--host", "0.0.0.0"], "zbv-service token create --name admin --scope admin --database sqlite:///"),
+        (["--host", "0.0.0.0"], "without TLS: anyone who sees the traffic"),
+        (["--host", "0.0.0.0", "--plain-http", "anywhere"], "zbv-service token create --name admin --scope"),
     ],
 )
 def test_a_service_that_cannot_start_says_why_without_a_traceback(
@@ -92,6 +93,8 @@ def test_a_service_that_cannot_start_says_why_without_a_traceback(
     assert status == 2
     assert message.replace("PORT", port) in said
     assert "Traceback" not in said
+    # A token is created in the database, so that one must exist.
+    assert bool([*tmp_path.glob("*.db")]) == ("token create" in message)
 
 
 @pytest.mark.parametrize(

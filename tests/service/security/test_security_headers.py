@@ -167,11 +167,14 @@ def test_a_public_address_needs_tls_or_a_trusted_proxy_or_permission(
     monkeypatch.setattr(serving, "config_of", lambda *_: None)
     monkeypatch.setattr(serving, "_Server", lambda *_: SimpleNamespace(run=lambda **_: None, started=True))
     settings = settings.model_copy(update={"host": host, "port": 0, "auth": "tokens", **more})
+    prepared: list[bool] = []
     if not is_refused:
-        assert serving.serve(settings)
+        assert serving.serve(settings, lambda: prepared.append(True))
+        assert prepared
         return
     with pytest.raises(CannotServe, match="without TLS") as caught:
-        serving.serve(settings)
+        serving.serve(settings, lambda: prepared.append(True))
+    assert not prepared
     for remedy in ("--tls-cert", "--trusted-proxies", "--plain-http anywhere"):
         assert remedy in str(caught.value)
 
@@ -182,7 +185,9 @@ def test_a_local_name_that_resolves_to_a_public_address_is_refused(
     """The local token has every scope, and host names are checked as for a local service."""
     resolve(monkeypatch, "localhost", "0.0.0.0")
     with pytest.raises(CannotServe, match=r"localhost, which resolves to 0\.0\.0\.0"):
-        serving.serve(settings.model_copy(update={"host": "localhost", "port": 0, "auth": "tokens"}))
+        serving.serve(
+            settings.model_copy(update={"host": "localhost", "port": 0, "auth": "tokens"}), lambda: None
+        )
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:

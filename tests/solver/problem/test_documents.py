@@ -173,7 +173,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"layers.1.forward": 2e14}, "/layers", "as the sum over all layers"),
         ({"layers.1.output_bytes": -1}, "/layers/1/output_bytes", "must not be negative"),
         ({"layers.1.backward_weight": ABSENT}, "/layers/1/backward_weight", "required"),
-        ({"layers.1.memory": {"forward": 1}}, "/layers/1/memory", "the deltas sum to 1"),
+        ({"layers.1.memory": {"forward": 1}}, "/layers/1/memory", "of memory sum to 1"),
         ({"layers.1.recompute.memory.forward": 2}, "/layers/1/recompute/memory", "must be 0"),
         ({"layers.1.on": {"/": {}}, "layers.1.recompute": {}, "devices": ["/"] * 2},
          "/layers/1/on/~1/recompute", "on every device"),

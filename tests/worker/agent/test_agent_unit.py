@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import shlex
 from pathlib import Path
 
 from support.paths import ROOT
 from zbv_service.client.tokens import FILE_VARIABLE
+from zbv_solver.commands.parser import Parser
 from zbv_worker.commands.agent import add_agent
 
 UNIT = ROOT / "deploy" / "zbv-agent.service"
@@ -21,7 +21,7 @@ def test_the_unit_runs_the_agent_and_stops_it_gently() -> None:
     command, *arguments = shlex.split(service["ExecStart"])
     assert Path(command).name == "zbv-worker"
     assert arguments.pop() == "$ZBV_AGENT_OPTIONS"
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_agent(parser.add_subparsers())
     parsed = parser.parse_args(arguments)
     assert parsed.drain_seconds < float(service["TimeoutStopSec"])

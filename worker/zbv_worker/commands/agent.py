@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from zbv_service.client.flags import add_server
+from zbv_solver.commands.parser import Parser
 
 from zbv_worker.commands.arguments import positive, positive_number
 
@@ -29,7 +30,7 @@ resolved, and * matches slashes too.
 _DEFAULT_STATE = Path("zbv-agent")
 
 
-def add_agent(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_agent(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     agent = commands.add_parser(
         "agent",

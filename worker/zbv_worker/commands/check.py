@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from zbv_solver.commands.interrupt import terminated_like_interrupted
+from zbv_solver.commands.parser import Parser
 
 from zbv_worker.commands.arguments import positive
 
@@ -21,7 +22,7 @@ exit status: 0 nothing failed; 1 a check failed, or no GPU was found; 2 wrong in
 """
 
 
-def add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_check(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     check = commands.add_parser(
         "check",

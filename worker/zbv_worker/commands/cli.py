@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from zbv_service.client.flags import apply_credentials
 from zbv_service.client.tokens import CredentialsUnusable
 from zbv_solver import __version__
+from zbv_solver.commands.parser import Parser
 
 from zbv_worker.commands.agent import add_agent
 from zbv_worker.commands.check import add_check
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="zbv-worker",
         description="Trains models on pipeline plans, and measures what planning needs.",
     )

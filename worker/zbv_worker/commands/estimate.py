@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zbv_solver.commands.parser import Parser
+
 from zbv_worker.commands.arguments import (
     MODEL_HELP,
     add_factory_arguments,
@@ -27,7 +29,7 @@ example:
 _MICROBATCHES_PER_RANK = 4
 
 
-def add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_estimate(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     estimate = commands.add_parser(
         "estimate",

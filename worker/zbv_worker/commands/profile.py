@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from zbv_solver.commands.interrupt import terminated_like_interrupted
+from zbv_solver.commands.parser import Parser
 
 from zbv_worker.commands.arguments import (
     WriteJson,
@@ -24,7 +25,7 @@ example:
 """
 
 
-def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     profile = commands.add_parser(
         "profile",

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from zbv_solver.commands.parser import Parser
+
 from zbv_worker.commands.arguments import add_plan, add_timeout, json_output, positive, positive_number
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help must not
@@ -36,7 +38,7 @@ _PATIENCE = 4.0
 """A rehearsal that takes this many times longer than planned is stopped."""
 
 
-def add_rehearse(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_rehearse(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     rehearse = commands.add_parser(
         "rehearse",

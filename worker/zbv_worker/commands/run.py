@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zbv_solver.commands.parser import Parser
+
 from zbv_worker.commands.arguments import (
     add_compile,
     add_model,
@@ -87,7 +89,7 @@ def _options(parsed: argparse.Namespace, backend: Backend) -> RunOptions:
     )
 
 
-def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     run = commands.add_parser(
         "run",

@@ -15,7 +15,7 @@ from support.fake_kinds import kinds_of
 from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
-from zbv_service.database import Database
+from zbv_service.database import Database, SearchTable
 from zbv_service.settings import Settings
 
 
@@ -90,6 +90,12 @@ async def second(any_database_url: str) -> AsyncIterator[Database]:
     await opened.close()
 
 
+@pytest.fixture
+def table(database: Database) -> SearchTable:
+    """The searches of an empty database of each kind."""
+    return SearchTable(database)
+
+
 @pytest.fixture(params=KINDS)
 def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A database of each kind, without tables."""
@@ -150,4 +156,11 @@ async def honest(serving: Serving) -> AsyncIterator[Service]:
 async def held(serving: Serving) -> AsyncIterator[Service]:
     """A service whose searches report a plan, and wait until they are released or cancelled."""
     async with serving("held") as started:
+        yield started
+
+
+@pytest.fixture
+async def guarded(serving: Serving) -> AsyncIterator[Service]:
+    """A service that requires tokens."""
+    async with serving("immediate", auth="tokens") as started:
         yield started

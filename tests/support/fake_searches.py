@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zbv_service.documents.problems import Question
+from zbv_service.records.searches import Update
 from zbv_service.searches.executors.task import SearchFunction, solver_search
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory
 from zbv_solver.plans.orders import Action, Orders
@@ -227,3 +228,14 @@ BY_NAME: dict[str, SearchFunction] = {
     "solver": solver_search,
 }
 """The last one is the solver's search, for tests that need real plans."""
+
+
+class Listener:
+    """A reporter without a service: keeps the reports, and stops the search on demand."""
+
+    def __init__(self, *, stops: bool = False):
+        self.reports: list[Update] = []
+        self.is_stopped = lambda: stops
+
+    def report(self, make: Callable[[], Update]) -> None:
+        self.reports.append(make())

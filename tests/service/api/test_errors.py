@@ -9,8 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import Request
@@ -20,9 +18,7 @@ from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import HTML, accepts
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.database.engine import Base
-from zbv_service.documents.parsing import parse_json
-from zbv_service.errors import ApiError, error_document, kinds
-from zbv_solver.errors import InvalidInput
+from zbv_service.errors import error_document, kinds
 
 
 async def test_every_type_has_a_meaning_a_remedy_and_a_page_at_its_address(service: Service) -> None:
@@ -309,29 +305,3 @@ async def test_a_body_without_a_declared_length_is_limited(serving: Serving) -> 
     async with serving("immediate") as service:
         answer = await service.http.post("/v1/searches", content=endless(), headers=JSON)
         assert (answer.status_code, answer.json()["type"]) == (413, "/errors/body-too-large")
-
-
-_NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-_TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
-_JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | _NUMBERS | _TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(_JSON_VALUES)
-def test_strict_parsing_accepts_valid_json(value: Any) -> None:
-    assert parse_json(json.dumps(value).encode()) == value
-
-
-@given(st.binary(max_size=40))
-def test_strict_parsing_accepts_or_refuses_any_bytes(body: bytes) -> None:
-    status = 400
-    try:
-        json.dumps(parse_json(body), allow_nan=False)
-    except ApiError as error:
-        status = error.kind.status
-    except InvalidInput:
-        return
-    assert status == 400

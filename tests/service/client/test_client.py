@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
-import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -13,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 from support.client_answers import SEARCH, Answering, Given, found, problem
-from support.paths import ROOT
 from zbv_service.client import (
     AgentClient,
     AgentGone,
@@ -31,8 +28,6 @@ from zbv_service.client import (
     ServiceUnreachable,
 )
 from zbv_service.client.retries import RetryState
-
-OPENAPI = ROOT / "service" / "openapi.json"
 
 
 @pytest.mark.parametrize(
@@ -296,47 +291,3 @@ def test_pauses_double_up_to_a_limit_with_jitter() -> None:
 def test_a_negative_number_of_retries_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 0"):
         Client("http://zbv", retries=-1)
-
-
-def operation(request: httpx.Request) -> dict[str, Any] | None:
-    """The operation of the API that a request is for."""
-    for path, item in json.loads(OPENAPI.read_text())["paths"].items():
-        if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", path), request.url.path):
-            found: dict[str, Any] | None = item.get(request.method.lower())
-            return found
-    return None
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda client: client.searches(5, state="done", kind="plan"),
-        lambda client: client.events("a"),
-        lambda client: client.simulation("a", "5%", scenarios=9, seed=1),
-        lambda client: client.plan_document("a"),
-        lambda client: client.rank("a", 0),
-        lambda client: client.export("a", "torch-csv"),
-        lambda client: client.runs(5),
-        lambda client: client.run_events("a", 7),
-        lambda client: client.run_trace("a", 1),
-        lambda client: client.rank_log("a", 0, 1),
-        lambda client: client.agents(),
-        lambda client: client.next_work("a", 1.5),
-    ],
-)
-def test_what_a_client_asks_is_an_operation_of_the_api(ask: Callable[[AgentClient], Any]) -> None:
-    seen: list[httpx.Request] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return httpx.Response(404, json={"type": "/errors/not-found", "title": "No", "detail": "none"})
-
-    transport = httpx.MockTransport(answer)
-    with AgentClient("http://zbv", transport=transport) as client, pytest.raises((NotFound, AgentGone)):
-        for _ in ask(client):
-            pass
-    (request,) = seen
-    found = operation(request)
-    assert found is not None
-    known = {each["name"] for each in found.get("parameters", ()) if each["in"] == "query"}
-    assert set(request.url.params) <= known

@@ -94,6 +94,8 @@ def test_plans_are_imported_read_exported_and_compared(client: Client) -> None:
     plan_id = client.import_plan(PLAN)
     verify(client.plan(plan_id))
     assert client.export(plan_id, "torch-csv").count("\n") >= 1
+    assert client.simulation(plan_id, "5%", scenarios=9, seed=1)["scenarios"] == 9
+    assert client.runs(5) == []
     with pytest.raises(NotFound):
         client.export(plan_id, "none")
     unplanned = {**PROBLEM, "microbatches": 3}  # the service's fake plans state made-up metrics

@@ -66,14 +66,6 @@ async def test_sqlite_files_are_private_with_any_umask(
         os.umask(umask)
 
 
-def test_a_url_gets_its_driver_and_a_wrong_one_is_refused_with_a_remedy() -> None:
-    for url in ("sqlite:///x.db", "sqlite+aiosqlite:///x.db"):
-        assert str(async_url(url)) == "sqlite+aiosqlite:///x.db"
-    for url, message in (("zbv.db", "sqlite:///"), ("mysql://h/d", "mysql"), ("", "database URL")):
-        with pytest.raises(ValueError, match=message):
-            async_url(url)
-
-
 @pytest.fixture
 def engine(empty_database_url: str) -> Iterator[Engine]:
     url = async_url(empty_database_url)

@@ -228,12 +228,6 @@ async def test_agents_runs_queued_searches_and_open_event_streams_are_counted(se
         assert value(await scraped(service), "zbv_event_streams") == 0
 
 
-async def test_a_client_that_accepts_openmetrics_gets_it(service: Service) -> None:
-    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
-    answer = await service.http.get("/metrics", headers=accept)
-    assert answer.headers["content-type"].startswith("application/openmetrics-text")
-
-
 def test_the_label_of_a_method_is_its_first_word() -> None:
     labels = {
         "greedy": "greedy",

@@ -32,6 +32,9 @@ async def test_a_run_waits_for_its_plan_and_then_for_its_agents(held: Service, d
     run = answer.json()
     assert (answer.status_code, run["state"], run["plan_id"]) == (202, "planning", None)
     assert (run["nodes"], run["ranks_per_node"]) == (2, 1)
+    change = {"plan_id": await held.import_plan()}
+    early = await held.http.post(f"/v1/runs/{run['id']}/plan", json=change)
+    assert (early.status_code, early.json()["type"]) == (409, "/errors/conflict")
     search = await held.search(run["search_id"])
     assert (search["options"]["effort"], search["options"]["seed"]) == ("quick", 7)
     (directory / "release").touch()
@@ -80,17 +83,6 @@ async def test_cancelling_a_run_cancels_its_search_unless_others_use_it(held: Se
         answer = await held.http.post(f"/v1/runs/{run['id']}/cancel")
         assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
         assert (await held.search(run["search_id"]))["cancel_requested"] == is_cancelled
-
-
-async def test_a_waiting_run_can_change_its_plan(held: Service) -> None:
-    planning = (await submit_problem(held)).json()["id"]
-    waiting = (await held.submit_run()).json()["id"]
-    another = await held.import_plan({**PROBLEM, "costs": {**PROBLEM["costs"], "p2p": 2}})
-    early = await held.http.post(f"/v1/runs/{planning}/plan", json={"plan_id": another})
-    assert (early.status_code, early.json()["type"]) == (409, "/errors/conflict")
-    changed = await held.http.post(f"/v1/runs/{waiting}/plan", json={"plan_id": another})
-    assert (changed.status_code, changed.json()["plan_id"]) == (202, another)
-    assert changed.json()["target_plan_id"] is None
 
 
 EARLY = [["embedding", "block.0"], ["block.1"], ["block.2", "block.3"], ["block.4", "block.5", "head"]]
@@ -168,14 +160,9 @@ async def test_a_script_runs_on_agents_that_allow_it_and_reports_its_end(service
     run = await service.run(run_id)
     assert (run["state"], run["script"], run["model"], run["steps"]) == ("running", SCRIPT, None, None)
     assert (await service.events_of_run(run_id))[-1]["detail"] == "every node has begun its script"
-    seen = await service.words(f"/runs/{run_id}")
-    for words in ("/shared/train.py, submitted", "All ranks run the script.", "Arguments --lr 0.1"):
-        assert words in seen
-    assert "Backend" not in seen
     for agent in ("b" * 32, "c" * 32):
         await service.end_node(agent, run_id, "succeeded")
-    assert "The script ended without an error on all ranks." in await service.words(f"/runs/{run_id}")
-    for page in ("/runs?q=shared", "/agents"):
+    for page in (f"/runs/{run_id}", "/runs?q=shared", "/agents"):
         assert "/shared/train.py" in await service.words(page)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import httpx
-import pytest
 from fastapi.routing import APIRoute
 from sqlalchemy import text
 from support.serving import Service, Serving
@@ -170,12 +168,6 @@ async def test_unknown_ids_are_not_found_and_a_repeated_registration_is_one_agen
 
 
 Fields = dict[str, str]
-
-
-@pytest.fixture
-async def guarded(serving: Serving) -> AsyncIterator[Service]:
-    async with serving("immediate", auth="tokens") as found:
-        yield found
 
 
 async def register(guarded: Service, digit: str, fields: Fields) -> httpx.Response:

@@ -69,15 +69,12 @@ def test_the_oldest_run_starts_if_it_can(waiting: list[WaitingRun], offers: list
     assert (oldest.run_id in decide(waiting, offers).placed) == can_start
 
 
-def test_a_run_never_gets_agents_of_two_owners_or_one_that_refused_it() -> None:
+def test_a_run_never_gets_agents_of_two_owners() -> None:
     offers = [AvailableAgent("a", 1, True, ("*",), "one"), AvailableAgent("b", 1, True, ("*",), "two")]
     pair = WaitingRun("pair", 2, 1, "a:b")
     assert decide([pair], offers).placed == {}
     more = [*offers, AvailableAgent("c", 1, True, ("*",), "two")]
     assert decide([pair], more).placed == {"pair": ["b", "c"]}
-    assert decide([pair, WaitingRun("small", 1, 1, "a:b")], offers).placed == {"small": ["a"]}
-    refused = WaitingRun("r", 1, 1, "a:b", refused_by=frozenset("a"))
-    assert decide([refused], offers).placed == {"r": ["b"]}
 
 
 def test_a_large_run_reserves_agents_but_an_impossible_one_does_not() -> None:

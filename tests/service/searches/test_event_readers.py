@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 from support.serving import until
-from support.stored import a_search, counting, next_of
+from support.stored import a_search, claimed, counting
 from zbv_service.database import Database, SearchEventTable, SearchTable
 from zbv_service.database import events as hub
 from zbv_service.database.events import EventFeed
-from zbv_service.records.searches import Claim, Update
 from zbv_service.records.searches import SearchEventDocument as Event
+from zbv_service.records.searches import Update
 
 
 @pytest.fixture
@@ -36,11 +36,6 @@ async def events(database: Database) -> AsyncIterator[EventFeed[Event]]:
     await made.start()
     yield made
     await made.stop()
-
-
-async def claimed(table: SearchTable, search_id: str) -> Claim:
-    await table.add(a_search(search_id))
-    return await next_of(table)
 
 
 def better(objective: float) -> Update:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.fake_searches import plan_of, stages_of
+from support.fake_searches import Listener, plan_of, stages_of
 from support.layered import LAYERED, NAMES, RECOMPUTED
 from support.serving import Service, Serving
 from zbv_service.client.answers import read_plan, read_rank
 from zbv_service.documents.problems import incumbent_of, pack, pack_plan, question_json
-from zbv_service.records.searches import Claim, Outcome, Update
+from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import search_plan, solver_search
 from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.reading import parse_any_problem
@@ -71,8 +70,7 @@ async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_pos
         assert ended["error"]["smallest_limit"] == pytest.approx([19.4, 17.4])
         assert ended["error"]["errors"][0]["pointer"] == "/problem/memory/limit"
         form = await service.page(f"/new?from={ended['id']}&limit=smallest")
-        assert "the smallest that some plan fits" in form
-        assert '"limit":[19.4' in form.replace(" ", "").replace("19.400000000000002", "19.4")
+        assert '"limit":[19.4' in form.replace(" ", "")
         assert (await post(service, "estimate", tight))["type"] == "/errors/infeasible-memory"
 
 
@@ -141,19 +139,6 @@ async def test_a_check_summarises_layers_before_they_are_cut(service: Service) -
     assert [issue["pointer"] for issue in refused["issues"]] == ["/limit_fraction"]
 
 
-class Listener:
-    """A reporter without a service: keeps the reports, and stops the search."""
-
-    def __init__(self) -> None:
-        self.reports: list[Update] = []
-
-    def report(self, make: Callable[[], Update]) -> None:
-        self.reports.append(make())
-
-    def is_stopped(self) -> bool:
-        return True
-
-
 def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
     known = Outcome.of(pack_plan(plan_of(stages_of(parse_any_problem(LAYERED)))))
     given: list[Any] = []
@@ -162,7 +147,7 @@ def test_a_stopped_search_stores_a_complete_cut_for_the_next_attempt() -> None:
         given.append(incumbent)
         return solver_search(problem, options, on_progress, cancelled, incumbent)
 
-    listener = Listener()
+    listener = Listener(stops=True)
     problem = pack(question_json(parse_any_problem(LAYERED)))
     task = Claim("s", 1, problem, {"effort": "quick"}, incumbent_of(known).incumbent, 1, False)
     found = search_plan(task, listener, search)

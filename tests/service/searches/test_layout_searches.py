@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_kinds import BOUND, COUNTS, ranking
+from support.fake_searches import Listener
 from support.serving import Service, Serving
 from zbv_models.layouts import executor_search
 from zbv_models.layouts.answer import ranking_json
@@ -15,7 +15,7 @@ from zbv_models.layouts.search import best_layouts
 from zbv_service.documents import layouts as layout_documents
 from zbv_service.documents.layouts import LayoutRequest, count_layouts, new_layout_search, read_layouts
 from zbv_service.documents.problems import unpack
-from zbv_service.records.searches import Claim, Outcome, Update
+from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.kinds import rank_layouts
 from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
@@ -112,16 +112,6 @@ async def test_a_killed_process_and_a_restart_begin_the_search_again(
         found = await service.ended(search_id)
     assert found["attempts"] == 3
     assert found["answer"]["layouts"]
-
-
-class Listener:
-    """A reporter without a service; the search is stopped at its first question if that is asked."""
-
-    def __init__(self, *, stops: bool = False):
-        self.is_stopped = lambda: stops
-
-    def report(self, make: Callable[[], Update]) -> None:
-        make()
 
 
 def ranked(body: dict[str, Any], listener: Listener | None = None) -> tuple[Outcome, dict[str, Any]]:

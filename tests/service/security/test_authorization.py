@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -31,12 +30,6 @@ PUBLIC = {
     ("POST", "/sign-in"),
     ("POST", "/sign-out"),
 }
-
-
-@pytest.fixture
-async def guarded(serving: Serving) -> AsyncIterator[Service]:
-    async with serving("immediate", auth="tokens") as found:
-        yield found
 
 
 def requests(app: FastAPI) -> list[tuple[str, str, list[str] | None]]:

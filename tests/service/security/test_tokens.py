@@ -17,12 +17,10 @@ from zbv_service.database import Database, DatabaseAway
 from zbv_service.security import access as access_module
 from zbv_service.security.access import FRESH_SECONDS, STALE_SECONDS, Access, Unauthenticated
 from zbv_service.security.tokens import (
-    SCOPES,
     Grant,
     TokenNameTaken,
     TokenTable,
     TokenText,
-    allows,
 )
 
 
@@ -53,13 +51,6 @@ def test_a_token_is_parsed_and_hides_its_secret_and_other_text_is_no_token() -> 
     assert TokenText.new().hash != made.hash
     for other in ("", "zbv", "zbv__", "zbv_0123456789ab_" + "a" * 42, "x" * 10_000, "zbv_é_ü"):
         assert TokenText.parse(other) is None
-
-
-def test_one_of_several_scopes_suffices_and_admin_includes_all() -> None:
-    assert allows({"read"}, ["read", "agent"])
-    assert allows({"admin"}, ["launch"])
-    assert not allows({"read", "search", "agent"}, ["launch"])
-    assert not allows(set(), SCOPES)
 
 
 async def test_a_token_works_until_it_is_revoked_or_expires(database: Database) -> None:

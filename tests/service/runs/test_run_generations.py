@@ -138,3 +138,15 @@ async def test_a_cancelled_run_is_not_retried_and_can_be_cancelled_between_gener
     assert (await service.run(other))["state"] == "waiting"
     answer = await service.http.post(f"/v1/runs/{other}/cancel")
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")
+
+
+async def test_any_idle_agent_replaces_a_lost_one(service: Service) -> None:
+    run_id, first, second = await service.started_run(retries=1)
+    spare = await service.register("c")
+    assert (await service.http.delete(f"/v1/agents/{second}")).status_code == 204
+    assert (await service.beat(first, run_id))["cause"] == "failed"
+    await service.end_node(first, run_id, "stopped")
+    found = [await service.work(agent) for agent in (first, spare)]
+    assert [(each["generation"], each["node_rank"]) for each in found] == [(1, 0), (1, 1)]
+    lost = next(event for event in await service.events_of_run(run_id) if event["kind"] == "failure")
+    assert "agent host-b" in lost["detail"]

@@ -20,7 +20,7 @@ PLAN, SERVICE, WORKER = (part.commands.cli.main for part in (zbv_solver, zbv_ser
         (PLAN, "plan x --efort a", "--effort"),
         (PLAN, "plan x --effort quik", "quick"),
         (PLAN, "estimate --layrs 3", "--layers"),
-        (SERVICE, "sumbit x", "submit"),
+        (SERVICE, "submot x", "submit"),
         (SERVICE, "serve --prot 1", "--port"),
         (WORKER, "estimte", "estimate"),
         (WORKER, "check --divice=cpu", "--device"),

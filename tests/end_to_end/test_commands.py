@@ -32,3 +32,9 @@ def test_misspelt_words_get_a_suggestion(
     with pytest.raises(SystemExit, match="2"):
         main(command.split())
     assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_flag_of_another_command_is_not_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        PLAN(["check", "x", "--efort", "a"])
+    assert "Did you mean" not in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, Field, Tag
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.export.quantities import figure
 from zbv_solver.problem.cut import Link
 
 from zbv_models.estimate.device import Device, GroupLink
@@ -245,7 +246,8 @@ def doubts(document: Any) -> list[str]:
             **_of_link("/links/between_nodes", common.get("between_nodes"), _between_nodes(device)),
         }
         found += [
-            f"{key}: found {value:g} {unit}, but {each['device']} has {usual:g} {unit}. Check the unit."
+            f"{key}: found {figure(value)} {unit}, but {each['device']} has {figure(usual)} {unit}. "
+            "Check the unit."
             for key, (value, usual, unit) in known.items()
             if value and usual and max(value / usual, usual / value) >= DOUBTFUL[unit]
         ]

@@ -287,7 +287,9 @@ def test_values_in_another_unit_are_questioned() -> None:
             for document in (equal, groups):
                 parse_cluster(document)
                 assert [each.split(":")[0].replace("/groups/0", "") for each in doubts(document)] == keys
-    assert doubts({**ONE, "device": "h100", "memory": 80e6})[0].startswith("/memory: found 80\u202f000\u202f000 bytes")
+    assert doubts({**ONE, "device": "h100", "memory": 80e6})[0].startswith(
+        "/memory: found 80\u202f000\u202f000 bytes"
+    )
 
 
 def executed(executor: str, model: Document, **fixed: Any) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import multiprocessing
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +102,36 @@ def test_a_dropped_pipeline_is_freed(plan: Plan) -> None:
     require_plain(layers)
     pipe.step(*batch())
     pipe.close()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_threads_of_torch_end_with_the_pipeline(plan: Plan) -> None:
+    """Not only when the garbage collector finds the pipeline."""
+    with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
+        pipe.step(*batch())
+        before = len(list(Path("/proc/self/task").iterdir()))
+    assert len(list(Path("/proc/self/task").iterdir())) < before
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_process_of_a_data_loader_outlives_the_garbage_of_a_pipeline(plan: Plan) -> None:
+    with zbv.Pipeline(plan, model(), loss=nnf.mse_loss):
+        garbage: list[Any] = [dist.group.WORLD]
+        garbage.append(garbage)
+    del garbage
+    child = multiprocessing.get_context("fork").Process(target=gc.collect)
+    child.start()
+    child.join(timeout=60)
+    child.kill()
+    assert child.exitcode == 0
 
 
 def test_pipelines_close_in_any_order(plan: Plan) -> None:

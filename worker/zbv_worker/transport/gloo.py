@@ -190,6 +190,7 @@ class GlooTransport(ConnectedTransport):
         self._release()
         self.control.close(self._groups)
         self._groups.clear()
+        self._replicas = None
 
     @override
     def abort(self, timeout: float) -> bool:

@@ -7,7 +7,9 @@ others) use pickle, and unpickling a message can run code that its sender chose.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,6 +112,10 @@ class _DefaultGroup:
 
 _MADE: list[_DefaultGroup] = []
 """The newest, because a process has one default group."""
+
+# A forked process, such as one of a DataLoader, has a copy of all objects, but none of their threads. If its
+# garbage collector finds a process group, the group waits for its threads, and the process dies.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class GlooControl(ControlPlane):
@@ -310,9 +316,13 @@ class GlooControl(ControlPlane):
         with contextlib.suppress(RuntimeError, ValueError):  # a group may be broken, or destroyed already
             if shared is not None and shared.users == 0 and shared.group is dist.group.WORLD:
                 dist.destroy_process_group()  # also those of the channels
-                return
-            for group in groups if self._group is None else (*groups, self._group):
-                dist.destroy_process_group(group)
+            else:
+                for group in groups if self._group is None else (*groups, self._group):
+                    dist.destroy_process_group(group)
+        # Torch only forgets a group; its threads and connections end with the last reference.
+        self._group = None
+        if shared is not None and shared.users == 0:
+            shared.group = None
 
 
 def break_connections(group: dist.ProcessGroup) -> None:

@@ -10,28 +10,28 @@ A script runs in the rank's own process. It has torchrun's environment, and vari
 from __future__ import annotations
 
 import os
+import runpy
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zbv_worker.errors import print_error
+from zbv_worker.errors import WorkerError, describe_error, print_error, status_of
 from zbv_worker.failures.liveness import AgentWatch, Liveness
-from zbv_worker.failures.progress import CurrentProgress, ProgressFile, described, failure_of
+from zbv_worker.failures.progress import CurrentProgress, Progress, ProgressFile, described, failure_of
+from zbv_worker.host.cores import threads_per_rank
 from zbv_worker.host.process import end_with_parent, say
+from zbv_worker.host.script_environment import script_environment
 from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_file, read_json, write_json
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent
     from zbv_worker.run.options import RunOptions
-import runpy
-import traceback
-
-from zbv_worker.errors import WorkerError, describe_error, status_of
-from zbv_worker.failures.progress import Progress
-from zbv_worker.host.cores import threads_per_rank
-from zbv_worker.host.script_environment import script_environment
 
 _PATIENCE = 0.8
 """Share of the service's patience after which ranks of a silent agent end: before the run is given away."""
+
+_THREADS = "OMP_NUM_THREADS"
+_WRONG_INPUT = 2
 
 
 def main(folder: Path) -> int:
@@ -42,8 +42,6 @@ def main(folder: Path) -> int:
     agent = AgentWatch(folder, _PATIENCE * spec["patience"], lambda silent: _report_silence(folder, silent))
     liveness.add(agent.look)
     if spec["work"].get("script") is not None:
-        from zbv_worker.agent.rank import run_script
-
         return run_script(spec, folder)
     from zbv_worker.failures.failures import OwnProcess
     from zbv_worker.run.run import run
@@ -70,7 +68,6 @@ def main(folder: Path) -> int:
 
 def _options(spec: Any, folder: Path) -> RunOptions:
     from zbv_worker.checkpoints.checkpoint import CheckpointOptions
-    from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
     from zbv_worker.execution.plan_source import PlanSource
     from zbv_worker.model.spec import ModelSpec
     from zbv_worker.run.options import RunOptions, TrainingOptions
@@ -86,19 +83,18 @@ def _options(spec: Any, folder: Path) -> RunOptions:
         steps=work["steps"],
         backend=options["backend"],
         timeout=options["timeout"],
-        # Older services do not send every option.
-        startup_timeout=options.get("startup_timeout", DEFAULT_STARTUP_TIMEOUT),
+        startup_timeout=options["startup_timeout"],
         threads=options["threads"],
         result_dir=folder / "results",
         training=TrainingOptions(
             replicas=options["data_parallel"],
             is_sharded=options["shard"],
             precision=options["precision"],
-            is_compiled=options.get("compile", False),
-            has_main_gradients=options.get("main_gradients", True),
-            parts=options.get("accumulate", 1),
+            is_compiled=options["compile"],
+            has_main_gradients=options["main_gradients"],
+            parts=options["accumulate"],
             clip_norm=options["clip_norm"],
-            non_finite=options.get("non_finite", "fail"),
+            non_finite=options["non_finite"],
             evaluate_every=options["evaluate_every"],
             checkpoint=None
             if checkpoint is None
@@ -106,7 +102,7 @@ def _options(spec: Any, folder: Path) -> RunOptions:
                 Path(checkpoint["directory"]),
                 checkpoint["every"],
                 timeout=checkpoint["timeout"],
-                is_synchronous=checkpoint.get("sync", False),
+                is_synchronous=checkpoint["sync"],
                 run=work["run_id"],
                 attempt=work["generation"],
             ),
@@ -124,14 +120,6 @@ def _report_silence(folder: Path, seconds: float) -> None:
     )
     say(f"zbv-worker: {detail}")
     write_json(failure_file(folder, rank), {"kind": "agent-lost", "rank": rank, "detail": detail})
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
-
-
-_THREADS = "OMP_NUM_THREADS"
-_WRONG_INPUT = 2
 
 
 def run_script(spec: dict[str, Any], folder: Path) -> int:
@@ -188,3 +176,7 @@ def _status(end: SystemExit) -> int:
 
 def _record(folder: Path, failure: dict[str, Any]) -> None:
     write_json(failure_file(folder, failure["rank"]), failure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

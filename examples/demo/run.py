@@ -29,8 +29,8 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.commands.arguments import positive
 from zbv_worker.errors import WorkerError
-from zbv_worker.host.cores import usable_cores
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.host.process import usable_cores
 from zbv_worker.measure.profile.profile import ProfileOptions, profile
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.tracing.report import RunSummary, read_reports, summarise

@@ -23,8 +23,7 @@ from torch import nn
 from zbv_worker.adapters.split_modules import split_subclasses
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
-from zbv_worker.execution.planned_cut import Partition, PlannedCut
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import Partition, PlannedCut, RankPlan
 from zbv_worker.pipeline.connecting import PipelineOptions, PlanLike, connected_world, rank_plan
 from zbv_worker.pipeline.preparing import model_digest, open_channels, starting_together
 from zbv_worker.transport.connected import ConnectedTransport

@@ -13,8 +13,7 @@ import torch
 from hypothesis import reject
 from torch import Tensor, nn
 from zbv_worker.stage.main_gradients import round_main_gradients, use_main_gradients
-from zbv_worker.stage.recorder import defer_weight_gradients, stop_deferring
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare, defer_weight_gradients, stop_deferring
 from zbv_worker.stage.weight_grads import WeightGrads
 
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float64: 1e-9, torch.complex128: 1e-9}

@@ -26,8 +26,7 @@ from zbv_worker.checkpoints.checkpoint_files import Reader
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.execution.planned_cut import PlannedCut, require_layers
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, require_layers
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.checks import build_layers
 from zbv_worker.model.layer_list import whole_name

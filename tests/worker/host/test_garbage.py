@@ -15,7 +15,7 @@ from support.trained import CPU, Remembering
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.host.garbage import GarbageCollection
+from zbv_worker.host.process import GarbageCollection
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.pipeline.pipeline import Pipeline
 from zbv_worker.run.options import RunOptions

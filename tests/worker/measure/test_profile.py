@@ -28,7 +28,7 @@ from zbv_worker.measure.profile.profile import (
 from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare
 
 MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 TENSOR = 2 * 32 * 32 * 4  # bytes of a tensor at a boundary

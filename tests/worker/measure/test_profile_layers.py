@@ -34,7 +34,7 @@ from zbv_worker.measure.stage_memory import StaticBytes, stage_memory
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.models.gpt import gpt
 from zbv_worker.stage.program import Program
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.values.structure import bytes_of
 

@@ -16,7 +16,7 @@ from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
-from zbv_worker.host.script_environment import script_environment
+from zbv_worker.host.environment import script_environment
 from zbv_worker.host.state_files import progress_file, trace_file
 
 

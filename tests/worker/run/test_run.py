@@ -25,8 +25,8 @@ from zbv_solver.problem.writing import problem_json
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.host.cores import usable_cores
 from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.host.process import usable_cores
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run import run
 from zbv_worker.run.options import RunOptions

@@ -16,8 +16,7 @@ from zbv_worker.measure.profile.profile import RankProfile, Spread, StageProfile
 from zbv_worker.measure.profile.report import print_report
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.run.options import TrainingOptions
-from zbv_worker.stage.recorder import defer_weight_gradients
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare, defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 
 

@@ -16,9 +16,9 @@ from zbv_service.client import NodeWork
 from zbv_worker.agent.folder_sync import log_end
 from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.policy import AgentOptions
+from zbv_worker.host.environment import environment_of_ranks
 from zbv_worker.host.local_ranks import python_command, rank_environment
 from zbv_worker.host.process import PARENT_VARIABLE
-from zbv_worker.host.search_path import environment_of_ranks
 from zbv_worker.host.state_files import (
     OUTCOME,
     SPEC,

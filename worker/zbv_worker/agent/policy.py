@@ -15,7 +15,7 @@ from typing import Any
 from zbv_service.client import NodeWork
 from zbv_service.client.admission import TRANSFORMERS, how_to_allow, is_script_allowed
 
-from zbv_worker.host.search_path import is_model_admitted, is_path_allowed
+from zbv_worker.host.environment import is_model_admitted, is_path_allowed
 
 
 @dataclass(frozen=True)

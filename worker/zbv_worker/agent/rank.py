@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from zbv_worker.errors import WorkerError, describe_error, print_error, status_of
 from zbv_worker.failures.liveness import AgentWatch, Liveness
 from zbv_worker.failures.progress import CurrentProgress, Progress, ProgressFile, described, failure_of
-from zbv_worker.host.cores import threads_per_rank
-from zbv_worker.host.process import end_with_parent, say
-from zbv_worker.host.script_environment import script_environment
+from zbv_worker.host.environment import script_environment
+from zbv_worker.host.process import end_with_parent, say, threads_per_rank
 from zbv_worker.host.state_files import NEXT_PLAN, SPEC, failure_file, progress_file, read_json, write_json
 
 if TYPE_CHECKING:  # the first import of torch must follow the watch over the parent

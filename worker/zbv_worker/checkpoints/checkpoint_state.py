@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from zbv_worker.checkpoints.checkpoint_files import Reader, State
-from zbv_worker.checkpoints.optimizer_state import NamedOptimizers, ScheduleState, are_equal
+from zbv_worker.checkpoints.optimizer_state import NamedOptimizers, ScheduleState, TiedNames, are_equal
 from zbv_worker.errors import InvalidRun, StorageFailed, describe_error
 from zbv_worker.gradients.loss_scale import LossScale
-from zbv_worker.gradients.tied_names import TiedNames
 from zbv_worker.gradients.ties import Ties
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import StatefulData

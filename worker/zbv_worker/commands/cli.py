@@ -17,7 +17,7 @@ from zbv_worker.commands.estimate import add_estimate
 from zbv_worker.commands.profile import add_profile
 from zbv_worker.commands.rehearse import add_rehearse
 from zbv_worker.commands.run import add_run
-from zbv_worker.host.search_path import add_working_directory
+from zbv_worker.host.environment import add_working_directory
 
 _EXIT_FAILED, _EXIT_WRONG_INPUT = 1, 2
 

@@ -102,7 +102,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
     from rich.console import Console
     from zbv_solver.problem.writing import problem_json
 
-    from zbv_worker.execution.planned_cut import require_layered
+    from zbv_worker.execution.rank_plan import require_layered
     from zbv_worker.measure.profile.layers import to_layered_document
     from zbv_worker.measure.profile.profile import ProfileOptions, measure_ranks, to_problem
     from zbv_worker.measure.profile.report import print_report, profile_json

@@ -34,7 +34,7 @@ examples:
 def execute(parsed: argparse.Namespace) -> int:
     """Run one rank; returns the exit status."""
     from zbv_worker.failures.failures import OwnProcess
-    from zbv_worker.host.cores import pin_to_core
+    from zbv_worker.host.process import pin_to_core
     from zbv_worker.run.run import run
     from zbv_worker.transport.world import World, default_backend
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.planned_cut import require_layers
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import RankPlan, require_layers
 from zbv_worker.model.checks import build_layers, build_stage
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import Layered, PipelineModel, Tied, Weighted

@@ -22,8 +22,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify, verify_orders
 
 from zbv_worker.errors import InvalidRun, PeerLost
-from zbv_worker.execution.planned_cut import PlannedCut
-from zbv_worker.execution.rank_plan import RankPlan, by_microbatch
+from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, by_microbatch
 
 if TYPE_CHECKING:
     from zbv_service.client import Client

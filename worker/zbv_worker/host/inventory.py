@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from zbv_solver import __version__
 
-from zbv_worker.host.cores import usable_cores
+from zbv_worker.host.process import usable_cores
 
 _QUERY_SECONDS = 20.0
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from zbv_worker.measure.operators import InterceptedOperators
 
 
 def watching(device: torch.device) -> AllocatedBytes | LiveBytes:
@@ -109,3 +109,23 @@ class LiveBytes:
 def _strided(tree: Any) -> list[Tensor]:
     """The tensors of nested containers that have a storage."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+
+
+class InterceptedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """A context in which a function runs this thread's operators instead of torch.
+
+    Parameters
+    ----------
+    run
+        Gets an operator, its arguments and its keyword arguments, and returns the operator's result.
+    """
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]):
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Pass an operator to the function; operators that the function uses are not intercepted."""
+        return self._run(func, args, kwargs or {})

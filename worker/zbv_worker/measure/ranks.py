@@ -20,9 +20,8 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement
 
 from zbv_worker.errors import WorkerError, print_error
-from zbv_worker.host.cores import keep_freed_memory, pin_to_core
 from zbv_worker.host.local_ranks import LocalRanks, python_command
-from zbv_worker.host.process import leave
+from zbv_worker.host.process import keep_freed_memory, leave, pin_to_core
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.connected import ConnectedTransport
 from zbv_worker.transport.world import Backend, Layout, World

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from zbv_worker.errors import InvalidRun, describe_error
-from zbv_worker.host.search_path import searched
+from zbv_worker.host.environment import searched
 from zbv_worker.model.protocol import Layered, PipelineModel
 
 _TRANSFORMERS = "transformers"
@@ -200,7 +200,7 @@ def require_named(factory: str, patterns: Sequence[str]) -> None:
     """Check a factory's name before its module is imported; raises :class:`InvalidRun`."""
     from zbv_service.client.admission import how_to_allow
 
-    from zbv_worker.host.search_path import is_model_admitted
+    from zbv_worker.host.environment import is_model_admitted
 
     if not is_model_admitted(factory, patterns):
         raise InvalidRun(

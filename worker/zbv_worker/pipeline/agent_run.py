@@ -18,7 +18,7 @@ from zbv_worker.execution.timeline import Launched
 from zbv_worker.failures.failures import Failures
 from zbv_worker.failures.liveness import Liveness
 from zbv_worker.failures.progress import CurrentProgress, ProgressFile
-from zbv_worker.host.script_environment import FOLDER, PLAN, SERVER
+from zbv_worker.host.environment import FOLDER, PLAN, SERVER
 from zbv_worker.host.state_files import progress_file
 from zbv_worker.pipeline.connecting import PlanLike
 from zbv_worker.tracing.report import RankReport, StepLine, TraceFile

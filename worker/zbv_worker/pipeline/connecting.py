@@ -33,8 +33,7 @@ from zbv_worker.execution.plan_source import (
     plan_of_document,
     require_rank,
 )
-from zbv_worker.execution.planned_cut import PlannedCut
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import PlannedCut, RankPlan
 from zbv_worker.model.layer_list import even_partition
 
 PlanLike = Plan | WholePlan | PlanSource | Mapping[str, Any] | str | Path

@@ -16,8 +16,7 @@ from zbv_worker.errors import Disagreement, InvalidRun, naming_errors
 from zbv_worker.execution.agreement import Statement, agree, keywords_by_rank
 from zbv_worker.execution.binding import keywords_of
 from zbv_worker.execution.build_stages import build_stages
-from zbv_worker.execution.planned_cut import require_layers
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import RankPlan, require_layers
 from zbv_worker.execution.stated_shapes import ShapeOf, digest_of, stated_structures
 from zbv_worker.model.checks import layer_names
 from zbv_worker.model.layer_list import LayerList, Layers, as_layered

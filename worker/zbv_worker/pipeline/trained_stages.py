@@ -30,7 +30,7 @@ from zbv_worker.gradients.gradients import Gradients
 from zbv_worker.gradients.ties import Ties
 from zbv_worker.model.loss_module import require_known_parameters
 from zbv_worker.stage.program import Program
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import Transport
 from zbv_worker.values.structure import Structure

@@ -24,8 +24,7 @@ from zbv_solver.plans.reading import parse_orders, parse_plan_document
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify_orders
 
-from zbv_worker.execution.planned_cut import PlannedCut
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import PlannedCut, RankPlan
 from zbv_worker.host.process import say
 from zbv_worker.transport.channels import Transport
 

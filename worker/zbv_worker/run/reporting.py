@@ -13,7 +13,7 @@ from zbv_worker.execution.timeline import StepResult
 from zbv_worker.host.process import say
 from zbv_worker.host.state_files import events_file, write_json
 from zbv_worker.stage.program import Program, differences
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare
 from zbv_worker.tracing.report import RankReport, StepLine, TraceFile, Updated
 from zbv_worker.transport.channels import Transport
 

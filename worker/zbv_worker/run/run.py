@@ -12,14 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zbv_worker.errors import InvalidRun, naming_errors
-from zbv_worker.execution.planned_cut import require_layers
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import RankPlan, require_layers
 from zbv_worker.failures.failures import Failures, OwnProcess
 from zbv_worker.failures.liveness import Liveness
 from zbv_worker.failures.progress import CurrentProgress
-from zbv_worker.host.cores import keep_freed_memory, threads_per_rank, usable_cores
-from zbv_worker.host.garbage import GarbageCollection
-from zbv_worker.host.process import say
+from zbv_worker.host.process import GarbageCollection, keep_freed_memory, say, threads_per_rank, usable_cores
 from zbv_worker.model.protocol import PipelineModel, Weighted
 from zbv_worker.run.loop import Loop
 from zbv_worker.run.options import RunOptions

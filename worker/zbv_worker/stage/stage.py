@@ -46,8 +46,7 @@ from zbv_worker.stage.recomputation import (
     parameters_of_several,
     require_no_hooks,
 )
-from zbv_worker.stage.recorder import defer_weight_gradients, deferred_parameters
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare, defer_weight_gradients, deferred_parameters
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.values.structure import Structure, device_of, is_plain, tensors_of
 

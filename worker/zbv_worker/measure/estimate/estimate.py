@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.measure.estimate.without_memory import CPU, built, numbers_are_one, without_values
-from zbv_worker.measure.operators import InterceptedOperators
+from zbv_worker.measure.live_bytes import InterceptedOperators
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes, stage_memory, static_bytes
 from zbv_worker.model.checks import build_layers, build_stage, checked_microbatch, layer_names
 from zbv_worker.model.protocol import Layered, Microbatch, PipelineModel

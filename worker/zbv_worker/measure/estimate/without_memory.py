@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from zbv_worker.errors import InvalidRun, WorkerError, describe_error
 from zbv_worker.host.process import say
-from zbv_worker.measure.operators import InterceptedOperators
+from zbv_worker.measure.live_bytes import InterceptedOperators
 from zbv_worker.stage.whole_batch import unlogged
 
 CPU = torch.device("cpu")

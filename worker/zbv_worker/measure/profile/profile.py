@@ -20,7 +20,7 @@ from zbv_worker.measure.ranks import measure_on_ranks
 from zbv_worker.measure.stage_memory import StageMemory, StaticBytes
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.program import PLAIN, Program
-from zbv_worker.stage.split_share import SplitShare
+from zbv_worker.stage.recorder import SplitShare
 from zbv_worker.transport.world import Backend
 
 PROGRESS_MARK = "measured"

@@ -25,8 +25,7 @@ from zbv_solver.problem.stages import Placement
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
-from zbv_worker.execution.planned_cut import PlannedCut, require_layered
-from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, require_layered
 from zbv_worker.measure.profile.captured import Captured, capture, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
 from zbv_worker.measure.profile.per_step import measure_reductions, update_times

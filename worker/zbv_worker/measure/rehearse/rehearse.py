@@ -24,7 +24,7 @@ from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, Executor
 from zbv_worker.execution.plan_source import SECONDS, PlanSource, WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.timeline import HostTimeline, StepResult
-from zbv_worker.host.cores import keep_freed_memory
+from zbv_worker.host.process import keep_freed_memory
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
 from zbv_worker.tracing.merged_trace import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
-from zbv_worker.host.search_path import environment_of_ranks, searched
+from zbv_worker.host.environment import environment_of_ranks, searched
 from zbv_worker.model.spec import ModelSpec
 
 

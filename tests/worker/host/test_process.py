@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from zbv_worker.host import cores as process_cores
+from zbv_worker.host import process
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_ranks_share_cores_and_the_time_of_their_container(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(process_cores, "usable_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(process, "usable_cores", lambda: list(range(cores)))
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(quota)
-    monkeypatch.setattr(process_cores, "_CPU_QUOTA", file)
-    assert process_cores.threads_per_rank(ranks, local) == threads
+    monkeypatch.setattr(process, "_CPU_QUOTA", file)
+    assert process.threads_per_rank(ranks, local) == threads

@@ -1,7 +1,8 @@
-"""Where to look for a model's module: like ``python -m``, commands include the working directory.
+"""The environment of ranks, above all where to look for a model's module.
 
-Console scripts do not do that by default. An agent's ranks do not use its working directory, which is
-arbitrary for a daemon, but the directories of ``--path`` and PYTHONPATH.
+Like ``python -m``, commands include the working directory; console scripts do not do that by default. An
+agent's ranks do not use its working directory, which is arbitrary for a daemon, but the directories of
+``--path`` and PYTHONPATH.
 
 Which paths an agent allows is compared after symbolic links are resolved.
 """
@@ -67,3 +68,12 @@ def _resolved(pattern: str) -> str:
     if not plain:  # such as *, which matches any absolute path
         return pattern
     return "/".join([escape(str(Path(*plain).resolve())).rstrip("/"), *parts[len(plain) :]])
+
+
+SERVER, PLAN, FOLDER = "ZBV_SERVER", "ZBV_PLAN", "ZBV_RUN_FOLDER"
+"""The variables through which a script finds the run in which an agent started it."""
+
+
+def script_environment(server: str, plan_id: str, folder: Path) -> dict[str, str]:
+    """The variables of a script; ``folder`` is that of the run's generation on this node."""
+    return {SERVER: server, PLAN: plan_id, FOLDER: str(folder)}

@@ -252,9 +252,7 @@ def test_an_interrupt_leaves_the_run_and_prints_how_to_cancel_it(
     service.on_look = interrupted(1)
     assert main(["run", *PLAN, *NEEDED]) == 130
     said = capsys.readouterr().err
-    assert "run r1 continues. To cancel it:\n  curl -X POST" in said
-    assert 'Bearer $(zbv-service token show-local --server http://127.0.0.1:8000)"' in said
-    assert said.endswith("http://127.0.0.1:8000/v1/runs/r1/cancel\n")
+    assert said.endswith("zbv-service cancel r1 --server http://127.0.0.1:8000\n")
     assert [path for path, _ in service.requests] == ["/v1/runs"]
 
 

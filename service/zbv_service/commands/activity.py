@@ -82,12 +82,14 @@ def add_activity(commands: Any) -> None:
 def _list(noun: str, parsed: argparse.Namespace) -> int:
     from zbv_service.client import InvalidRequest
 
+    sources = {"limit": "--limit", "q": "--find"}
+    sources |= {f"state.{index}": "--state" for index, _ in enumerate(parsed.state or ())}
     filters = {"limit": parsed.limit, "state": parsed.state, "q": parsed.find}
     with connected(parsed.server) as client:
         try:
             found: Any = getattr(client, noun)(**filters)
         except InvalidRequest as error:
-            raise refused(error, {"limit": "--limit", "state": "--state", "q": "--find"}) from None
+            raise refused(error, sources) from None
     if parsed.json or not sys.stdout.isatty():
         documents = [asdict(each) if noun == "searches" else each.document for each in found]
         print(json.dumps({noun: documents}, ensure_ascii=False, default=datetime.isoformat))

@@ -30,7 +30,7 @@ class PlanSummaryDocument(Record):
     time_unit: str | None
     created_at: datetime
     name: str | None = None
-    """That of the newest search with a name that found it; plans have none of their own."""
+    """That of the newest search that has a name and found this plan."""
 
 
 class PlanList(BaseModel):

@@ -278,7 +278,8 @@ async def test_an_ended_run_starts_again_with_the_same_plan_program_and_options(
     assert again["name"] == "a <b> run"
     for page in (f"/runs/{again['id']}", "/runs"):
         assert "a <b> run" in await service.words(page)
-    assert [each["id"] for each in (await service.get("/v1/runs", q="A <B>"))["runs"]][0] == again["id"]
+    (found,) = (await service.get("/v1/runs", q="A <B> ", state="waiting", limit=1))["runs"]
+    assert found["id"] == again["id"]
     assert (again["script"], again["steps"]) == ({"path": "/a/train.py", "arguments": ["--x", "1"]}, None)
 
 

@@ -11,10 +11,11 @@ import pytest
 import zbv_service.commands.cli as service
 import zbv_solver.commands.cli as solver
 from pydantic import BaseModel
-from zbv_service.documents.layouts import LayoutRequest, layouts_summary, read_layouts
+from zbv_service.documents.layouts import LayoutRequest, layouts_summary, new_layout_search, read_layouts
 from zbv_service.documents.parsing import parse_body
 from zbv_service.pages.layouts import LayoutForm, form_of
 from zbv_service.pages.shell import Shell, render
+from zbv_service.settings import Settings
 from zbv_solver.errors import InvalidInput
 
 OF_ZBV = {"cut", "help", "output", "workers"}
@@ -164,3 +165,10 @@ def test_mistakes_in_a_request_are_at_their_place(changes: dict[str, Any], point
     with pytest.raises(InvalidInput) as raised:
         read()
     assert {issue.pointer for issue in raised.value.issues} == {pointer}
+
+
+def test_requests_that_differ_in_their_names_are_one_search() -> None:
+    document = LayoutForm.parse(FIELDS).document()
+    made = [new_layout_search(Settings(), document | {"name": name}) for name in ("one", "two", None)]
+    assert [each.name for each in made] == ["one", "two", None]
+    assert len({(each.request_key, each.problem) for each in made}) == 1

@@ -89,14 +89,20 @@ def form(shared: Form) -> Form:
 
 def test_from_the_form_to_the_live_search_to_the_plan(form: Form, service: Service) -> None:
     page = form.page
-    chosen = {"preset": "heavy-head", "pp_degree": "3", "microbatches": "7", "effort": "quick"}
+    chosen = {
+        "preset": "heavy-head",
+        "name": "my head",
+        "pp_degree": "3",
+        "microbatches": "7",
+        "effort": "quick",
+    }
     for name, text in chosen.items():
         form.set(name, text)
     form.detail("costs.forward", "same")
     asked = form.problem(READY)
     form.field("microbatches").press("Enter")
     page.wait_for_url(f"{service.url}/searches/*")
-    assert page.locator("h1").inner_text() == "3 ranks × 7 microbatches"
+    assert page.locator("h1").inner_text() == "my head: 3 ranks × 7 microbatches"
     form.look.soon(page.get_by_role("link", name="Open plan"))
     page.get_by_role("link", name="Open plan").click()
     page.wait_for_selector('#chart[data-state="ready"]')
@@ -363,6 +369,7 @@ def test_input_survives_a_lost_request_and_the_end_of_a_session(look: Open, serv
     form = Form(look(service.url, has_clock=True))
     form.open()
     form.set("microbatches", "12")
+    form.set("name", "kept")
     form.says(READY)
     form.page.route("**/v1/searches", lambda route: route.abort(), times=1)
     form.page.locator("#submit").click()
@@ -372,7 +379,7 @@ def test_input_survives_a_lost_request_and_the_end_of_a_session(look: Open, serv
     form.page.get_by_text("You are signed out").first.wait_for()
     form.look.sign_in()
     form.open()
-    assert form.field("microbatches").input_value() == "12"
+    assert [form.field(name).input_value() for name in ("microbatches", "name")] == ["12", "kept"]
     assert form.page.locator("#note").inner_text() == "Restored from before you were signed out."
 
 

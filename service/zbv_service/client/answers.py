@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
-from pydantic import Field, StrictBool, TypeAdapter, ValidationError
+from pydantic import AliasChoices, Field, StrictBool, TypeAdapter, ValidationError
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_solver.plans.orders import Action
@@ -41,12 +41,15 @@ class Search:
     attempts: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     kind: str = "plan"
-    """``plan`` or ``layouts``; the members below are of ``layouts``."""
-    summary: dict[str, Any] = field(default_factory=dict)
+    """``plan`` or ``layouts``; ``progress`` and ``answer`` are of ``layouts``."""
+    summary: Annotated[dict[str, Any], Field(validation_alias=AliasChoices("problem_summary", "summary"))] = (
+        field(default_factory=dict)
+    )
     progress: dict[str, int] | None = None
     """How many layouts were ``considered``, ``ruled_out`` and ``planned``."""
     answer: dict[str, Any] | None = None
     """The ranking, once the search has ended; lists leave it out."""
+    name: str | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -149,6 +152,7 @@ class Run:
     plan_id: str | None
     error: dict[str, Any] | None
     document: dict[str, Any]
+    name: str | None = None
 
     @property
     def is_finished(self) -> bool:

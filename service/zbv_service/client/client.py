@@ -91,8 +91,15 @@ _RUN_POLL_SECONDS = 0.2
 class Client(Connection):
     """A client of the service. Its parameters are those of :class:`Connection`."""
 
-    def submit(self, problem: Any, options: Mapping[str, Any] | None = None) -> Search:
+    def submit(
+        self, problem: Any, options: Mapping[str, Any] | None = None, *, name: str | None = None
+    ) -> Search:
         """Start a search for a problem document; an identical submission returns the same search.
+
+        Parameters
+        ----------
+        name
+            Shown in lists and pages; replaces an earlier name of the same search.
 
         Raises
         ------
@@ -100,6 +107,7 @@ class Client(Connection):
             When the problem or an option breaks a rule.
         """
         body = {"problem": problem, "options": dict(options or {})}
+        body |= {"name": name} if name is not None else {}
         return self._post(as_type(Search), "searches", json=body)
 
     def search(self, search_id: str) -> Search:
@@ -183,8 +191,8 @@ class Client(Connection):
         Parameters
         ----------
         request
-            ``model``, ``cluster``, and optionally ``global_batch``, ``sequence_length``, ``fixed``, ``top``
-            and ``options``.
+            ``model``, ``cluster``, and optionally ``global_batch``, ``sequence_length``, ``fixed``, ``top``,
+            ``options`` and ``name``.
 
         Raises
         ------
@@ -294,6 +302,7 @@ class Client(Connection):
         problem: Any = None,
         search_options: Mapping[str, Any] | None = None,
         key: str | None = None,
+        name: str | None = None,
     ) -> Run:
         """Start a training run.
 
@@ -307,6 +316,8 @@ class Client(Connection):
             In place of a model: ``path``, absolute, and optionally ``arguments``, a list of texts.
         key
             The Idempotency-Key: requests with the same key start one run. Random by default.
+        name
+            Shown in lists and pages.
 
         Raises
         ------
@@ -322,6 +333,7 @@ class Client(Connection):
         body |= {"model": dict(model)} if model is not None else {}
         body |= {"script": dict(script)} if script is not None else {}
         body |= {"steps": steps} if steps is not None else {}
+        body |= {"name": name} if name is not None else {}
         if problem is not None:
             body["problem"] = problem
         return self._post(as_json(read_run), "runs", json=body, key=key or uuid.uuid4().hex)
@@ -330,9 +342,9 @@ class Client(Connection):
         """The state of a run."""
         return self._get(as_json(read_run), "runs", run_id)
 
-    def runs(self, limit: int = 100) -> list[Run]:
-        """Runs, newest first."""
-        found = self._get(as_type(list[dict[str, Any]], "runs"), "runs", limit=limit)
+    def runs(self, limit: int = 100, **filters: Any) -> list[Run]:
+        """Runs, newest first; ``filters`` are those of the API, such as ``state``."""
+        found = self._get(as_type(list[dict[str, Any]], "runs"), "runs", limit=limit, **filters)
         return [read_run(each) for each in found]
 
     def follow_run(self, run_id: str, last_event_id: str | None = None) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from argparse import ArgumentTypeError
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,19 @@ def output(name: str, *, private: bool = False) -> Iterator[Write]:
         except OSError as error:
             raise WrongInput(f"--output: cannot write {name}: {error.strerror}.") from None
         yield write
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table to standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
 
 
 _NOT_THE_INPUT = frozenset({401, 403, 404, 409, 410, 421, 429})

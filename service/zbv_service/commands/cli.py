@@ -12,6 +12,7 @@ from zbv_solver.commands.parser import Parser
 
 from zbv_service.client.flags import apply_credentials
 from zbv_service.client.tokens import CredentialsUnusable
+from zbv_service.commands.activity import add_activity
 from zbv_service.commands.arguments import EPILOG, FAILED, INTERRUPTED, WRONG_INPUT, Stop
 from zbv_service.commands.layout import add_layout
 from zbv_service.commands.run import add_run
@@ -60,6 +61,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zbv-service {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Command)
-    for add in (add_serve, add_submit, add_layout, add_run, add_token, add_settings, add_openapi):
+    for add in (
+        add_serve,
+        add_submit,
+        add_layout,
+        add_run,
+        add_activity,
+        add_token,
+        add_settings,
+        add_openapi,
+    ):
         add(commands)
     return parser

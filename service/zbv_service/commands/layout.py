@@ -15,7 +15,7 @@ from zbv_service.commands.arguments import (
     flag_of,
     read_json,
 )
-from zbv_service.commands.submit import add_ending, search_to_end, summary
+from zbv_service.commands.submit import add_ending, search_to_end
 
 if TYPE_CHECKING:
     from zbv_service.client import Client, Search
@@ -27,7 +27,7 @@ examples:
 
 """
 _REQUEST = (
-    *("global_batch", "sequence_length", "prediction_layers", *KEPT),
+    *("name", "global_batch", "sequence_length", "prediction_layers", *KEPT),
     *("top", "executor", "points", "sensitivity"),
 )
 _OPTIONS = ("effort", "time_limit")
@@ -56,10 +56,7 @@ def _layout(parsed: argparse.Namespace) -> int:
     def submit(client: Client) -> Search:
         return client.submit_layouts(body)
 
-    def shown(_client: Client, found: Search) -> tuple[str, Any]:
-        return summary(found), found.answer
-
-    return search_to_end(parsed, submit, sources, "layouts", shown)
+    return search_to_end(parsed, submit, sources, "layouts", lambda _client, found: found.answer)
 
 
 def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:

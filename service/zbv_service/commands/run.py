@@ -93,6 +93,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """The options of a run that have a flag: its help, and the other arguments of ``add_argument``."""
 _SEARCH = ("effort", "time_limit", "seed")
 _SOURCES = {
+    "/name": "--name",
     "/plan_id": "--plan",
     "/model/factory": "--model",
     "/model/arguments": "--model-args",
@@ -136,6 +137,7 @@ def add_run(commands: Any) -> None:
     run.add_argument("--model-seed", type=int, metavar="N", help="random seed of the model (default: 0)")
     run.add_argument("--nodes", type=int, required=True, metavar="N", help="number of agents to run on")
     run.add_argument("--steps", type=int, metavar="N", help="number of training steps, with --model")
+    run.add_argument("--name", help="name of the run in lists and pages")
     add_server(run)
     run.add_argument(
         "--cancel-on-interrupt", action="store_true", help="Ctrl-C cancels the run instead of leaving it"
@@ -197,7 +199,7 @@ def execute(parsed: argparse.Namespace) -> int:
                 f"before you submit it again.",
             ) from None
         print(run.id, flush=True)  # the result, for scripts
-        return _follow_or_leave(client, run, cancels=parsed.cancel_on_interrupt)
+        return follow_or_leave(client, run, cancels=parsed.cancel_on_interrupt)
 
 
 def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -219,6 +221,7 @@ def request_of(parsed: argparse.Namespace) -> dict[str, Any]:
             options["checkpoint"]["sync"] = True
     return {
         **_program(parsed),
+        "name": parsed.name,
         "nodes": parsed.nodes,
         "steps": parsed.steps,
         "options": options,
@@ -245,23 +248,25 @@ def _given(parsed: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
 
 
-def _follow_or_leave(client: Client, run: Run, *, cancels: bool) -> int:
+def follow_or_leave(client: Client, run: Run, *, cancels: bool) -> int:
+    """Follow a run to its end; returns the exit status. Ctrl-C cancels the run or leaves it."""
     from zbv_service.client import ClientError
 
-    address = f"{client.base_url}/v1/runs/{run.id}"
-    _say(f"run {run.id} ({address})")
+    address = f"{client.base_url}/runs/{run.id}"
+    _say(f"run {run.id}{f' {run.name}' if run.name else ''} ({address})")
     try:
         ended = _follow_or_cancel(client, run.id, cancels)
     except KeyboardInterrupt:
-        token = f"$(zbv-service token show-local --server {client.base_url})"
-        _say(
-            f"run {run.id} continues. To cancel it:\n"
-            f'  curl -X POST -H "Authorization: Bearer {token}" {address}/cancel'
-        )
+        _say(f"run {run.id} continues. {ways_to_cancel(client, run.id)}")
         return INTERRUPTED
     except ClientError as error:
         raise Stop(FAILED, f"{error} The run continues without the service; see {address} later.") from None
     return DONE if ended.state == "succeeded" else FAILED
+
+
+def ways_to_cancel(client: Client, id_: str) -> str:
+    """What to say of a search or run that continues."""
+    return f"To cancel it:\n  zbv-service cancel {id_} --server {client.base_url}"
 
 
 def _follow_or_cancel(client: Client, run_id: str, cancels: bool) -> Run:
@@ -324,13 +329,18 @@ def _steps(client: Client, run_id: str) -> list[dict[str, Any]]:
 
 def progress(run: Run, steps: Sequence[Mapping[str, Any]]) -> str:
     """The last step that the slowest rank reported, and the newest measured one; empty before the first."""
-    places = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
-    known = [step for step in places if step is not None]
-    if not known:
+    step = last_step(run)
+    if step is None:
         return ""
     of_all = "" if run.document["steps"] is None else f" of {run.document['steps']}"
     measured = f"; step {steps[-1]['step']}: {_measured(steps[-1])}" if steps else ""
-    return f"last reported step {min(known)}{of_all}{measured}"
+    return f"last reported step {step}{of_all}{measured}"
+
+
+def last_step(run: Run) -> int | None:
+    """The last step that the slowest rank reported; None before the first report."""
+    places = [rank["step"] for node in run.document["members"] for rank in node["ranks"]]
+    return min((step for step in places if step is not None), default=None)
 
 
 def curve(steps: Sequence[Mapping[str, Any]]) -> str:

@@ -30,7 +30,9 @@ from zbv_service.commands.arguments import (
 )
 
 if TYPE_CHECKING:
-    from zbv_service.client import Client, Search
+    from zbv_solver.problem.problem import Units
+
+    from zbv_service.client import Client, Search, SearchEnded
 
 _EXAMPLES = """\
 examples:
@@ -72,6 +74,7 @@ def add_ending(command: argparse.ArgumentParser, what: str) -> None:
         metavar="FILE",
         help=f"where to write {what} (default: standard output)",
     )
+    command.add_argument("--name", help="name of the search in lists and pages; replaces an earlier one")
     command.add_argument("--detach", action="store_true", help="print the search's id and exit")
     command.add_argument("-q", "--quiet", action="store_true", help="print errors only")
 
@@ -90,15 +93,16 @@ def add_effort(command: Any, default: str | None) -> None:
 def _submit(parsed: argparse.Namespace) -> int:
     problem = read_problem(parsed.problem)
     options = {"effort": parsed.effort, "time_limit": parsed.time_limit, "seed": parsed.seed}
-    sources = {"/problem": parsed.problem, **{f"/options/{name}": flag_of(name) for name in options}}
+    sources = {"/name": "--name", "/problem": parsed.problem}
+    sources |= {f"/options/{name}": flag_of(name) for name in options}
 
     def submit(client: Client) -> Search:
-        return client.submit(problem, options)
+        return client.submit(problem, options, name=parsed.name)
 
-    def shown(client: Client, found: Search) -> tuple[str, Any]:
-        return f"plan {found.plan_id}: {summary(found)}", client.plan_document(str(found.plan_id))
+    def document(client: Client, found: Search) -> Any:
+        return client.plan_document(str(found.plan_id))
 
-    return search_to_end(parsed, submit, sources, "plan", shown)
+    return search_to_end(parsed, submit, sources, "plan", document)
 
 
 def search_to_end(
@@ -106,7 +110,7 @@ def search_to_end(
     submit: Callable[[Client], Search],
     sources: Mapping[str, str],
     what: str,
-    shown: Callable[[Client, Search], tuple[str, Any]],
+    document: Callable[[Client, Search], Any],
 ) -> int:
     """Submit a search, follow it, and write its result; returns the exit status.
 
@@ -116,8 +120,8 @@ def search_to_end(
         For :func:`.refused`.
     what
         What is kept after Ctrl-C.
-    shown
-        The line about an ended search, and the document to write.
+    document
+        The document to write of an ended search.
     """
     from zbv_service.client import InvalidRequest, SearchEnded
 
@@ -132,13 +136,23 @@ def search_to_end(
         try:
             found = follow(client, search, what, is_quiet=parsed.quiet)
         except SearchEnded as ended:
-            status = INFEASIBLE if ended.search.state == "infeasible" else FAILED
-            raise Stop(status, str(ended)) from None
-        line, document = shown(client, found)
+            raise ended_without(ended) from None
+        text = json.dumps(document(client, found), ensure_ascii=False)
         if not parsed.quiet:
-            print(f"{line}; {client.base_url}/plans/{found.plan_id}", file=sys.stderr)
-        write(json.dumps(document, ensure_ascii=False) + "\n")
+            print_result(client, found)
+        write(f"{text}\n")
     return INTERRUPTED if found.state == "cancelled" else DONE
+
+
+def ended_without(ended: SearchEnded) -> Stop:
+    """How a command ends after a search without a plan."""
+    return Stop(INFEASIBLE if ended.search.state == "infeasible" else FAILED, str(ended))
+
+
+def print_result(client: Client, search: Search) -> None:
+    """Print what an ended search has found, and where its plan is."""
+    plan = f"{client.base_url}/plans/{search.plan_id}"
+    print(f"plan {search.plan_id}: {summary(search)}; {plan}", file=sys.stderr)
 
 
 def follow(client: Client, search: Search, what: str, *, is_quiet: bool) -> Search:
@@ -197,8 +211,8 @@ class SearchProgress:
     def show(self, search: Search) -> None:
         """Show the search's present state."""
         text = f"search {search.id[:8]}: {search.state}"
-        if search.objective is not None:
-            text += f", {summary(search)}"
+        if known := summary(search):
+            text += f", {known}"
         if self._has_bar:
             share = 0.0 if search.gap is None else 1.0 / (1.0 + search.gap)
             self._bar.update(self._task, description=text, completed=share)
@@ -219,11 +233,8 @@ class SearchProgress:
 def summary(search: Search) -> str:
     """The best objective, the lower bound, the gap between them, and the method that found the plan."""
     from zbv_solver.export import quantities  # takes a while to import; --help does not need it
-    from zbv_solver.problem.problem import Units
 
-    # The steps of layouts are in seconds, a plan's times in the unit of its problem.
-    unit = "s" if "layouts" in search.summary else search.summary.get("time_unit")
-    units = quantities.stated(Units(time=unit))
+    units = quantities.stated(units_of(search))
     parts = [] if search.objective is None else [f"objective {quantities.time(search.objective, units)}"]
     if search.lower_bound is not None:
         parts.append(f"bound {quantities.time(search.lower_bound, units)}")
@@ -231,4 +242,13 @@ def summary(search: Search) -> str:
         parts.append(f"gap {quantities.percent(search.gap)}")
     if search.method:
         parts.append(search.method)
+    if (counts := search.progress) is not None:
+        parts.append(f"{counts['ruled_out'] + counts['planned']} of {counts['considered']} layouts examined")
     return ", ".join(parts)
+
+
+def units_of(search: Search) -> Units:
+    """The unit of a search's times: seconds for the steps of layouts, else that of its problem."""
+    from zbv_solver.problem.problem import Units
+
+    return Units(time="s" if search.kind == "layouts" else search.summary.get("time_unit"))

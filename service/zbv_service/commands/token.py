@@ -14,7 +14,16 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zbv_service.client.flags import add_server
-from zbv_service.commands.arguments import DONE, FAILED, Stop, WrongInput, at_least_one, connected, output
+from zbv_service.commands.arguments import (
+    DONE,
+    FAILED,
+    Stop,
+    WrongInput,
+    at_least_one,
+    connected,
+    output,
+    print_table,
+)
 from zbv_service.commands.settings import add_flags, settings_of
 
 if TYPE_CHECKING:
@@ -166,19 +175,13 @@ def _create(parsed: argparse.Namespace) -> int:
 
 
 def _list(parsed: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("NAME", "ID", "SCOPES", "STATE", "EXPIRES", "LAST USED", "SEARCHES"):
-        table.add_column(heading, overflow="fold")
-    now = datetime.now(UTC)
+    now, rows = datetime.now(UTC), []
     for record in _with_table(parsed, lambda found: found.tokens()):
         most = "-" if record.max_searches is None else str(record.max_searches)
         used, expires = _moment(record.used_at), _moment(record.expires_at)
         scopes = " ".join(record.scopes)
-        table.add_row(record.name, record.id, scopes, _state(record, now), expires, used, most)
-    Console(highlight=False, markup=False).print(table)
+        rows.append((record.name, record.id, scopes, _state(record, now), expires, used, most))
+    print_table(("NAME", "ID", "SCOPES", "STATE", "EXPIRES", "LAST USED", "SEARCHES"), rows)
     return DONE
 
 

@@ -9,6 +9,7 @@ from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from zbv_service.database.engine import Base
+from zbv_service.records.shared import MAX_NAME
 
 
 class PlanRow(Base):
@@ -62,6 +63,7 @@ class SearchRow(Base):
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     kind: Mapped[str] = mapped_column(String(16))
+    name: Mapped[str | None] = mapped_column(String(MAX_NAME))
     request_key: Mapped[str | None] = mapped_column(String(64), unique=True)
     state: Mapped[str] = mapped_column(String(16))
     summary: Mapped[dict[str, Any]]
@@ -176,6 +178,7 @@ class RunRow(Base):
     __tablename__ = "runs"
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str | None] = mapped_column(String(MAX_NAME))
     state: Mapped[str] = mapped_column(String(16))
     plan_id: Mapped[str | None] = mapped_column(String(64), ForeignKey("plans.plan_id"))
     search_id: Mapped[str | None] = mapped_column(String(32), ForeignKey("searches.id", ondelete="SET NULL"))

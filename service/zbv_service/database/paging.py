@@ -92,11 +92,17 @@ def page_after(
     return query.order_by(created_at.desc(), key.desc()).limit(limit + 1)
 
 
-def begins(text: str | None, *columns: InstrumentedAttribute[Any]) -> list[ColumnElement[bool]]:
-    """The condition that one of these ids begins with a text; no condition without a text."""
+def begins(
+    text: str | None, *ids: InstrumentedAttribute[Any], parts_of: Iterable[Any] = ()
+) -> list[ColumnElement[bool]]:
+    """The condition that one of these ids begins with a text, or that a column of ``parts_of`` contains it.
+
+    There is no condition without a text.
+    """
     if not text:
         return []
-    return [or_(*(column.startswith(text.lower(), autoescape=True) for column in columns))]
+    starts = (column.startswith(text.lower(), autoescape=True) for column in ids)
+    return [or_(*starts, *(column.icontains(text, autoescape=True) for column in parts_of))]
 
 
 def created_between(

@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from zbv_service.database.engine import BaseTable, columns_of
-from zbv_service.database.models import PlanRow
+from zbv_service.database.models import PlanRow, SearchRow
 from zbv_service.database.paging import begins, of_shape, page_after
 from zbv_service.records.lists import Page, PlanListQuery, Position
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
@@ -34,6 +34,11 @@ class PlanTable(BaseTable):
         found = await self._database.rows(select(PlanRow.pp_degree).where(PlanRow.plan_id == plan_id))
         return found[0].pp_degree if found else None
 
+    async def summary(self, plan_id: str) -> PlanSummaryDocument | None:
+        """A plan without its actions."""
+        found = await self._database.rows(select(*_SUMMARY).where(PlanRow.plan_id == plan_id))
+        return PlanSummaryDocument(**found[0]._mapping) if found else None
+
     async def newest(self, limit: int) -> list[PlanSummaryDocument]:
         """The newest plans, newest first."""
         return list((await self.page(PlanListQuery(limit=limit))).items)
@@ -43,7 +48,7 @@ class PlanTable(BaseTable):
         conditions = of_shape(wanted, PlanRow, PlanRow.objective)
         if wanted.status is not None:
             conditions.append(PlanRow.status == wanted.status)
-        conditions += begins(wanted.q, PlanRow.plan_id)
+        conditions += begins(wanted.q, PlanRow.plan_id, parts_of=(_NAME,))
         query = page_after(
             select(*_SUMMARY).where(*conditions), PlanRow.created_at, PlanRow.plan_id, wanted.limit, after
         )
@@ -67,7 +72,16 @@ class PlanTable(BaseTable):
         return {row.problem_key: PlanSummaryDocument(**row._mapping) for row in rows}
 
 
-_SUMMARY = columns_of(PlanSummaryDocument, PlanRow)
+_named = SearchRow.plan_id == PlanRow.plan_id, SearchRow.name.is_not(None)
+_NAME = (
+    select(SearchRow.name)
+    .where(*_named)
+    .order_by(SearchRow.created_at.desc())
+    .limit(1)
+    .correlate(PlanRow)
+    .scalar_subquery()
+)
+_SUMMARY = (*columns_of(PlanSummaryDocument, PlanRow), _NAME.label("name"))
 
 
 async def insert_plan(
@@ -77,7 +91,7 @@ async def insert_plan(
     try:
         async with session.begin_nested():
             row = PlanRow(
-                **plan.summary.model_dump(),
+                **plan.summary.model_dump(exclude={"name"}),
                 document=plan.document,
                 problem_key=plan.problem_key,
                 created_by=created_by,

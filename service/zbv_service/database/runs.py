@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, or_, select, update
+from sqlalchemy import ColumnElement, Row, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
@@ -274,10 +274,8 @@ def _conditions(wanted: RunListQuery) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     if wanted.state:
         found.append(RunRow.state.in_(wanted.state))
-    if wanted.q:
-        programs = (RunRow.model["factory"].as_string(), RunRow.script["path"].as_string())
-        ids = begins(wanted.q, RunRow.id, RunRow.plan_id, RunRow.search_id)
-        found.append(or_(*ids, *(each.icontains(wanted.q, autoescape=True) for each in programs)))
+    texts = (RunRow.name, RunRow.model["factory"].as_string(), RunRow.script["path"].as_string())
+    found += begins(wanted.q, RunRow.id, RunRow.plan_id, RunRow.search_id, parts_of=texts)
     return found + created_between(wanted, RunRow)
 
 

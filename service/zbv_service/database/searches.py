@@ -49,6 +49,8 @@ class SearchTable(SearchLeases):
     ) -> tuple[SearchRecord, bool]:
         """Queue a search, or find the search of an equal request; also returns whether it was added.
 
+        A name replaces the one that an earlier request gave.
+
         Parameters
         ----------
         for_run
@@ -64,9 +66,10 @@ class SearchTable(SearchLeases):
         for _ in range(3):
             existing = _only(await self._database.rows(_BY_REQUEST, key=new.request_key))
             if existing is not None:
-                is_wanted = for_run or existing.is_wanted_by_client or await self._want(existing.id)
-                if is_wanted:
-                    return existing, False
+                name = new.name or existing.name
+                is_same = existing.is_wanted_by_client and name == existing.name
+                if for_run or is_same or await self._join(existing.id, new.name):
+                    return existing.model_copy(update={"name": name}), False
                 continue  # the last run that waited for it was just cancelled
             with suppress(IntegrityError):  # another transaction added it after the query
                 await self._insert(new, most, for_run)
@@ -136,7 +139,7 @@ class SearchTable(SearchLeases):
             conditions.append(SearchRow.kind == wanted.kind)
         if wanted.state:
             conditions.append(SearchRow.state.in_(wanted.state))
-        conditions += begins(wanted.q, SearchRow.id, SearchRow.plan_id)
+        conditions += begins(wanted.q, SearchRow.id, SearchRow.plan_id, parts_of=(SearchRow.name,))
         query = select(SearchRow.id).where(*conditions)
 
         def find(session: Session) -> Page[SearchRecord]:
@@ -176,11 +179,16 @@ class SearchTable(SearchLeases):
         self._changed(search_id)
         return True
 
-    async def _want(self, search_id: str) -> bool:
-        """Record that a client wants a search; False if the search was given up."""
+    async def _join(self, search_id: str, name: str | None) -> bool:
+        """Record that a client wants a search, and its name if it gave one; False if it was given up."""
         kept = update(SearchRow).where(SearchRow.id == search_id, SearchRow.request_key.is_not(None))
         async with self._database.writing() as session:
-            return await changed(session, kept.values(is_wanted_by_client=True)) == 1
+            return (
+                await changed(
+                    session, kept.values(is_wanted_by_client=True, name=func.coalesce(name, SearchRow.name))
+                )
+                == 1
+            )
 
     async def discard(self, search_id: str) -> bool:
         """Remove a search and its events in any state; False if it does not exist.

@@ -26,7 +26,7 @@ from zbv_solver.problem.numeric import MAX_LAYERS
 from zbv_service.documents.parsing import parse_body
 from zbv_service.documents.problems import pack, require_allowed
 from zbv_service.records.searches import LayoutOptions, NewSearch
-from zbv_service.records.shared import RequestDocument
+from zbv_service.records.shared import Name, RequestDocument
 from zbv_service.settings import Settings
 
 MAX_DEVICES = 65_536
@@ -57,6 +57,7 @@ class FixedParts(RequestDocument):
 class LayoutRequest(RequestDocument):
     """A model and a cluster to search the best layouts for; see `zbv layout`."""
 
+    name: Name = None
     model: dict[str, Any] = Field(
         description="As `model.json` of `zbv layout`: sections `model` and `parallel`, names of `presets`, "
         "`global_batch` and `sequence_length`; or a `config.json` of transformers."
@@ -211,7 +212,7 @@ def new_layout_search(settings: Settings, body: Any) -> NewSearch:
     asked = parse_body(LayoutRequest, body)
     require_allowed(asked.options.effort, asked.options.time_limit, settings)
     summary = layouts_summary(asked, read_layouts(asked))
-    normal, options = asked.model_dump(mode="json"), asked.options.model_dump()
+    normal, options = asked.model_dump(mode="json", exclude={"name"}), asked.options.model_dump()
     key = canonical_json({"layouts": normal, "version": __version__})
     return NewSearch(
         id=uuid.uuid4().hex,
@@ -220,4 +221,5 @@ def new_layout_search(settings: Settings, body: Any) -> NewSearch:
         summary=summary,
         options=options,
         kind="layouts",
+        name=asked.name,
     )

@@ -33,7 +33,7 @@ from zbv_solver.search.options import EFFORTS, Effort
 from zbv_service.documents.parsing import parse_body
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
 from zbv_service.records.searches import NewSearch, OptionsDocument, Outcome, Update
-from zbv_service.records.shared import RequestDocument
+from zbv_service.records.shared import Name, RequestDocument
 from zbv_service.settings import Settings
 
 Question = Problem | LayeredProblem
@@ -91,14 +91,15 @@ def read_problem(document: QuestionDocument, max_cells: int) -> Problem:
 class SearchRequest(RequestDocument):
     """A problem to search a plan for."""
 
+    name: Name = None
     problem: QuestionDocument
     options: OptionsDocument = OptionsDocument()
 
 
 def new_search(settings: Settings, body: Any) -> NewSearch:
     """The search of a decoded request body; raises :class:`InvalidInput`."""
-    question, options = parse_request(body, settings)
-    document, chosen = question_json(question), options.stored()
+    question, request = parse_request(body, settings)
+    document, chosen = question_json(question), request.options.stored()
     key, jitter = request_key(document, chosen), chosen.pop("jitter", None)
     return NewSearch(
         id=uuid.uuid4().hex,
@@ -107,11 +108,12 @@ def new_search(settings: Settings, body: Any) -> NewSearch:
         summary=summary_of(question),
         options=chosen,
         jitter=None if jitter is None else pack(jitter),
+        name=request.name,
     )
 
 
-def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocument]:
-    """The problem and options of a request body; raises :class:`InvalidInput`."""
+def parse_request(body: Any, settings: Settings) -> tuple[Question, SearchRequest]:
+    """The problem in a request body, and the request; raises :class:`InvalidInput`."""
     request = parse_body(SearchRequest, body)
     question = read_question(request.problem, settings.max_cells)
     options = request.options
@@ -123,7 +125,7 @@ def parse_request(body: Any, settings: Settings) -> tuple[Question, OptionsDocum
             parse_jitter(options.jitter).require_ranks(question.pp_degree)
     except InvalidInput as error:
         raise error.below("/options" if options.jitter is None else "/options/jitter") from None
-    return question, options
+    return question, request
 
 
 def require_allowed(effort: Effort | None, time_limit: float | None, settings: Settings) -> None:

@@ -156,6 +156,7 @@ class LayoutForm:
         issues: list[Issue] = []
         executor = self.value("executor") or "zbv"
         found: dict[str, Any] = {
+            "name": self.value("name") or None,
             "model": self._model(issues),
             "cluster": self._cluster(issues),
             "fixed": self._numbers(self.fixed_numbers, issues, "/fixed")

@@ -27,6 +27,7 @@ from zbv_service.errors import ApiError
 from zbv_service.pages.shell import Shell, html, render, shell_of
 from zbv_service.plans.renderings import plan_of
 from zbv_service.records.searches import SearchDocument
+from zbv_service.records.shared import MAX_NAME
 from zbv_service.searches.searches import parse_packed
 from zbv_service.security.access import READ
 
@@ -172,6 +173,7 @@ def new_search_page(start: Start, shell: Shell, *, max_effort: Effort) -> bytes:
         shell,
         presets=presets(),
         note=start.note,
+        longest_name=MAX_NAME,
         efforts=EFFORTS[: EFFORTS.index(max_effort) + 1],
         data=script_json(data),
     )

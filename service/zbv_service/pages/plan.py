@@ -22,7 +22,9 @@ async def get_plan_page(request: Request, plan_id: str) -> HTMLResponse:
     """The page of a plan."""
     found = state_of(request)
     view = await found.plans.view(plan_id)
-    return html(await found.computations.write(plan_page, view, shell_of(request)), headers={})
+    stored = await found.plans.summary(plan_id)
+    name = None if stored is None else stored.name
+    return html(await found.computations.write(plan_page, view, shell_of(request), name), headers={})
 
 
 @router.get("/plans/{plan_id}/actions", dependencies=[READ])
@@ -41,8 +43,8 @@ async def get_thumbnail(request: Request, plan_id: str) -> Response:
     return known or Response(picture, headers=headers, media_type="image/png")
 
 
-def plan_page(view: report.PlanView, shell: Shell) -> bytes:
-    """The solver's view of a plan, with links to the pages and documents of the service."""
+def plan_page(view: report.PlanView, shell: Shell, name: str | None = None) -> bytes:
+    """The solver's view of a plan, with its name, and links to the pages and documents of the service."""
     page, document = f"{shell.root}/plans/{view.plan_id}", f"{shell.root}/v1/plans/{view.plan_id}"
     links = [
         report.PageLink(
@@ -58,8 +60,11 @@ def plan_page(view: report.PlanView, shell: Shell) -> bytes:
             "Downloads the trace, a file that ui.perfetto.dev and chrome://tracing open",
         ),
     ]
+    if shell.may_launch:
+        links.append(report.PageLink("Run this plan", "#run", "The command that trains with it"))
     linked = replace(
         view,
+        title=f"{name}: {view.title}" if name else view.title,
         links=tuple(links if shell.may_search else links[1:]),
         exports=tuple(
             report.PageLink(name, f"{document}/export/{name}", entry.description)

@@ -24,7 +24,6 @@ from zbv_service.documents.parsing import parse_body
 from zbv_service.pages.charts import MOST_DRAWN, Scale, evenly, strips
 from zbv_service.pages.shell import page
 from zbv_service.pages.words import reached_step
-from zbv_service.records.lists import PlanListQuery
 from zbv_service.records.plans import PlanSummaryDocument
 from zbv_service.records.run_options import OF_SCRIPTS
 from zbv_service.records.runs import RUN_ENDED, PartInfo, RunDocument, StepDocument, place_of
@@ -40,7 +39,7 @@ MAX_INDEX = 2**31 - 1
 
 Index = Annotated[int | None, Query(ge=0, le=MAX_INDEX)]
 LAUNCH = needs("launch")
-AGAIN = {"plan_id", "model", "script", "nodes", "steps", "options"}
+AGAIN = {"name", "plan_id", "model", "script", "nodes", "steps", "options"}
 """What a run that starts again has of the earlier one."""
 IN_SECONDS = ("timeout", "startup_timeout")
 """Options of a run."""
@@ -57,10 +56,7 @@ async def get_run_page(request: Request, run_id: str, ranks: Index = None) -> Re
         index = await found.parts.index(run_id)
         steps = await found.steps.of(run_id, index)
     events = await found.runs.newest_events(run_id, EVENTS)
-    plan = None
-    if run.plan_id is not None:
-        plans = (await found.plans.page(PlanListQuery(q=run.plan_id, limit=1))).items
-        plan = plans[0] if plans else None
+    plan = None if run.plan_id is None else await found.plans.summary(run.plan_id)
     values = await found.computations.write(run_values, run, plan, index, steps, ranks)
     return await page(request, "run.html.j2", run=run, events=events, **values)
 

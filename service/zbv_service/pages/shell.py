@@ -121,7 +121,7 @@ def _environment() -> Environment:
     environment = report.environment(Path(__file__).parent / "templates")
     environment.filters.update(
         moment=words.moment,
-        ago=words.ago,
+        ago=quantities.ago,
         clock=words.clock,
         marked=words.marked,
         grouped=words.grouped,

@@ -34,15 +34,6 @@ def moment(at: datetime) -> str:
     return (at if at.tzinfo is None else at.astimezone(UTC)).strftime("%Y-%m-%d %H:%M")
 
 
-def ago(at: datetime) -> str:
-    """How long ago a time was, in one unit: ``12 s ago``."""
-    seconds = (datetime.now(UTC) - at).total_seconds()
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
-
-
 def clock(seconds: float) -> str:
     """Seconds that have passed, with tenths below 100: ``12.5 s``, ``3 min 05 s``, ``2 h 10 min``."""
     if seconds < 100:

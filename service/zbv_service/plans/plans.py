@@ -81,6 +81,10 @@ class Plans:
         self._thumbnails: Cache[bytes] = Cache(CACHED_THUMBNAILS)
         self._simulations: Cache[bytes] = Cache(CACHED_THUMBNAILS)
 
+    async def summary(self, plan_id: str) -> PlanSummaryDocument | None:
+        """A plan without its actions; None if there is no such plan."""
+        return await self._table.summary(plan_id)
+
     async def newest(self, limit: int) -> list[PlanSummaryDocument]:
         """The newest plans, newest first."""
         return await self._table.newest(limit)

@@ -53,7 +53,9 @@ class TimedQuery(PageQuery):
 class ShapeQuery(TimedQuery):
     """A page of a list of searches or plans, with its filters."""
 
-    q: Text | None = Field(None, description="Prefix of the id, or of the id of a search's plan.")
+    q: Text | None = Field(
+        None, description="Prefix of the id, or of the id of a search's plan, or a part of the name."
+    )
     pp_degree: int | None = Field(None, ge=1, le=MAX_PP_DEGREE)
     microbatches: int | None = Field(None, ge=1, le=MAX_CELLS)
     objective: Objective | None = None
@@ -81,8 +83,8 @@ class RunListQuery(TimedQuery):
 
     q: Text | None = Field(
         None,
-        description="Prefix of the id of the run, its plan or its search, or a part of the factory or of the "
-        "script's path.",
+        description="Prefix of the id of the run, its plan or its search, or a part of its name, its factory "
+        "or its script's path.",
     )
     state: list[RunState] = Field([], description=_ANY_STATE)
 

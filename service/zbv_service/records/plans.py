@@ -29,6 +29,8 @@ class PlanSummaryDocument(Record):
     method: str
     time_unit: str | None
     created_at: datetime
+    name: str | None = None
+    """That of the newest search that has a name and found this plan."""
 
 
 class PlanList(BaseModel):

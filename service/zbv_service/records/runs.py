@@ -106,6 +106,8 @@ class NewRun(Record):
     """A run as it is accepted. It has either a plan or a search, and either a model and steps or a script."""
 
     id: str
+    name: str | None = None
+    """As the request gave it."""
     plan_id: str | None
     """null while its search runs."""
     search_id: str | None

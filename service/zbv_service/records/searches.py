@@ -95,6 +95,8 @@ class NewSearch:
     kind: SearchKind = "plan"
     jitter: bytes | None = None
     """The document of the jitter, packed."""
+    name: str | None = None
+    """Not part of the content, so requests with other names share the search."""
 
 
 class SearchRecord(Record):
@@ -103,6 +105,8 @@ class SearchRecord(Record):
     id: str
     kind: SearchKind
     """`plan`: a plan for a problem. `layouts`: the best layouts of a model on a cluster."""
+    name: str | None = None
+    """The newest name that a request gave it."""
     state: SearchState
     objective: float | None = None
     lower_bound: float | None = None

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from zbv_solver.problem.problem import Objective
 
 MAX_SEED = 2**31 - 1
+MAX_NAME = 100
+"""Most characters of the name of a search or run."""
+
+
+def _require_printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("must be printable characters in one line")
+    return name
+
+
+Name = Annotated[
+    Annotated[
+        str,
+        StringConstraints(strip_whitespace=True, min_length=1, max_length=MAX_NAME),
+        AfterValidator(_require_printable),
+    ]
+    | None,
+    Field(description="For lists and pages: a line of printable characters, without spaces around it."),
+]
 
 
 class RequestDocument(BaseModel):

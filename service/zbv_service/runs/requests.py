@@ -14,7 +14,7 @@ from zbv_service.documents.parsing import is_deep, parse_body
 from zbv_service.documents.problems import QuestionDocument, new_search, pack
 from zbv_service.records.run_options import MAX_INTEGER, ModelDocument, RunOptionsDocument, ScriptDocument
 from zbv_service.records.searches import NewSearch, OptionsDocument
-from zbv_service.records.shared import RequestDocument
+from zbv_service.records.shared import Name, RequestDocument
 from zbv_service.settings import Settings
 
 MAX_NODES = 4096
@@ -32,6 +32,7 @@ class RunRequest(RequestDocument):
     What runs is exactly one of ``model`` and ``script``.
     """
 
+    name: Name = None
     plan_id: PlanId | None = None
     problem: QuestionDocument | None = None
     search_options: OptionsDocument | None = Field(

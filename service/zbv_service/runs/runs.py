@@ -80,6 +80,7 @@ class Runs:
         request = asked.request
         new = NewRun(
             id=uuid.uuid4().hex,
+            name=request.name,
             plan_id=request.plan_id,
             search_id=None,
             model=request.model,

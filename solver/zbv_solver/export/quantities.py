@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 from zbv_solver.problem.problem import NANOSECONDS, Units
 
@@ -132,6 +133,15 @@ def counted(count: int, word: str) -> str:
     """A count with its noun: ``1 rank``, ``4 microbatches``."""
     plural = f"{word}es" if word.endswith("ch") else f"{word}s"
     return f"{figure(count, 12)} {word if count == 1 else plural}"
+
+
+def ago(at: datetime) -> str:
+    """How long ago a time was, in one unit: ``12 s ago``."""
+    seconds = (datetime.now(UTC) - at).total_seconds()
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
 
 
 def gigabytes(size: float) -> str:

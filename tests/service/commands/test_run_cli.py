@@ -112,7 +112,7 @@ def test_a_stored_plan_is_run_and_followed(service: Service, capsys: pytest.Capt
     printed = capsys.readouterr()
     assert printed.out == "r1\n"
     lines = printed.err.splitlines()
-    assert lines[0] == "run r1 (http://127.0.0.1:8000/v1/runs/r1)"
+    assert lines[0] == "run r1 (http://127.0.0.1:8000/runs/r1)"
     assert [line.split(" ", 1)[1] for line in lines[1:-1]] == ["starting: on one", "succeeded"]
     assert lines[-1] == "step 0: loss 4.5, 2.5 s; step 4: loss 2, 1.25 s"
 
@@ -252,9 +252,7 @@ def test_an_interrupt_leaves_the_run_and_prints_how_to_cancel_it(
     service.on_look = interrupted(1)
     assert main(["run", *PLAN, *NEEDED]) == 130
     said = capsys.readouterr().err
-    assert "run r1 continues. To cancel it:\n  curl -X POST" in said
-    assert 'Bearer $(zbv-service token show-local --server http://127.0.0.1:8000)"' in said
-    assert said.endswith("http://127.0.0.1:8000/v1/runs/r1/cancel\n")
+    assert said.endswith("zbv-service cancel r1 --server http://127.0.0.1:8000\n")
     assert [path for path, _ in service.requests] == ["/v1/runs"]
 
 

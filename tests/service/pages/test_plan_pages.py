@@ -100,6 +100,15 @@ def test_a_reader_without_the_scope_search_gets_no_link_to_the_form() -> None:
         assert ("Change and search again" in text) == is_invited
 
 
+def test_the_command_that_runs_a_plan_is_for_readers_who_may_start_runs() -> None:
+    plan = baseline_plan("1f1b", parse_problem(PROBLEM))
+    view = report.plan_view(plan)
+    for scopes, is_shown in ((frozenset(), True), ({"read"}, False), ({"read", "launch"}, True)):
+        text = plan_page(view, Shell(may=frozenset(scopes), base_url="https://zbv")).decode()
+        assert (f"zbv-service run --plan {plan.plan_id} " in text) == is_shown
+        assert ('data-copy="run-command"' in text, "--server https://zbv" in text) == (is_shown, is_shown)
+
+
 # --- files
 
 FILES = [path for place in STATIC_DIRECTORIES for path in sorted(place.rglob("*")) if path.is_file()]

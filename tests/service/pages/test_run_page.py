@@ -266,11 +266,20 @@ async def test_an_ended_run_starts_again_with_the_same_plan_program_and_options(
         assert new[name] == old[name], name
     assert (old["state"], new["options"]["clip_norm"]) == ("cancelled", 2.5)
     script = await service.submit_run(
-        plan_id=run.plan_id, model=None, steps=None, script={"path": "/a/train.py", "arguments": ["--x", "1"]}
+        name="a <b> run",
+        plan_id=run.plan_id,
+        model=None,
+        steps=None,
+        script={"path": "/a/train.py", "arguments": ["--x", "1"]},
     )
     other = Run(service, run.plan_id, script.json()["id"])
     _, address = await other.post("/again")
     again = await service.run(str(address).rpartition("/")[2])
+    assert again["name"] == "a <b> run"
+    for page in (f"/runs/{again['id']}", "/runs"):
+        assert "a <b> run" in await service.words(page)
+    (found,) = (await service.get("/v1/runs", q="A <B> ", state="waiting", limit=1))["runs"]
+    assert found["id"] == again["id"]
     assert (again["script"], again["steps"]) == ({"path": "/a/train.py", "arguments": ["--x", "1"]}, None)
 
 

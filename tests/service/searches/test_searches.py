@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from support.fake_service import fake_service
 from support.serving import DEADLINE, PROBLEM, Service, Serving, until
 from zbv_service.database import Database, SearchTable
@@ -44,6 +45,39 @@ async def test_equal_requests_are_one_search_before_and_after_its_end(service: S
     for unknown in ("0" * 32, "nothing", "%00", "a" * 5000):
         assert (await service.cancel(unknown)).status_code == 404
         assert (await service.http.delete(f"/v1/searches/{unknown}")).status_code == 404
+
+
+async def test_the_newest_name_is_that_of_the_search_and_of_its_plan(service: Service) -> None:
+    async def submitted(**more: Any) -> dict[str, Any]:
+        answer = await service.http.post("/v1/searches", json={"problem": PROBLEM, **more})
+        assert answer.is_success, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    first = await submitted(name="  Größe 1 ")
+    assert first["name"] == "Größe 1"
+    ended = await service.ended(first["id"])
+    for more, name in (({}, "Größe 1"), ({"name": "two"}, "two"), ({"name": None}, "two")):
+        again = await submitted(**more)
+        assert (again["id"], again["name"]) == (first["id"], name)
+        assert (await service.search(first["id"]))["name"] == name
+    for address in ("/v1/searches", "/v1/plans"):
+        for text, count in (("WO", 1), ("other", 0)):
+            key = address.removeprefix("/v1/")
+            found = (await service.get(address, q=text))[key]
+            assert [each["name"] for each in found] == ["two"] * count
+    for page in (f"/searches/{first['id']}", f"/plans/{ended['plan_id']}", "/searches", "/plans", "/"):
+        assert "two" in (await service.http.get(page)).text
+
+
+@pytest.mark.parametrize("name", ["", "  ", "two\nlines", "\u202egnp.exe", "\x1b[1m", "x" * 101, 5])
+async def test_a_name_is_a_short_line_of_printable_characters(service: Service, name: Any) -> None:
+    for answer in (
+        await service.http.post("/v1/searches", json={"problem": PROBLEM, "name": name}),
+        await service.submit_run(name=name),
+    ):
+        assert answer.status_code == 422
+        assert [error["pointer"] for error in answer.json()["errors"]] == ["/name"]
 
 
 async def test_a_search_for_jitter_stores_a_plan_with_its_simulation(serving: Serving) -> None:

@@ -7,7 +7,7 @@ from alembic import op
 from zbv_service.database import models  # noqa: F401 (declares the tables)
 from zbv_service.database.engine import Base
 
-revision = "first_release"
+revision = "first_release_with_names"
 """A change before the first release changes this name, so that older databases of development are refused."""
 down_revision = None
 branch_labels = None

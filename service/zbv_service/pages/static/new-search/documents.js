@@ -58,7 +58,7 @@ function bodyIn(text) {
     throw new TypeError("It is JSON but not an object. A problem is an object with pp_degree, microbatches and costs.");
   }
   if (isObject(found.problem)) {
-    return { problem: found.problem, options: isObject(found.options) ? found.options : {} };
+    return { problem: found.problem, options: isObject(found.options) ? found.options : {}, name: found.name };
   }
   if (!["pp_degree", "costs", "microbatches", "layers"].some((key) => key in found)) {
     throw new TypeError("It is JSON but not a problem: pp_degree, microbatches, costs and layers are missing.");
@@ -76,15 +76,4 @@ export function curl(body, { base, has_tokens: hasTokens }) {
   const json = pretty(body).replaceAll("'", "'\\''");
   const token = hasTokens ? ' \\\n  -H "Authorization: Bearer $(zbv-service token show-local)"' : "";
   return `curl --json '${json}'${token} \\\n  ${base}/v1/searches`;
-}
-
-// Copies the text of an element. Without a secure context there is no clipboard; then the text is selected instead.
-export async function copy(element) {
-  try {
-    await navigator.clipboard.writeText(element.textContent);
-    return "Copied.";
-  } catch {
-    getSelection()?.selectAllChildren(element);
-    return "Selected; press Ctrl+C.";
-  }
 }

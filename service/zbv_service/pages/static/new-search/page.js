@@ -1,9 +1,10 @@
 // The form for a new search. Its fields represent a problem document: after every change the page rebuilds the
 // document, has the service check it, and shows an estimate.
 
+import "../copy.js";
 import { at, input, make, part } from "../dom.js";
 import { Cells } from "./cells.js";
-import { acceptDocuments, copy, curl, pretty } from "./documents.js";
+import { acceptDocuments, curl, pretty } from "./documents.js";
 import { Expectation } from "./expectation.js";
 import { Issues, factsOf, meaningOf } from "./issues.js";
 import { layerFactsOf, showLayers } from "./layers.js";
@@ -47,11 +48,6 @@ class NewSearch {
         this.begin(preset, "");
       }
     });
-    for (const button of document.querySelectorAll(/** @type {"button"} */ ("[data-copy]"))) {
-      button.addEventListener("click", async () => {
-        at("copied").textContent = await copy(at(button.dataset.copy ?? ""));
-      });
-    }
     acceptDocuments((name, read) => this.#open(name, read));
   }
 
@@ -83,6 +79,9 @@ class NewSearch {
   // Fills the form with the body of a search.
   begin(body, note) {
     const unshown = this.form.read(body);
+    if (typeof body.name === "string") {
+      input("name").value = body.name;
+    }
     const kept = unshown.length === 0 ? "" : `The form has no fields for ${unshown.join(", ")}; they are sent unchanged.`;
     this.say([note, kept].filter(Boolean).join(" "));
     this.facts = null;
@@ -142,6 +141,12 @@ class NewSearch {
     return this.form.body(this.facts?.limit ?? null);
   }
 
+  // No part of the problem, so it is neither checked nor shown as JSON.
+  get #name() {
+    const name = input("name").value.trim();
+    return name === "" ? {} : { name };
+  }
+
   #drawText() {
     const body = this.#body;
     const text = pretty(body.problem);
@@ -172,7 +177,7 @@ class NewSearch {
       this.#verdict("bad", messageOf(answer));
       this.expectation.refuse("");
       if (answer.status === 401) {
-        sessionStorage.setItem(DRAFT, question);
+        sessionStorage.setItem(DRAFT, JSON.stringify({ ...this.form.question(), ...this.#name }));
       }
       return;
     }
@@ -221,7 +226,7 @@ class NewSearch {
   }
 
   async #post() {
-    const answer = await post("/v1/searches", JSON.stringify(this.#body));
+    const answer = await post("/v1/searches", JSON.stringify({ ...this.#body, ...this.#name }));
     if (answer.ok) {
       location.assign(`${page.root}/searches/${answer.body.id}`);
       return;

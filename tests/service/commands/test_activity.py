@@ -1,0 +1,194 @@
+"""`zbv-service searches`, `runs`, `follow` and `cancel`: what a service does, and how to stop it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_searches import orders_of
+from support.live import Live, live_service
+from support.serving import DEADLINE, MODEL, PROBLEM
+from zbv_service import client as client_module
+from zbv_service.client import Client, Run, Search
+from zbv_service.commands.cli import main
+from zbv_solver.problem.reading import parse_problem
+
+IN_US = {**PROBLEM, "units": {"time": "us"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("activity")
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    with live_service(folder, "held", searches=4, heartbeat_seconds=0.2) as found:
+        yield found
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[Client]:
+    with Client(live.address) as found:
+        yield found
+
+
+Ran = tuple[int, str, str]
+Command = Callable[..., Ran]
+
+
+@pytest.fixture
+def command(live: Live, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process; returns its status, standard output and standard error."""
+
+    def run(*arguments: object) -> Ran:
+        status = main([*map(str, arguments), "--server", live.address])
+        written = capsys.readouterr()
+        return status, written.out, written.err
+
+    return run
+
+
+def begun(client: Client, seed: int, name: str | None = None) -> Search:
+    """A search that has found a plan and goes on."""
+    search = client.submit(IN_US, {"seed": seed}, name=name)
+    return next(
+        found for _ in client.events(search.id) if (found := client.search(search.id)).objective is not None
+    )
+
+
+def waiting_run(client: Client, name: str | None = None) -> Run:
+    """A run that waits for agents."""
+    ranks = orders_of(parse_problem(PROBLEM)).all_text()
+    plan_id = client.import_plan({"problem": PROBLEM, "ranks": ranks})
+    return client.submit_run(plan_id, MODEL, nodes=2, steps=7, name=name)
+
+
+def test_lists_are_json_in_a_pipe_newest_first_and_filtered(command: Command, client: Client) -> None:
+    first, second = begun(client, 1, "one of two"), begun(client, 2)
+    status, out, err = command("searches", "--limit", 2)
+    assert status == 0
+    assert [(each["id"], each["name"]) for each in json.loads(out)["searches"]] == [
+        (second.id, None),
+        (first.id, "one of two"),
+    ]
+    assert "--limit lists more" in err
+    for flags in (("--find", "OF TWO"), ("--find", first.id[:9])):
+        (found,) = json.loads(command("searches", *flags)[1])["searches"]
+        assert (found["id"], found["summary"]["time_unit"]) == (first.id, "us")
+    client.cancel(first.id)
+    client.wait(first.id, timeout=DEADLINE)
+    states = {each["state"] for each in json.loads(command("searches", "--state", "running")[1])["searches"]}
+    assert states == {"running"}
+    status, _, err = command("searches", "--state", "walking")
+    assert (status, "--state" in err) == (2, True)
+    status, _, err = command("runs", "--limit", "5000")
+    assert (status, "--limit" in err) == (2, True)
+
+    run = waiting_run(client, "a run")
+    assert command("runs")[1:] == command("runs", "--json")[1:]
+    newest = json.loads(command("runs", "--find", "a run")[1])["runs"][0]
+    assert newest == client.run(run.id).document
+
+
+def test_a_terminal_gets_tables_unless_it_wants_json(
+    command: Command, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+    search, run = begun(client, 3, "[bold]llama"), waiting_run(client)
+    heading, row = command("searches", "--find", search.id)[1].splitlines()
+    assert heading.split() == ["ID", "NAME", "STATE", "SHAPE", "BEST", "GAP", "SUBMITTED"]
+    for text in (search.id[:12], "[bold]llama", "running", "2 × 4", " 9 µs ", "125.00\u202f%", " s ago"):
+        assert text in row
+    heading, row = command("runs", "--find", run.id)[1].splitlines()
+    for text in (run.id[:12], " - ", "waiting", "- of 7", "a.b:c", " s ago"):
+        assert text in row
+    assert json.loads(command("runs", "--find", run.id, "--json")[1])["runs"][0]["id"] == run.id
+
+
+def test_a_search_is_followed_by_its_name_until_it_ends(
+    command: Command, client: Client, folder: Path
+) -> None:
+    search = begun(client, 4, "followed")
+    (folder / "release").touch()
+    try:
+        status, out, err = command("follow", "followed")
+    finally:
+        (folder / "release").unlink()
+    ended = client.search(search.id)
+    assert (status, out, ended.state) == (0, "", "done")
+    assert f"plan {ended.plan_id}: objective 8 µs" in err
+    assert command("follow", search.id)[0] == 0
+    status, _, err = command("cancel", search.id)
+    assert (status, "has ended already: it is done" in err) == (1, True)
+    infeasible = client.submit({**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}})
+    status, _, err = command("follow", infeasible.id[:12].upper())
+    assert (status, "infeasible" in err) == (3, True)
+
+
+def test_an_interrupt_stops_following_and_the_search_goes_on(
+    command: Command, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = begun(client, 5)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Client, "wait", interrupt)
+        status, _, err = command("follow", search.id)
+    assert (status, f"zbv-service cancel {search.id} --server" in err) == (130, True)
+    assert not client.search(search.id).is_finished
+
+
+def test_a_search_and_a_run_are_cancelled_and_a_cancelled_run_is_followed_with_status_1(
+    command: Command, client: Client
+) -> None:
+    search, run = begun(client, 6, "both"), waiting_run(client, "both")
+    status, _, err = command("cancel", "both")
+    assert (status, f"search {search.id} (running), run {run.id} (waiting)" in err) == (2, True)
+    status, _, err = command("cancel", search.id)
+    assert (status, f"search {search.id} is stopping" in err) == (0, True)
+    assert client.wait(search.id, timeout=DEADLINE).state == "cancelled"
+    status, _, err = command("cancel", run.id[:10])
+    assert (status, f"run {run.id} is cancelled" in err) == (0, True)
+    status, _, err = command("cancel", run.id)
+    assert (status, "has ended already: it is cancelled" in err) == (1, True)
+    status, out, err = command("follow", run.id)
+    assert (status, out, "cancelled" in err) == (1, "", True)
+
+
+@pytest.mark.parametrize("given", ["", "zzz", "%", "f" * 33])
+def test_an_unknown_id_is_wrong_input(command: Command, client: Client, given: str) -> None:
+    client.submit(IN_US, {"seed": 7})
+    for name in ("follow", "cancel"):
+        status, out, err = command(name, given)
+        assert (status, out, f"found no search or run {given!r}" in err) == (2, "", True)
+
+
+@pytest.mark.parametrize("arguments", [["searches"], ["runs"], ["follow", "a"], ["cancel", "a"]])
+def test_a_refused_token_and_a_missing_service_exit_with_1(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, json={"title": "T", "detail": "not you"})
+
+    def away(_request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    for answer, message in ((refuse, "not you"), (away, "no answer from")):
+
+        class Connected(Client):
+            def __init__(self, address: str, answer: Any = answer) -> None:
+                super().__init__(address, transport=httpx.MockTransport(answer), retries=0)
+
+        monkeypatch.setattr(client_module, "Client", Connected)
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err

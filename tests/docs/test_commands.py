@@ -38,7 +38,7 @@ def calls(page: Path) -> Iterator[tuple[str, list[str]]]:
     for line in blocks(page):
         for program, arguments in CALL.findall(re.sub(r"\s#.*", "", line)):
             words = shlex.split(arguments)
-            if words != ["--help"]:
+            if words[:1] not in (["--help"], ["--print-completion"]):  # these end the program
                 yield program, words
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import zbv_service.commands.cli
 import zbv_solver.commands.cli
 import zbv_worker.commands.cli
+from support.paths import ROOT
 
 Main = Callable[[Sequence[str]], int]
 PLAN, SERVICE, WORKER = (part.commands.cli.main for part in (zbv_solver, zbv_service, zbv_worker))
@@ -38,3 +41,46 @@ def test_a_flag_of_another_command_is_not_suggested(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="2"):
         PLAN(["check", "x", "--efort", "a"])
     assert "Did you mean" not in capsys.readouterr().err
+
+
+COMPLETE = """\
+source "$1" && shift
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+_shtab_${1//-/_}
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+"""A bash script that completes the last of its words, as a shell does when a user presses Tab."""
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "completed"),
+    [
+        (PLAN, "zbv pla", "plan"),
+        (PLAN, "zbv plan --effort ", "quick standard thorough"),
+        (PLAN, "zbv plan examples/readm", "examples/readme.json"),
+        (PLAN, "zbv export plan.json --format torchti", "torchtitan"),
+        (PLAN, "zbv layout --tensor", "--tensor-parallel"),
+        (PLAN, "zbv layout --preset mixtral", "mixtral-8x7b"),
+        (PLAN, "zbv layout --preset h1", ""),  # a device
+        (PLAN, "zbv layout --cluster examples/readm", "examples/readme.json"),
+        (PLAN, "zbv estimate --attention ", "flash plain"),
+        (PLAN, "zbv frontier problem.json -o exampl", "examples"),
+        (SERVICE, "zbv-service token cr", "create"),
+        (SERVICE, "zbv-service serve --keep-a", "--keep-alive-seconds"),
+        (SERVICE, "zbv-service layout --executor torcht", "torchtitan"),
+        (SERVICE, "zbv-service token revoke examp", ""),
+        (WORKER, "zbv-worker run --backend ", "gloo nccl"),
+        (WORKER, "zbv-worker estimate examp", ""),
+    ],
+)
+def test_bash_completes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, main: Main, words: str, completed: str
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--print-completion", "bash"])
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out, encoding="utf-8")
+    command = ["bash", "-c", COMPLETE, "bash", str(script), *words.split(" ")]
+    shell = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
+    assert shell.stdout.split() == completed.split()
+    assert shell.stderr == ""

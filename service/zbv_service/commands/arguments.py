@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from zbv_solver.documents import files
 from zbv_solver.documents.files import Write
-from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ _EXAMPLE = "must be a JSON object such as '{\"layers\": 8}'."
 
 def read_problem(name: str) -> Any:
     """As :func:`read_json`; also raises :class:`WrongInput` for a plan, a batch or a packing."""
+    from zbv_solver.documents.validation import require_kind
+
     document = read_json(name)
     try:
         require_kind(document, "problem")

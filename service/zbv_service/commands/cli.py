@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zbv_solver import __version__
 from zbv_solver.commands.parser import Parser
 
 from zbv_service.client.flags import apply_credentials
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"zbv-service {__version__}")
+    parser.add_common_flags()
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Command)
     for add in (
         add_serve,

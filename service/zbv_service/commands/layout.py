@@ -6,7 +6,7 @@ import argparse
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from zbv_solver.commands.model_flags import FLAGS, KEPT, add_layout_flags
+from zbv_solver.commands.parser import Parser
 
 from zbv_service.client.flags import add_server
 from zbv_service.commands.arguments import (
@@ -27,7 +27,7 @@ examples:
 
 """
 _REQUEST = (
-    *("name", "global_batch", "sequence_length", "prediction_layers", *KEPT),
+    *("name", "global_batch", "sequence_length", "prediction_layers"),
     *("top", "executor", "points", "sensitivity"),
 )
 _OPTIONS = ("effort", "time_limit")
@@ -44,10 +44,16 @@ def add_layout(commands: Any) -> None:
         epilog=_EXAMPLES + EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    layout.on_use = _add_flags
+    layout.set_defaults(run=_layout)
+
+
+def _add_flags(layout: Parser) -> None:
+    from zbv_solver.commands.model_flags import add_layout_flags
+
     add_layout_flags(layout)
     add_server(layout)
     add_ending(layout, "the layouts")
-    layout.set_defaults(run=_layout)
 
 
 def _layout(parsed: argparse.Namespace) -> int:
@@ -61,6 +67,9 @@ def _layout(parsed: argparse.Namespace) -> int:
 
 def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """The request, and where its parts come from."""
+    from zbv_solver.commands.model_flags import FLAGS, KEPT
+
+    keys = (*_REQUEST, *KEPT)
     if parsed.model is None and not parsed.preset:
         raise WrongInput("model, --preset: found neither; give one of them.")
     if parsed.model is not None and parsed.preset:
@@ -73,12 +82,12 @@ def _body(parsed: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     fixed = {name: getattr(parsed, name) for name in FLAGS if getattr(parsed, name) is not None}
     options = {name: getattr(parsed, name) for name in _OPTIONS}
     body = {"model": model, "cluster": read_json(parsed.cluster), "fixed": fixed, "options": options}
-    body |= {name: getattr(parsed, name) for name in _REQUEST if getattr(parsed, name) is not None}
+    body |= {name: getattr(parsed, name) for name in keys if getattr(parsed, name) is not None}
     body["profiles"] = [read_json(path) for path in parsed.profile]
     sources = {
         "/model": parsed.model or "--preset",
         "/cluster": parsed.cluster,
-        **{f"/{name}": flag_of(name) for name in _REQUEST},
+        **{f"/{name}": flag_of(name) for name in keys},
         "/fixed": ", ".join(map(flag_of, fixed)),
         **{f"/fixed/{name}": flag_of(name) for name in FLAGS},
         **{f"/options/{name}": flag_of(name) for name in _OPTIONS},

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from zbv_solver._version import __version__
 from zbv_solver.commands.messages import contradiction
 from zbv_solver.commands.parser import Parser
 from zbv_solver.errors import (
@@ -90,13 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _add_estimate(parser: argparse.ArgumentParser) -> None:
+def _add_estimate(parser: Parser) -> None:
     from zbv_solver.commands.model_flags import add_estimate_flags
 
     add_estimate_flags(parser)
 
 
-def _add_layout(parser: argparse.ArgumentParser) -> None:
+def _add_layout(parser: Parser) -> None:
     from zbv_solver.commands.model_flags import add_layout_flags
 
     add_layout_flags(parser)
@@ -117,7 +116,7 @@ def _parser() -> Parser:
         epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit, 70 a bug in zbv, 130 "
         "interrupted. '-' is standard input or output.",
     )
-    parser.add_argument("--version", action="version", version=f"zbv {__version__}")
+    parser.add_common_flags()
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", parser_class=Parser)
 
     def add(
@@ -297,6 +296,7 @@ def _parser() -> Parser:
 
     exported = add("export", "convert a plan for another tool", reads="plan")
     formats = "; ".join(f"{name}: {form.description}" for name, form in FORMATS.items())
+    exported.offered["--format"] = FORMATS.keys
     exported.add_argument("--format", required=True, metavar="FORMAT", help=formats.replace("%", "%%"))
     _add_output(exported, "output file")
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 from zbv_models.estimate.config import EstimateConfig, ParallelConfig
 from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.sections import preset_names, presets_of
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.request import BatchConfig
 
 from zbv_solver.commands.messages import flag_of
+from zbv_solver.commands.parser import Parser
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in EstimateConfig.model_fields.items()}
 NONE = "none"
@@ -90,8 +93,9 @@ def flags(section: str) -> dict[str, FieldInfo]:
     return {key: field for key, field in found.items() if values[key].kinds or values[key].listed}
 
 
-def add_estimate_flags(parser: argparse.ArgumentParser) -> None:
+def add_estimate_flags(parser: Parser) -> None:
     """The arguments of ``zbv estimate``."""
+    parser.offered["--preset"] = preset_names
     parser.add_argument("--config", metavar="FILE", help="model, parallel and device (JSON), or -")
     parser.add_argument(
         "--preset",
@@ -146,9 +150,10 @@ def _add_choice(group: argparse._ActionsContainer, key: str, annotation: Any, te
         group.add_argument(flag_of(key), type=int, metavar="INT", help=text)
 
 
-def add_layout_flags(parser: argparse.ArgumentParser) -> None:
+def add_layout_flags(parser: Parser) -> None:
     """What ``zbv layout`` and ``zbv-service layout`` search, and how hard."""
     parser.add_argument("model", nargs="?", help="model (JSON) with global_batch, or a config.json, or -")
+    parser.offered["--preset"] = partial(presets_of, "model")
     parser.add_argument("--preset", action="append", default=[], metavar="NAME", help="model that zbv knows")
     parser.add_argument(
         "--cluster",

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from zbv_service.client.flags import apply_credentials
 from zbv_service.client.tokens import CredentialsUnusable
-from zbv_solver import __version__
 from zbv_solver.commands.parser import Parser
 
 from zbv_worker.commands.agent import add_agent
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="zbv-worker",
         description="Trains models on pipeline plans, and measures what planning needs.",
     )
-    parser.add_argument("--version", action="version", version=f"zbv-worker {__version__}")
+    parser.add_common_flags()
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (add_run, add_profile, add_estimate, add_rehearse, add_check, add_agent):
         add(commands)

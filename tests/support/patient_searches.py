@@ -80,7 +80,9 @@ if __name__ == "__main__":
     from support.patient_searches import patient as search
     from support.patient_searches import patient_layouts as layouts
 
+    # mypy knows neither name in these modules.
     if named := os.environ.get("ZBV_TEST_PRELOAD"):
-        app.preload = lambda *_: processes.preload(named)
-    serving.create_app = partial(app.create_app, kinds=kinds(search, layouts))
+        preloaded: str = named
+        setattr(app, "preload", lambda *_: processes.preload(preloaded))  # noqa: B010
+    setattr(serving, "create_app", partial(app.create_app, kinds=kinds(search, layouts)))  # noqa: B010
     sys.exit(main())

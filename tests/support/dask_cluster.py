@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from support.forked_ranks import ForkedProcess
 from support.serving import DEADLINE
 
 
@@ -59,7 +60,7 @@ class DaskCluster:
         return process, path
 
 
-def wait_for_line(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
+def wait_for_line(process: subprocess.Popen[bytes] | ForkedProcess, log: Path, pattern: str) -> str:
     """The first group of a pattern, when a process has written it to its log."""
     deadline = time.monotonic() + DEADLINE
     while (found := re.search(pattern, log.read_text(errors="replace"))) is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,10 @@ import uvicorn
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
 
+from support.dask_cluster import wait_for_line
 from support.fake_kinds import kinds_of
-from support.paths import TESTS
+from support.forked_ranks import SERVICES, ForkedProcess, fork_module
+from support.serving import DEADLINE
 
 BACKLOG = 2048
 
@@ -31,23 +32,20 @@ BACKLOG = 2048
 class FakeService:
     """A running process."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProcess
     address: str
 
 
 @contextmanager
 def fake_service(search: str, directory: Path, *dies_in: str) -> Iterator[FakeService]:
     """Run the service until the block ends or it would call ``dies_in``."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-m", "support.fake_service", search, str(directory), *dies_in]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = process.stdout.readline().strip()
-            assert address, "the service did not start."
-            yield FakeService(process, address)
-        finally:
-            process.kill()
+    arguments, log = [search, str(directory), *dies_in], directory / "service.log"
+    process = fork_module("support.fake_service", arguments, os.environ, log, SERVICES)
+    try:
+        yield FakeService(process, wait_for_line(process, log, r"(?m)^(http://\S+)$"))
+    finally:
+        process.kill()
+        process.wait(DEADLINE)
 
 
 def _serve(search: str, directory: Path, *dies_in: str) -> None:

@@ -1,8 +1,9 @@
-"""Starts ranks by forking, so that torch is imported once and not by every rank.
+"""Starts processes by forking, so that torch or the service is imported once and not by every process.
 
-``python -m support.fork_server FD``, where FD is a socket. Each line on it requests a rank: ``{"id",
-"module", "arguments", "environment", "folder", "log"}``. The server answers ``{"id", "pid"}``, and
-``{"id", "status"}`` when the rank has ended. The server ends when the socket closes, and its ranks end too.
+``python -m support.fork_server FD MODULE…``, where FD is a socket, and the modules are imported before the
+first fork. Each line on the socket requests a process: ``{"id", "module", "arguments", "environment",
+"folder", "log"}``. The server answers ``{"id", "pid"}``, and ``{"id", "status"}`` when the process has ended.
+The server ends when the socket closes, and its processes end too.
 
 Nothing here may start a thread, a process group or a backward, because a fork would not copy them correctly.
 """
@@ -27,32 +28,21 @@ from zbv_solver.verify.verifier import verify_orders
 
 from support.problems import uniform
 
-PRELOADED = (
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "torch._dynamo",  # torch imports it when it makes the first optimizer
-    "zbv_worker.commands.cli",
-    "zbv_worker.models.gpt",
-    "zbv_worker.measure.rehearse.rehearse",
-    "zbv_worker.pipeline.pipeline",
-    "zbv_worker.run.run",
-)
 _POLL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
-def main(requests: socket.socket) -> None:
-    """Fork the requested ranks until the socket closes."""
+def main(requests: socket.socket, modules: Sequence[str]) -> None:
+    """Fork the requested processes until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end this process, not Ctrl-C
-    for name in PRELOADED:
+    for name in modules:
         importlib.import_module(name)
     verify_orders(uniform(1, 1), Orders.from_text([["0F0", "1F0", "1B0", "0B0"]]))  # loads kernels
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise RuntimeError(f"found {threads} threads; only a process with one thread can be forked safely")
     gc.collect()
-    gc.freeze()  # garbage collection in a rank would copy shared memory
+    gc.freeze()  # garbage collection in a fork would copy shared memory
     running: dict[int, int] = {}
     pending = b""
     while True:
@@ -91,7 +81,7 @@ def _fork(order: dict[str, Any], requests: socket.socket) -> int:
         requests.close()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
-            status = _be_rank(order)
+            status = _run(order)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -100,7 +90,7 @@ def _fork(order: dict[str, Any], requests: socket.socket) -> int:
         os._exit(status)
 
 
-def _be_rank(order: dict[str, Any]) -> int:
+def _run(order: dict[str, Any]) -> int:
     log = os.open(order["log"], os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -127,4 +117,4 @@ def run_program(module: str, arguments: Sequence[str], environment: Mapping[str,
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -1,6 +1,6 @@
-"""Forks ranks from a process that has imported torch, for tests that are not about how ranks start.
+"""Forks ranks and services from a process that has imported their modules.
 
-A rank in a new interpreter spends seconds of CPU time on importing torch.
+In a new interpreter, a rank spends seconds of CPU time on importing torch, and a service on its modules.
 """
 
 from __future__ import annotations
@@ -23,6 +23,18 @@ from zbv_worker.host.local_ranks import Process, rank_environment, start_process
 
 from support.paths import TESTS
 
+RANKS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",  # torch imports it when it makes the first optimizer
+    "zbv_worker.commands.cli",
+    "zbv_worker.models.gpt",
+    "zbv_worker.measure.rehearse.rehearse",
+    "zbv_worker.pipeline.pipeline",
+    "zbv_worker.run.run",
+)
+SERVICES = ("zbv_service.commands.serving", "support.fake_service", "support.patient_searches")
 _START_SECONDS = 120.0
 _POLL_SECONDS = 0.02
 
@@ -38,9 +50,13 @@ def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Pa
 
 
 def fork_module(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    modules: tuple[str, ...] = RANKS,
 ) -> ForkedProcess:
-    """Run ``python -m MODULE`` in a fork."""
+    """Run ``python -m MODULE`` in a fork of the process that has imported ``modules``."""
     log.write_bytes(b"")  # exists from the start, even before the process opens it
     order = {
         "module": module,
@@ -49,11 +65,11 @@ def fork_module(
         "folder": os.getcwd(),
         "log": str(log.absolute()),
     }
-    return server().start(order)
+    return server(modules).start(order)
 
 
 class ForkedProcess:
-    """A rank that the server forked."""
+    """A process that the server forked."""
 
     def __init__(self, server: ForkServer, number: int):
         self._server = server
@@ -96,7 +112,7 @@ class ForkedProcess:
 class ForkServer:
     """The client of :mod:`support.fork_server`."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self.statuses: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._numbers = count()
@@ -107,20 +123,20 @@ class ForkServer:
         environment = {**os.environ, **rank_environment(0, 1, 0), "PYTHONPATH": search_path}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "support.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "support.fork_server", str(theirs.fileno()), *modules],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
 
     def start(self, order: dict[str, Any]) -> ForkedProcess:
-        """Fork a rank."""
+        """Fork a process."""
         number = next(self._numbers)
         self._socket.sendall(json.dumps({"id": number, **order}).encode() + b"\n")
         return ForkedProcess(self, number)
 
     def pid_of(self, number: int) -> int:
-        """The process id of a requested rank."""
+        """The process id of a requested process."""
         while number not in self._pids:
             self.read(timeout=_START_SECONDS)
         return self._pids[number]
@@ -141,7 +157,7 @@ class ForkServer:
             known[said["id"]] = said["pid" if "pid" in said else "status"]
 
     def stop(self) -> None:
-        """End the server and all ranks."""
+        """End the server and all its processes."""
         self._socket.close()
         try:
             self._process.wait(timeout=10)
@@ -151,8 +167,8 @@ class ForkServer:
 
 
 @cache
-def server() -> ForkServer:
-    """The server of this test process."""
-    started = ForkServer()
+def server(modules: tuple[str, ...] = RANKS) -> ForkServer:
+    """The server of this test process that has imported these modules."""
+    started = ForkServer(modules)
     atexit.register(started.stop)
     return started

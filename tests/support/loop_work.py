@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,6 +19,8 @@ from typing import Any
 RELEASING = ("zlib", "_sqlite3", "sqlite3", "_hashlib", "_socket", "select", "time", "_thread", "posix")
 """Modules whose calls release the GIL while they work."""
 UNIT_BYTES = 128 * 1024
+SHORT_SECONDS = 0.0002
+"""Calls are measured with this error; shorter ones are not."""
 _RUN = asyncio.events.Handle._run
 
 
@@ -84,14 +87,27 @@ def _measured_run(handle: asyncio.Handle) -> None:
         work.callback, work.callback_name = taken, repr(handle)[:300]
 
 
-_begun = threading.local()
+class _Begun(threading.local):
+    """The last call of this thread, and when its CPU time was read."""
+
+    at = math.inf
+    read_at = -math.inf
+    cpu = 0.0
+
+
+_begun = _Begun()
 
 
 def _profile(frame: Any, happened: str, function: Any) -> None:
+    """Read the CPU time, which takes long, only about calls that are long by the clock on the wall."""
     if happened == "c_call":
-        _begun.at = time.thread_time()
+        _begun.at = now = time.perf_counter()
+        if now - _begun.read_at > SHORT_SECONDS:
+            _begun.read_at, _begun.cpu = now, time.thread_time()
     elif happened in ("c_return", "c_exception"):
-        taken = time.thread_time() - getattr(_begun, "at", time.thread_time())
+        if time.perf_counter() - _begun.at < max(SHORT_SECONDS, _current.call):
+            return
+        taken = time.thread_time() - _begun.cpu
         if taken > _current.call and _module_of(function) not in RELEASING:
             _current.call, _current.call_name = taken, f"{function!r} in {frame.f_code.co_qualname}"[:300]
 

@@ -70,12 +70,19 @@ def wait_for(is_stopped: Callable[[], bool]) -> None:
 
 if __name__ == "__main__":
     # Search processes and workers, which import this module by its real name, need none of these.
-    from zbv_service.app import create_app
+    import os
+
+    from zbv_service import app
     from zbv_service.commands import serving
     from zbv_service.commands.cli import main
+    from zbv_service.compute import processes
 
     from support.patient_searches import patient as search
     from support.patient_searches import patient_layouts as layouts
 
-    setattr(serving, "create_app", partial(create_app, kinds=kinds(search, layouts)))  # noqa: B010 (mypy knows no such name)
+    # mypy knows neither name in these modules.
+    if named := os.environ.get("ZBV_TEST_PRELOAD"):
+        preloaded: str = named
+        setattr(app, "preload", lambda *_: processes.preload(preloaded))  # noqa: B010
+    setattr(serving, "create_app", partial(app.create_app, kinds=kinds(search, layouts)))  # noqa: B010
     sys.exit(main())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -16,19 +14,23 @@ from sqlalchemy import NullPool, create_engine, text
 from zbv_service.client import Client, Search
 from zbv_service.settings import async_url
 
+from support.dask_cluster import wait_for_line
+from support.forked_ranks import SERVICES, ForkedProcess, fork_module
 from support.paths import TESTS
 from support.processes import DEADLINE, is_alive, wait_until
 from support.serving import PROBLEM
 
 PATH = os.pathsep.join(dict.fromkeys([str(TESTS), *filter(None, sys.path)]))
 """Where processes find these searches."""
+SEARCHES_PRELOAD = "ZBV_TEST_PRELOAD"
+"""Names the module that search processes import in place of the planner, which they do not need."""
 
 
 @dataclass
 class Served:
     """A service process and a client of it."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProcess
     address: str
     client: Client
     log: Path
@@ -48,28 +50,21 @@ def _below(process_id: int) -> Iterable[int]:
 
 def start_services(stack: ExitStack, folder: Path, count: int, *flags: str, **variables: str) -> list[Served]:
     """Start services with these flags and variables of the environment; the stack kills them."""
+    given = {"ZBV_DATABASE": f"sqlite:///{folder}/zbv.db", SEARCHES_PRELOAD: "support.patient_searches"}
+    environment = {**os.environ, "PYTHONPATH": PATH, **given, **variables}
+    command = ["serve", *(flags or ("--port", "0"))]
     starting = []
     for index in range(count):
         log = folder / f"service-{index}.log"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "support.patient_searches", "serve", *(flags or ("--port", "0"))],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": PATH, **variables},
-            stdout=subprocess.PIPE,
-            stderr=stack.enter_context(log.open("a")),
-            text=True,
-        )
-        stack.enter_context(process)
+        process = fork_module("support.patient_searches", command, environment, log, SERVICES)
         stack.callback(process.kill)
         starting.append((process, log))
     return [_listening(stack, *each) for each in starting]
 
 
-def _listening(stack: ExitStack, process: subprocess.Popen[str], log: Path) -> Served:
-    assert process.stdout is not None
-    while (found := re.search(r"http://[^/\s]+", line := process.stdout.readline())) is None:
-        assert line, log.read_text()
-    return Served(process, found[0], stack.enter_context(Client(found[0], timeout=DEADLINE)), log)
+def _listening(stack: ExitStack, process: ForkedProcess, log: Path) -> Served:
+    address = wait_for_line(process, log, r"listening on (http://[^/\s]+)")
+    return Served(process, address, stack.enter_context(Client(address, timeout=DEADLINE)), log)
 
 
 def begun(client: Client, *, attempt: int = 1, search_id: str | None = None, **options: Any) -> Search:

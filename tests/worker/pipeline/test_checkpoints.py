@@ -18,12 +18,6 @@ from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return search(unit_problem(1, 2), SearchOptions(effort="quick"))

@@ -20,12 +20,6 @@ WIDTH, ROWS, MICROBATCHES = 4, 8, 4
 NAMES = ["0", "1", "2", "3"]
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module", params=["v", "single", "recomputed"])
 def plan(request: pytest.FixtureRequest) -> Plan:
     kind = "single" if request.param == "single" else "v"

@@ -26,12 +26,6 @@ Loss = Callable[[Any, Any], Any]
 Gradients = dict[str, Tensor | None]
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def planned(kind: str, *, recompute: bool = False, microbatches: int = 4) -> Plan:
     sizes = (1, 3) if kind == "v" else (4,)
     problem = cut_problem(NAMES, sizes, [recompute] * len(sizes), microbatches, kind)

@@ -22,12 +22,6 @@ from zbv_solver.search.run import search
 NAMES = ["a", "b.0", "b.1", "c"]
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module", params=["v", "single"])
 def plan(request: pytest.FixtureRequest) -> Plan:
     return search(unit_problem(1, 2, request.param), SearchOptions(effort="quick"))

@@ -28,12 +28,6 @@ PER_ROW = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
 Compute = Callable[..., Tensor]
 
 
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def plan(request: pytest.FixtureRequest) -> Plan:
     return search(unit_problem(1, request.param, "v"), SearchOptions(effort="quick"))

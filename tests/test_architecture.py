@@ -25,7 +25,7 @@ FORBIDDEN = {
 
 LINES = {
     "solver/zbv_solver": (
-        "errors _version documents kernels problem plans timing verify bounds construct improve "
+        "numerals errors _version documents kernels problem plans timing verify bounds construct improve "
         "partition search packing frontiers measure export __init__ commands"
     ),
     "solver/zbv_models": "__init__ estimate fixed_orders layouts",

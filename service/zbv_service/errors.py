@@ -128,7 +128,7 @@ def infeasible(error: InfeasibleMemory) -> dict[str, Any]:
     at = [
         {
             "pointer": "/problem/memory/limit",
-            "detail": f"rank {rank} has {error.limits[rank]:.15g} and needs {error.smallest[rank]:.15g}.",
+            "detail": f"rank {rank} has {error.comparison(rank, ' and needs ')}.",
         }
         for rank in error.ranks[:MOST_ISSUES]
     ]

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zbv_solver.numerals import exact, figure, plain
+
 MOST_ISSUES = 100
 """Most broken rules that one error lists."""
 
@@ -115,6 +117,8 @@ class InfeasibleMemory(ZbvError):
         search for a fitting cut is not exhaustive, and where a time limit ended the search.
     ended_early
         Whether a time limit ended the search.
+    unit
+        The problem's memory unit, if it names one.
     """
 
     def __init__(
@@ -124,27 +128,33 @@ class InfeasibleMemory(ZbvError):
         of_cut: bool = False,
         is_proved: bool = True,
         ended_early: bool = False,
+        unit: str | None = None,
     ):
         self.smallest, self.limits = smallest, limits
-        self.of_cut, self.is_proved, self.ended_early = of_cut, is_proved, ended_early
+        self.of_cut, self.is_proved, self.ended_early, self.unit = of_cut, is_proved, ended_early, unit
         self.ranks = tuple(r for r, (s, limit) in enumerate(zip(smallest, limits, strict=True)) if limit < s)
-        super().__init__(smallest, limits, of_cut, is_proved, ended_early)
+        super().__init__(smallest, limits, of_cut, is_proved, ended_early, unit)
 
     def __str__(self) -> str:
         found = "no plan fits" if self.is_proved else "found no plan that fits"
-        pairs = [f"rank {r}: {self.limits[r]:.15g} < {self.smallest[r]:.15g}" for r in self.ranks[:4]]
+        pairs = [f"rank {r}: {self.comparison(r, ' < ')}" for r in self.ranks[:4]]
         more = f" and {len(self.ranks) - 4} more ranks" if len(self.ranks) > 4 else ""
         need = "the smallest feasible limit per rank is"
         if self.of_cut:
             need = "the closest cut would need, per rank,"
-        smallest = ", ".join(f"{value:.15g}" for value in self.smallest)
+        smallest = ", ".join(map(plain, self.smallest))
+        unit = f" {self.unit}" if self.unit else ""
         end = "" if self.is_proved else " It is not proved that no other cut fits."
         if self.ended_early and not self.is_proved:
             end += " The time limit ended the search; give a longer --time-limit."
         return (
             f"{found} memory.limit ({', '.join(pairs)}{more}). A rank must hold its static memory and the "
-            f"forwards of one microbatch on all of its stages; {need} [{smallest}].{end}"
+            f"forwards of one microbatch on all of its stages; {need} [{smallest}]{unit}.{end}"
         )
+
+    def comparison(self, rank: int, between: str) -> str:
+        """The limit of a rank, and its smallest feasible one."""
+        return f"{exact(self.limits[rank], self.unit)}{between}{exact(self.smallest[rank], self.unit)}"
 
 
 class NoLayoutFits(ZbvError):
@@ -170,16 +180,16 @@ class NoLayoutFits(ZbvError):
         return " ".join(filter(None, (self._found(), self.rules)))
 
     def _found(self) -> str:
+        layouts = f"{figure(self.considered)} layouts and {figure(self.memory / 1e9)} GB of memory per device"
         if self.unproved:
             return (
-                f"found no layout that fits: {self.considered:,} layouts and {self.memory / 1e9:,.4g} GB of "
-                f"memory per device; it is not proved that {self.unproved:,} of them do not fit. Use more "
-                f"devices or a higher effort, or leave more parts of the layout to the search."
+                f"found no layout that fits: {layouts}; it is not proved that {figure(self.unproved)} of "
+                f"them do not fit. Use more devices or a higher effort, or leave more parts of the layout to "
+                f"the search."
             )
         return (
-            f"no layout fits: found {self.considered:,} layouts and {self.memory / 1e9:,.4g} GB of memory "
-            f"per device; every layout needs more. Use more devices, or leave more parts of the layout to "
-            f"the search."
+            f"no layout fits: found {layouts}; every layout needs more. Use more devices, or leave more "
+            f"parts of the layout to the search."
         )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from zbv_solver.errors import ContradictedBound, InfeasibleMemory, NoLayoutFits, ZbvError
+from zbv_solver.numerals import figure
 
 from zbv_service.compute.processes import IsolatedProcesses
 from zbv_service.compute.waiting import happened
@@ -183,8 +184,8 @@ class Endings:
             detail = f"The search needs more memory than there is. {self._advice}"
             if self._memory is not None:
                 detail = (
-                    f"The search needs more than {self._memory:,} MiB of memory, the limit of this service "
-                    f"(--search-memory). {self._advice}"
+                    f"The search needs more than {figure(self._memory)} MiB of memory, the limit of this "
+                    f"service (--search-memory). {self._advice}"
                 )
             document = error_document(TOO_MUCH_MEMORY, detail)
             return partial(table.killed, claim.id, claim.fence, document)
@@ -258,7 +259,9 @@ class Endings:
             )
         else:
             return await self._table.requeue(claim.id, claim.fence, found, "process-lost")
-        memory = "" if self._memory is None else f", of which a search may take {self._memory:,} MiB here"
+        memory = (
+            "" if self._memory is None else f", of which a search may take {figure(self._memory)} MiB here"
+        )
         detail = f"{what} Most often memory ran out{memory}. {self._advice}"
         document = error_document(SEARCH_CRASHED, detail)
         return await self._table.requeue(claim.id, claim.fence, found, reason, most, document)

@@ -300,6 +300,7 @@ def _infeasible(searches: Sequence[OrderSearch], problem: LayeredProblem) -> Inf
         of_cut=True,
         is_proved=all(each.is_infeasible for each in searches),
         ended_early=any(each.is_over for each in searches),
+        unit=problem.units.memory,
     )
 
 

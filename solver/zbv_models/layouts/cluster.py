@@ -292,7 +292,9 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
     between = between or _between_nodes(device)
     issues = []
     if (devices := config.nodes * config.gpus_per_node) > MAX_DEVICES:
-        issues.append(Issue(f"{at}/nodes", f"found {devices:,} devices; must be at most {MAX_DEVICES:,}."))
+        issues.append(
+            Issue(f"{at}/nodes", f"found {figure(devices)} devices; must be at most {figure(MAX_DEVICES)}.")
+        )
     if config.reserve is not None and memory is not None and config.reserve >= memory > 0:
         detail = f"found {config.reserve:g}; must be less than the {memory:g} bytes of a device."
         issues.append(Issue(f"{at}/reserve", detail))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from zbv_solver.errors import InvalidInput
+from zbv_solver.numerals import figure
 
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import expert_degree, layer_kinds
@@ -295,7 +296,9 @@ def left_out(executor: str, model: Transformer, layouts: Sequence[Layout]) -> st
     rules = {rule.text: None for each in others for rule in _broken(LAYOUT_RULES[executor], model, each)}
     if not rules:
         return ""
-    return f"{NAMES[executor]} cannot run {len(others):,} other layouts; it requires {'; '.join(rules)}."
+    return (
+        f"{NAMES[executor]} cannot run {figure(len(others))} other layouts; it requires {'; '.join(rules)}."
+    )
 
 
 def _has_other_stage(executor: str, setting: Setting, layout: Layout) -> bool:
@@ -317,7 +320,7 @@ def refusal(executor: str, model: Transformer, layouts: list[Layout]) -> Invalid
     ]
     return InvalidInput.at(
         "",
-        f"{NAMES[executor]} can run none of the {len(layouts):,} layouts. It requires "
+        f"{NAMES[executor]} can run none of the {figure(len(layouts))} layouts. It requires "
         f"{'; '.join(rule.text for rule in fewest)}."
         + (f" All layouts have {', '.join(common)}." if common else "")
         + " Change these parts of the layout, or leave them to the search.",

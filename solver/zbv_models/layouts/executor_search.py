@@ -14,6 +14,7 @@ from itertools import takewhile
 from math import inf
 
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, NoLayoutFits
+from zbv_solver.numerals import figure
 from zbv_solver.partition.modules import Modules
 from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.assemble import make_plan
@@ -373,4 +374,4 @@ def _open_parts(layouts: list[Layout]) -> str:
     """The parts in which layouts differ."""
     differing = [name for name in (*PARTS, "recompute") if len({getattr(each, name) for each in layouts}) > 1]
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
-    return f"found {len(layouts):,} layouts, and a cut is that of one. Fix {flags}."
+    return f"found {figure(len(layouts))} layouts, and a cut is that of one. Fix {flags}."

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 from zbv_solver.documents.validation import quoted, validated
 from zbv_solver.errors import InvalidInput
+from zbv_solver.numerals import figure
 
 from zbv_models.estimate.config import EstimateConfig, parse_config
 from zbv_models.estimate.sections import ConfigSection, Count, Size, presets_of, with_presets
@@ -148,9 +149,9 @@ class Request:
         free = [name for name in NARROWING if getattr(self.fixed, name) is None]
         return InvalidInput.at(
             "",
-            f"found more than {most:,} layouts of {self.cluster.devices:,} devices and a global batch of "
-            f"{self.global_batch:,}; a search{kind} takes at most {most:,}. Fix parts of the layout, such as "
-            f"{', '.join(free)}, or choose a global batch with fewer divisors.",
+            f"found more than {figure(most)} layouts of {figure(self.cluster.devices)} devices and a global "
+            f"batch of {figure(self.global_batch)}; a search{kind} takes at most {figure(most)}. Fix parts "
+            f"of the layout, such as {', '.join(free)}, or choose a global batch with fewer divisors.",
         )
 
     def _without_layouts(self) -> InvalidInput:

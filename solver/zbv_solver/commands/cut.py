@@ -127,7 +127,8 @@ def _score(problem: LayeredProblem, arguments: argparse.Namespace) -> None:
         sys.stdout.write(score_summary(score))
     if arguments.output is not None:
         if score.too_full:
-            raise InfeasibleMemory(score.timing.peak_memory, score.problem.memory.limit or (), of_cut=True)
+            memory, unit = score.problem.memory, score.problem.units.memory
+            raise InfeasibleMemory(score.timing.peak_memory, memory.limit or (), of_cut=True, unit=unit)
         method = f"{score.executor} {score.schedule.name}, given cut"
         _write(arguments.output, score.problem, score.orders, method)
     interruption.finish("the best cut shown")

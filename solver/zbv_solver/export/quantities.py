@@ -10,34 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
+from zbv_solver.numerals import NARROW_SPACE
+from zbv_solver.numerals import figure as figure
+from zbv_solver.numerals import fixed as fixed
 from zbv_solver.problem.problem import NANOSECONDS, Units
 
-_NARROW_SPACE = "\u202f"
 _BYTES = ("bytes", "byte", "B")
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _TIME_UNITS = ("s", "ms", "µs", "ns")
 SECONDS = Units(time="s")
-
-
-def figure(value: float, digits: int = 4) -> str:
-    """A number with at least ``digits`` significant digits and no superfluous zeros."""
-    if not math.isfinite(value):
-        return "∞" if value > 0 else "−∞"
-    magnitude = math.floor(math.log10(abs(value))) if value else 0
-    if magnitude >= 12 or magnitude < -6:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{_without_zeros(mantissa)}e{int(exponent):+d}".replace("-", "−")
-    text = _without_zeros(f"{value:,.{max(0, digits - 1 - magnitude)}f}")
-    return text.replace(",", _NARROW_SPACE).replace("-", "−")
-
-
-def fixed(value: float, decimals: int) -> str:
-    """A number with this many decimals, for the columns of a table."""
-    return f"{value:,.{decimals}f}".replace(",", _NARROW_SPACE)
-
-
-def _without_zeros(text: str) -> str:
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def time(value: float, units: Units) -> str:
@@ -108,7 +89,7 @@ def percent(fraction: float, digits: int = 2) -> str:
     text = f"{100 * fraction:.{digits}f}"
     # Rounding may leave "-0.00"; drop its sign.
     text = text.lstrip("-") if not text.strip("-0.") else text
-    return f"{text}{_NARROW_SPACE}%".replace("-", "−")
+    return f"{text}{NARROW_SPACE}%".replace("-", "−")
 
 
 def relative(value: float, base: float) -> str:

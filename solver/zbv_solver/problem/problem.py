@@ -203,7 +203,7 @@ class Problem:
             exceeds(need, limit, FEASIBLE_MEMORY)
             for need, limit in zip(self.smallest_limit, limits, strict=True)
         ):
-            raise InfeasibleMemory(self.smallest_limit, limits)
+            raise InfeasibleMemory(self.smallest_limit, limits, unit=self.units.memory)
 
     def busy_time(self, rank: int) -> float:
         """Least total work of a rank: F and the cheaper of B and I + W of all its stages and microbatches."""

@@ -19,6 +19,7 @@ from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.documents.files import file_label
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import can_compile
+from zbv_solver.numerals import exact, figure
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, Metrics, Plan, Spans, verdict
 from zbv_solver.plans.reading import (
@@ -143,7 +144,7 @@ def check_plan(
     metrics = _recomputed_metrics(problem, orders) if plan is None else plan.metrics
     claims = [*_order_claims(parsed, problem)]
     if plan is not None:
-        claims += _metric_claims(plan.metrics)
+        claims += _metric_claims(plan.metrics, plan.problem)
     claims += _baseline_claims(tuple(map(to_baseline, parsed.baselines)), problem)
     if plan is not None:
         if parsed.metrics is not None and "lower_bound" in parsed.metrics.model_fields_set:
@@ -187,12 +188,16 @@ def _order_claims(parsed: PlanDocument, problem: Problem) -> Iterator[Claim]:
             yield Claim(f"/{name}", name, True, "compared with the problem")
 
 
-def _metric_claims(metrics: Metrics) -> Iterator[Claim]:
-    for name in ("makespan", "span", "bubble_rate"):
-        value = getattr(metrics, name)
-        yield Claim(f"/metrics/{name}", f"{name} {value:.9g}", True, "recomputed from the orders")
-    peak = max(metrics.peak_memory, default=0.0)
-    yield Claim("/metrics/peak_memory", f"peak_memory up to {peak:.9g}", True, "recomputed from the orders")
+def _metric_claims(metrics: Metrics, problem: Problem) -> Iterator[Claim]:
+    units = problem.units
+    for name, value, unit in (
+        ("makespan", metrics.makespan, units.time),
+        ("span", metrics.span, units.time),
+        ("bubble_rate", metrics.bubble_rate, None),
+    ):
+        yield Claim(f"/metrics/{name}", f"{name} {exact(value, unit)}", True, "recomputed from the orders")
+    peak = exact(max(metrics.peak_memory, default=0.0), units.memory)
+    yield Claim("/metrics/peak_memory", f"peak_memory up to {peak}", True, "recomputed from the orders")
 
 
 def _baseline_claims(baselines: tuple[Baseline, ...], problem: Problem) -> Iterator[Claim]:
@@ -267,9 +272,9 @@ def _compare_records(what: str, stated: Baseline | Spans, recomputed: Baseline |
 
 def _bound_claims(plan: Plan, prove: bool, cancelled: Callable[[], bool] | None) -> Iterator[Claim]:
     metrics, stated = plan.metrics, plan.metrics.lower_bound
-    objective = plan.problem.objective
+    objective, time = plan.problem.objective, _time_of(plan)
     optimal = ", so the plan is optimal" if metrics.status == "optimal" else ""
-    text = f"lower bound {stated:.9g} of the {objective}{optimal}"
+    text = f"lower bound {time(stated)} of the {objective}{optimal}"
     if stated <= 0:
         yield Claim("/metrics/lower_bound", text, True, "no schedule takes less time than none")
     elif prove:
@@ -278,13 +283,15 @@ def _bound_claims(plan: Plan, prove: bool, cancelled: Callable[[], bool] | None)
         value = objective_of(plan.problem, plan.orders)
         if metrics.status == "optimal" and verdict(value, stated) == "feasible":
             raise InvalidPlan(
-                f"the stated status is optimal, but the orders reach {value:.15g}, above the stated "
-                f"lower_bound {stated:.15g}."
+                f"the stated status is optimal, but the orders reach {time(value)}, above the stated "
+                f"lower_bound {time(stated)}."
             )
         yield Claim("/metrics/lower_bound", text, True, prove_bound(plan, stated, cancelled))
     else:
         yield Claim("/metrics/lower_bound", text, False, "a proof is needed: zbv check --prove")
-    yield Claim("/metrics/gap", f"gap {metrics.gap:.3g}", True, "recomputed from objective and lower bound")
+    yield Claim(
+        "/metrics/gap", f"gap {figure(metrics.gap, 3)}", True, "recomputed from objective and lower bound"
+    )
 
 
 def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None = None) -> str:
@@ -302,13 +309,14 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     from zbv_solver.search.assemble import in_search_unit
     from zbv_solver.search.options import budgets_of
 
+    time = _time_of(plan)
     # In the caller's unit, CP-SAT's grid may be coarser and prove less.
     problem, unit = in_search_unit(plan.problem)
     # Stricter than the tolerance of metrics, because differences of this size decide about "optimal".
     enough = stated * (1 - OPTIMAL_GAP)
     bound = lower_bound(problem, "thorough").value * unit
     if bound >= enough:
-        return f"proved again: {bound:.9g}, without CP-SAT"
+        return f"proved again: {time(bound)}, without CP-SAT"
     if problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions:
         from zbv_solver.improve.cp_search import refine
         from zbv_solver.timing.start_times import objective_of
@@ -322,14 +330,14 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
         )
         if refined.orders is not None and (better := objective_of(plan.problem, refined.orders)) < enough:
             raise InvalidPlan(
-                f"the stated lower_bound {stated:.15g} is false: an order reaches {better:.15g}."
+                f"the stated lower_bound {time(stated)} is false: an order reaches {time(better)}."
             )
         bound = max(bound, refined.lower_bound * unit)
         if bound >= enough:
-            return f"proved again: {bound:.9g}, by CP-SAT"
+            return f"proved again: {time(bound)}, by CP-SAT"
     raise InvalidPlan(
-        f"the stated lower_bound {stated:.15g} is not supported: zbv proves {bound:.15g}. State that one, or "
-        f"leave lower_bound, gap and status out."
+        f"the stated lower_bound {time(stated)} is not supported: zbv proves {time(bound)}. State that one, "
+        f"or leave lower_bound, gap and status out."
     )
 
 
@@ -337,22 +345,22 @@ def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool)
     """Claims about the bound over all cuts of a layered problem."""
     if plan.cut is None:
         return
-    stated, value = plan.cut.lower_bound, plan.objective
+    stated, value, time = plan.cut.lower_bound, plan.objective, _time_of(plan)
     if stated > value * (1 + SAME_METRIC):
         raise InvalidPlan(
-            f"the stated bound {stated:.15g} over all cuts is above the objective {value:.15g}, so it is not "
-            f"a lower bound."
+            f"the stated bound {time(stated)} over all cuts is above the objective {time(value)}, so it is "
+            f"not a lower bound."
         )
     if stated > 0:
         compare("gap of the cut", 1 + plan.cut.gap, value / stated)
-    text = f"lower bound {stated:.9g} over all cuts of the layers"
+    text = f"lower bound {time(stated)} over all cuts of the layers"
     if stated <= 0:
         yield Claim("/cut/lower_bound", text, True, "no schedule takes less time than none")
     elif not prove:
         yield Claim("/cut/lower_bound", text, False, "a proof is needed: zbv check --prove")
     elif not isinstance(asked, LayeredProblem):
         raise InvalidPlan(
-            f"the stated bound {stated:.15g} over all cuts cannot be proved for a problem with a given cut. "
+            f"the stated bound {time(stated)} over all cuts cannot be proved for a problem with a given cut. "
             f"Check the plan against the problem without a partition, or leave `cut` out."
         )
     else:
@@ -361,7 +369,12 @@ def _cut_claims(plan: Plan, asked: Problem | LayeredProblem | None, prove: bool)
         bound = bound_over_all_cuts(asked)
         if bound < stated * (1 - OPTIMAL_GAP):
             raise InvalidPlan(
-                f"the stated bound {stated:.15g} over all cuts is not supported: zbv proves {bound:.15g}. "
+                f"the stated bound {time(stated)} over all cuts is not supported: zbv proves {time(bound)}. "
                 f"State that one, or leave `cut` out."
             )
-        yield Claim("/cut/lower_bound", text, True, f"proved again: {bound:.9g}")
+        yield Claim("/cut/lower_bound", text, True, f"proved again: {time(bound)}")
+
+
+def _time_of(plan: Plan) -> Callable[[float], str]:
+    """How a plan's times are written."""
+    return lambda value: exact(value, plan.problem.units.time)

@@ -222,6 +222,7 @@ class _LayersSearch:
             problem.memory.limit or (),
             of_cut=True,
             is_proved=all(least.bound > 0 for _, least in found),
+            unit=problem.units.memory,
         )
 
     def _begin(self, space: CutSpace, starts: Starts) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.kernels.jit import FloatArray, IntArray, can_compile, compiled_where_possible
+from zbv_solver.numerals import exact
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC
@@ -73,7 +74,9 @@ def verify_metrics(plan: Plan, orders: VerifiedOrders) -> None:
     busy = float(np.sum(orders.duration))
     bubble = 1 - busy / (p * metrics.span) if metrics.span > 0 else 0.0
     if abs(bubble - metrics.bubble_rate) > SAME_METRIC:
-        raise InvalidPlan(f"the stated bubble_rate {metrics.bubble_rate:.9g} is {bubble:.9g} recomputed.")
+        raise InvalidPlan(
+            f"the stated bubble_rate {exact(metrics.bubble_rate)} is {exact(bubble)} recomputed."
+        )
     if len(metrics.peak_memory) != p:
         raise InvalidPlan(f"peak_memory states {len(metrics.peak_memory)} ranks, not {p}.")
     for rank, stated in enumerate(metrics.peak_memory):
@@ -94,23 +97,23 @@ def _check_span(orders: VerifiedOrders, span: float, release: FloatArray) -> Non
     mean = _refuting_cycle(orders, span * (1 + SAME_METRIC), release)
     if mean is not None:
         raise InvalidPlan(
-            f"the stated span {span:.15g} is too small: paths of {mean:.15g} on average form a cycle "
+            f"the stated span {exact(span)} is too small: paths of {exact(mean)} on average form a cycle "
             f"through the ranks."
         )
     if span > 0 and _refuting_cycle(orders, span * (1 - SAME_METRIC), release) is None:
-        raise InvalidPlan(f"the stated span {span:.15g} is too large: the order reaches less.")
+        raise InvalidPlan(f"the stated span {exact(span)} is too large: the order reaches less.")
 
 
 def _check_bound(plan: Plan) -> None:
     value, metrics = plan.objective, plan.metrics
     if metrics.lower_bound > value * (1 + SAME_METRIC):
         raise InvalidPlan(
-            f"the stated lower_bound {metrics.lower_bound:.15g} is above the objective {value:.15g}, so it "
-            f"is no bound."
+            f"the stated lower_bound {exact(metrics.lower_bound)} is above the objective {exact(value)}, so "
+            f"it is no bound."
         )
     gap = value / metrics.lower_bound - 1 if metrics.lower_bound > 0 else math.inf if value > 0 else 0.0
     if gap != metrics.gap and not abs(gap - metrics.gap) <= SAME_METRIC:
-        raise InvalidPlan(f"the stated gap {metrics.gap:.9g} is {gap:.9g} recomputed.")
+        raise InvalidPlan(f"the stated gap {exact(metrics.gap)} is {exact(gap)} recomputed.")
     if metrics.status == "optimal" and gap > SAME_METRIC:
         raise InvalidPlan(f"the stated status is optimal at a gap of {gap:.3g}; optimal means a gap of 0.")
 
@@ -118,7 +121,7 @@ def _check_bound(plan: Plan) -> None:
 def compare(name: str, stated: float, recomputed: float) -> None:
     """Raise :class:`InvalidPlan` when a stated and a recomputed number differ by more than rounding."""
     if abs(stated - recomputed) > SAME_METRIC * max(abs(stated), abs(recomputed)):
-        raise InvalidPlan(f"the stated {name} {stated:.15g} is {recomputed:.15g} recomputed.")
+        raise InvalidPlan(f"the stated {name} {exact(stated)} is {exact(recomputed)} recomputed.")
 
 
 def _check_actions(problem: Problem, orders: Orders) -> IntArray:
@@ -196,7 +199,9 @@ def _check_memory(problem: Problem, orders: Orders) -> FloatArray:
         peaks[rank] = np.cumsum(np.append(static, delta[orders.slice_of(rank)])).max()
     for rank, limit in enumerate(memory.limit or ()):
         if peaks[rank] > limit + MEMORY_TOLERANCE * max(abs(peaks[rank]), abs(limit)):
-            raise InvalidPlan(f"rank {rank} needs {peaks[rank]:.15g} of memory; its limit is {limit:.15g}.")
+            raise InvalidPlan(
+                f"rank {rank} needs {exact(peaks[rank])} of memory; its limit is {exact(limit)}."
+            )
     return peaks
 
 

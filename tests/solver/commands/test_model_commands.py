@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from support import executor_layers
 from zbv_solver.commands.cli import main
 from zbv_solver.commands.messages import flag_of
 from zbv_solver.commands.model_flags import SECTIONS, add_estimate_flags, flags
+from zbv_solver.commands.parser import Parser
 
 Run = Callable[..., tuple[str, Any]]
 H100 = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
@@ -101,7 +101,7 @@ def test_none_undoes_every_value_that_may_be_absent(run: Run) -> None:
 
     DeepSeek-V3 is trained in FP8; without that, its products have the type of activations.
     """
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_estimate_flags(parser)
     optional = {
         f"{section}.{key}": [flag_of(key), "none"]

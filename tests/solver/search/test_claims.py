@@ -151,7 +151,7 @@ def test_what_a_plan_does_not_state_is_not_claimed(serial_plan: Document) -> Non
     metrics = serial_plan["metrics"] | {"lower_bound": 0, "gap": None, "status": "feasible"}
     checked = check_plan(serial_plan | {"metrics": metrics}, prove=True)
     assert "/metrics/lower_bound" in pointers(checked, verified=True)  # needs no proof
-    with pytest.raises(zbv.InvalidPlan, match="the stated gap 0 is inf"):
+    with pytest.raises(zbv.InvalidPlan, match="the stated gap 0 is ∞"):
         check_plan(serial_plan | {"metrics": metrics | {"gap": 0}})
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from zbv_solver.numerals import figure
 
 from zbv_worker.errors import InvalidRun, ModelError, WorkerError
 from zbv_worker.execution.rank_plan import RankPlan
@@ -217,7 +218,7 @@ class SharedData:
 
     def _receive(self, length: int) -> Tensor:
         if length > MAX_BYTES:
-            raise ModelError(f"rank {self._source} sent a message of {length:,} bytes.")
+            raise ModelError(f"rank {self._source} sent a message of {figure(length)} bytes.")
         received = torch.empty(length, dtype=torch.uint8, device=_CPU)
         self._control.receive(received, self._source, self._patience)
         return received

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from zbv_solver.errors import ZbvError
+from zbv_solver.numerals import figure
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
@@ -208,7 +209,7 @@ class StepPlans:
         self._control.receive(header, self._source, self._timeout)
         length, expected = header.tolist()
         if not 0 < length <= MAX_BYTES:
-            raise ModelError(f"rank {self._source} sent a plan of {length:,} bytes.")
+            raise ModelError(f"rank {self._source} sent a plan of {figure(length)} bytes.")
         body = torch.empty(length, dtype=torch.uint8, device="cpu")
         self._control.receive(body, self._source, self._timeout)
         if _hash(body) != expected:

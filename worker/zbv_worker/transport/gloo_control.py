@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from typing_extensions import override
+from zbv_solver.numerals import figure
 
 from zbv_worker.transport.connected import ControlPlane
 from zbv_worker.transport.gloo_ends import HostReceive
@@ -53,7 +54,8 @@ def gather_json(value: Any, gather: GatherTensors) -> list[Any]:
     for rank, length in enumerate(lengths):
         if not 0 < length <= MAX_BYTES:
             raise ValueError(
-                f"rank {rank} sent a message of {length:,} bytes; must be between 1 and {MAX_BYTES:,}"
+                f"rank {rank} sent a message of {figure(length)} bytes; must be between 1 and "
+                f"{figure(MAX_BYTES)}"
             )
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.table import Table
+from zbv_solver.numerals import fixed
 from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.stages import Costs, Placement
 
@@ -126,8 +127,8 @@ def flops_table(title: str, estimates: Sequence[Estimate]) -> Table:
     """Parameters, output size and operations."""
     shown = table_of_numbers(title, "", "parameters", "output MB", "F GFLOP", "I", "W")
     for names, estimate in _runs(estimates):
-        operations = (f"{count / 1e9:,.2f}" for count in astuple(estimate.kept.flops))
-        shown.add_row(names, f"{estimate.parameters:,}", _mega(estimate.output_bytes), *operations)
+        operations = (fixed(count / 1e9, 2) for count in astuple(estimate.kept.flops))
+        shown.add_row(names, fixed(estimate.parameters), _mega(estimate.output_bytes), *operations)
     return shown
 
 
@@ -139,4 +140,4 @@ def _runs(estimates: Sequence[Estimate]) -> Iterator[tuple[str, Estimate]]:
 
 
 def _mega(count: int) -> str:
-    return f"{count / 1e6:,.2f}"
+    return fixed(count / 1e6, 2)

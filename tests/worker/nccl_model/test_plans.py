@@ -17,7 +17,7 @@ V = "V, searched"
 
 
 @cache
-def plan_of(family: str, p: int = 3, m: int = 4) -> Plan:
+def plan_of(family: str, p: int = 4, m: int = 5) -> Plan:
     return FAMILIES[family](p, m)
 
 
@@ -45,8 +45,8 @@ def test_a_plan_hangs_with_one_kernel_at_once(family: str) -> None:
         run(plan_of(family), slots=1)
 
 
-def test_a_plan_runs_on_8_ranks() -> None:
-    run(plan_of("interleaved 1F1B, 2 chunks", 8, 8))
+def test_a_plan_runs_on_16_ranks() -> None:
+    run(plan_of("interleaved 1F1B, 2 chunks", 16, 16))
 
 
 @pytest.mark.parametrize("family", ["1F1B", V, "loop of 2 chunks, searched"])
@@ -56,7 +56,7 @@ def test_replicas_add_their_gradients_up(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "seed"), [("1F1B", 0), ("1F1B", 1), (V, 0), (V, 1)])
 def test_ranks_with_tied_parameters_add_their_gradients_up(family: str, seed: int) -> None:
-    plan, ties = plan_of(family), ((0, 2), (0, 1), (0, 1, 2))
+    plan, ties = plan_of(family), ((0, 3), (0, 2), (1, 2, 3))
     slots = stated_kernels(plan, 2, sums_over_ranks=True, ties=ties)
     run(plan, slots, replicas=2, sums_over_ranks=True, ties=ties, seed=seed, steps=3)
 

@@ -18,7 +18,6 @@ from zbv_worker.errors import (
     Superseded,
     WorkerError,
 )
-from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.failures.progress import CurrentProgress, Progress, attach_progress, failure_of
 from zbv_worker.stage.program import Program
 
@@ -65,7 +64,14 @@ def test_repeatable_errors_are_distinguished_from_those_of_a_peer(error: Excepti
 def work(**options: object) -> dict[str, Any]:
     """The order of a service, with the options that every service sends."""
     sent = {"backend": "gloo", "timeout": 9.0, "threads": 1, "data_parallel": 2, "shard": False}
-    more = {"precision": "bfloat16", "clip_norm": None, "evaluate_every": None, "checkpoint": None}
+    more: dict[str, Any] = {
+        "precision": "bfloat16",
+        "clip_norm": None,
+        "evaluate_every": None,
+        "checkpoint": None,
+    }
+    more |= {"startup_timeout": 5.0, "compile": False}
+    more |= {"main_gradients": True, "accumulate": 1, "non_finite": "fail"}
     model = {"factory": "a.b:c", "arguments": {}, "seed": 0}
     order = {"plan_id": "0" * 64, "model": model, "steps": 3, "run_id": "r", "generation": 2}
     return {
@@ -78,21 +84,15 @@ def work(**options: object) -> dict[str, Any]:
 def test_the_options_of_a_run_reach_its_training(tmp_path: Path) -> None:
     checkpoint = {"directory": "/shared", "every": 5, "timeout": 60.0, "sync": True}
     found = _options(
-        work(startup_timeout=77.0, compile=True, main_gradients=False, accumulate=4, checkpoint=checkpoint),
+        work(
+            **{"startup_timeout": 77.0, "compile": True, "main_gradients": False, "accumulate": 4},
+            **{"checkpoint": checkpoint, "non_finite": "skip"},
+        ),
         tmp_path,
     )
-    assert found.training.parts == 4
+    assert (found.training.parts, found.training.non_finite) == (4, "skip")
     assert (found.timeout, found.startup_timeout) == (9.0, 77.0)
     assert found.training.program == Program("bfloat16", is_compiled=True, has_main_gradients=False)
     assert found.training.checkpoint == CheckpointOptions(
         Path("/shared"), 5, timeout=60.0, is_synchronous=True, run="r", attempt=2
     )
-
-
-def test_an_older_service_sends_fewer_options(tmp_path: Path) -> None:
-    checkpoint = {"directory": "/shared", "every": 5, "timeout": 60.0}
-    found = _options(work(checkpoint=checkpoint), tmp_path)
-    assert found.startup_timeout == DEFAULT_STARTUP_TIMEOUT
-    assert found.training.program == Program("bfloat16")
-    assert found.training.checkpoint is not None
-    assert not found.training.checkpoint.is_synchronous

@@ -7,8 +7,6 @@ import math
 NARROW_SPACE = "\u202f"
 _DIGITS = 12
 """Significant digits of an exact number: sums of a caller's decimals have rounding behind them."""
-_WHOLE = 1e15
-"""Whole numbers below this one have all their digits."""
 
 
 def figure(value: float, digits: int = 4) -> str:
@@ -30,15 +28,12 @@ def fixed(value: float, decimals: int = 0) -> str:
 
 def exact(value: float, unit: str | None = None) -> str:
     """A number in the unit of its problem, with all digits that matter: a reader compares it with another."""
-    whole = value == round(value) if math.isfinite(value) else False
-    text = fixed(value) if whole and abs(value) < _WHOLE else figure(value, _DIGITS)
-    return f"{text.replace('-', '−')} {'µs' if unit == 'us' else unit or ''}".rstrip()
+    return f"{figure(value, _DIGITS)} {'µs' if unit == 'us' else unit or ''}".rstrip()
 
 
 def plain(value: float) -> str:
     """The same number as JSON has it, to be copied into a document."""
-    whole = abs(value) < _WHOLE and value == round(value)
-    return f"{value:.0f}" if whole else f"{value:.{_DIGITS}g}"
+    return f"{value:.{_DIGITS}g}"
 
 
 def _without_zeros(text: str) -> str:

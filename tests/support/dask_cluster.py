@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from support.forked_ranks import ForkedProcess
-from support.serving import DEADLINE
+from support.processes import DEADLINE, wait_for_line
 
 
 class DaskCluster:
@@ -58,13 +55,3 @@ class DaskCluster:
         self._stack.enter_context(process)
         self._stack.callback(process.kill)
         return process, path
-
-
-def wait_for_line(process: subprocess.Popen[bytes] | ForkedProcess, log: Path, pattern: str) -> str:
-    """The first group of a pattern, when a process has written it to its log."""
-    deadline = time.monotonic() + DEADLINE
-    while (found := re.search(pattern, log.read_text(errors="replace"))) is None:
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
-    return found[1]

@@ -20,10 +20,9 @@ import uvicorn
 from zbv_service.app import create_app
 from zbv_service.settings import Settings
 
-from support.dask_cluster import wait_for_line
 from support.fake_kinds import kinds_of
 from support.forked_ranks import SERVICES, ForkedProcess, fork_module
-from support.serving import DEADLINE
+from support.processes import DEADLINE, wait_for_line
 
 BACKLOG = 2048
 

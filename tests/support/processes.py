@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from zbv_worker.host.local_ranks import Process
 
 DEADLINE = 120.0
 """Generous: no test is about speed."""
@@ -25,6 +28,16 @@ def wait_until(holds: Callable[[], object], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.02)
+
+
+def wait_for_line(process: Process, log: Path, pattern: str) -> str:
+    """The first group of a pattern, when a process has written it to its log."""
+    deadline = time.monotonic() + DEADLINE
+    while (found := re.search(pattern, log.read_text(errors="replace"))) is None:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    return found[1]
 
 
 def announce(path: Path, text: str) -> None:

@@ -14,10 +14,9 @@ from sqlalchemy import NullPool, create_engine, text
 from zbv_service.client import Client, Search
 from zbv_service.settings import async_url
 
-from support.dask_cluster import wait_for_line
 from support.forked_ranks import SERVICES, ForkedProcess, fork_module
 from support.paths import TESTS
-from support.processes import DEADLINE, is_alive, wait_until
+from support.processes import DEADLINE, is_alive, wait_for_line, wait_until
 from support.serving import PROBLEM
 
 PATH = os.pathsep.join(dict.fromkeys([str(TESTS), *filter(None, sys.path)]))

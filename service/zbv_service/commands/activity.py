@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 _ID = 12
 """Characters of an id in a table, as on the pages."""
 _MOST_FOUND = 1000
+"""The most that one request lists."""
 _FOLLOW_EPILOG = """\
 exit status: 0 the search has a plan, or the run succeeded; 1 it failed or was cancelled, or the service
-cannot be reached; 2 the input is wrong; 3 no plan fits the memory limit; 130 interrupted: it continues."""
+cannot be reached; 2 the input is wrong; 3 no plan fits the memory limit; 130 interrupted, and the search or
+run continues."""
 
 
 def add_activity(commands: Any) -> None:
@@ -63,14 +65,14 @@ def add_activity(commands: Any) -> None:
         listing.add_argument("--json", action="store_true", help="print JSON on a terminal, too")
         add_server(listing)
         listing.set_defaults(run=partial(_list, noun))
-    for name, text, more, epilog, run in (
-        ("follow", "follow", "until it ends. Ctrl-C stops following; it continues.", _FOLLOW_EPILOG, _follow),
-        ("cancel", "cancel", "of a service. A search keeps its best plan.", EPILOG, _cancel),
+    for verb, more, epilog, run in (
+        ("follow", "until it ends. Ctrl-C ends only the command.", _FOLLOW_EPILOG, _follow),
+        ("cancel", "of a service. A search keeps its best plan.", EPILOG, _cancel),
     ):
         command = commands.add_parser(
-            name,
-            help=f"{text} a search or run of a service",
-            description=f"{text.capitalize()} a search or run {more}",
+            verb,
+            help=f"{verb} a search or run of a service",
+            description=f"{verb.capitalize()} a search or run {more}",
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -98,7 +100,7 @@ def _list(noun: str, parsed: argparse.Namespace) -> int:
     else:
         print_table(("ID", "NAME", "STATE", "STEP", "MODEL OR SCRIPT", "SUBMITTED"), map(_run_row, found))
     if len(found) == parsed.limit:
-        print(f"zbv-service: the newest {parsed.limit}; --limit lists more.", file=sys.stderr)
+        print(f"zbv-service: these are the newest {parsed.limit}; --limit lists more.", file=sys.stderr)
     return DONE
 
 
@@ -176,7 +178,8 @@ def _find(client: Client, given: str) -> Search | Run:
     if len(found) > 1:
         some = ", ".join(f"{_noun(each)} {each.id} ({each.state})" for each in found[:5])
         raise WrongInput(
-            f"{given!r} means {len(found)} of them: {some}{', …' * (len(found) > 5)}. Give an id."
+            f"{given!r} matches {len(found)} searches and runs: {some}{', …' * (len(found) > 5)}. Give a "
+            f"whole id."
         )
     return found[0]
 

@@ -22,6 +22,8 @@ from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
+from zbv_worker.transport.connect import connect
+from zbv_worker.transport.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,11 @@ def test_a_dropped_pipeline_is_freed(plan: Plan) -> None:
     pipe.close()
 
 
+def threads() -> int:
+    """The threads of this process, those of torch included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     gc.collect()
@@ -117,8 +124,19 @@ def test_threads_of_torch_end_with_the_pipeline(plan: Plan) -> None:
     """Not only when the garbage collector finds the pipeline."""
     with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
         pipe.step(*batch())
-        before = len(list(Path("/proc/self/task").iterdir()))
-    assert len(list(Path("/proc/self/task").iterdir())) < before
+        before = threads()
+    assert threads() < before
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_threads_of_torch_end_where_the_user_has_destroyed_all_groups_before() -> None:
+    before = threads()
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # missing in torch's stubs
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    transport = connect(World(0, 1, 0), "gloo", torch.device("cpu"), 60.0)
+    dist.destroy_process_group()
+    transport.close()
+    assert threads() == before
 
 
 @pytest.mark.usefixtures("no_collection")

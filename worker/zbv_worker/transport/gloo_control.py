@@ -313,10 +313,10 @@ class GlooControl(ControlPlane):
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.users -= 1
-        if not dist.is_initialized():
-            return
         with contextlib.suppress(RuntimeError, ValueError):  # a group may be broken, or destroyed already
-            if shared is not None and shared.users == 0 and shared.group is dist.group.WORLD:
+            if not dist.is_initialized():
+                pass  # the user has destroyed all groups
+            elif shared is not None and shared.users == 0 and shared.group is dist.group.WORLD:
                 dist.destroy_process_group()  # also those of the channels
             else:
                 for group in groups if self._group is None else (*groups, self._group):

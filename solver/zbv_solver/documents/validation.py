@@ -114,13 +114,12 @@ def refusal(error: ValidationError, document: Any) -> InvalidInput:
         pointer = "".join(f"/{_key(key).replace('~', '~0').replace('/', '~1')}" for key in path)
         says_all = entry["type"] in ("missing", *_UNKNOWN_KEY, TOO_MANY)
         found = "" if says_all else f"found {quoted(entry['input'])}; "
+        said = entry["msg"].removeprefix("Value error, ").partition(" after validation")[0]
         rule = {
             "missing": "this key is required and absent.",
             **dict.fromkeys(_UNKNOWN_KEY, "unknown key; remove it or correct its spelling."),
             **dict.fromkeys(_NO_OBJECT, "must be a JSON object."),
-        }.get(
-            entry["type"], entry["msg"][0].lower() + entry["msg"][1:].partition(" after validation")[0] + "."
-        )
+        }.get(entry["type"], f"{said[0].lower()}{said[1:]}.")
         issues.append(Issue(pointer, found + rule))
     return InvalidInput(issues, len(entries) - len(issues), is_partial)
 

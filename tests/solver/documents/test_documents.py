@@ -9,12 +9,14 @@ import stat
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import Mock
 
 import pytest
+from pydantic import AfterValidator, BaseModel
 from zbv_solver.documents.fields import BATCH
 from zbv_solver.documents.files import output, write
+from zbv_solver.documents.validation import validated
 from zbv_solver.errors import MOST_ISSUES, InvalidInput, Issue
 from zbv_solver.measure.rank_trace import parse_rank_trace
 from zbv_solver.plans.reading import parse_plan
@@ -151,3 +153,14 @@ def test_an_error_counts_the_mistakes_that_it_does_not_list() -> None:
     error = InvalidInput([Issue("/x", "y")] * 150, more=7, is_partial=True)
     for same in (copy.copy(error), pickle.loads(pickle.dumps(error)), error.below("/problem")):
         assert (len(same.issues), same.more, same.is_partial) == (100, 57, True)
+
+
+def test_a_rule_of_our_own_is_told_without_the_words_of_the_library() -> None:
+    def refuse(name: str) -> str:
+        raise ValueError("must be a name")
+
+    class Named(BaseModel):
+        name: Annotated[str, AfterValidator(refuse)]
+
+    with pytest.raises(InvalidInput, match=r"/name: found '1'; must be a name\.$"):
+        validated(Named, {"name": "1"})

@@ -155,7 +155,7 @@ def test_an_error_counts_the_mistakes_that_it_does_not_list() -> None:
         assert (len(same.issues), same.more, same.is_partial) == (100, 57, True)
 
 
-def test_a_rule_of_our_own_is_told_without_the_words_of_the_library() -> None:
+def test_a_rule_of_our_own_comes_without_the_words_of_the_library() -> None:
     def refuse(name: str) -> str:
         raise ValueError("must be a name")
 

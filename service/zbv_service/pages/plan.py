@@ -70,6 +70,7 @@ def plan_page(view: report.PlanView, shell: Shell, name: str | None = None) -> b
             report.PageLink(name, f"{document}/export/{name}", entry.description)
             for name, entry in FORMATS.items()
         ),
+        frontier_url=f"{page}/frontier",
         json_url=document,
         # The version is part of the address, because browsers cache the answer without asking again.
         actions_url=f"{page}/actions?v={assets()}",

@@ -224,10 +224,16 @@ def _watched_packing(batch: Batch, options: SearchOptions, compare: bool) -> tup
 def _packed(found: Packing) -> str:
     """What the packing achieves, in one line."""
     microbatches = quantities.counted(sum(len(each.microbatches) for each in found.replicas), "microbatch")
+    usual = "".join(
+        f"; {each.name} takes {_longer(each.estimate, found.estimate)} longer by estimate"
+        if each.step_time is None
+        else f"; {each.name} takes {_longer(each.step_time, found.step_time)} longer"
+        for each in found.baselines
+    )
     return (
         f"{found.batch.problem.objective} "
         f"{quantities.time(found.step_time, quantities.stated(found.batch.problem.units))} "
-        f"(at most {quantities.percent(found.gap)} above any packing), "
+        f"(at most {quantities.percent(found.gap)} above any packing{usual}), "
         f"{microbatches} on {quantities.counted(len(found.replicas), 'replica')}, found in "
         f"{quantities.time(found.seconds, quantities.SECONDS)}"
     )

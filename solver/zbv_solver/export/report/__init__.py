@@ -146,6 +146,8 @@ class PlanView:
     canvas: GanttCanvas
     has_bars: bool
     has_memory: bool
+    is_limited: bool
+    """Whether the problem limits memory."""
     example: str
     baselines: tuple[ScheduleRow, ...]
     objective: str
@@ -162,8 +164,9 @@ class PlanView:
     """The plan and the classical schedules when durations vary; None for very large plans."""
     exports: tuple[PageLink, ...] = ()
     links: tuple[PageLink, ...] = ()
+    frontier_url: str | None = None
     json_url: str | None = None
-    """Addresses; these three are set on a page of the service."""
+    """Addresses; these four are set on a page of the service."""
     actions_url: str | None = None
     data: str | None = None
     """The address of :func:`~zbv_solver.export.timeline.timeline_bytes`, or the bytes in Base64."""
@@ -212,6 +215,7 @@ def plan_view(plan: Plan) -> PlanView:
         canvas=gantt_canvas(problem.pp_degree, axis=quantities.titled("time", unit), idle=idle_shares(plan)),
         has_bars=len(orders) <= MAX_GLYPHS,
         has_memory=has_memory,
+        is_limited=problem.memory.limit is not None,
         example=orders.text_at(len(orders) // 2),
         baselines=schedule_rows(
             plan,

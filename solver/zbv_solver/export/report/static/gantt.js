@@ -213,13 +213,15 @@ export class Gantt {
     context.font = LABEL_FONT;
     context.textAlign = "center";
     context.textBaseline = "middle";
+    // The room of the longest number: otherwise the numbers would end at 9 where bars are narrow.
+    const needed = DIGIT_WIDTH * String(timeline.facts.microbatches - 1).length + LABEL_PADDING;
     windows.forEach(([first, stop], rank) => {
       const middle = surface.frame.top + (rank + 0.5) * this.rowHeight;
       for (let action = first; action < stop && labels.length < MAX_LABELS; action += 1) {
         const left = surface.x(Math.max(range.start, timeline.start[action]));
         const right = surface.x(Math.min(range.end, timeline.end[action]));
-        const text = String(timeline.microbatch[action]);
-        if (right - left >= DIGIT_WIDTH * text.length + LABEL_PADDING) {
+        if (right - left >= needed) {
+          const text = String(timeline.microbatch[action]);
           context.globalAlpha = this.#alpha(action);
           context.fillStyle = timeline.facts.inks[timeline.kind[action]];
           context.fillText(text, (left + right) / 2, middle);

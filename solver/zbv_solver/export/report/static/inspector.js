@@ -193,11 +193,11 @@ export class Inspector {
   /** Update the path that is drawn: that of the selected action, or the whole one on request. */
   #trace() {
     const { gantt, timeline } = this;
-    const end = gantt.selected >= 0 ? gantt.selected : this.showsWholePath ? timeline.last : -1;
-    gantt.path = timeline.criticalPath(end);
-    this.summary.hidden = !this.showsWholePath;
-    if (this.showsWholePath) {
-      const path = timeline.criticalPath(timeline.last);
+    const isWhole = gantt.selected < 0 && this.showsWholePath;
+    const path = timeline.criticalPath(isWhole ? timeline.last : gantt.selected);
+    gantt.path = path;
+    this.summary.hidden = !isWhole;
+    if (isWhole) {
       const first = path.length > 0 ? timeline.text(path[0]) : "nothing";
       const end = time(timeline.makespan, timeline.facts);
       const caveat =
@@ -219,11 +219,13 @@ export class Inspector {
     if (from < range.start || to > range.end) {
       range.show((from + to) / 2, range.length);
     }
-    // The panel sticks to the bottom of the window: it must not cover the action.
+    // The panel sticks to the bottom of the window: it must cover no rank if all fit above it, and never the action.
+    const room = Math.min(window.innerHeight, this.panel.getBoundingClientRect().top);
+    const rows = this.gantt.surface.canvas.getBoundingClientRect();
     const { y } = this.gantt.place(action);
-    const bottom = Math.min(window.innerHeight, this.panel.getBoundingClientRect().top) - AROUND;
-    if (y < AROUND || y > bottom) {
-      window.scrollBy({ top: y < AROUND ? y - AROUND : y - bottom });
+    const [top, bottom] = rows.height <= room ? [rows.top, rows.bottom] : [y - AROUND, y + AROUND];
+    if (top < 0 || bottom > room) {
+      window.scrollBy({ top: top < 0 ? top : bottom - room });
     }
   }
 
@@ -255,8 +257,8 @@ export class Inspector {
     const path = this.gantt.path;
     this.parts.path.textContent =
       path.length === 1
-        ? "Critical path: only this action."
-        : `Critical path: ${actions(path.length)} from ${timeline.text(path[0])}${this.#spent(path)}.`;
+        ? "Critical path to it: only this action."
+        : `Critical path to it: ${actions(path.length)} from ${timeline.text(path[0])}${this.#spent(path)}.`;
   }
 
   /** @param {number[]} path */

@@ -163,7 +163,7 @@ picture: install ## Redraw the README's plan
 	$(BIN)/zbv export build/readme.json --format svg -o docs/plan.svg
 
 pictures: install browser ## Take the documentation's screenshots again
-	cd tests && ../$(BIN)/python -m web.pictures ../docs
+	PYTHONPATH=tests $(BIN)/python docs/pictures.py
 
 openapi: install ## Regenerate the service's OpenAPI document
 	$(BIN)/zbv-service openapi > service/openapi.json

@@ -1,12 +1,11 @@
-"""The README's pictures of the pages, from a real service in a real browser: ``make pictures``.
+"""``make pictures``: take the pictures of pages in this folder again.
 
-In ``tests``, ``python -m web.pictures ../docs`` writes ``page-NAME-light.png`` and ``page-NAME-dark.png``.
+The service and the browser are those of the tests in ``tests/web``.
 """
 
 from __future__ import annotations
 
 import io
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,9 @@ from typing import Any, cast
 
 from PIL import Image
 from playwright.sync_api import TimeoutError, ViewportSize
-
 from web.browsing import Look, Service, a_browser, serving
 
+FOLDER = Path(__file__).parent
 SIZE: ViewportSize = {"width": 1280, "height": 800}
 SCALE = 1.5
 COLOURS = 256
@@ -50,10 +49,7 @@ LARGER: dict[str, Any] = {
 
 
 def main() -> None:
-    """Write every picture into the directory that is named."""
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        raise SystemExit(f"found {sys.argv[1:]}; name the directory for the pictures: web.pictures ../docs")
-    directory = Path(sys.argv[1])
+    """Write every picture: ``page-NAME-light.png`` and ``page-NAME-dark.png``."""
     with tempfile.TemporaryDirectory() as state, serving(Path(state)) as service, browsing(service) as seen:
         plan_id = service.search(PROBLEM).plan_id
         for name, show in (
@@ -62,7 +58,7 @@ def main() -> None:
             ("frontier", lambda: the_frontier(seen, plan_id)),
             ("search", lambda: the_search(seen, service)),
         ):
-            take(seen, directory, name, show)
+            take(seen, name, show)
 
 
 @contextmanager
@@ -76,7 +72,7 @@ def browsing(service: Service) -> Iterator[Look]:
         yield seen
 
 
-def take(seen: Look, directory: Path, name: str, show: Callable[[], None]) -> None:
+def take(seen: Look, name: str, show: Callable[[], None]) -> None:
     """A page in both themes, as files with few colours."""
     show()
     for theme in ("light", "dark"):
@@ -84,7 +80,7 @@ def take(seen: Look, directory: Path, name: str, show: Callable[[], None]) -> No
         seen.page.wait_for_function(f"() => document.documentElement.dataset.theme === '{theme}'")
         seen.page.wait_for_timeout(500)  # charts repaint, and screenshots show the painted state
         picture = Image.open(io.BytesIO(seen.page.screenshot())).convert("RGB")
-        path = directory / f"page-{name}-{theme}.png"
+        path = FOLDER / f"page-{name}-{theme}.png"
         _of_few_colours(picture).save(path, optimize=True)
         print(f"{path}: {path.stat().st_size // 1024} KiB")  # noqa: T201 - a command
 

@@ -12,9 +12,12 @@ import httpx
 import pytest
 from support.databases import KINDS, Kind, PostgresDatabases, SqliteDatabases
 from support.fake_kinds import kinds_of
+from support.live import Command, Live, live_service
 from support.postgres import SharedServer
 from support.serving import DEADLINE, Service, Serving
 from zbv_service.app import create_app
+from zbv_service.client import Client
+from zbv_service.commands.cli import main
 from zbv_service.database import Database, SearchTable
 from zbv_service.settings import Settings
 
@@ -157,6 +160,37 @@ async def held(serving: Serving) -> AsyncIterator[Service]:
     """A service whose searches report a plan, and wait until they are released or cancelled."""
     async with serving("held") as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state of :func:`live`, whose searches end as soon as there is a file ``release``."""
+    return tmp_path_factory.mktemp("live")
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Live]:
+    """A service that listens. Its searches report a plan, and wait until they are released or cancelled."""
+    with live_service(folder, "held", searches=4, heartbeat_seconds=0.2) as found:
+        yield found
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[Client]:
+    with Client(live.address, timeout=DEADLINE) as found:
+        yield found
+
+
+@pytest.fixture
+def command(live: Live, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command of :func:`live` in this process."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = main([*map(str, arguments), "--server", live.address])
+        written = capsys.readouterr()
+        return status, written.out, written.err
+
+    return run
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,9 @@ from zbv_service.settings import Settings
 from support.fake_kinds import kinds
 from support.fake_searches import BY_NAME, InDirectory
 from support.serving import DEADLINE
+
+Command = Callable[..., tuple[int, str, str]]
+"""Runs a command of the service; returns its status, standard output and standard error."""
 
 
 @dataclass(frozen=True)

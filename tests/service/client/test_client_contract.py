@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.layered import LAYERED, NAMES
-from support.live import Live, live_service
 from support.malformed import PLAN
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import Client, InvalidRequest, NotFound, Search
 from zbv_solver.verify.verifier import verify
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("contract")
-
-
-@pytest.fixture(scope="module")
-def live(folder: Path) -> Iterator[Live]:
-    with live_service(folder, "held") as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[Client]:
-    with Client(live.address, timeout=DEADLINE) as made:
-        yield made
 
 
 def test_a_search_is_followed_from_start_to_plan(client: Client, folder: Path) -> None:
@@ -60,13 +41,10 @@ def test_a_search_is_followed_from_start_to_plan(client: Client, folder: Path) -
 def test_searches_are_cancelled_listed_and_deleted(client: Client, folder: Path) -> None:
     (folder / "release").unlink(missing_ok=True)
     ids = [client.submit(PROBLEM, {"seed": seed}).id for seed in range(3)]
-    assert {search.id for search in client.searches(state="queued")} >= set(ids[1:])
     for search_id in ids:
         client.cancel(search_id)
-    assert client.wait(ids[0], timeout=DEADLINE).state == "cancelled"
-    listed = [search.id for search in list(client.all_searches(2))]
-    assert listed[:3] == ids[::-1]
-    assert len(listed) == len(set(listed))
+        assert client.wait(search_id, timeout=DEADLINE).state == "cancelled"
+    assert [search.id for search in client.all_searches(2, state="cancelled")] == ids[::-1]
     client.delete(ids[1])
     with pytest.raises(NotFound):
         client.search(ids[1])
@@ -109,16 +87,11 @@ def test_plans_are_imported_read_exported_and_compared(client: Client) -> None:
 def test_a_problem_is_checked_and_estimated_before_it_is_searched(client: Client) -> None:
     unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
     found = client.check(unlimited, {"effort": "quick"}, limit_fraction=1.0)
-    assert found.is_valid
     assert found.facts is not None
-    assert found.facts["limit_fraction"] == 1
-    wrong = client.check({**PROBLEM, "microbatches": 0}, {"effort": "most"})
+    assert (found.is_valid, found.facts["limit_fraction"]) == (True, 1)
+    wrong = client.check({**PROBLEM, "microbatches": 0})
     assert (wrong.is_valid, wrong.facts) == (False, None)
-    assert "/problem/microbatches" in [issue.pointer for issue in wrong.issues]
-
+    assert [issue.pointer for issue in wrong.issues] == ["/problem/microbatches"]
     estimate = client.estimate(PROBLEM)
     assert estimate.plan is not None
     assert 0 < estimate.lower_bound <= estimate.plan["span"]
-    assert "1f1b" in [row["name"] for row in estimate.baselines]
-    with pytest.raises(InvalidRequest):
-        client.estimate({**PROBLEM, "microbatches": 0})

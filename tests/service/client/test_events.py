@@ -92,20 +92,6 @@ def test_a_connection_that_lasted_resets_the_retries(
     assert [event.kind for event in list(client.events("a"))] == ["end"]
 
 
-def test_wait_follows_the_events_and_returns_the_final_state(answering: Answering) -> None:
-    better = {"objective": 9.0, "lower_bound": 4.0, "gap": 1.25}
-    client, requests = answering(
-        found(),
-        stream(("1", "state", {"state": "running"}), ("2", "improvement", better), ("3", "end", {})),
-        found(state="done", plan_id="p", objective=8.0),
-    )
-    seen: list[tuple[str, float | None]] = []
-    ended = client.wait("a", lambda search: seen.append((search.state, search.objective)))
-    assert (ended.plan_id, ended.objective) == ("p", 8.0)
-    assert seen == [("queued", None), ("running", None), ("running", 9.0), ("done", 8.0)]
-    assert [request.url.path.rpartition("/")[2] for request in requests] == ["a", "events", "a"]
-
-
 def test_wait_ignores_events_of_an_earlier_attempt(answering: Answering) -> None:
     client, _ = answering(
         found(state="running", attempts=1),

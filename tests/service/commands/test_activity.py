@@ -4,54 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.fake_searches import orders_of
-from support.live import Live, live_service
+from support.live import Command
 from support.serving import DEADLINE, MODEL, PROBLEM
 from zbv_service import client as client_module
 from zbv_service.client import Client, Run, Search
 from zbv_service.commands.cli import main
 from zbv_solver.problem.reading import parse_problem
 
+COMMANDS = [
+    *(["searches"], ["runs"], ["follow", "a"], ["cancel", "a"], ["submit", "a.json"]),
+    ["layout", "--preset", "llama-3.1-8b", "--cluster", "a.json"],
+    ["run", "a.json", "--model", "a.b:c", "--nodes", "2", "--steps", "5"],
+]
 IN_US = {**PROBLEM, "units": {"time": "us"}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("activity")
-
-
-@pytest.fixture(scope="module")
-def live(folder: Path) -> Iterator[Live]:
-    with live_service(folder, "held", searches=4, heartbeat_seconds=0.2) as found:
-        yield found
-
-
-@pytest.fixture
-def client(live: Live) -> Iterator[Client]:
-    with Client(live.address) as found:
-        yield found
-
-
-Ran = tuple[int, str, str]
-Command = Callable[..., Ran]
-
-
-@pytest.fixture
-def command(live: Live, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs a command in this process; returns its status, standard output and standard error."""
-
-    def run(*arguments: object) -> Ran:
-        status = main([*map(str, arguments), "--server", live.address])
-        written = capsys.readouterr()
-        return status, written.out, written.err
-
-    return run
 
 
 def begun(client: Client, seed: int, name: str | None = None) -> Search:
@@ -173,9 +144,9 @@ def test_an_unknown_id_is_wrong_input(command: Command, client: Client, given: s
         assert (status, out, f"found no search or run {given!r}" in err) == (2, "", True)
 
 
-@pytest.mark.parametrize("arguments", [["searches"], ["runs"], ["follow", "a"], ["cancel", "a"]])
-def test_a_refused_token_and_a_missing_service_exit_with_1(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_a_refused_token_and_a_missing_service_or_file_are_named(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def refuse(_request: httpx.Request) -> httpx.Response:
         return httpx.Response(401, json={"title": "T", "detail": "not you"})
@@ -183,6 +154,11 @@ def test_a_refused_token_and_a_missing_service_exit_with_1(
     def away(_request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
+    monkeypatch.chdir(tmp_path)
+    if "a.json" in arguments:
+        assert main(arguments) == 2
+        assert "cannot read a.json" in capsys.readouterr().err
+    Path("a.json").write_text(json.dumps(PROBLEM))
     for answer, message in ((refuse, "not you"), (away, "no answer from")):
 
         class Connected(Client):

@@ -175,7 +175,6 @@ SCRIPT = ["--script", "a.py", "--nodes", "1"]
         ([*PLAN, "--nodes", "1"], "one of the arguments --model --script is required"),
         (NEEDED, "found neither of a file and --plan"),
         ([*PLAN, "x.json", *NEEDED], "found both of a file and --plan"),
-        (["absent.json", *NEEDED], "cannot read absent.json"),
         ([*PLAN, *NEEDED, "--checkpoint-every", "9"], "--checkpoint-every without --checkpoint-dir"),
         ([*PLAN, *NEEDED, "--checkpoint-sync"], "--checkpoint-sync without --checkpoint-dir"),
         ([*PLAN, *NEEDED, "--checkpoint-dir", "ck"], "found 'ck'; must be an absolute path that all nodes"),

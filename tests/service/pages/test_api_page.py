@@ -22,12 +22,5 @@ async def test_the_page_has_every_call_and_document_and_only_links_that_lead_som
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
     assert "`" not in text
-    for words in (
-        "Run a plan, or search a problem&#39;s plan and run it",
-        "required",
-        "Scope: search.",
-        "Public.",
-        "Idempotency-Key".lower(),
-    ):
+    for words in ("required", "Scope: search.", "Public.", "idempotency-key"):
         assert words in text, words
-    assert 'href="/api" aria-current="page"' in await service.page("/api")

@@ -70,11 +70,8 @@ async def test_a_plan_is_compared_with_the_schedules_that_are_chosen(
     assert titles(await page_of(service, plan_id, "")) == ["this plan"], "none is wanted"
 
     url = lanes(await page_of(service, plan_id, "zb-h1"))[1]["url"]
-    answer = await service.http.get(url)
     expected = timeline(baseline_plan("zb-h1", parse_problem(PROBLEM)))
-    assert answer.content == timeline_bytes(expected)
-    again = await service.http.get(url, headers={"If-None-Match": answer.headers["etag"]})
-    assert again.status_code == 304
+    assert (await service.http.get(url)).content == timeline_bytes(expected)
     for missing in (f"/plans/{plan_id}/baselines/2f2b/actions", f"/plans/{'0' * 64}/compare"):
         assert (await service.http.get(missing)).status_code == 404
 

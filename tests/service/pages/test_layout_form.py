@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import zbv_service.commands.cli as service
 import zbv_solver.commands.cli as solver
 from pydantic import BaseModel
-from zbv_service.documents.layouts import LayoutRequest, layouts_summary, new_layout_search, read_layouts
-from zbv_service.documents.parsing import parse_body
+from support.measured_profiles import MEASURED_MODEL, as_estimated
+from zbv_service.documents.layouts import LayoutRequest, new_layout_search, read_layouts
 from zbv_service.pages.layouts import LayoutForm, form_of
 from zbv_service.pages.shell import Shell, render
 from zbv_service.settings import Settings
@@ -98,7 +97,6 @@ def test_what_a_form_says_is_in_its_request_and_comes_back() -> None:
     ("fields", "place"),
     [
         ({"time_limit": ["nan"]}, "Options, time limit"),
-        ({"time_limit": ["soon"]}, "Options, time limit"),
         ({"recompute_layers": ["x"]}, "Fixed, recompute layers"),
         ({"profiles_json": ["{"]}, "Profiles"),
     ],
@@ -110,61 +108,12 @@ def test_mistakes_of_a_form_are_at_their_place(fields: dict[str, list[str]], pla
     assert [each for each, _ in form.with_issues(raised.value).issues] == [place]
 
 
-SMALL: dict[str, Any] = {
-    "model": {"model": MODEL},
-    "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h100"},
-    "global_batch": 8,
-}
-
-
-def profile(*names: str) -> dict[str, Any]:
-    """Layers as ``zbv-worker profile`` writes them, 1 ms an action."""
-    times = {"forward": 1000.0, "backward_input": 1000.0, "backward_weight": 1000.0, "output_bytes": 1e6}
-    memory = {"forward": 1e6, "backward_input": 0.0, "backward_weight": -1e6, "static": 1e8, "workspace": 1e6}
-    return {
-        "pp_degree": 1,
-        "microbatches": 4,
-        "layers": [{"name": name, **times, "memory": memory} for name in names],
-        "units": {"time": "us", "memory": "bytes"},
-        "profile": {"microbatch_size": 1, "sequence_length": 512},
-    }
-
-
 def test_measured_layers_replace_estimates() -> None:
-    asked = LayoutRequest.model_validate({**SMALL, "profiles": [profile("embedding", "block", "head")]})
-    found = read_layouts(asked)
-    assert [each.microbatch_size for each in found.profiles] == [1]
-    assert found.setting.measured is not None
+    cluster = {"nodes": 1, "gpus_per_node": 2, "device": "h100"}
+    small = {"model": {"model": MEASURED_MODEL}, "cluster": cluster, "global_batch": 8}
+    asked = LayoutRequest.model_validate({**small, "profiles": [as_estimated()]})
+    assert read_layouts(asked).setting.measured is not None
     assert form_of(asked.model_dump(mode="json")).document()["profiles"] == asked.profiles
-
-
-@pytest.mark.parametrize(
-    ("changes", "pointer"),
-    [
-        ({"recompute_modules": ["everything"]}, "/recompute_modules/0"),
-        (
-            {"recompute_modules": ["moe"], "executor": "megatron", "fixed": {"recompute": "selective"}},
-            "/recompute_modules",
-        ),
-        (
-            {"model": {"model": MODEL, "parallel": {"recompute_modules": ["moe"]}}, "executor": "megatron",
-             "fixed": {"recompute": "selective"}},
-            "/model/parallel/recompute_modules",
-        ),
-        ({"profiles": [{"layouts": []}]}, "/profiles/0"),
-        ({"profiles": [3]}, "/profiles/0"),
-        ({"profiles": [profile("embedding", "blocks", "head")]}, "/profiles/0/layers/1/name"),
-        ({"profiles": [profile("embedding", "block", "head")] * 2}, "/profiles/1/profile"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_a_request_are_at_their_place(changes: dict[str, Any], pointer: str) -> None:
-    def read() -> None:
-        asked = parse_body(LayoutRequest, {**SMALL, **changes})
-        layouts_summary(asked, read_layouts(asked))
-
-    with pytest.raises(InvalidInput) as raised:
-        read()
-    assert {issue.pointer for issue in raised.value.issues} == {pointer}
 
 
 def test_requests_that_differ_in_their_names_are_one_search() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.fake_kinds import BOUND, COUNTS, ranking
 from support.fake_searches import Listener
+from support.measured_profiles import as_estimated
 from support.serving import Service, Serving
 from zbv_models.layouts import executor_search
 from zbv_models.layouts.answer import ranking_json
@@ -246,6 +247,10 @@ def test_values_of_a_request_replace_those_of_the_model() -> None:
         assert found.config.model.prediction_layers == count
 
 
+SELECTIVE = {**SMALL, "executor": "megatron", "fixed": {"recompute": "selective"}}
+PROFILE = as_estimated()
+RENAMED = [*PROFILE["layers"]]
+RENAMED[1] = {**RENAMED[1], "name": "none"}
 WRONG: list[tuple[Any, str]] = [
     ([], ""),
     ({"model": MODEL}, "/cluster"),
@@ -266,7 +271,15 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "executor": "any", "sensitivity": True}, "/sensitivity"),
     ({**SMALL, "executor": "torch", "points": True}, "/points"),
     ({**SMALL, "options": {"time_limit": 1e9}}, "/options/time_limit"),
-]
+    ({**SMALL, "recompute_modules": ["everything"]}, "/recompute_modules/0"),
+    ({**SELECTIVE, "recompute_modules": ["moe"]}, "/recompute_modules"),
+    ({**SELECTIVE, "model": {**MODEL, "parallel": {"recompute_modules": ["moe"]}}},
+     "/model/parallel/recompute_modules"),
+    ({**SMALL, "profiles": [3]}, "/profiles/0"),
+    ({**SMALL, "profiles": [{"layouts": []}]}, "/profiles/0"),
+    ({**SMALL, "profiles": [{**PROFILE, "layers": RENAMED}]}, "/profiles/0/layers/1/name"),
+    ({**SMALL, "profiles": [PROFILE] * 2}, "/profiles/1/profile"),
+]  # fmt: skip
 
 
 async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(honest: Service) -> None:

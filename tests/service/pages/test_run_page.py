@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from math import inf
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.serving import PROBLEM, Service, Serving
+from support.two_ranks import TwoRanks
 from zbv_service.pages import run as pages
 from zbv_service.pages.charts import MOST_DRAWN
 from zbv_service.pages.measured import measured_values
@@ -31,30 +31,16 @@ SLOW = {**TIMED, "costs": {"forward": 3, "backward_input": 1, "backward_weight":
 SAME_ORIGIN = {"Sec-Fetch-Site": "same-origin"}
 
 
-class Run:
-    """A run of two ranks on two agents."""
+class Run(TwoRanks):
+    """A run and its pages."""
 
-    def __init__(self, service: Service, plan_id: str, run_id: str, *agents: str):
-        self.service, self.plan_id, self.agents, self.generation = service, plan_id, agents, 0
-        self.id, self.url = run_id, f"/runs/{run_id}"
+    @property
+    def url(self) -> str:
+        return f"/runs/{self.id}"
 
-    async def send(self, rank: int, what: Any, kind: str = "trace") -> None:
-        """Send a rank's trace or log."""
-        of_rank = f"{self.generation}/ranks/{rank}/{kind}"
-        address = f"/v1/agents/{self.agents[rank]}/runs/{self.id}/generations/{of_rank}"
-        content = what.encode() if isinstance(what, str) else json.dumps(what).encode()
-        fields = {"content-type": "application/json"}
-        answer = await self.service.http.put(address, content=content, headers=fields)
-        assert answer.status_code == 204, answer.text
-
-    async def measured(self, document: dict[str, Any], **how: Any) -> None:
-        """Both ranks send the traces of a problem."""
-        for rank, trace in enumerate(self.traces(document, **how)):
-            await self.send(rank, trace)
-
-    def traces(self, document: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
-        problem = parse_problem(document)
-        made = trace_documents(problem, orders_of(problem), plan_id=self.plan_id, **how)
+    def traces(self, document: Any = TIMED, **how: Any) -> list[dict[str, Any]]:
+        """With losses, which rank 0 sends."""
+        made = super().traces(document, **how)
         for entry in made[0]["steps"]:
             entry["loss"] = 4.0 - entry["step"]
         return made
@@ -65,11 +51,6 @@ class Run:
     async def post(self, path: str, **data: str) -> tuple[int, str | None]:
         answer = await self.service.http.post(self.url + path, data=data, headers=SAME_ORIGIN)
         return answer.status_code, answer.headers.get("location")
-
-
-async def begun(service: Service, **options: Any) -> Run:
-    plan_id = await service.import_plan(TIMED)
-    return Run(service, plan_id, *await service.started_run(plan_id=plan_id, **options))
 
 
 async def test_a_waiting_run_shows_the_reason(serving: Serving) -> None:
@@ -102,7 +83,7 @@ async def test_a_waiting_run_shows_the_reason(serving: Serving) -> None:
 async def test_a_running_run_shows_its_ranks_steps_and_losses(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = await begun(service)
+    run = await Run.begin(service, TIMED)
     for agent in run.agents:
         await service.beat(agent, run.id, 3)
     traces = run.traces(SLOW, steps=3)
@@ -144,7 +125,7 @@ async def test_a_running_run_shows_its_ranks_steps_and_losses(
 
 
 async def test_a_run_shows_its_whole_curve_and_steps_that_ran_again_once(service: Service) -> None:
-    run = await begun(service, retries=1)
+    run = await Run.begin(service, TIMED, retries=1)
     everything = [[step, 1.0 + step % 2, 9.0 - step / 100] for step in range(0, 400)]
     for rank, trace in enumerate(run.traces(TIMED, first_step=399)):
         trace["curve"] = [[step, seconds, None if rank else loss] for step, seconds, loss in everything]
@@ -153,11 +134,7 @@ async def test_a_run_shows_its_whole_curve_and_steps_that_ran_again_once(service
     steps = (await service.get(f"/v1{run.url}/steps"))["steps"]
     assert [step["step"] for step in steps] == [*range(400)]
     assert steps[7] == {"step": 7, "seconds": 6.0, "loss": 8.93}, "the time of the slowest rank"
-    await service.end_node(run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
-    await service.end_node(run.agents[1], run.id, "stopped")
-    run.generation = 1
-    for agent in run.agents:
-        await service.work(agent)
+    await run.restart()
     for rank, trace in enumerate(run.traces(TIMED, first_step=601)):
         curve = [[300, 1.5, None if rank else 5.0], *([step, 1.5, None] for step in range(302, 601, 2))]
         await run.send(rank, {**trace, "curve": curve})
@@ -187,15 +164,11 @@ def test_charts_of_steps_have_the_number_of_the_step_on_their_axis() -> None:
 
 
 async def test_a_failed_run_shows_the_reason_and_earlier_generations_are_kept(service: Service) -> None:
-    run = await begun(service, retries=1)
+    run = await Run.begin(service, TIMED, retries=1)
     await run.measured(TIMED, steps=2)
     for rank in (0, 1):
-        await run.send(rank, "the log", "log")
-    await service.end_node(run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
-    await service.end_node(run.agents[1], run.id, "stopped")
-    run.generation = 1
-    for agent in run.agents:
-        await service.work(agent)
+        await run.send(rank, b"the log", "log")
+    await run.restart()
     await run.measured(SLOW, first_step=1)
     seen = await run.words()
     for text in ("log of generation 0 , trace", "restarted 1 time", "Generations 0 , 1"):
@@ -213,7 +186,7 @@ async def test_a_failed_run_shows_the_reason_and_earlier_generations_are_kept(se
 
 
 async def test_a_browser_takes_an_offer(service: Service) -> None:
-    run = await begun(service, replan="ask")
+    run = await Run.begin(service, TIMED, replan="ask")
     for agent in run.agents:
         await service.beat(agent, run.id, 0)
     await run.measured(SLOW, steps=3)
@@ -233,7 +206,7 @@ async def test_a_browser_takes_an_offer(service: Service) -> None:
 
 
 async def test_an_ended_run_starts_again_with_the_same_plan_program_and_options(service: Service) -> None:
-    run = await begun(service, replan="ask", clip_norm=2.5)
+    run = await Run.begin(service, TIMED, replan="ask", clip_norm=2.5)
     assert "Start again" not in await run.words()
     assert await run.post("/cancel") == (303, run.url)
     for agent in run.agents:

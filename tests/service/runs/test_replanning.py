@@ -9,6 +9,7 @@ import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
 from support.serving import PROBLEM, Service, Serving
+from support.two_ranks import TwoRanks
 from zbv_service.runs import dispatch
 from zbv_service.runs.replanner import _is_enough, _patience, evaluate, measure
 from zbv_solver.measure.rank_trace import parse_rank_trace
@@ -32,32 +33,18 @@ def costing(forward: float) -> dict[str, Any]:
     return {**PLANNED, "costs": {"forward": forward, "backward_input": 1, "backward_weight": 1}}
 
 
-class Replanned:
-    """A run of two ranks on two agents, whose measured costs the service looks at."""
-
-    def __init__(self, service: Service, run_id: str, *agents: str):
-        self.service, self.id, self.agents = service, run_id, agents
+class Replanned(TwoRanks):
+    """A run whose measured costs the service looks at."""
 
     @classmethod
-    async def begin(cls, service: Service, **options: Any) -> Replanned:
-        plan_id = await service.import_plan(PLANNED)
-        run = cls(service, *await service.started_run(plan_id=plan_id, **options))
+    async def running(cls, service: Service, **options: Any) -> Replanned:
+        run = await cls.begin(service, PLANNED, **options)
         for agent in run.agents:
             await service.beat(agent, run.id, 0)
         return run
 
     async def document(self) -> dict[str, Any]:
         return await self.service.run(self.id)
-
-    async def measured(self, document: dict[str, Any], **how: Any) -> str:
-        """Send traces of the ranks with the costs of a document, by default for the plan of the run."""
-        problem = parse_problem(document)
-        plan_id = str(how.pop("plan_id", None) or (await self.document())["plan_id"])
-        for rank, trace in enumerate(trace_documents(problem, orders_of(problem), plan_id=plan_id, **how)):
-            part = f"runs/{self.id}/generations/0/ranks/{rank}/trace"
-            answer = await self.service.http.put(f"/v1/agents/{self.agents[rank]}/{part}", json=trace)
-            assert answer.status_code == 204, answer.text
-        return plan_id
 
     async def seen(self, document: dict[str, Any], **how: Any) -> tuple[Any, int]:
         """Send traces, and have the service look; its memory, and the number of searches."""
@@ -92,8 +79,9 @@ async def test_auto_searches_offers_and_changes_the_plan(
 ) -> None:
     monkeypatch.setattr(dispatch, "POLL_SECONDS", 0.05)  # in this test the service looks by itself
     async with serving("immediate") as service:
-        run = await Replanned.begin(service, replan="auto")
-        before = await run.measured(SLOW, steps=3)
+        run = await Replanned.running(service, replan="auto")
+        before = run.plan_id
+        await run.measured(SLOW, steps=3)
         found = await service.until_run(run.id, lambda seen: seen["target_plan_id"])
         target = found["target_plan_id"]
         assert found["plan_id"] == before != target
@@ -114,7 +102,7 @@ def under(document: dict[str, Any]) -> tuple[Problem, Any]:
 
 
 async def test_ask_waits_for_a_decision(service: Service) -> None:
-    run = await Replanned.begin(service, replan="ask")
+    run = await Replanned.running(service, replan="ask")
     await run.seen(SLOW, steps=3)
     await run.judge()
     offer = (await run.document())["offer"]["plan_id"]
@@ -125,11 +113,11 @@ async def test_ask_waits_for_a_decision(service: Service) -> None:
 
 
 async def test_off_too_few_steps_and_planned_costs_start_no_search(service: Service) -> None:
-    run = await Replanned.begin(service, replan="off")
+    run = await Replanned.running(service, replan="off")
     assert await run.seen(SLOW, steps=3) == (None, 0)
     for agent in run.agents:
         await service.end_node(agent, run.id, "succeeded")
-    run = await Replanned.begin(service, replan="auto")
+    run = await Replanned.running(service, replan="auto")
     assert await run.seen(SLOW, steps=2) == (None, 0)
     for document, first_step, last in ((PLANNED, 2, 4), (costing(1.04), 5, 7)):
         memory, searches = await run.seen(document, steps=3, first_step=first_step)
@@ -138,7 +126,7 @@ async def test_off_too_few_steps_and_planned_costs_start_no_search(service: Serv
 
 async def test_costs_without_a_better_plan_are_not_searched_again(honest: Service) -> None:
     """A plan that is no better is not offered. The next look comes later, and needs other costs."""
-    run = await Replanned.begin(honest, replan="auto")
+    run = await Replanned.running(honest, replan="auto")
     assert (await run.seen(SLOW, steps=3))[0]["is_open"]
     known = await run.judge()
     assert (known["is_open"], known["step"], known["searches"]) == (False, 2, 1)
@@ -153,14 +141,14 @@ async def test_costs_without_a_better_plan_are_not_searched_again(honest: Servic
 
 
 async def test_a_run_has_at_most_one_open_search(held: Service) -> None:
-    run = await Replanned.begin(held, replan="auto")
+    run = await Replanned.running(held, replan="auto")
     for step in (0, 3, 6):
         assert (await run.seen(costing(3 + step), steps=3, first_step=step))[1] == 1
 
 
 async def test_after_a_change_of_plan_only_its_traces_count(service: Service) -> None:
-    run = await Replanned.begin(service, replan="auto")
-    before = (await run.document())["plan_id"]
+    run = await Replanned.running(service, replan="auto")
+    before = run.plan_id
     await run.seen(SLOW, steps=3)
     await run.judge()
     target = (await run.document())["target_plan_id"]
@@ -171,11 +159,10 @@ async def test_after_a_change_of_plan_only_its_traces_count(service: Service) ->
 
 
 async def test_a_new_generation_starts_with_the_target_plan(service: Service) -> None:
-    run = await Replanned.begin(service, retries=1)
+    run = await Replanned.running(service, retries=1)
     target = await service.import_plan(SLOW)
     assert (await run.change(target)).json()["target_plan_id"] == target
-    await service.end_node(run.agents[0], run.id, "failed", {"kind": "error", "rank": 0, "detail": "d"})
-    await service.end_node(run.agents[1], run.id, "stopped")
+    await run.restart()
     assert (await service.work(run.agents[0]))["plan_id"] == target
     assert (await run.document())["target_plan_id"] is None
     swapped = next(event for event in await service.events_of_run(run.id) if event["kind"] == "swapped")
@@ -183,13 +170,13 @@ async def test_a_new_generation_starts_with_the_target_plan(service: Service) ->
 
 
 async def test_a_run_changes_only_to_plans_of_the_same_shape_and_back(service: Service) -> None:
-    run = await Replanned.begin(service)
+    run = await Replanned.running(service)
     loop = await service.import_plan({**PLANNED, "placement": "loop"})
     longer = await service.import_plan({**PLANNED, "microbatches": 5})
     for plan_id in ("0" * 64, loop, longer):
         answer = await run.change(plan_id)
         assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/plan_id")
-    assert (await Replanned(service, "e" * 32).change(loop)).status_code == 404
+    assert (await Replanned(service, loop, "e" * 32).change(loop)).status_code == 404
     plan_id, target = (await run.document())["plan_id"], await service.import_plan(SLOW)
     for wanted in (target, plan_id):
         await run.change(wanted)

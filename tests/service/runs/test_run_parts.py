@@ -6,39 +6,21 @@ import gzip
 import json
 from typing import Any
 
-import httpx
 import pytest
-from support.fake_searches import orders_of
-from support.rank_traces import trace_documents
 from support.serving import PROBLEM, Service, Serving
+from support.two_ranks import PACKED, TwoRanks
 from zbv_service.database import PartTable
 from zbv_service.runs.parts import MAX_LOG_BYTES, parse_traces
 from zbv_solver.measure.rank_trace import RankTrace
-from zbv_solver.problem.reading import parse_problem
-
-PACKED = {"content-type": "application/json", "content-encoding": "gzip"}
 
 
-def traces(steps: int = 1, **how: Any) -> list[dict[str, Any]]:
-    problem = parse_problem(PROBLEM)
-    return trace_documents(problem, orders_of(problem), steps=steps, **how)
+class Ranks(TwoRanks):
+    """The run, and what the service stores of it."""
 
-
-class Ranks:
-    """A run of two ranks on two agents, which send what they measured."""
-
-    def __init__(self, service: Service, run_id: str, *agents: str):
-        self.service, self.run_id, self.agents = service, run_id, agents
-        self.trace = f"/v1/runs/{run_id}/trace"
-
-    async def put(
-        self, rank: int, body: Any, kind: str = "trace", generation: int = 0, **other: Any
-    ) -> httpx.Response:
-        """Send a trace, a log or events; another agent or run may claim to be the rank's."""
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        agent, run_id = other.get("agent", self.agents[rank]), other.get("run_id", self.run_id)
-        address = f"/v1/agents/{agent}/runs/{run_id}/generations/{generation}/ranks/{rank}/{kind}"
-        return await self.service.http.put(address, content=gzip.compress(content), headers=PACKED)
+    @property
+    def trace(self) -> str:
+        """The address of the merged trace."""
+        return f"/v1/runs/{self.id}/trace"
 
     async def steps(self, **query: int) -> list[int]:
         """The steps of the merged trace."""
@@ -47,36 +29,36 @@ class Ranks:
 
     async def noted(self, *kinds: str) -> list[str]:
         """The details of the run's events of these kinds."""
-        events = await self.service.events_of_run(self.run_id)
+        events = await self.service.events_of_run(self.id)
         return [event["detail"] for event in events if event["kind"] in kinds]
 
     async def stored(self) -> RankTrace:
         """The stored trace of rank 0."""
         table = PartTable(self.service.app.state.application.database)
-        parts = await table.read(self.run_id, 0, "trace", [0])
+        parts = await table.read(self.id, 0, "trace", [0])
         (trace,) = parse_traces([part.body for part in parts])
         return trace
 
 
 @pytest.fixture
 async def ranks(service: Service) -> Ranks:
-    return Ranks(service, *await service.started_run())
+    return await Ranks.begin(service)
 
 
 async def test_the_newest_common_step_is_one_trace_on_the_clock_of_rank_0(ranks: Ranks) -> None:
     http = ranks.service.http
     assert "agents send it" in (await http.get(ranks.trace)).json()["detail"]
     ahead = [0, 987_654_321]
-    assert (await ranks.put(0, traces(3, ahead=ahead)[0])).status_code == 204
+    assert (await ranks.put(0, ranks.traces(steps=3, ahead=ahead)[0])).status_code == 204
     answer = await http.get(ranks.trace)
     assert (answer.status_code, answer.json()["detail"][:7]) == (404, "ranks 1")
-    assert (await ranks.put(1, traces(2, ahead=ahead)[1])).status_code == 204
+    assert (await ranks.put(1, ranks.traces(steps=2, ahead=ahead)[1])).status_code == 204
     found = await ranks.service.get(ranks.trace)
     assert found["otherData"]["steps"] == [1]
     assert found["otherData"]["clock_uncertainty_us"] == 0.05
     actions = {event["name"]: event for event in found["traceEvents"] if event["ph"] == "X"}
-    (one,) = traces(1)[1]["steps"]
-    begin = min(row[1] for trace in traces(1) for row in trace["steps"][0]["actions"])
+    (one,) = ranks.traces(steps=1)[1]["steps"]
+    begin = min(row[1] for trace in ranks.traces(steps=1) for row in trace["steps"][0]["actions"])
     for text, wait, start, ended, _ in one["actions"]:
         assert actions[text]["tid"] == 1
         assert actions[text]["ts"] == pytest.approx((start - begin) / 1e3)
@@ -114,17 +96,13 @@ async def test_what_a_rank_notes_becomes_one_event_each(ranks: Ranks) -> None:
 
 
 async def test_each_generation_keeps_the_latest_trace_of_a_rank(service: Service) -> None:
-    ranks = Ranks(service, *await service.started_run(retries=1))
+    ranks = await Ranks.begin(service, retries=1)
     for rank in (0, 1):
-        await ranks.put(rank, traces(1)[rank])
-        await ranks.put(rank, traces(5)[rank])
+        await ranks.put(rank, ranks.traces(steps=1)[rank])
+        await ranks.put(rank, ranks.traces(steps=5)[rank])
     assert await ranks.steps() == [4]
-    failure = {"kind": "error", "rank": 0, "detail": "d"}
-    await service.end_node(ranks.agents[0], ranks.run_id, "failed", failure)
-    await service.end_node(ranks.agents[1], ranks.run_id, "stopped")
-    for rank, agent in enumerate(ranks.agents):
-        await service.work(agent)
-        await ranks.put(rank, traces(1, first_step=2)[rank], generation=1)
+    await ranks.restart()
+    await ranks.measured(PROBLEM, first_step=2)
     assert [await ranks.steps(), await ranks.steps(generation=1), await ranks.steps(generation=0)] == [
         *([2], [2], [4])
     ]
@@ -132,14 +110,14 @@ async def test_each_generation_keeps_the_latest_trace_of_a_rank(service: Service
 
 async def test_earlier_steps_are_kept_because_ranks_write_at_different_times(ranks: Ranks) -> None:
     for step in (0, 5, 10, 15):
-        await ranks.put(0, traces(5, first_step=step)[0])
+        await ranks.put(0, ranks.traces(steps=5, first_step=step)[0])
     for first_step in (4, 0):
-        await ranks.put(1, traces(5, first_step=first_step)[1])
+        await ranks.put(1, ranks.traces(steps=5, first_step=first_step)[1])
         assert await ranks.steps() == [8]
     assert (await ranks.stored()).numbers == frozenset(range(5, 20))
-    await ranks.put(0, traces(2, first_step=20, ahead=[5, 5])[0])
+    await ranks.put(0, ranks.traces(steps=2, first_step=20, ahead=[5, 5])[0])
     assert (await ranks.stored()).numbers == {20, 21}, "the earlier steps were measured with another clock"
-    for other in (traces(2, first_step=25), traces(22, plan_id="b" * 64)):
+    for other in (ranks.traces(steps=2, first_step=25), ranks.traces(steps=22, plan_id="b" * 64)):
         await ranks.put(1, other[1])
         answer = await ranks.service.http.get(ranks.trace)
         assert (answer.status_code, "no step in common" in answer.text) == (404, True)
@@ -147,29 +125,35 @@ async def test_earlier_steps_are_kept_because_ranks_write_at_different_times(ran
 
 async def test_only_the_agent_of_a_rank_may_send_its_trace(ranks: Ranks) -> None:
     first, second = ranks.agents
-    text = json.dumps(traces()[0]).replace('"loss": null', '"loss": NaN')
+    text = json.dumps(ranks.traces()[0]).replace('"loss": null', '"loss": NaN')
     assert "NaN" in text
     assert (await ranks.put(0, text.encode())).status_code == 204
     for other in ({"agent": second}, {"generation": 1}, {"run_id": "e" * 32}, {"agent": "f" * 32}):
-        answer = await ranks.put(0, traces()[0], **other)
+        answer = await ranks.put(0, ranks.traces()[0], **other)
         assert answer.status_code == 404, answer.text
-    assert (await ranks.put(1, traces()[1], agent=first)).status_code == 404
+    assert (await ranks.put(1, ranks.traces()[1], agent=first)).status_code == 404
     await ranks.service.http.delete(f"/v1/agents/{first}")
-    assert (await ranks.put(0, traces()[0])).status_code == 410
+    assert (await ranks.put(0, ranks.traces()[0])).status_code == 410
 
 
 async def test_large_or_invalid_traces_are_refused(serving: Serving) -> None:
     async with serving("immediate", max_trace_bytes=5000) as service:
-        ranks = Ranks(service, *await service.started_run())
-        infinite = json.dumps({**traces()[0], "more": 7}).replace("7}", "1e999}").encode()
+        ranks = await Ranks.begin(service)
+        infinite = json.dumps({**ranks.traces()[0], "more": 7}).replace("7}", "1e999}").encode()
         for body, status in (
-            *((b" " * 50_000, 413), (b"{", 400), (infinite, 400), ({"rank": 0}, 422), (traces()[1], 422)),
+            *(
+                (b" " * 50_000, 413),
+                (b"{", 400),
+                (infinite, 400),
+                ({"rank": 0}, 422),
+                (ranks.traces()[1], 422),
+            ),
         ):
             answer = await ranks.put(0, body)
             kind = answer.headers["content-type"]
             assert (answer.status_code, kind) == (status, "application/problem+json")
-        address = f"/v1/agents/{ranks.agents[0]}/runs/{ranks.run_id}/generations/0/ranks/0/trace"
-        whole = gzip.compress(json.dumps(traces()[0]).encode())
+        address = f"/v1/agents/{ranks.agents[0]}/runs/{ranks.id}/generations/0/ranks/0/trace"
+        whole = gzip.compress(json.dumps(ranks.traces()[0]).encode())
         for content in (b"not gzip", whole[:-9], whole + b"more"):
             answer = await service.http.put(address, content=content, headers=PACKED)
             assert answer.status_code == 400, answer.text
@@ -179,7 +163,7 @@ async def test_large_or_invalid_traces_are_refused(serving: Serving) -> None:
 
 
 async def test_the_end_of_a_log_is_stored_per_rank_and_generation(ranks: Ranks) -> None:
-    http, shown = ranks.service.http, f"/v1/runs/{ranks.run_id}/ranks/1/log"
+    http, shown = ranks.service.http, f"/v1/runs/{ranks.id}/ranks/1/log"
     assert (await http.get(shown)).status_code == 404
     for text in (b"old", "Größe \udcff".encode(errors="surrogateescape")):
         await ranks.put(1, text, "log")

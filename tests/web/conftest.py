@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, StorageState
+from support.drawn_plans import one_by_one
 from zbv_service.pages.layouts import LayoutForm
-from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.assemble import make_plan
 
 from web.browsing import HARMLESS, LAYOUTS, PROBLEM, SEARCH_SECONDS, Look, Service, a_browser, serving
 
@@ -110,12 +108,4 @@ def layout_search(service: Service) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def large_plan() -> Plan:
     """More actions than are drawn one by one."""
-    problem = parse_problem({**PROBLEM, "pp_degree": 8, "microbatches": 200})
-    rank_of = problem.placement.rank_of
-    ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
-    for j in range(problem.microbatches):
-        for stage in range(problem.n_stages):
-            ranks[rank_of[stage]].append(Action(stage, "F", j))
-        for stage in reversed(range(problem.n_stages)):
-            ranks[rank_of[stage]] += [Action(stage, "I", j), Action(stage, "W", j)]
-    return make_plan(problem, Orders.from_actions(ranks), method="sequential")
+    return one_by_one(8, 200, memory=PROBLEM["memory"], units=PROBLEM["units"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from support.drawn_plans import one_by_one
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import add
 from zbv_service import app
@@ -19,7 +20,7 @@ from zbv_service.plans import plans
 from zbv_service.plans.thumbnail import HEIGHT, WIDTH, thumbnail
 from zbv_solver.documents.files import plain
 from zbv_solver.export.palette import KIND_FILLS, rgb
-from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.jitter import Jitter
@@ -213,18 +214,7 @@ async def test_an_imported_simulation_is_repeated_and_kept(service: Service) -> 
     assert stored["simulation"] == document["simulation"]
 
 
-def one_after_the_other(ranks: int, microbatches: int, **more: Any) -> Plan:
-    """A plan that runs one microbatch at a time, so that ranks are idle most of the time."""
-    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1, **more}
-    problem = parse_problem({"pp_degree": ranks, "microbatches": microbatches, "costs": costs})
-    lists: list[list[Action]] = [[] for _ in range(ranks)]
-    for j in range(microbatches):
-        for stage in range(problem.n_stages):
-            lists[problem.placement.rank_of[stage]].append(Action(stage, "F", j))
-        for stage in reversed(range(problem.n_stages)):
-            actions = [Action(stage, "I", j), Action(stage, "W", j)]
-            lists[problem.placement.rank_of[stage]] += actions
-    return make_plan(problem, Orders.from_actions(lists), method="sequential")
+NO_TIME = {"forward": 0, "backward_input": 0, "backward_weight": 0}
 
 
 def pixels(plan: Plan) -> NDArray[np.uint8]:
@@ -234,7 +224,7 @@ def pixels(plan: Plan) -> NDArray[np.uint8]:
 
 
 def test_every_rank_has_a_row_with_the_colours_of_its_actions() -> None:
-    found = pixels(one_after_the_other(2, 1))
+    found = pixels(one_by_one(2, 1))
     # Twelve actions on two ranks: rank 0 begins with 0F0 and rank 1 waits for it.
     first, second = found[HEIGHT // 8], found[HEIGHT // 2 + HEIGHT // 8]
     assert tuple(first[20]) == (*rgb(KIND_FILLS[0]), 255)
@@ -246,12 +236,12 @@ def test_every_rank_has_a_row_with_the_colours_of_its_actions() -> None:
 
 @pytest.mark.parametrize("ranks", [HEIGHT // 2 + 1, HEIGHT, HEIGHT + 1, 2 * HEIGHT + 7])
 def test_many_ranks_fill_the_picture(ranks: int) -> None:
-    found = pixels(one_after_the_other(ranks, 1))
+    found = pixels(one_by_one(ranks, 1))
     assert found[..., 3].any(axis=1).all()
 
 
 def test_a_plan_without_duration_is_an_empty_picture() -> None:
-    assert not pixels(one_after_the_other(2, 1, forward=0, backward_input=0, backward_weight=0)).any()
+    assert not pixels(one_by_one(2, 1, costs=NO_TIME)).any()
 
 
 SCOPES = ("search", "read", "agent", "launch")

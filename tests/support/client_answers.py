@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import httpx
-from zbv_service.client import Client
+from zbv_service.client import AgentClient
 
 SEARCH: dict[str, Any] = {
     "id": "a",
@@ -23,7 +23,7 @@ SEARCH: dict[str, Any] = {
     "created_at": "2026-01-02T03:04:05Z",
 }
 Given = httpx.Response | Exception
-Answering = Callable[..., tuple[Client, list[httpx.Request]]]
+Answering = Callable[..., tuple[AgentClient, list[httpx.Request]]]
 
 
 def problem(status: int, **more: Any) -> httpx.Response:

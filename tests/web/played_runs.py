@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from random import Random
-from typing import Any
 
 from support.rank_traces import trace_documents
 from zbv_service.client import AgentClient, AgentGone, NodeWork
 from zbv_solver.plans.plan import Plan, plan_json
-from zbv_solver.problem.problem import Problem
 
 from web.browsing import Service
 
@@ -25,6 +21,7 @@ class PlayedRun:
     """A run, and the agents that the test plays: one per rank, each with its work."""
 
     client: AgentClient
+    plan: Plan
     id: str
     url: str
     """Its page."""
@@ -36,12 +33,16 @@ class PlayedRun:
             places = [{"rank": rank, "step": step, "action": f"{rank}F1"}]
             self.client.heartbeat(agent, {"run_id": self.id, "ranks": places})
 
-    def measured(self, documents: Sequence[dict[str, Any]]) -> None:
-        """These ranks send their measurements."""
-        for document in documents:
-            rank = document["rank"]
-            agent, work = self.agents[rank]
-            self.client.put_trace(agent, work, rank, json.dumps(document).encode())
+    def measured(self) -> None:
+        """Every rank sends six steps, in which the W's of rank 2 take twice as long as planned."""
+        costs, stages = self.plan.problem.costs, self.plan.problem.placement.stages_of[2]
+        weights = tuple(cost * (1 + (stage in stages)) for stage, cost in enumerate(costs.backward_weight))
+        actual = replace(self.plan.problem, costs=replace(costs, backward_weight=weights))
+        made = trace_documents(actual, self.plan.orders, plan_id=self.plan.plan_id, steps=6)
+        for entry in made[0]["steps"]:
+            entry["loss"] = 4.0 - 0.1 * entry["step"]
+        for rank, (agent, work) in enumerate(self.agents):
+            self.client.put_trace(agent, work, rank, json.dumps(made[rank]).encode())
 
     def log(self, rank: int, text: str) -> None:
         """A rank sends the end of its log."""
@@ -68,25 +69,4 @@ def play(service: Service, plan: Plan, *, steps: int = 40) -> PlayedRun:
     run = client.submit_run(plan.plan_id, MODEL, nodes=len(names), steps=steps, options={"retries": 0})
     works = [(name, work) for name in names if (work := client.next_work(name, 20)) is not None]
     works.sort(key=lambda agent: agent[1].node_rank)
-    return PlayedRun(client, run.id, f"{service.url}/runs/{run.id}", works)
-
-
-def slower(problem: Problem, rank: int, factor: float) -> Problem:
-    """The problem with a rank's W's this much longer."""
-    costs, stages = problem.costs, problem.placement.stages_of[rank]
-    weights = tuple(
-        cost * (factor if stage in stages else 1.0) for stage, cost in enumerate(costs.backward_weight)
-    )
-    return replace(problem, costs=replace(costs, backward_weight=weights))
-
-
-def traces(plan: Plan, problem: Problem) -> list[dict[str, Any]]:
-    """The traces of six steps of a plan's ranks under a problem's costs, with losses and a little noise."""
-    made = trace_documents(problem, plan.orders, plan_id=plan.plan_id, steps=6)
-    noise = Random(0)
-    for document in made:
-        for entry in document["steps"]:
-            entry["seconds"] *= 1 + 0.01 * noise.random()
-            if document["pp_rank"] == 0:
-                entry["loss"] = round(4.0 / (1 + 0.1 * entry["step"]), 4)
-    return made
+    return PlayedRun(client, plan, run.id, f"{service.url}/runs/{run.id}", works)

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, ViewportSize
 from zbv_solver.plans.plan import Plan
 
 from web.browsing import PHONE, Look, Open, Service
-from web.played_runs import play, slower, traces
+from web.played_runs import play
 
 KINDS = (
     *("home", "searches", "plans", "runs", "agents", "new", "search", "plan", "compare", "frontier"),
@@ -27,7 +27,7 @@ def addresses(service: Service, plan: Plan, layout_search: dict[str, Any]) -> di
     search = service.call(f"/v1/searches?q={plan.plan_id}&limit=1")["searches"][0]["id"]
     run = play(service, plan, steps=4)
     run.beat(1)
-    run.measured(traces(plan, slower(plan.problem, 2, 2.0)))
+    run.measured()
     paths = {
         "home": "/",
         "api": "/api",

@@ -13,7 +13,7 @@ from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Units
 
 from web.browsing import PHONE, PROBLEM, Open, Service
-from web.played_runs import play, slower, traces
+from web.played_runs import play
 
 LONG: dict[str, Any] = {
     **PROBLEM,
@@ -122,7 +122,7 @@ def test_the_page_follows_a_run_and_can_stop_it(look: Open, service: Service, pl
     found.open(run.url)
     state = page.locator("[data-live=state]")
     assert "starting" in state.inner_text()
-    run.measured(traces(plan, slower(plan.problem, 2, 1.4)))
+    run.measured()
     run.log(1, "what rank 1 printed")
     page.get_by_text("Cancel run").click()
     run.beat(4)

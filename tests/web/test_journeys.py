@@ -11,7 +11,7 @@ from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan
 
 from web.browsing import LAYOUTS, Look, Open, Service
-from web.played_runs import play, slower, traces
+from web.played_runs import play
 
 UNAUTHORISED = "error: Failed to load resource: the server responded with a status of 401 (Unauthorized)"
 
@@ -94,7 +94,7 @@ def test_schedules_share_one_time_axis_and_one_highlight(reader: Look, plan: Pla
 def test_a_measured_action_has_its_planned_time(reader: Look, service: Service, plan: Plan) -> None:
     run = play(service, plan)
     run.beat(6)
-    run.measured(traces(plan, slower(plan.problem, 2, 2.0)))
+    run.measured()
     reader.open(f"{run.url}/measured")
     assert bars(reader.page) == [len(plan.orders)] * 2
     x, y = reader.point_at(500, 0, 4, lane=1)

@@ -8,17 +8,17 @@ from typing import Any
 import httpx
 import pytest
 from support.client_answers import Answering, Chunks, Given
-from zbv_service.client import Client, Retries
+from zbv_service.client import AgentClient, Retries
 
 AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
 
 
 @pytest.fixture
-def connect() -> Callable[..., Client]:
+def connect() -> Callable[..., AgentClient]:
     """Makes clients; a function answers their requests."""
 
-    def make(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> Client:
-        return Client(
+    def make(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> AgentClient:
+        return AgentClient(
             "http://zbv", **{"retries": AT_ONCE, "transport": httpx.MockTransport(answer), **options}
         )
 
@@ -26,10 +26,10 @@ def connect() -> Callable[..., Client]:
 
 
 @pytest.fixture
-def answering(connect: Callable[..., Client]) -> Answering:
+def answering(connect: Callable[..., AgentClient]) -> Answering:
     """Makes a client that gets the given answers in order; returns it with the list of its requests."""
 
-    def make(*answers: Given, **options: Any) -> tuple[Client, list[httpx.Request]]:
+    def make(*answers: Given, **options: Any) -> tuple[AgentClient, list[httpx.Request]]:
         left, requests = iter(answers), []
 
         def answer(request: httpx.Request) -> httpx.Response:

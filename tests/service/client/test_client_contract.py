@@ -81,7 +81,7 @@ def test_plans_are_imported_read_exported_and_compared(client: Client) -> None:
     with pytest.raises(InvalidRequest) as caught:
         client.submit({**PROBLEM, "costs": {**PROBLEM["costs"], "forward": -1}})
     assert [issue.pointer for issue in caught.value.issues] == ["/problem/costs/forward"]
-    assert caught.value.request_id
+    assert (caught.value.status, bool(caught.value.request_id)) == (422, True)
 
 
 def test_a_problem_is_checked_and_estimated_before_it_is_searched(client: Client) -> None:

@@ -45,6 +45,7 @@ def test_searches_are_cancelled_listed_and_deleted(client: Client, folder: Path)
         client.cancel(search_id)
         assert client.wait(search_id, timeout=DEADLINE).state == "cancelled"
     assert [search.id for search in client.all_searches(2, state="cancelled")] == ids[::-1]
+    assert [*client.all_searches(2, state="failed")] == []
     client.delete(ids[1])
     with pytest.raises(NotFound):
         client.search(ids[1])

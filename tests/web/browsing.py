@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +16,8 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from playwright.sync_api import Browser, FloatRect, Locator, Page, TimeoutError, sync_playwright
-from support.paths import TESTS
+from playwright.sync_api import Browser, Locator, Page, TimeoutError, sync_playwright
+from support.served import SEARCHES_PRELOAD, start_services
 from zbv_service.client import AgentClient
 from zbv_service.client.tokens import find
 from zbv_solver.plans.plan import Plan
@@ -125,9 +122,7 @@ class Look:
 
     def colour_at(self, x: float, y: float) -> tuple[int, ...]:
         """Red, green and blue of a point of the window, as painted."""
-        clip = FloatRect(x=x - 1, y=y - 1, width=2, height=2)
-        picture = Image.open(io.BytesIO(self.page.screenshot(clip=clip))).convert("RGB")
-        return tuple(np.asarray(picture)[0, 0].tolist())
+        return tuple(self.screen()[round(y), round(x)].tolist())
 
     def point_at(self, time_at: float, rank: int, ranks: int, lane: int = 0) -> tuple[float, float]:
         """Where a time on a rank is in the window, in pixels."""
@@ -169,22 +164,10 @@ class Service:
 @contextmanager
 def serving(directory: Path) -> Iterator[Service]:
     """A service with its state in a directory; its thorough searches with a seed wait without work."""
-    command = [sys.executable, "-m", "support.patient_searches", "serve", "--port", "0", "--searches", "1"]
-    with subprocess.Popen(
-        [*command, "--database", f"sqlite:///{directory / 'zbv.db'}"],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"listening on (http://\S+)", process.stdout.readline())
-            assert found, "the service did not start (see its standard error)"
-            with AgentClient(found[1]) as client:
-                yield Service(found[1], client)
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
+    with ExitStack() as stack:
+        flags = ("--port", "0", "--searches", "1")
+        (served,) = start_services(stack, directory, 1, *flags, **{SEARCHES_PRELOAD: ""})
+        yield Service(served.address, stack.enter_context(AgentClient(served.address)))
 
 
 @contextmanager

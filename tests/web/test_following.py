@@ -8,9 +8,7 @@ from typing import Any
 
 from playwright.sync_api import Page
 from zbv_service.client import NotFound
-from zbv_solver.export import quantities
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import Units
 
 from web.browsing import PHONE, PROBLEM, Open, Service
 from web.played_runs import play
@@ -68,8 +66,6 @@ def test_a_search_is_followed_and_stopped_and_keeps_its_best(look: Open, service
     ended = service.call(f"/v1/searches/{search_id}")
     target = page.get_by_role("link", name="Open plan").get_attribute("href")
     assert target == f"/plans/{ended['plan_id']}"
-    best = quantities.time(ended["objective"], Units(time="us"))
-    assert best in page.locator(".cards.values").inner_text()
     assert page.locator("#improvements tbody tr").count() == drawn(page) >= 3
     # The turn of the other search has come, and no plan fits its limit.
     waits.soon(waits.page.get_by_text("No plan fits the memory limit"))

@@ -116,10 +116,6 @@ def test_another_plan_than_requested_is_an_invalid_answer(answering: Answering) 
 
 
 RUN: dict[str, Any] = {"id": "r", "state": "running", "plan_id": "p", "error": None}
-WORK: dict[str, Any] = {
-    **{"run_id": "r", "generation": 0, "node_rank": 1, "nodes": 2, "ranks_per_node": 1},
-    **{"rendezvous": "h:1", "plan_id": "p", "model": {"factory": "a:b"}},
-}
 NODE = NodeWork("r", 2, 1, 2, 1, "h:1", "p", "a:b", {})
 
 
@@ -131,8 +127,8 @@ def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key(answering: Ans
 
 
 def test_malformed_work_is_an_invalid_answer(answering: Answering) -> None:
-    client, _ = answering(httpx.Response(200, json={**WORK, "rendezvous": None}))
-    with pytest.raises(InvalidAnswer, match="rendezvous"):
+    client, _ = answering(httpx.Response(200, json={"run_id": "r", "generation": 0}))
+    with pytest.raises(InvalidAnswer):
         client.next_work("a", 1)
 
 

@@ -13,7 +13,7 @@ import pytest
 from support.orders import random_orders
 from support.problems import uniform, uniform_document
 from zbv_service import client
-from zbv_service.client import Client, Run
+from zbv_service.client import Client
 from zbv_service.commands import run as run_command
 from zbv_service.commands.cli import main
 from zbv_solver.plans.plan import plan_json
@@ -26,7 +26,7 @@ REFUSAL = {"status": 422, "title": "T", "detail": "D", "errors": [{"pointer": "/
 STEPS: list[dict[str, Any]] = [
     {"step": 0, "seconds": 2.5, "loss": 4.5},
     {"step": 1, "seconds": 1.0, "loss": 3.0},
-    {"step": 4, "seconds": 1.25, "loss": 2.0},
+    {"step": 4, "seconds": 1.25, "loss": None},
 ]
 
 
@@ -64,7 +64,7 @@ class Service:
 
     def _run(self) -> dict[str, Any]:
         state = "running" if self.looks < 2 else self.last
-        members = [{"ranks": [{"rank": 0, "step": 3}, {"rank": 1, "step": None}]}]
+        members = [{"ranks": [{"rank": rank, "step": step} for rank, step in enumerate((4, 3, None))]}]
         return {"id": "r1", "state": state, "plan_id": None, "error": None, "members": members, "steps": 5}
 
     def _events(self, after: int) -> list[dict[str, Any]]:
@@ -86,7 +86,8 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Service:
             super().__init__(address, transport=httpx.MockTransport(found), retries=0)
 
     monkeypatch.setattr(client, "Client", Connected)
-    monkeypatch.setattr(run_command, "POLL_SECONDS", 0.0)
+    for name in ("POLL_SECONDS", "PROGRESS_SECONDS"):
+        monkeypatch.setattr(run_command, name, 0.0)
     return found
 
 
@@ -113,8 +114,10 @@ def test_a_stored_plan_is_run_and_followed(service: Service, capsys: pytest.Capt
     assert printed.out == "r1\n"
     lines = printed.err.splitlines()
     assert lines[0] == "run r1 (http://127.0.0.1:8000/runs/r1)"
-    assert [line.split(" ", 1)[1] for line in lines[1:-1]] == ["starting: on one", "succeeded"]
-    assert lines[-1] == "step 0: loss 4.5, 2.5 s; step 4: loss 2, 1.25 s"
+    starting, progress, succeeded, curve = lines[1:]
+    assert [line.split(" ", 1)[1] for line in (starting, succeeded)] == ["starting: on one", "succeeded"]
+    assert progress == "last reported step 3 of 5; step 4: 1.25 s"
+    assert curve == "step 0: loss 4.5, 2.5 s; step 4: 1.25 s"
 
 
 @pytest.mark.usefixtures("in_folder")
@@ -307,19 +310,6 @@ def test_after_a_lost_answer_the_message_says_that_the_run_may_have_started(
     said = capsys.readouterr().err
     assert "may nevertheless have started the run" in said
     assert "http://127.0.0.1:8000/runs before" in said
-
-
-def test_progress_is_the_step_of_the_slowest_rank_that_has_reported() -> None:
-    def run(*steps: int | None) -> Run:
-        ranks = [{"rank": rank, "step": step} for rank, step in enumerate(steps)]
-        return Run("r", "running", None, None, {"members": [{"ranks": ranks}], "steps": 9})
-
-    assert run_command.progress(run(4, 3, None), []) == "last reported step 3 of 9"
-    measured = run_command.progress(run(4, 3, None), STEPS)
-    assert measured == "last reported step 3 of 9; step 4: loss 2, 1.25 s"
-    assert run_command.progress(run(None), STEPS) == run_command.progress(run(), STEPS) == ""
-    without_loss = [{"step": 7, "seconds": 2.0, "loss": None}]
-    assert (run_command.curve(without_loss), run_command.curve([])) == ("step 7: 2 s", "")
 
 
 def test_a_missing_part_of_the_installation_is_named(

@@ -36,7 +36,7 @@ class PlayedRun:
     def measured(self) -> None:
         """Every rank sends six steps, in which the W's of rank 2 take twice as long as planned."""
         costs, stages = self.plan.problem.costs, self.plan.problem.placement.stages_of[2]
-        weights = tuple(cost * (1 + (stage in stages)) for stage, cost in enumerate(costs.backward_weight))
+        weights = tuple(cost * (2 if at in stages else 1) for at, cost in enumerate(costs.backward_weight))
         actual = replace(self.plan.problem, costs=replace(costs, backward_weight=weights))
         made = trace_documents(actual, self.plan.orders, plan_id=self.plan.plan_id, steps=6)
         for entry in made[0]["steps"]:

@@ -69,9 +69,8 @@ def test_the_form_has_a_field_for_every_value_of_the_request() -> None:
     assert {IN_FORM.get(name, name) for name in fields} | ALWAYS_IN_FORM == keys(LayoutRequest)
 
 
-MODEL = {"hidden": 512, "layers": 4, "heads": 8, "vocabulary": 1024, "sequence": 512, "gated": True}
 FIELDS: dict[str, list[str]] = {
-    "model_json": [json.dumps({"model": MODEL})],
+    "model_json": [json.dumps({"model": MEASURED_MODEL})],
     **{"device": ["h100"], "nodes": ["1"], "gpus_per_node": ["2"], "global_batch": ["8"]},
     **{"sequence_length": ["256"], "prediction_layers": ["1"], "precision": ["mixed"]},
     **{"optimizer": ["lion"], "recompute_modules": ["core_attn", "mlp"], "top": ["3"]},

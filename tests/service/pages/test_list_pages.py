@@ -33,10 +33,6 @@ def link(text: str, rel: str) -> str | None:
     return None if found is None else html.unescape(found[1])
 
 
-async def some_searches(service: Service, count: int) -> list[str]:
-    return [(await service.done(seed=seed))["id"][:12] for seed in range(count)][::-1]
-
-
 async def test_empty_lists_explain_how_to_fill_or_clear_them(service: Service) -> None:
     for name in ("searches", "plans", "runs", "agents"):
         empty = await shown(service.http, f"/{name}")
@@ -52,7 +48,7 @@ async def test_empty_lists_explain_how_to_fill_or_clear_them(service: Service) -
 
 
 async def test_a_list_has_pages_and_filters_and_links_under_a_prefix(service: Service) -> None:
-    ids = await some_searches(service, 5)
+    ids = [(await service.done(seed=seed))["id"][:12] for seed in range(5)][::-1]
     first = await shown(service.http, "/searches?limit=2&pp_degree=2&q=&objective=")
     assert (rows(first), link(first, "first")) == (ids[:2], None)
     second = await shown(service.http, str(link(first, "next")))

@@ -12,7 +12,7 @@ import httpx
 from pydantic import AliasChoices, Field, StrictBool, TypeAdapter, ValidationError
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.plans.channels import Channel, Transfer
-from zbv_solver.plans.orders import Action
+from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.plans.reading import parse_plan
 
@@ -235,7 +235,7 @@ def read_rank(answer: Any) -> RankPlan:
     actions = parse(tuple[str, ...], member(answer, "actions"))
     try:
         channels = tuple(channel.seen_from(rank) for channel in found)
-        parsed = {"actions": tuple(map(Action.parse, actions)), "channels": channels}
+        parsed = {"actions": tuple(Orders.from_text([actions]).actions(0)), "channels": channels}
     except InvalidInput as error:
         raise InvalidAnswer(f"cannot read the answer for a rank: {error}") from error
     return parse(RankPlan, {**answer, **parsed})

@@ -39,7 +39,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.layered_problem import AUTO_CHUNKS, uncut
 from zbv_solver.problem.numeric import SEARCH_MEMORY
 from zbv_solver.problem.problem import B, F, Problem
-from zbv_solver.problem.stages import Costs, Deltas, Memory, Placement
+from zbv_solver.problem.stages import Communication, Costs, Deltas, Memory, Placement
 from zbv_solver.timing.start_times import objective_of
 
 _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {
@@ -172,6 +172,9 @@ def merge_stages(problem: Problem) -> Problem:
     def merged_deltas(deltas: Deltas) -> Deltas:
         return Deltas(merged(deltas.forward), merged(deltas.backward_input), merged(deltas.backward_weight))
 
+    def merged_communication(hidden: Communication | None) -> Communication | None:
+        return None if hidden is None else Communication(*map(merged, vars(hidden).values()))
+
     static, model = memory.static, problem.model
     if model is not None:
         groups = [range(k, k + chunks) for k in range(0, problem.n_stages, chunks)]
@@ -183,9 +186,15 @@ def merge_stages(problem: Problem) -> Problem:
         costs=merged_costs(problem.costs),
         memory=Memory(**vars(merged_deltas(memory)), static=static, limit=memory.limit),
         features=tuple(
-            replace(feature, costs=merged_costs(feature.costs), memory=merged_deltas(feature.memory))
+            replace(
+                feature,
+                costs=merged_costs(feature.costs),
+                memory=merged_deltas(feature.memory),
+                communication=merged_communication(feature.communication),
+            )
             for feature in problem.features
         ),
+        communication=merged_communication(problem.communication),
     )
 
 

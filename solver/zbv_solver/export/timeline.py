@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from zbv_solver.export import palette, quantities
 from zbv_solver.export.palette import KIND_FILLS, PALETTE_SHADES, rgb
 from zbv_solver.kernels.jit import FloatArray
+from zbv_solver.plans.orders import durations
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import LETTERS, F, Problem
 
@@ -82,6 +83,9 @@ def timeline(plan: Plan) -> Timeline:
 
     orders = plan.orders
     start, end = earliest_times(plan.problem, orders)
+    if orders.paired is not None:  # a pair is one block with two halves
+        first = np.flatnonzero(orders.paired)
+        end[first] = start[first + 1] = (start[first] + end[first]) / 2
     during, after = memory_profile(plan.problem, orders)
     chunk = np.array(plan.problem.placement.chunk_of, dtype=np.int32)[orders.stage]
     return Timeline(
@@ -156,8 +160,9 @@ def idle_shares(plan: Plan) -> list[float]:
     orders, span = plan.orders, plan.metrics.span
     if span <= 0:
         return [0.0] * orders.pp_degree
-    duration = plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
-    busy = np.bincount(orders.rank_index(), weights=duration, minlength=orders.pp_degree)
+    busy = np.bincount(
+        orders.rank_index(), weights=durations(plan.problem, orders), minlength=orders.pp_degree
+    )
     return [float(share) for share in 1 - busy / span]
 
 

@@ -130,6 +130,10 @@ def _step(index: int, document: StepTraceDocument, ahead: int) -> StepTrace:
         (issue,) = error.issues
         action = issue.pointer.rpartition("/")[2]
         raise InvalidInput.at(f"/steps/{index}/actions/{action}/0", issue.detail) from None
+    if orders.paired is not None:
+        raise InvalidInput.at(
+            f"/steps/{index}/actions", "found a pair; a trace has the times of single actions."
+        )
     numbers = np.array([record[1:] for record in document.actions], dtype=np.int64).reshape(-1, 4)
     times = numbers[:, :3] - ahead
     descends = (np.diff(times, axis=1) < 0).any(axis=1)

@@ -25,6 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.measure.rank_trace import RankTrace, Samples, collect, grouped_medians, latencies
 from zbv_solver.problem.cut import CutModel
@@ -66,6 +67,11 @@ def refit(problem: Problem, traces: Sequence[RankTrace]) -> Problem:
     InvalidInput
         When a trace belongs to another problem, or no trace has a step.
     """
+    if problem.communication is not None:
+        raise InvalidInput.at(
+            "/costs/communication",
+            "a trace does not tell how much of an action is communication. Refit a problem without this key.",
+        )
     samples = collect(problem, traces)
     scale, amounts = _nanoseconds(problem, samples), regressors(problem)
     parts = [problem.costs, *(feature.costs for feature in problem.features)]

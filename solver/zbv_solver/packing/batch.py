@@ -117,6 +117,10 @@ def to_batch(parsed: BatchDocument) -> Batch:
                 "/problem/layers", "a batch needs the costs of stages. Cut the layers first, with zbv plan."
             )
         )
+    if (parsed.problem.get("costs") or {}).get("communication") is not None:
+        issues.append(
+            Issue("/problem/costs/communication", "a packing orders single actions; remove the key.")
+        )
     if issues:
         raise InvalidInput(issues)
     longest = max(parsed.sequences)

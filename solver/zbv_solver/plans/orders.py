@@ -1,7 +1,8 @@
 """Execution orders: the list of actions of every rank, as arrays and as text.
 
 An action is a stage, a letter and a microbatch, such as ``7I3``. Plans may have millions of actions, so the
-actions of all ranks are kept in three flat arrays, rank after rank.
+actions of all ranks are kept in three flat arrays, rank after rank. A pair, such as ``0F5+3I2``, is an F and
+an I or B that a rank runs together: two actions, one after the other, of which the first is marked.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zbv_solver.errors import InvalidInput
-from zbv_solver.kernels.jit import BoolArray, IntArray
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.kernels.jit import BoolArray, FloatArray, IntArray
 from zbv_solver.problem.numeric import MAX_CELLS
-from zbv_solver.problem.problem import LETTERS, B, F, I, W
+from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+from zbv_solver.problem.stages import pair_duration
 
 _ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
 
@@ -56,6 +58,8 @@ class Orders:
     """(n,) int32, like the stage."""
     offset: NDArray[np.int64]
     """(p + 1,) int64: rank r's actions are ``offset[r]:offset[r + 1]``."""
+    paired: BoolArray | None = None
+    """(n,) whether an F runs as a pair with the action after it; None if there are no pairs."""
 
     @classmethod
     def from_actions(cls, ranks: Sequence[Sequence[tuple[int, str, int]]]) -> Orders:
@@ -80,11 +84,22 @@ class Orders:
 
     @classmethod
     def from_text(cls, ranks: Sequence[Sequence[str]]) -> Orders:
-        """Parse lists of action texts; errors point at ``/ranks/{rank}/{index}``."""
-        rows = _parse([text for texts in ranks for text in texts])
-        if rows is None:
-            return cls.from_actions(_parse_each(ranks))
-        return cls(*rows, offset=_offsets(ranks))
+        """Parse lists of actions and pairs as texts; errors point at ``/ranks/{rank}/{index}``."""
+        entries = [text for texts in ranks for text in texts]
+        rows = _parse(entries)
+        if rows is not None:
+            return cls(*rows, offset=_offsets(ranks))
+        parsed = [
+            [_parse_entry(text, rank, at) for at, text in enumerate(texts)]
+            for rank, texts in enumerate(ranks)
+        ]
+        orders = cls.from_actions([[action for entry in entries for action in entry] for entries in parsed])
+        sizes = np.array([len(entry) for entries in parsed for entry in entries])
+        if (sizes == 1).all():
+            return orders
+        paired = np.zeros(len(orders), dtype=np.bool_)
+        paired[np.cumsum(sizes)[sizes == 2] - 2] = True
+        return replace(orders, paired=paired)
 
     @property
     def pp_degree(self) -> int:
@@ -112,6 +127,10 @@ class Orders:
         """The same order with microbatch ``entry[k]`` (m,) in the place of microbatch k."""
         return replace(self, microbatch=entry.astype(np.int32)[self.microbatch])
 
+    def without_pairs(self) -> Orders:
+        """The same order, in which the actions of every pair run one after the other."""
+        return self if self.paired is None else replace(self, paired=None)
+
     def rank_index(self) -> NDArray[np.int32]:
         """The rank of every action, (n,)."""
         return np.repeat(np.arange(self.pp_degree, dtype=np.int32), np.diff(self.offset))
@@ -136,17 +155,32 @@ class Orders:
         return f"{self.stage[index]}{letter}{self.microbatch[index]}"
 
     def text(self, rank: int, at_most: int | None = None) -> list[str]:
-        """A rank's actions as text, or the first ``at_most`` of them."""
+        """A rank's actions and pairs as text, or those of its first ``at_most`` actions."""
         part = self.slice_of(rank)
         stop = part.stop if at_most is None else min(part.stop, part.start + at_most)
         return self._texts(slice(part.start, stop))
 
     def all_text(self) -> list[list[str]]:
-        """The actions of all ranks as text, as in a plan file."""
+        """The actions and pairs of all ranks as text, as in a plan file."""
+        if self.paired is not None:
+            return [self.text(rank) for rank in range(self.pp_degree)]
         texts = self._texts(slice(None))
         return [texts[begin:end] for begin, end in pairwise(self.offset.tolist())]
 
     def _texts(self, part: slice) -> list[str]:
+        """Actions and pairs as text."""
+        texts = self._action_texts(part)
+        if self.paired is None:
+            return texts
+        is_first = self.paired[part]
+        is_second = np.append(False, is_first[:-1])
+        return [
+            f"{text}+{texts[at + 1]}" if first and at + 1 < len(texts) else text
+            for at, (text, first, second) in enumerate(zip(texts, is_first, is_second, strict=True))
+            if not second
+        ]
+
+    def _action_texts(self, part: slice) -> list[str]:
         stage, letter, microbatch = self.stage[part], self.letter[part], self.microbatch[part]
         if not all(n.min(initial=0) >= 0 and n.max(initial=0) <= MAX_CELLS for n in (stage, microbatch)):
             # Orders that are not verified yet may have such numbers, for which a table would be too large.
@@ -177,18 +211,18 @@ def _offsets(ranks: Sequence[Sequence[object] | NDArray[np.int32]]) -> NDArray[n
     return offset
 
 
-def _parse_each(ranks: Sequence[Sequence[str]]) -> list[list[Action]]:
-    """Parse action by action, which is slow but finds the wrong one."""
-    parsed = []
-    for rank, texts in enumerate(ranks):
-        actions = []
-        for index, text in enumerate(texts):
-            try:
-                actions.append(Action.parse(text))
-            except InvalidInput as error:
-                raise error.below(f"/ranks/{rank}/{index}") from None
-        parsed.append(actions)
-    return parsed
+def _parse_entry(text: str, rank: int, at: int) -> list[Action]:
+    """One action, or the two of a pair."""
+    try:
+        actions = [Action.parse(part) for part in (text.split("+") if isinstance(text, str) else [text])]
+    except InvalidInput as error:
+        raise error.below(f"/ranks/{rank}/{at}") from None
+    letters = "".join(action.letter for action in actions)
+    if len(letters) > 1 and letters not in ("FI", "FB"):
+        raise InvalidInput.at(
+            f"/ranks/{rank}/{at}", f"found {text[:60]!r}; a pair is an F and then an I or B: 0F5+3I2."
+        )
+    return actions
 
 
 def _parse(texts: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]] | None:
@@ -232,6 +266,36 @@ _CODE = np.full(256, _STRANGE, dtype=np.int8)
 _CODE[[ord(digit) for digit in "0123456789"]] = _DIGIT
 _CODE[ord("\n")] = _END
 _CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
+
+
+def durations(problem: Problem, orders: Orders, varying: FloatArray | None = None) -> FloatArray:
+    """The time that every action takes of its rank, (n,); the second action of a pair takes that of both.
+
+    Raises :class:`InvalidPlan` when there are pairs, and the problem does not say what they take.
+
+    Parameters
+    ----------
+    varying
+        (n, L) durations of the single actions in L scenarios, in place of the problem's. Communication then
+        keeps its share of every action.
+    """
+    arrays = problem.arrays
+    planned = arrays.durations(orders.stage, orders.letter, orders.microbatch)
+    found = planned if varying is None else varying.copy()
+    if orders.paired is None:
+        return found
+    if arrays.communication is None:
+        raise InvalidPlan(
+            "found a pair of actions; the problem states no costs.communication, so it has no pairs."
+        )
+    first = np.flatnonzero(orders.paired)
+    hidden = arrays.communication[orders.letter, orders.stage, arrays.kind_of[orders.microbatch]]
+    if varying is not None:
+        hidden = varying * (hidden / np.where(planned > 0, planned, 1.0))[:, None]
+    both = hidden[first], hidden[first + 1]
+    found[first + 1] = pair_duration(found[first], found[first + 1], both, problem.pair_factor)
+    found[first] = 0.0
+    return found
 
 
 def first_in_first_out(orders: Orders, n_stages: int, kind_of: NDArray[np.int32] | None = None) -> Orders:

@@ -57,6 +57,14 @@ Amount = Annotated[
 """A number that may depend on the microbatch: its fixed part, and coefficients of features, by name."""
 
 
+class CommunicationDocument(Document):
+    """How much of an action another one can hide that runs beside it, in the caller's time unit."""
+
+    forward: Amount = 0.0
+    backward_input: Amount = 0.0
+    backward: Amount = Field(0.0, description="Of the fused backward.")
+
+
 class CostsDocument(Document):
     """Durations in the caller's time unit: a scalar, one per chunk, or one per stage in model order.
 
@@ -68,6 +76,12 @@ class CostsDocument(Document):
     backward_weight: Amount
     backward: Amount | None = Field(None, description="Fused backward; null means I + W.")
     p2p: Amount = Field(0.0, description="Latency of a stage boundary: a scalar, or one per boundary.")
+    communication: CommunicationDocument | None = Field(
+        None, description="Of a forward and a backward that may run as a pair; absent: there are no pairs."
+    )
+    pair_factor: Number | None = Field(
+        None, description="What the two actions of a pair cost each other, at least 1; absent: 1."
+    )
 
 
 class MemoryDocument(Document):

@@ -30,16 +30,19 @@ from zbv_solver.problem.numeric import (
     first_broken,
 )
 from zbv_solver.problem.stages import (
+    COMMUNICATION,
     FIXED,
     MAX_FEATURE_NAME,
     MAX_FEATURES,
     PLACEMENT_KINDS,
+    Communication,
     Costs,
     Feature,
     Kinds,
     Memory,
     Placement,
     ProblemArrays,
+    pair_duration,
 )
 
 Objective = Literal["span", "makespan"]
@@ -68,6 +71,7 @@ def objective_value(objective: Objective, times: Times) -> float:
 
 
 _Unit = Annotated[str, Field(max_length=32)]
+MAX_PAIR_FACTOR = 1e6
 
 
 NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
@@ -103,8 +107,12 @@ class Problem:
     measured: tuple[tuple[str, str], ...] = ()
     """Names and values that describe the program whose costs were measured. Planning ignores them."""
     features: tuple[Feature, ...] = ()
-    """What microbatches differ in; empty when they are equal. If there are any, ``costs`` and the deltas
-    of ``memory`` are the part that does not depend on the microbatch."""
+    """What microbatches differ in; empty when they are equal. If there are any, ``costs``, ``communication``
+    and the deltas of ``memory`` are the part that does not depend on the microbatch."""
+    communication: Communication | None = None
+    """What pairs can hide; None if there are no pairs."""
+    pair_factor: float = 1.0
+    """What the two actions of a pair cost each other, at least 1."""
     given_arrays: ProblemArrays | None = field(default=None, compare=False, repr=False)
     """Arrays that stand for ``costs``, ``memory`` and ``features``: of a search, in its own unit of time."""
 
@@ -119,6 +127,8 @@ class Problem:
         ]
         if not issues and self.features:
             issues = [*_feature_rules(self)] or [*_sum_rules(self)]
+        if not issues:
+            issues = [*_pair_rules(self)]
         if issues:
             raise InvalidInput(issues)
         if self.given_arrays is not None and len(self.given_arrays.kind_of) != self.microbatches:
@@ -146,7 +156,9 @@ class Problem:
         """The problem as arrays (read-only)."""
         if self.given_arrays is not None:
             return self.given_arrays
-        return ProblemArrays.of(self.placement, self.microbatches, self.costs, self.memory, self.features)
+        return ProblemArrays.of(
+            self.placement, self.microbatches, self.costs, self.memory, self.features, self.communication
+        )
 
     @property
     def is_equal(self) -> bool:
@@ -157,9 +169,11 @@ class Problem:
         """The problem with other durations and latencies, by kind of microbatch; without layers."""
         if self.is_equal and self.features:
             return self.averaged().with_arrays(arrays)
+        hidden = _communication_of(arrays)
         if self.is_equal:
-            return replace(self, costs=self._costs_of(arrays), given_arrays=None, model=None)
-        return replace(self, given_arrays=arrays, features=(), model=None)
+            costs = self._costs_of(arrays)
+            return replace(self, costs=costs, communication=hidden, given_arrays=None, model=None)
+        return replace(self, given_arrays=arrays, communication=hidden, features=(), model=None)
 
     def _costs_of(self, arrays: ProblemArrays) -> Costs:
         """The costs of the first kind of microbatch."""
@@ -176,10 +190,41 @@ class Problem:
             microbatches=microbatches or self.microbatches,
             costs=self._costs_of(average),
             memory=Memory(held, by_inputs, by_weights, self.memory.static, self.memory.limit),
+            communication=_communication_of(average),
             features=(),
             given_arrays=None,
             model=None,
         )
+
+    def without_pairs(self) -> Problem:
+        """The same problem, in which actions run alone."""
+        if self.communication is None:
+            return self
+        arrays = None if self.given_arrays is None else replace(self.given_arrays, communication=None)
+        features = tuple(replace(feature, communication=None) for feature in self.features)
+        return replace(self, communication=None, pair_factor=1.0, features=features, given_arrays=arrays)
+
+    def with_forwards_shortened(self) -> Problem:
+        """A problem without pairs in which no order is longer than the best one with pairs: Lemma 50.
+
+        Every F is shorter by the most that a pair can save with it. An order with pairs becomes one without
+        if the F of every pair runs before its partner: both fit into the time of the pair.
+        """
+        arrays, hidden = self.arrays, self.arrays.communication
+        if hidden is None:
+            return self
+        duration = arrays.duration.copy()
+        for stages in map(list, self.placement.stages_of):
+            forward, mine = duration[F, stages], hidden[F, stages]  # (chunks, K)
+            saved = np.zeros_like(forward)
+            for stage in stages:
+                for letter in (I, B):
+                    for kind in range(arrays.kinds):
+                        partner, others = arrays.duration[letter, stage, kind], hidden[letter, stage, kind]
+                        pair = pair_duration(forward, partner, (mine, others), self.pair_factor)
+                        saved = np.maximum(saved, forward + partner - pair)
+            duration[F, stages] = np.maximum(forward - saved, 0.0)
+        return self.with_arrays(replace(arrays, duration=duration, communication=None))
 
     @cached_property
     def smallest_limit(self) -> tuple[float, ...]:
@@ -326,13 +371,19 @@ def _feature_rules(problem: Problem) -> Iterator[Issue]:
             yield Issue(at, f"found {len(feature.value)} values; must be {microbatches}, one per microbatch.")
         if (broken := first_broken(feature.value)) is not None:
             yield Issue(f"{at}/{broken[0]}", broken[1])
-        yield from _coefficient_rules(feature, problem.costs)
+        yield from _coefficient_rules(feature, problem.costs, problem.communication)
 
 
-def _coefficient_rules(feature: Feature, costs: Costs) -> Iterator[Issue]:
+def _coefficient_rules(
+    feature: Feature, costs: Costs, communication: Communication | None
+) -> Iterator[Issue]:
     if (feature.costs.backward is None) != (costs.backward is None):
         yield Issue(
             "/costs/backward", f"feature {feature.name}: a fused backward depends on all features or on none."
+        )
+    if (feature.communication is None) != (communication is None):
+        yield Issue(
+            f"/{COMMUNICATION}", f"feature {feature.name}: communication depends on all features or on none."
         )
     n_stages = len(costs.forward)
     for (section, name), values in feature.coefficients.items():
@@ -390,6 +441,43 @@ def _wrong_deltas(tables: dict[str, FloatArray], kinds: Kinds) -> Iterator[Issue
             f"found {tables['backward_weight'][grows][0]:.15g} for microbatch {microbatch} on stage {stage}; "
             f"must not be positive: W releases what F and I hold.",
         )
+
+
+def _communication_of(arrays: ProblemArrays) -> Communication | None:
+    """The communication of the first kind of microbatch."""
+    if arrays.communication is None:
+        return None
+    forward, inputs, _, fused = map(tuple, arrays.communication[:, :, 0].tolist())
+    return Communication(forward, inputs, fused)
+
+
+def _pair_rules(problem: Problem) -> Iterator[Issue]:
+    hidden, factor, stages = problem.communication, problem.pair_factor, problem.n_stages
+    if not 1 <= factor <= MAX_PAIR_FACTOR:
+        yield Issue(
+            "/costs/pair_factor", f"found {factor:.15g}; must be a number from 1 to {MAX_PAIR_FACTOR:g}."
+        )
+    if hidden is None or problem.given_arrays is not None:
+        return
+    is_signed = bool(problem.features)  # only the sum for a microbatch has a sign that matters
+    for name, values in vars(hidden).items():
+        issue = _wrong_value(f"/{COMMUNICATION}/{name}", values, stages, is_signed)
+        if issue is not None:
+            yield issue
+            return
+    kinds = Kinds.of(problem.microbatches, problem.features)
+    costs = kinds.tables("costs", problem.costs)
+    longest = {**costs, "backward": costs.get("backward", costs["backward_input"] + costs["backward_weight"])}
+    for name, table in kinds.tables(COMMUNICATION, hidden).items():
+        wrong = (table < 0) | (table > longest[name] * (1 + MEMORY_TOLERANCE))
+        if wrong.any():
+            stage, microbatch = _first(wrong, kinds)
+            yield Issue(
+                f"/{COMMUNICATION}/{name}",
+                f"found {table[wrong][0]:.15g} for microbatch {microbatch} on stage {stage}, where the "
+                f"action takes {longest[name][wrong][0]:.15g}; communication is a part of its action, from 0 "
+                f"to the whole.",
+            )
 
 
 def _first(wrong: BoolArray, kinds: Kinds) -> tuple[int, int]:

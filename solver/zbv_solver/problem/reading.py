@@ -12,6 +12,7 @@ from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
 from zbv_solver.problem.documents import (
+    CommunicationDocument,
     CostsDocument,
     LayerDocument,
     LayeredCostsDocument,
@@ -26,7 +27,16 @@ from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDe
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import exceeds, first_broken
 from zbv_solver.problem.problem import Problem, Units, size_rule
-from zbv_solver.problem.stages import FIXED, Costs, Deltas, Feature, Memory, Placement
+from zbv_solver.problem.stages import (
+    COMMUNICATION,
+    FIXED,
+    Communication,
+    Costs,
+    Deltas,
+    Feature,
+    Memory,
+    Placement,
+)
 
 TOKENS, TOKENS_SQUARED = "tokens", "tokens_squared"
 """The features that ``sequences`` stands for."""
@@ -85,6 +95,8 @@ def to_problem(document: ProblemDocument) -> Problem:
     values = _feature_values(document)
     none = MemoryDocument(forward=0.0, backward_input=0.0, backward_weight=0.0)
     costs = _expanded("/costs", document.costs, placement, values, issues)
+    hidden = document.costs.communication
+    hides = {} if hidden is None else _expanded(f"/{COMMUNICATION}", hidden, placement, values, issues)
     memory = _expanded("/memory", document.memory or none, placement, values, issues)
     if issues:
         raise InvalidInput(issues)
@@ -97,9 +109,17 @@ def to_problem(document: ProblemDocument) -> Problem:
         document.units or Units(),
         measured=tuple(sorted((document.measured or {}).items())),
         features=tuple(
-            Feature(name, value, Costs(**_part(costs, name)), Deltas(**_part(memory, name)))
+            Feature(
+                name,
+                value,
+                Costs(**_part(costs, name)),
+                Deltas(**_part(memory, name)),
+                Communication(**_part(hides, name)) if hides else None,
+            )
             for name, value in values.items()
         ),
+        communication=Communication(**_part(hides, FIXED)) if hides else None,
+        pair_factor=(document.costs.pair_factor or 1.0) if hides else 1.0,
     )
 
 
@@ -136,7 +156,7 @@ _Expanded = dict[str, dict[str, tuple[float, ...]]]
 
 def _expanded(
     at: str,
-    section: CostsDocument | MemoryDocument,
+    section: CostsDocument | MemoryDocument | CommunicationDocument,
     placement: Placement,
     features: Iterable[str],
     issues: list[Issue],
@@ -146,7 +166,7 @@ def _expanded(
     needed = {"p2p": boundary, "static": rank, "limit": rank}
     expanded: _Expanded = {}
     for key, values in section:
-        if values is None:
+        if values is None or key in ("communication", "pair_factor"):
             continue
         item = needed.get(key, (placement.n_stages, "stage"))
         parts = (FIXED,) if item is rank else (FIXED, *features)

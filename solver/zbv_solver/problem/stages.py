@@ -25,6 +25,8 @@ from zbv_solver.problem.numeric import ROUNDING, clean_deltas
 
 PlacementKind = Literal["v", "loop", "single"]
 PLACEMENT_KINDS: tuple[str, ...] = get_args(PlacementKind)
+COMMUNICATION = "costs/communication"
+"""The section of a document that makes pairs possible."""
 FIXED = "fixed"
 """The name, in a document, of the part of a cost that does not depend on the microbatch."""
 MAX_FEATURES = 16
@@ -116,6 +118,20 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Communication:
+    """How much of an action the other action of a *pair* can hide, one per stage (S,), at most its duration.
+
+    A pair is an F that runs together with an I or B of its rank, so that each hides the communication of the
+    other (the all-to-all of a mixture of experts) behind its own computation. It takes ``pair_factor`` times
+    the largest of: F, I, both without their communication, and both communications.
+    """
+
+    forward: PerStage
+    backward_input: PerStage
+    backward: PerStage
+
+
+@dataclass(frozen=True)
 class Deltas:
     """Changes of a rank's memory at F, I and W, one per stage (S,); their sum is 0 per stage, up to rounding.
 
@@ -154,14 +170,21 @@ class Feature:
     """(m,) not negative."""
     costs: Costs
     memory: Deltas
-    """The coefficients per stage or boundary. ``costs.backward`` is None if and only if the problem's is."""
+    communication: Communication | None = None
+    """The coefficients per stage or boundary. ``costs.backward`` is None if and only if the problem's is, and
+    so is ``communication``."""
 
     @property
     def coefficients(self) -> dict[tuple[str, str], PerStage]:
         """All coefficients, by section of the document and name."""
         return {
             (section, field.name): values
-            for section, record in (("costs", self.costs), ("memory", self.memory))
+            for section, record in (
+                ("costs", self.costs),
+                ("memory", self.memory),
+                (COMMUNICATION, self.communication),
+            )
+            if record is not None
             for field in fields(record)
             if (values := getattr(record, field.name)) is not None
         }
@@ -184,10 +207,13 @@ class ProblemArrays:
     static: FloatArray
     limit: FloatArray
     """(p,) float64; the limit is inf when unlimited."""
+    communication: FloatArray | None = None
+    """(4, S, K) float64, like the durations, what a pair can hide of them; None if there are no pairs."""
 
     def __post_init__(self) -> None:
         for array in vars(self).values():
-            array.flags.writeable = False
+            if array is not None:
+                array.flags.writeable = False
 
     @classmethod
     def of(
@@ -197,6 +223,7 @@ class ProblemArrays:
         costs: Costs,
         memory: Memory,
         features: Sequence[Feature],
+        communication: Communication | None = None,
     ) -> ProblemArrays:
         """The arrays of a problem whose numbers have been checked."""
         kinds = Kinds.of(microbatches, features)
@@ -215,6 +242,7 @@ class ProblemArrays:
             rank_of=np.array(placement.rank_of, dtype=np.int32),
             static=np.array(memory.static, dtype=np.float64),
             limit=np.array(memory.limit or unlimited, dtype=np.float64),
+            communication=None if communication is None else _hidden(kinds, communication),
         )
 
     @property
@@ -262,10 +290,28 @@ class ProblemArrays:
         return replace(
             self,
             duration=mean(self.duration),
+            communication=None if self.communication is None else mean(self.communication),
             delta=delta,
             latency=mean(self.latency),
             kind_of=np.zeros_like(self.kind_of),
         )
+
+
+def _hidden(kinds: Kinds, communication: Communication) -> FloatArray:
+    """(4, S, K): what a pair can hide of every action; nothing of W, which is in no pair."""
+    tables = kinds.tables(COMMUNICATION, communication)
+    forward, inputs, fused = (tables[name] for name in ("forward", "backward_input", "backward"))
+    return np.stack([forward, inputs, np.zeros_like(inputs), fused])
+
+
+def pair_duration(
+    forward: FloatArray, backward: FloatArray, hidden: tuple[FloatArray, FloatArray], factor: float
+) -> FloatArray:
+    """How long pairs take, from the durations of their actions and what of each the other can hide."""
+    mine, others = hidden
+    apart = (forward - mine) + (backward - others)
+    longest: FloatArray = np.maximum(np.maximum(forward, backward), np.maximum(apart, mine + others))
+    return factor * longest
 
 
 class EqualCosts(NamedTuple):
@@ -296,7 +342,7 @@ class Kinds:
         _, first, inverse = np.unique(values[matters], axis=1, return_index=True, return_inverse=True)
         return cls(inverse.reshape(-1).astype(np.int32), values[:, first], features)
 
-    def tables(self, section: str, fixed: Costs | Deltas) -> dict[str, FloatArray]:
+    def tables(self, section: str, fixed: Costs | Deltas | Communication) -> dict[str, FloatArray]:
         """fixed + Σ coefficient · feature, as (length, K), by name; sums that are 0 up to rounding are 0."""
         coefficients = [each.coefficients for each in self.features]
         tables = {}

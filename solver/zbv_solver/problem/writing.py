@@ -9,7 +9,7 @@ from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.layer import Layer, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import FIXED
+from zbv_solver.problem.stages import COMMUNICATION, FIXED
 
 
 def any_problem_json(problem: AnyProblem) -> dict[str, Any]:
@@ -20,14 +20,18 @@ def any_problem_json(problem: AnyProblem) -> dict[str, Any]:
 def problem_json(problem: Problem) -> dict[str, Any]:
     """A problem, normalised: every key present, every value one per stage, boundary or rank."""
     costs, memory, cut = plain(problem.costs), plain(problem.memory), problem.model
-    costs["p2p"] = costs.pop("p2p")  # the last of the costs, as in docs/formats.md
+    costs["p2p"] = costs.pop("p2p")  # after the durations, as in docs/formats.md
+    hidden = None if problem.communication is None else plain(problem.communication)
+    amounts_of = {"costs": costs, "memory": memory, COMMUNICATION: hidden}
+    if hidden is not None:
+        costs |= {"communication": hidden, "pair_factor": number(problem.pair_factor)}
     more: dict[str, Any] = {}
     if problem.features:
         more["features"] = {each.name: plain(each.value) for each in problem.features}
     for feature in problem.features:
         for (section, name), values in feature.coefficients.items():
             if any(values):
-                amounts = costs if section == "costs" else memory
+                amounts = amounts_of[section]
                 fixed = amounts[name] if isinstance(amounts[name], dict) else {FIXED: amounts[name]}
                 amounts[name] = fixed | {feature.name: plain(values)}
     if cut is not None:

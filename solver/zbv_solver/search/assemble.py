@@ -38,6 +38,7 @@ from zbv_solver.problem.layer import Layer, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import MIN_NUMBER, SEARCH_MEMORY, exceeds, integer_scale, rounded_to_bits
 from zbv_solver.problem.problem import B, I, Problem, W, objective_value, require_same_problem
+from zbv_solver.problem.stages import Communication
 from zbv_solver.search.incumbent import Progress
 from zbv_solver.timing.start_times import evaluate
 from zbv_solver.verify.verifier import verify_metrics, verify_orders
@@ -240,17 +241,24 @@ def in_search_unit(problem: Problem) -> tuple[Problem, float]:
     """
     if problem.features and problem.is_equal:
         problem = problem.averaged()
-    arrays, costs = problem.arrays, problem.costs
-    unit = SearchUnit.of([*arrays.duration.ravel().tolist(), *arrays.latency.ravel().tolist()])
+    arrays, costs, hidden = problem.arrays, problem.costs, problem.communication
+    times = [arrays.duration, arrays.latency]
+    if arrays.communication is not None:
+        times.append(arrays.communication)
+    unit = SearchUnit.of([time for table in times for time in table.ravel().tolist()])
     if not problem.is_equal:
         # Every sum for a microbatch is converted, not the coefficients, so that sums are exact as below.
         duration = unit.table(arrays.duration)
         if costs.backward is None:
             duration[B] = duration[I] + duration[W]
-        converted = replace(arrays, duration=duration, latency=unit.table(arrays.latency))
+        communication = None if arrays.communication is None else unit.table(arrays.communication)
+        latency = unit.table(arrays.latency)
+        converted = replace(arrays, duration=duration, latency=latency, communication=communication)
         return problem.with_arrays(converted), unit.length
     own = costs.mapped(unit.converted, unit.converted(arrays.latency[:, 0].tolist()))
-    return replace(problem, costs=own, model=None), unit.length
+    if hidden is not None:
+        hidden = Communication(*map(unit.converted, vars(hidden).values()))
+    return replace(problem, costs=own, communication=hidden, model=None), unit.length
 
 
 @dataclass(frozen=True, eq=False)

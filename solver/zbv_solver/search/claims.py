@@ -317,7 +317,11 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     bound = lower_bound(problem, "thorough").value * unit
     if bound >= enough:
         return f"proved again: {time(bound)}, without CP-SAT"
-    if problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions:
+    # CP-SAT knows single actions only, and what it proves is no bound of orders with pairs.
+    if (
+        problem.communication is None
+        and problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions
+    ):
         from zbv_solver.improve.cp_search import refine
         from zbv_solver.timing.start_times import objective_of
 

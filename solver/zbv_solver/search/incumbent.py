@@ -235,6 +235,8 @@ def without_useless_splits(problem: Problem, orders: Orders) -> Orders:
     Neither objective grows: nothing on the rank waits for W, and a B ends no later than its I. Nor does
     memory: B frees at its end everything that I and W free. A rank then has one action less to launch.
     """
+    if orders.paired is not None:  # without I there would be another pair
+        return orders
     duration = problem.arrays.duration
     is_useless = (duration[W] == 0) & (duration[B] <= duration[I])
     useless = is_useless[orders.stage, problem.arrays.kind_of[orders.microbatch]]

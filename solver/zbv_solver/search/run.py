@@ -69,7 +69,9 @@ class Search:
         cancelled: Cancelled | None = None,
     ):
         self.given, self.options = problem, options
-        self.problem, self.unit = in_search_unit(problem)  # in the unit of the search, and that unit
+        self.with_pairs, self.unit = in_search_unit(problem)  # in the unit of the search, and that unit
+        self.problem = self.with_pairs.without_pairs()  # the phases order single actions
+        self.resumed: Solution | None = None  # an order with pairs to start from
         self.incumbent = Incumbent(problem, self.unit, on_progress)
         deadline = None
         if options.time_limit is not None:
@@ -87,6 +89,9 @@ class Search:
     def resume_from(self, orders: Orders) -> None:
         """Start from a known order; raises :class:`InvalidPlan` when it is not an order of the problem."""
         verify_orders(self.given, orders)
+        if orders.paired is not None:
+            self.resumed = Solution(objective_of(self.with_pairs, orders), orders, "resumed")
+            orders = orders.without_pairs()
         if self.problem.is_equal:
             orders = first_in_first_out(orders, self.problem.n_stages)
         solution = Solution(objective_of(self.problem, orders), orders, "resumed")
@@ -128,6 +133,8 @@ class Search:
             When the plan undercuts the bound.
         """
         best = self.incumbent.best
+        if self.resumed is not None and (best is None or self.resumed.value <= best.value):
+            best = self.resumed
         if best is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         extra: dict[str, object] = {"effort": self.options.effort}
@@ -160,7 +167,7 @@ class Search:
 
     def begin(self) -> None:
         """Find a first order as quickly as possible."""
-        self.incumbent.bound = lower_bound(self.problem, effort="quick").value
+        self.incumbent.bound = lower_bound(self.with_pairs, effort="quick").value
         first = ListScheduler(self.problem).attempt(first_rule(self.problem), "list(first)")
         solution = Solution.of(first or serial(self.problem))
         if self.incumbent.is_improved_by(solution.value):
@@ -171,7 +178,7 @@ class Search:
         effort: BoundEffort = "full" if self.options.effort == "quick" else "thorough"
         current = self.incumbent.current
         enough = math.inf if current is None else current.value
-        bound = lower_bound(self.problem, effort, enough, lambda: bool(self.halt.flag[0]))
+        bound = lower_bound(self.with_pairs, effort, enough, lambda: bool(self.halt.flag[0]))
         self.incumbent.raise_bound(bound.value, "bounds")
 
     def construct(self) -> None:
@@ -358,9 +365,14 @@ class Search:
             cancelled=self.halt.check,
             listener=Listener(
                 on_solution=lambda orders, value: self.incumbent.accept(Solution(value, orders, "cp-sat")),
-                on_bound=lambda bound: self.incumbent.raise_bound(bound, "cp-sat"),
+                on_bound=self._prove_exactly,
             ),
         )
+
+    def _prove_exactly(self, bound: float) -> None:
+        """Take a bound of CP-SAT, which knows single actions only."""
+        if self.with_pairs.communication is None:
+            self.incumbent.raise_bound(bound, "cp-sat")
 
 
 def search(

@@ -3,6 +3,9 @@
 One pass executes the order, or finds a deadlock. It yields earliest times, and the *runs* of the execution:
 consecutive actions of one rank that execute without waiting for another rank's progress. Every further
 longest-path problem is then a linear sweep over the runs.
+
+The two actions of a pair are one stretch of work: the F takes no time, the action after it takes that of the
+pair, and what F makes is there when that action ends.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy as np
 
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
-from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.orders import Orders, durations
 from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import B, F, I, Problem, objective_value
 
@@ -163,13 +166,15 @@ def execute(problem: Problem, orders: Orders) -> tuple[Graph, FloatArray, FloatA
                 f"found {orders.text_at(at)}; the problem has {n_stages} stages and {m} microbatches."
             )
     arrays = problem.arrays
-    duration = arrays.durations(orders.stage, orders.letter, orders.microbatch)
+    duration = durations(problem, orders)
     waits = np.full((4, n_stages, arrays.kinds), -1.0)
     # F receives over the boundary before its stage, I and B over the one after it. The others have no remote
     # input: -1.
     waits[F, 1:] = waits[I, :-1] = waits[B, :-1] = arrays.latency
     latency = waits[orders.letter, orders.stage, arrays.kind_of[orders.microbatch]]
     row = orders.letter * np.int32(n_stages) + orders.stage
+    if orders.paired is not None:
+        row[orders.paired] -= np.int32(n_stages)
     cell = orders.stage * np.int32(m) + orders.microbatch
     start, end, source, runs, reached = _execute(row, cell, orders.offset, duration, latency, n_stages, m)
     if (reached < orders.offset[1:]).any():
@@ -211,7 +216,7 @@ def _execute(
 
     A rank runs until an input is missing, and is visited again once that input is there: O(n) in all.
     ``offset``, ``duration`` and ``latency`` are those of a :class:`Graph`; ``row`` (n,) is letter code * S +
-    stage, and ``cell`` (n,) stage * m + microbatch.
+    stage, or stage - S for the F of a pair, and ``cell`` (n,) stage * m + microbatch.
     """
     n, p, cells = len(row), len(offset) - 1, n_stages * m
     # Among the actions, the index of every cell's F, then of every cell's I or B. Until it has executed: -1,
@@ -245,14 +250,12 @@ def _execute(
                 break
             free = begin + duration[at]
             start[at], end[at] = begin, free
-            if not is_weight:
+            if kind >= 0 and not is_weight:
                 made = where if is_forward else cells + where
-                waiting = done[made]
-                done[made] = at
-                while waiting < -1:
-                    queue[(head + size) % p] = -2 - waiting
-                    size += 1
-                    waiting = before[-2 - waiting]
+                size = _publish(made, at, done, before, queue, head, size)
+                if at > offset[rank] and row[at - 1] < 0:  # the second action of a pair
+                    start[at - 1], end[at - 1] = begin, free
+                    size = _publish(cell[at - 1], at, done, before, queue, head, size)
             at += 1
         if at > reached[rank]:
             # Every run has at least one action, so n rows suffice.
@@ -260,6 +263,20 @@ def _execute(
             n_runs += 1
             reached[rank] = at
     return start, end, source, runs[:n_runs], reached
+
+
+@compiled
+def _publish(
+    made: int, at: int, done: IntArray, before: IntArray, queue: IntArray, head: int, size: int
+) -> int:  # pragma: no cover - compiled
+    """An action has made what the ranks in ``done[made]`` wait for: queue them; returns the queue's size."""
+    waiting = done[made]
+    done[made] = at
+    while waiting < -1:
+        queue[(head + size) % len(queue)] = -2 - waiting
+        size += 1
+        waiting = before[-2 - waiting]
+    return size
 
 
 @compiled

@@ -19,7 +19,7 @@ import numpy as np
 
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.jit import FloatArray, compiled
-from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.orders import Orders, durations
 from zbv_solver.problem.jitter import Jitter, draw, drawn_costs
 from zbv_solver.problem.problem import F, Problem
 from zbv_solver.timing.start_times import Graph, execute, span_start_times
@@ -101,8 +101,8 @@ def _iterations(
     way = np.where(orders.letter == F, 0, 1)
     for iteration in range(counted[1]):
         check()
-        durations, latencies = drawn_costs(problem, draw(jitter, problem, seed, chains, iteration))
-        duration = durations[orders.letter, orders.stage, orders.microbatch]
+        drawn, latencies = drawn_costs(problem, draw(jitter, problem, seed, chains, iteration))
+        duration = durations(problem, orders, drawn[orders.letter, orders.stage, orders.microbatch])
         latency = latencies[way, orders.stage, orders.microbatch]
         before, alone = ready.max(axis=0), np.zeros_like(ready)
         _run(graph, duration, latency, ready, end)

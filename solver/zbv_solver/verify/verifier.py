@@ -146,6 +146,7 @@ def _check_actions(problem: Problem, orders: Orders) -> IntArray:
     if wrong >= 0:
         raise InvalidPlan(_fault(problem, orders, wrong))
     forward, inputs, weights, fused = (where[..., letter].ravel() for letter in (F, I, W, B))
+    _check_pairs(problem, orders)
     is_whole = fused >= 0
     incomplete = (forward < 0) | (is_whole == (inputs >= 0)) | (is_whole == (weights >= 0))
     if incomplete.any():
@@ -156,6 +157,25 @@ def _check_actions(problem: Problem, orders: Orders) -> IntArray:
             needed = f"{orders.stage[at]}{'I' if orders.letter[at] == W else 'F'}{orders.microbatch[at]}"
             raise InvalidPlan(f"{orders.text_at(at)} comes before {needed} on its rank, but depends on it.")
     return where
+
+
+def _check_pairs(problem: Problem, orders: Orders) -> None:
+    """A pair is an F and the I or B after it in its list, of another microbatch."""
+    if orders.paired is None:
+        return
+    if problem.communication is None:
+        raise InvalidPlan("found a pair of actions; the problem must state costs.communication.")
+    last = set((orders.offset[1:] - 1).tolist())
+    for at in np.flatnonzero(orders.paired).tolist():
+        if orders.letter[at] != F or at in last or orders.letter[at + 1] not in (I, B):
+            raise InvalidPlan(
+                f"{orders.text_at(at)} begins a pair; a pair is an F and the I or B after it on its rank."
+            )
+        if orders.microbatch[at] == orders.microbatch[at + 1]:
+            raise InvalidPlan(
+                f"the pair {orders.text_at(at)}+{orders.text_at(at + 1)} has one microbatch twice, and its "
+                f"backward depends on its forward; pair actions of different microbatches."
+            )
 
 
 def _fault(problem: Problem, orders: Orders, at: int) -> str:
@@ -220,6 +240,8 @@ def _precedence_graph(problem: Problem, orders: Orders, where: IntArray, peaks: 
         stage, microbatch = orders.stage[at], orders.microbatch[at]
         made = where[stage + source, microbatch]
         feed[at] = made[:, F] if source < 0 else np.maximum(made[:, I], made[:, B])
+        if orders.paired is not None:  # the results of both actions are there when the second one ends
+            feed[at] += orders.paired[feed[at]]
         latency[at] = at_boundary[np.minimum(stage, stage + source), microbatch]
     previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
     filled = np.flatnonzero(np.diff(orders.offset))
@@ -240,6 +262,7 @@ def _for_loops(array: IntArray) -> IntArray:
     return array if can_compile() else cast(IntArray, array.tolist())
 
 
+_TABLES = {"costs": "duration", "memory": "delta", "communication": "communication"}
 _LETTER_OF = {"forward": F, "backward_input": I, "backward_weight": W, "backward": B}
 
 
@@ -247,8 +270,8 @@ def _amounts(problem: Problem, section: str, name: str) -> FloatArray:
     """What microbatches cost on a stage or boundary, (length, m), straight from the problem's document."""
     given = problem.given_arrays
     if given is not None:  # of a search: these stand for the numbers of the document
-        tables = given.duration if section == "costs" else given.delta
-        by_kind: FloatArray = given.latency if name == "p2p" else tables[_LETTER_OF[name]]
+        table: FloatArray = getattr(given, _TABLES[section])
+        by_kind: FloatArray = given.latency if name == "p2p" else table[_LETTER_OF[name]]
         return by_kind[:, given.kind_of]
     fixed = getattr(getattr(problem, section), name)
     table = np.repeat(np.array(fixed, dtype=np.float64)[:, None], problem.microbatches, axis=1)
@@ -264,7 +287,21 @@ def _durations_of(problem: Problem, orders: Orders) -> FloatArray:
     )
     fused = inputs + weights if problem.costs.backward is None else _amounts(problem, "costs", "backward")
     # A sum of terms with different signs may be 0 up to rounding.
-    return np.maximum(_by_action(orders, {F: forward, I: inputs, W: weights, B: fused}), 0.0)
+    found = np.maximum(_by_action(orders, {F: forward, I: inputs, W: weights, B: fused}), 0.0)
+    if orders.paired is not None:
+        hidden = {
+            letter: _amounts(problem, "communication", name)
+            for name, letter in _LETTER_OF.items()
+            if letter != W
+        }
+        communication = np.maximum(_by_action(orders, hidden), 0.0)
+        for at in np.flatnonzero(orders.paired).tolist():
+            alone = found[at : at + 2]
+            other = communication[at : at + 2]
+            together = max(*alone, (alone - other).sum(), other.sum())
+            # The F takes no time, and the action after it that of both.
+            found[at], found[at + 1] = 0.0, problem.pair_factor * together
+    return found
 
 
 def _by_action(orders: Orders, tables: dict[int, FloatArray]) -> FloatArray:
@@ -342,11 +379,12 @@ def _locate(
 def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma: no cover - compiled
     """A topological order of the actions, and how many of them can be executed."""
     n = len(previous)
-    # An output has at most one consumer on another stage, so one entry per action suffices.
-    takes, waiting = np.full(n, -1, np.int32), np.zeros(n, np.int8)
+    # The newest consumer of every output, and for every consumer the one before it: a pair has two outputs.
+    takes, also, waiting = np.full(n, -1, np.int32), np.full(n, -1, np.int32), np.zeros(n, np.int8)
     queue, size, done = np.empty(n, np.int32), 0, 0
     for at in range(n):
         if feed[at] >= 0:
+            also[at] = takes[feed[at]]
             takes[feed[at]] = at
             waiting[at] += 1
         if previous[at] >= 0:
@@ -358,11 +396,12 @@ def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma
         at = queue[done]
         done += 1
         follower = takes[at]
-        if follower >= 0:
+        while follower >= 0:
             waiting[follower] -= 1
             if waiting[follower] == 0:
                 queue[size] = follower
                 size += 1
+            follower = also[follower]
         follower = at + 1
         if follower < n and previous[follower] == at:
             waiting[follower] -= 1

@@ -10,7 +10,7 @@ from zbv_solver.export import quantities
 from zbv_solver.export.timeline import accounts_for_memory, idle_shares
 from zbv_solver.plans.plan import Baseline, Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC, exceeds
-from zbv_solver.problem.problem import B, F, I, Problem, Units, W, objective_value
+from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, Units, W, objective_value
 from zbv_solver.problem.stages import Costs, Deltas
 
 SMALLEST_GAP = 1e-4
@@ -168,6 +168,10 @@ def cost_facts(problem: Problem) -> list[tuple[str, str]]:
         else:
             differs = by_microbatch if len(set(values)) > 1 else ""
             facts.append((term, quantities.times(values, problem.units) + differs))
+    hidden = problem.arrays.communication
+    for code in () if hidden is None else (F, I, B):
+        values = hidden[code].ravel().tolist()
+        facts.append((f"Communication of {LETTERS[code]}", quantities.times(values, problem.units)))
     return [*facts, *((f"Feature {each.name}", quantities.spread(each.value)) for each in problem.features)]
 
 

@@ -10,6 +10,7 @@ from zbv_solver.export import quantities
 from zbv_solver.export.palette import PALETTE_SHADES
 from zbv_solver.export.timeline import accounts_for_memory
 from zbv_solver.kernels.jit import can_compile
+from zbv_solver.plans.orders import durations
 from zbv_solver.plans.plan import CutCertificate, Plan, Simulation
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.jitter import Jitter, Spread
@@ -329,7 +330,7 @@ def action_lists(plan: Plan) -> list[RankLine]:
     has_chips, has_memory = len(orders) <= MAX_CHIPS, accounts_for_memory(problem)
     chunk_of = problem.placement.chunk_of
     span = plan.metrics.span or 1.0
-    duration = problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)
+    duration = durations(problem, orders)
     lines = []
     for rank in range(orders.pp_degree):
         part = orders.slice_of(rank)

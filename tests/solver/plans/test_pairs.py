@@ -1,0 +1,237 @@
+"""Pairs: a forward that runs together with a backward of another microbatch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.orders import random_orders
+from support.problems import problems
+from zbv_solver.errors import InvalidInput, InvalidPlan
+from zbv_solver.export.timeline import timeline
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.plan import plan_json
+from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.problem import LETTERS, Problem
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Communication
+from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.claims import check_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
+from zbv_solver.timing.start_times import evaluate
+from zbv_solver.verify.verifier import verify_orders
+
+TIMED = json.loads(Path(__file__).with_name("pairs.json").read_text())
+"""Orders with pairs, their makespan, span and peak memory."""
+SHARES = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])
+COSTS: dict[str, Any] = {
+    "forward": 18,
+    "backward_input": 18,
+    "backward_weight": 12,
+    "communication": {"forward": 6, "backward_input": 6, "backward": 6},
+}
+PROBLEM = {"pp_degree": 2, "microbatches": 4, "costs": COSTS}
+
+
+@st.composite
+def with_communication(draw: st.DrawFn) -> Problem:
+    problem = draw(problems(max_p=3, max_m=5, kinds=("v", "loop", "single")))
+    forward, inputs, fused = draw(st.tuples(SHARES, SHARES, SHARES))
+    costs = problem.costs
+    hidden = Communication(
+        tuple(forward * each for each in costs.forward),
+        tuple(inputs * each for each in costs.backward_input),
+        tuple(fused * costs.fused(stage) for stage in range(problem.n_stages)),
+    )
+    return replace(problem, communication=hidden, pair_factor=draw(st.sampled_from([1.0, 1.05, 2.0])))
+
+
+def paired_at_random(orders: Orders, random: Random) -> Orders:
+    """Forwards become pairs with the backward after them, if it is of another microbatch."""
+    letters, microbatch = "".join(LETTERS[code] for code in orders.letter), orders.microbatch
+    ranks, paired = orders.rank_index(), np.zeros(len(orders), dtype=np.bool_)
+    for at in range(len(orders) - 1):
+        is_possible = letters[at : at + 2] in ("FI", "FB") and ranks[at] == ranks[at + 1]
+        paired[at] = is_possible and microbatch[at] != microbatch[at + 1] and random.random() < 0.7
+    return replace(orders, paired=paired) if paired.any() else orders
+
+
+def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, float]] | None:
+    """Start and end of every action, entry by entry; None if the order deadlocks."""
+    entries = [
+        [[Action.parse(part) for part in text.split("+")] for text in rank] for rank in orders.all_text()
+    ]
+    times: dict[Action, tuple[float, float]] = {}
+    clock, position, has_progress = [0.0] * len(entries), [0] * len(entries), True
+    while has_progress:
+        has_progress = False
+        for rank, waiting in enumerate(entries):
+            while position[rank] < len(waiting):
+                entry = waiting[position[rank]]
+                arrivals = [_arrival(problem, action, times) for action in entry]
+                if None in arrivals:
+                    break
+                begin = max(clock[rank], *(each for each in arrivals if each is not None))
+                clock[rank] = begin + _length(problem, entry)
+                times |= dict.fromkeys(entry, (begin, clock[rank]))
+                position[rank] += 1
+                has_progress = True
+    return times if all(map(np.equal, position, map(len, entries))) else None
+
+
+def _arrival(problem: Problem, action: Action, times: dict[Action, tuple[float, float]]) -> float | None:
+    stage, letter, j = action
+    needed = [Action(stage, "F" if letter in "IB" else "I", j)] if letter != "F" else []
+    if any(each not in times for each in needed):
+        return None
+    source = stage + (1 if letter in "IB" else -1)
+    if letter == "W" or not 0 <= source < problem.n_stages:
+        return 0.0
+    made = [
+        times[each][1]
+        for kind in ("F" if letter == "F" else "IB")
+        if (each := Action(source, kind, j)) in times
+    ]
+    rank_of, boundary = problem.placement.rank_of, min(stage, source)
+    transfer = 0.0 if rank_of[stage] == rank_of[source] else problem.costs.p2p[boundary]
+    return made[0] + transfer if made else None
+
+
+def _length(problem: Problem, entry: list[Action]) -> float:
+    costs, hidden = problem.costs, problem.communication
+    assert hidden is not None
+    by_letter = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    alone = [costs.fused(s) if letter == "B" else by_letter[letter][s] for s, letter, _ in entry]
+    if len(entry) == 1:
+        return alone[0]
+    other = {"F": hidden.forward, "I": hidden.backward_input, "B": hidden.backward}
+    both = [other[letter][stage] for stage, letter, _ in entry]
+    return problem.pair_factor * max(*alone, sum(alone) - sum(both), sum(both))
+
+
+@given(with_communication(), st.integers(0, 2**32))
+def test_times_are_those_of_a_plain_simulation_and_no_bound_is_contradicted(
+    problem: Problem, seed: int
+) -> None:
+    random = Random(seed)
+    orders = paired_at_random(random_orders(problem, random), random)
+    assert Orders.from_text(orders.all_text()) == orders
+    plain = simulate(problem, orders)
+    if plain is None:
+        for check in (evaluate, verify_orders):
+            with pytest.raises(InvalidPlan, match="deadlocks"):
+                check(problem, orders)
+        return
+    timing = evaluate(problem, orders)
+    found = [action for rank in range(problem.pp_degree) for action in orders.actions(rank)]
+    times = np.array([plain[action] for action in found])
+    np.testing.assert_allclose(times, np.stack([timing.start, timing.end], axis=1), rtol=1e-12)
+    make_plan(problem, orders, method="random")  # the verifier computes all metrics again
+
+
+@given(with_communication(), st.integers(0, 2**32))
+def test_with_shorter_forwards_the_same_order_without_pairs_is_no_longer(problem: Problem, seed: int) -> None:
+    """Lemma 59: so bounds of that problem hold with pairs."""
+    random = Random(seed)
+    orders = paired_at_random(random_orders(problem, random), random)
+    if simulate(problem, orders) is None:
+        return
+    shorter, timing = problem.with_forwards_shortened(), evaluate(problem, orders)
+    assert shorter.communication is None
+    alone = evaluate(shorter, orders.without_pairs())
+    assert alone.span <= timing.span * (1 + 1e-12)
+    assert alone.makespan <= timing.makespan * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("timed", TIMED)
+def test_known_orders_take_their_known_times(timed: dict[str, Any]) -> None:
+    plan = make_plan(parse_problem(timed["problem"]), Orders.from_text(timed["ranks"]), method="known")
+    assert plan.metrics.makespan == pytest.approx(timed["makespan"])
+    assert plan.metrics.span == pytest.approx(timed["span"])
+    assert plan.metrics.peak_memory == pytest.approx(timed["peak_memory"])
+    document = plan_json(plan)
+    assert document["ranks"] == timed["ranks"]
+    assert parse_plan(json.loads(json.dumps(document))).plan_id == plan.plan_id
+    assert "/metrics/span" in {claim.pointer for claim in check_plan(document).verified}
+
+
+def test_communication_has_the_shapes_of_costs_and_is_written_in_full() -> None:
+    document = {**PROBLEM, "features": {"tokens": [1, 2, 3, 4]}}
+    document["costs"] = {
+        **COSTS,
+        "communication": {"forward": {"tokens": [1, 2]}, "backward": 3},
+        "pair_factor": 1.1,
+    }
+    problem = parse_problem(document)
+    written = problem_json(problem)["costs"]
+    assert written["communication"]["forward"] == {"fixed": [0] * 4, "tokens": [1, 1, 2, 2]}
+    assert (written["communication"]["backward_input"], written["pair_factor"]) == ([0] * 4, 1.1)
+    assert parse_problem(problem_json(problem)) == problem
+    assert "communication" not in problem_json(problem.without_pairs())["costs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"communication": {"forward": 19}},
+            "/costs/communication/forward: found 19 for microbatch 0 on stage 0",
+        ),
+        ({"communication": {"backward": 31}}, "/costs/communication/backward: found 31 .* takes 30"),
+        ({"communication": {"forward": -1}}, "/costs/communication/forward: found -1; must not be negative"),
+        ({"communication": {"forward": [1, 2, 3]}}, "/costs/communication/forward: found 3 values"),
+        ({"communication": {"weights": 1}}, "/costs/communication/weights"),
+        ({"pair_factor": 0.5}, "/costs/pair_factor: found 0.5; must be a number from 1"),
+    ],
+)
+def test_wrong_communication_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse_problem({**PROBLEM, "costs": {**COSTS, **changes}})
+
+
+@pytest.mark.parametrize("text", ["0F1+0F2", "0I1+0F2", "0F1+0W2", "0F1+0I2+0I3", "0F1+", "0F1 + 0I2"])
+def test_what_is_no_pair_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"/ranks/0/1: found"):
+        Orders.from_text([["0F0", text]])
+
+
+def test_a_pair_of_one_microbatch_and_pairs_without_communication_are_refused() -> None:
+    problem = parse_problem({**PROBLEM, "pp_degree": 1, "microbatches": 2, "placement": "single"})
+    same = Orders.from_text([["0F0", "0F1+0I1", "0W1", "0B0"]])
+    with pytest.raises(InvalidPlan, match=r"0F1\+0I1 has one microbatch twice"):
+        verify_orders(problem, same)
+    other = Orders.from_text([["0F0", "0F1+0B0", "0B1"]])
+    assert verify_orders(problem, other).duration.sum() == 18 + 36 + 30
+    for check in (verify_orders, evaluate):
+        with pytest.raises(
+            InvalidPlan, match=r"found a pair of actions; the problem .* costs\.communication"
+        ):
+            check(problem.without_pairs(), other)
+
+
+def test_a_search_keeps_a_given_order_with_pairs_unless_it_finds_a_shorter_one() -> None:
+    problem = parse_problem({**PROBLEM, "pp_degree": 1, "placement": "single"})
+    paired = Orders.from_text([["0F0", "0F1+0B0", "0F2+0B1", "0F3+0B2", "0B3"]])
+    options = SearchOptions(effort="quick")
+    alone = search(problem, options)
+    assert alone.orders.paired is None
+    assert search(problem, options, incumbent=paired).orders == paired
+    assert alone.metrics.lower_bound < evaluate(problem, paired).span < alone.metrics.span
+
+
+def test_classical_schedules_are_compared_and_a_pair_is_drawn_as_two_halves() -> None:
+    problem = parse_problem({**PROBLEM, "pp_degree": 1, "placement": "single"})
+    assert {"1f1b", "zb-h1"} <= {row.name for row in compare(problem)}
+    orders = Orders.from_text([["0F0", "0F1+0B0", "0F2+0B1", "0F3+0B2", "0B3"]])
+    drawn = timeline(make_plan(problem, orders, method="known"))
+    assert drawn.start.tolist() == [0, 18, 36, 54, 72, 90, 108, 126]
+    assert drawn.end.tolist() == [18, 36, 54, 72, 90, 108, 126, 156]

@@ -205,7 +205,7 @@ class Problem:
         return replace(self, communication=None, pair_factor=1.0, features=features, given_arrays=arrays)
 
     def with_forwards_shortened(self) -> Problem:
-        """A problem without pairs in which no order is longer than the best one with pairs: Lemma 50.
+        """A problem without pairs in which no order is longer than the best one with pairs: Lemma 59.
 
         Every F is shorter by the most that a pair can save with it. An order with pairs becomes one without
         if the F of every pair runs before its partner: both fit into the time of the pair.

@@ -169,9 +169,10 @@ def cost_facts(problem: Problem) -> list[tuple[str, str]]:
             differs = by_microbatch if len(set(values)) > 1 else ""
             facts.append((term, quantities.times(values, problem.units) + differs))
     hidden = problem.arrays.communication
-    for code in () if hidden is None else (F, I, B):
-        values = hidden[code].ravel().tolist()
-        facts.append((f"Communication of {LETTERS[code]}", quantities.times(values, problem.units)))
+    if hidden is not None:
+        for code in (F, I, B):
+            values = hidden[code].ravel().tolist()
+            facts.append((f"Communication of {LETTERS[code]}", quantities.times(values, problem.units)))
     return [*facts, *((f"Feature {each.name}", quantities.spread(each.value)) for each in problem.features)]
 
 

@@ -58,7 +58,7 @@ Amount = Annotated[
 
 
 class CommunicationDocument(Document):
-    """How much of an action another one can hide that runs beside it, in the caller's time unit."""
+    """How much of an action another one can hide that runs at the same time, in the caller's time unit."""
 
     forward: Amount = 0.0
     backward_input: Amount = 0.0

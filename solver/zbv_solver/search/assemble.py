@@ -92,7 +92,7 @@ def make_plan(
 
 
 def classical(name: str, problem: Problem) -> tuple[Problem, Orders]:
-    """The problem of a baseline, cut for its order if it has layers, and the order.
+    """The problem of a baseline, cut for its order if it has layers, and the order, perhaps with pairs.
 
     Raises
     ------
@@ -100,7 +100,12 @@ def classical(name: str, problem: Problem) -> tuple[Problem, Orders]:
         For a name that the problem's baselines do not have.
     """
     if problem.model is None or not problem.is_equal:
-        return baseline(name, problem)
+        placed, orders = baseline(name, problem)
+        if placed.communication is None:
+            return placed, orders
+        from zbv_solver.construct.pairs import joined  # few problems need it
+
+        return placed, joined(placed, orders)
     require_baseline(name, problem)
     return _recut(name, problem)
 

@@ -25,7 +25,7 @@ from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem, require_same_problem
-from zbv_solver.search.assemble import compare, in_search_unit, make_plan
+from zbv_solver.search.assemble import compare, fits, in_search_unit, make_plan
 from zbv_solver.search.incumbent import (
     CHAINS,
     Cancelled,
@@ -54,7 +54,7 @@ from zbv_solver.search.options import (
     SearchOptions,
     budgets_of,
 )
-from zbv_solver.timing.start_times import objective_of
+from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 
@@ -71,7 +71,7 @@ class Search:
         self.given, self.options = problem, options
         self.with_pairs, self.unit = in_search_unit(problem)  # in the unit of the search, and that unit
         self.problem = self.with_pairs.without_pairs()  # the phases order single actions
-        self.resumed: Solution | None = None  # an order with pairs to start from
+        self.paired: Solution | None = None  # the best order with pairs
         self.incumbent = Incumbent(problem, self.unit, on_progress)
         deadline = None
         if options.time_limit is not None:
@@ -90,7 +90,7 @@ class Search:
         """Start from a known order; raises :class:`InvalidPlan` when it is not an order of the problem."""
         verify_orders(self.given, orders)
         if orders.paired is not None:
-            self.resumed = Solution(objective_of(self.with_pairs, orders), orders, "resumed")
+            self.paired = Solution(objective_of(self.with_pairs, orders), orders, "resumed")
             orders = orders.without_pairs()
         if self.problem.is_equal:
             orders = first_in_first_out(orders, self.problem.n_stages)
@@ -133,8 +133,8 @@ class Search:
             When the plan undercuts the bound.
         """
         best = self.incumbent.best
-        if self.resumed is not None and (best is None or self.resumed.value <= best.value):
-            best = self.resumed
+        if best is not None and self.with_pairs.communication is not None:
+            best = self._with_pairs(best)
         if best is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         extra: dict[str, object] = {"effort": self.options.effort}
@@ -368,6 +368,18 @@ class Search:
                 on_bound=self._prove_exactly,
             ),
         )
+
+    def _with_pairs(self, best: Solution) -> Solution:
+        """The best order of all with pairs: of the best one without, of fixed ones, and of a given one."""
+        from zbv_solver.construct.pairs import joined, starts  # few problems need it
+
+        problem = self.with_pairs
+        for name, orders in (("pairs", best.orders), *starts(problem)):
+            made = joined(problem, orders)
+            solution = Solution(objective_of(problem, made), made, name)
+            if solution.value < best.value and fits(problem, evaluate(problem, made).peak_memory):
+                best = solution
+        return best if self.paired is None or best.value < self.paired.value else self.paired
 
     def _prove_exactly(self, bound: float) -> None:
         """Take a bound of CP-SAT, which knows single actions only."""

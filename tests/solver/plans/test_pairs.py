@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
+from zbv_solver.construct.pairs import joined
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export.timeline import timeline
 from zbv_solver.plans.orders import Action, Orders
@@ -23,11 +24,11 @@ from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Communication
 from zbv_solver.problem.writing import problem_json
-from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.assemble import baseline_plan, compare, make_plan
 from zbv_solver.search.claims import check_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
-from zbv_solver.timing.start_times import evaluate
+from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 TIMED = json.loads(Path(__file__).with_name("pairs.json").read_text())
@@ -218,14 +219,34 @@ def test_a_pair_of_one_microbatch_and_pairs_without_communication_are_refused() 
             check(problem.without_pairs(), other)
 
 
+@pytest.mark.parametrize("limit", [None, 9])
+def test_a_search_is_no_worse_than_dualpipe_and_than_the_best_order_without_pairs(limit: int | None) -> None:
+    memory = {"forward": 1, "backward_input": 0, "backward_weight": -1, "limit": limit}
+    problem = parse_problem({**PROBLEM, "pp_degree": 4, "microbatches": 12, "memory": memory})
+    options = SearchOptions(effort="quick")
+    plan, alone = search(problem, options), search(problem.without_pairs(), options)
+    assert plan.orders.paired is not None
+    spans = {row.name: row.span for row in plan.baselines}
+    dualpipe = baseline_plan("dualpipe-v", problem)
+    assert dualpipe.orders.paired is not None
+    assert plan.metrics.span < spans["dualpipe-v"] == dualpipe.metrics.span < alone.metrics.span
+
+
 def test_a_search_keeps_a_given_order_with_pairs_unless_it_finds_a_shorter_one() -> None:
     problem = parse_problem({**PROBLEM, "pp_degree": 1, "placement": "single"})
     paired = Orders.from_text([["0F0", "0F1+0B0", "0F2+0B1", "0F3+0B2", "0B3"]])
-    options = SearchOptions(effort="quick")
-    alone = search(problem, options)
-    assert alone.orders.paired is None
-    assert search(problem, options, incumbent=paired).orders == paired
-    assert alone.metrics.lower_bound < evaluate(problem, paired).span < alone.metrics.span
+    plan = search(problem, SearchOptions(effort="quick"), incumbent=paired)
+    assert plan.metrics.lower_bound <= plan.metrics.span <= evaluate(problem, paired).span
+
+
+@given(with_communication(), st.integers(0, 2**32))
+def test_joining_never_lengthens_an_order_and_changes_nothing_else(problem: Problem, seed: int) -> None:
+    orders = random_orders(problem, Random(seed))
+    found = joined(problem, orders)
+    assert found.without_pairs() == orders
+    assert evaluate(problem, found).peak_memory == evaluate(problem, orders).peak_memory
+    assert objective_of(problem, found) <= objective_of(problem, orders) * (1 + 1e-12)
+    verify_orders(replace(problem, memory=replace(problem.memory, limit=None)), found)
 
 
 def test_classical_schedules_are_compared_and_a_pair_is_drawn_as_two_halves() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from support.forked_ranks import SERVICES, ForkedProcess, fork_module
 from support.processes import DEADLINE, wait_for_line
+
+SCHEDULER, WORKER = "distributed.cli.dask_scheduler", "distributed.cli.dask_worker"
+MODULES = (*SERVICES, SCHEDULER, WORKER, "zbv_service.searches.executors.cluster.executor")
+"""What services with such a cluster, schedulers and workers import: the same process forks all of them."""
 
 
 class DaskCluster:
@@ -27,31 +30,27 @@ class DaskCluster:
         self._count = 0
         self.address = ""
 
-    def start_scheduler(self) -> subprocess.Popen[bytes]:
+    def start_scheduler(self) -> ForkedProcess:
         """Start a scheduler on a free port; later schedulers use the same port."""
         port = self.address.rpartition(":")[2] or "0"
         address = ("--host", "127.0.0.1", "--port", port)
-        process, log = self._start("dask_scheduler", *address, "--no-dashboard", "--no-show")
+        process, log = self._start(SCHEDULER, *address, "--no-dashboard", "--no-show")
         self.address = wait_for_line(process, log, r"Scheduler at:\s+(tcp://\S+)")
         return process
 
-    def start_worker(self) -> subprocess.Popen[bytes]:
+    def start_worker(self) -> ForkedProcess:
         """Start a worker for one search at a time, without waiting for it."""
         options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", str(DEADLINE))
-        return self._start("dask_worker", self.address, *options)[0]
+        return self._start(WORKER, self.address, *options, "--local-directory", str(self._folder))[0]
 
     def close(self) -> None:
         """Kill everything."""
         self._stack.close()
 
-    def _start(self, module: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+    def _start(self, module: str, *arguments: str) -> tuple[ForkedProcess, Path]:
         self._count += 1
-        path = self._folder / f"{module}-{self._count}.log"
-        command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments]
-        with path.open("w") as log:
-            process = subprocess.Popen(
-                command, cwd=self._folder, stdout=log, stderr=log, env=self._environment
-            )
-        self._stack.enter_context(process)
+        log = self._folder / f"{module}-{self._count}.log"
+        process = fork_module(module, arguments, self._environment, log, MODULES)
+        self._stack.callback(process.wait, DEADLINE)
         self._stack.callback(process.kill)
-        return process, path
+        return process, log

@@ -47,15 +47,25 @@ def _below(process_id: int) -> Iterable[int]:
             yield from _below(child)
 
 
-def start_services(stack: ExitStack, folder: Path, count: int, *flags: str, **variables: str) -> list[Served]:
-    """Start services with these flags and variables of the environment; the stack kills them."""
+def start_services(
+    stack: ExitStack,
+    folder: Path,
+    count: int,
+    *flags: str,
+    modules: tuple[str, ...] = SERVICES,
+    **variables: str,
+) -> list[Served]:
+    """Start services with these flags and variables of the environment; the stack kills them.
+
+    They are forked from a process that has imported ``modules``.
+    """
     given = {"ZBV_DATABASE": f"sqlite:///{folder}/zbv.db", SEARCHES_PRELOAD: "support.patient_searches"}
     environment = {**os.environ, "PYTHONPATH": PATH, **given, **variables}
     command = ["serve", *(flags or ("--port", "0"))]
     starting = []
     for index in range(count):
         log = folder / f"service-{index}.log"
-        process = fork_module("support.patient_searches", command, environment, log, SERVICES)
+        process = fork_module("support.patient_searches", command, environment, log, modules)
         stack.callback(process.kill)
         starting.append((process, log))
     return [_listening(stack, *each) for each in starting]

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.dask_cluster import DaskCluster
+from support.dask_cluster import MODULES, DaskCluster
 from support.databases import PostgresDatabases
 from support.fake_kinds import ranking
 from support.fake_searches import orders_of
@@ -45,7 +45,7 @@ class Site:
         executor = self.cluster.address.replace("tcp:", "dask:")
         settings = {"ZBV_AUTH": "none", "ZBV_DATABASE": database, "ZBV_EXECUTOR": executor}
         times = {"ZBV_LEASE_SECONDS": "2.0", "ZBV_HEARTBEAT_SECONDS": "0.5"}
-        self.services = start_services(stack, folder, 2, **settings, **times)
+        self.services = start_services(stack, folder, 2, modules=MODULES, **settings, **times)
 
     def owner(self, search: Search) -> Served:
         """The service that has leased a search."""

@@ -14,11 +14,15 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from json.decoder import JSONDecoder
+from json.encoder import JSONEncoder
 from typing import Any
 
 RELEASING = ("zlib", "_sqlite3", "sqlite3", "_hashlib", "_socket", "select", "time", "_thread", "posix")
 """Modules whose calls release the GIL while they work."""
 UNIT_BYTES = 128 * 1024
+UNSEEN = (JSONDecoder.raw_decode.__code__, JSONEncoder.iterencode.__code__)
+"""Functions that count as calls of C code: they call some whose calls are no events of a profile."""
 SHORT_SECONDS = 0.0002
 """Calls are measured with this error; shorter ones are not."""
 _RUN = asyncio.events.Handle._run
@@ -100,6 +104,8 @@ _begun = _Begun()
 
 def _profile(frame: Any, happened: str, function: Any) -> None:
     """Read the CPU time, which takes long, only about calls that are long by the clock on the wall."""
+    if frame.f_code in UNSEEN and happened in ("call", "return"):
+        happened, function = f"c_{happened}", frame.f_code
     if happened == "c_call":
         _begun.at = now = time.perf_counter()
         if now - _begun.read_at > SHORT_SECONDS:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -66,6 +68,16 @@ async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(servin
                                 break
                         late += again
     assert not late, f"longer than {MOST_UNITS:g} times JSON of {UNIT_BYTES} bytes: {late}"
+
+
+async def test_json_in_another_thread_is_measured() -> None:
+    text = json.dumps([1.5] * MIB)
+    values = json.loads(text)
+    with watching_threads():
+        for make in (partial(json.loads, text), partial(json.dumps, values)):
+            async with measured("JSON") as work:
+                await asyncio.to_thread(make)
+            assert lateness(work), make.func
 
 
 async def read(http: httpx.AsyncClient, each: Read) -> Work:

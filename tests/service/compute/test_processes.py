@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -95,18 +93,3 @@ def test_a_service_that_cannot_start_says_why_without_a_traceback(
     assert "Traceback" not in said
     # A token is created in the database, so that one must exist.
     assert bool([*tmp_path.glob("*.db")]) == ("token create" in message)
-
-
-@pytest.mark.parametrize(
-    ("modules", "heavy"),
-    [
-        ("zbv_service.client, zbv_service.commands.run", ("fastapi", "sqlalchemy", "numba", "torch")),
-        ("zbv_service.app", ("ortools", "zbv_solver.search.run")),
-    ],
-)
-def test_what_starts_often_imports_no_more_than_it_needs(modules: str, heavy: tuple[str, ...]) -> None:
-    program = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE, check=True
-    )
-    assert ran.stdout.strip() == "[]"

@@ -19,6 +19,7 @@ from zbv_service.app import create_app
 from zbv_service.client import Client
 from zbv_service.commands.cli import main
 from zbv_service.database import Database, SearchTable
+from zbv_service.security.tokens import TokenText
 from zbv_service.settings import Settings
 
 
@@ -125,12 +126,23 @@ def settings(directory: Path, database_url: str) -> Settings:
 
 
 @pytest.fixture
+async def elsewhere(settings: Settings) -> AsyncIterator[Database]:
+    """The connections of another service to the database of :func:`serving`."""
+    opened = Database(settings.database)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
 def serving(settings: Settings, directory: Path) -> Serving:
     """Starts applications on the test's database."""
 
     @asynccontextmanager
-    async def start(search: str, **changes: Any) -> AsyncIterator[Service]:
-        app = create_app(settings.model_copy(update=changes), kinds=kinds_of(search, directory))
+    async def start(
+        search: str, local_token: TokenText | None = None, **changes: Any
+    ) -> AsyncIterator[Service]:
+        chosen, kinds = settings.model_copy(update=changes), kinds_of(search, directory)
+        app = create_app(chosen, kinds=kinds, local_token=local_token)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),

@@ -92,12 +92,6 @@ def test_the_settings_command_shows_values_without_passwords(
     assert shown.count("ZBV_") == len(Settings.model_fields)
 
 
-def test_by_default_the_service_is_local_with_its_database_in_the_working_directory() -> None:
-    settings = Settings()
-    assert (settings.host, settings.database) == ("127.0.0.1", "sqlite:///zbv.db")
-    assert settings.searches >= 1
-
-
 def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (
         *("PORT=x", "PORT=-1", "PORT=70000", "DATABASE=zbv.db", "DATABASE=mysql://x/y", "SEARCHES=0"),

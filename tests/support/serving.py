@@ -73,6 +73,11 @@ class Service:
         """Submit a search and wait for its end."""
         return await self.ended((await self.submit(problem, **options)).json()["id"])
 
+    async def events_of_search(self, search_id: str) -> list[Document]:
+        """The stored events of a search."""
+        found: list[Document] = (await self.get(f"/v1/searches/{search_id}/events", after=0))["events"]
+        return found
+
     async def cancel(self, search_id: str) -> httpx.Response:
         """Cancel a search."""
         return await self.http.post(f"/v1/searches/{search_id}/cancel")

@@ -28,30 +28,29 @@ from zbv_service.database import Database
 
 MOST = 3
 """The first number of connections that is refused."""
-GET = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
 @pytest.fixture(scope="module")
-def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with live_service(tmp_path_factory.mktemp("connections"), max_connections=MOST) as found:
         yield found
 
 
-def connected(live: Live) -> socket.socket:
+def send(live: Live, method: str, path: str, body: bytes = b"") -> socket.socket:
+    """Send a request, and do not read its answer."""
     at = urlsplit(live.address)
-    return socket.create_connection((at.hostname, at.port), timeout=DEADLINE)
+    connection = socket.create_connection((at.hostname, at.port), timeout=DEADLINE)
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+    return connection
 
 
-def test_a_connection_above_the_limit_is_refused(limited: Live) -> None:
+def test_a_connection_above_the_limit_is_refused(live: Live) -> None:
     with ExitStack() as stack:
-        held = [stack.enter_context(connected(limited)) for _ in range(MOST - 1)]
-        for connection in held:  # after one response each, the service has counted them all
-            connection.sendall(GET + b"\r\n")
-            assert connection.recv(65_536).startswith(b"HTTP/1.1 200 ")
-        with connected(limited) as another:
-            another.sendall(GET + b"\r\n")
-            assert another.recv(65_536).startswith(b"HTTP/1.1 503 ")
-    with httpx.Client(base_url=limited.address, timeout=DEADLINE) as http:
+        for status in (*[b"200"] * (MOST - 1), b"503"):  # after its response, a connection is counted
+            connection = stack.enter_context(send(live, "GET", "/healthz"))
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 " + status)
+    with httpx.Client(base_url=live.address, timeout=DEADLINE) as http:
         assert http.get("/healthz").status_code == 200
 
 
@@ -69,24 +68,6 @@ def sleep(directory: str, *_arguments: object) -> None:
     time.sleep(10 * DEADLINE)
 
 
-@pytest.fixture
-def live(tmp_path: Path) -> Iterator[Live]:
-    with live_service(tmp_path) as found:
-        yield found
-
-
-def send(live: Live, method: str, path: str, body: bytes = b"") -> socket.socket:
-    """Send a request, and do not read its answer."""
-    connection = connected(live)
-    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
-    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-    return connection
-
-
-def has_ended(process_id: int) -> bool:
-    return not is_alive(process_id)
-
-
 async def test_the_computation_of_a_request_ends_when_its_client_disconnects(
     live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +81,8 @@ async def test_the_computation_of_a_request_ends_when_its_client_disconnects(
     for method, path, body in REQUESTS:
         connection = send(live, method, path.format(plan=plan), json.dumps(body).encode() if body else b"")
         await until(started.exists, f"the computation of {path}")
-        process = int(started.read_text())
         connection.close()
-        await until(partial(has_ended, process), f"the end of that of {path}")
+        await until(lambda: not is_alive(int(started.read_text())), f"the end of that of {path}")
         started.unlink()
 
 

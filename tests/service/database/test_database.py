@@ -6,8 +6,7 @@ import asyncio
 import os
 import sqlite3
 import stat
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from sqlalchemy import Engine, create_engine, text
 from support.databases import PostgresDatabases
 from support.malformed import PLAN
 from support.postgres import Server, a_server
-from support.serving import DEADLINE, Serving
+from support.serving import Serving
 from support.tokens import add, bearer
 from zbv_service.database import Database, DatabaseUnusable, SearchTable
 from zbv_service.database.engine import Base
@@ -104,13 +103,6 @@ def server() -> Iterator[Server]:
         yield started
 
 
-async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not await holds():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        await asyncio.sleep(0.05)
-
-
 async def test_a_service_survives_a_restart_of_its_database(
     server: Server, serving: Serving, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,12 +132,9 @@ async def test_a_service_survives_a_restart_of_its_database(
             assert said.exc_info is None
 
             await asyncio.to_thread(server.start)
-
-            async def is_ready() -> bool:
-                return (await service.http.get("/readyz")).status_code == 200
-
             with caplog.at_level("INFO"):
-                await until(is_ready, "readiness")
+                while not (await service.http.get("/readyz")).is_success:
+                    pass
             assert any("ready again" in line.getMessage() for line in caplog.records)
             ended = await service.ended(search_id)
             assert (ended["state"], ended["attempts"]) == ("done", 1)

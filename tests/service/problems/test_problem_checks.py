@@ -25,6 +25,11 @@ from zbv_solver.verify.verifier import verify
 UNLIMITED = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
 
 
+async def ask(service: Service, what: str, **body: Any) -> httpx.Response:
+    """POST a question: check, estimate, compare or pack."""
+    return await service.http.post(f"/v1/problems/{what}", json=body)
+
+
 async def checked(service: Service, body: Any) -> dict[str, Any]:
     answer = await service.http.post("/v1/problems/check", json=body)
     assert answer.status_code == 200, answer.text
@@ -84,12 +89,8 @@ async def test_a_limit_may_be_a_fraction_of_the_memory_of_1f1b(honest: Service) 
     assert pointers == ["/problem/microbatches", "/options/seed", "/limit_fraction"]
 
 
-async def estimated(service: Service, problem: Any = PROBLEM) -> httpx.Response:
-    return await service.http.post("/v1/problems/estimate", json={"problem": problem})
-
-
 async def test_an_estimate_is_a_verified_plan_that_is_not_stored(honest: Service) -> None:
-    found, problem = (await estimated(honest)).json(), parse_problem(PROBLEM)
+    found, problem = (await ask(honest, "estimate", problem=PROBLEM)).json(), parse_problem(PROBLEM)
     assert found["problem_summary"]["microbatches"] == 4
     assert found["baselines"] == [plain(each) for each in compare(problem)]
     plan = found["plan"]
@@ -103,7 +104,7 @@ async def test_an_estimate_is_a_verified_plan_that_is_not_stored(honest: Service
 async def test_an_estimate_of_a_large_problem_has_no_plan(serving: Serving) -> None:
     large = {**UNLIMITED, "pp_degree": 1, "microbatches": 131_073, "placement": "single"}
     async with serving("honest", max_cells=200_000) as service:
-        found = (await estimated(service, large)).json()
+        found = (await ask(service, "estimate", problem=large)).json()
         assert (found["plan"], len(found["baselines"])) == (None, 5)
 
 
@@ -131,7 +132,7 @@ async def test_a_problem_that_cannot_be_estimated_is_refused(honest: Service) ->
         ({"memory": {**PROBLEM["memory"], "limit": [8, 1]}}, "infeasible-memory", "/problem/memory/limit"),
         ({"costs": 1}, "invalid-body", "/problem/costs"),
     ):  # fmt: skip
-        answer = await estimated(honest, {**PROBLEM, **wrong})
+        answer = await ask(honest, "estimate", problem={**PROBLEM, **wrong})
         assert (answer.status_code, answer.json()["type"]) == (422, f"/errors/{kind}")
         assert answer.json()["errors"][0]["pointer"] == pointer
 
@@ -160,12 +161,8 @@ async def test_a_plan_is_checked_against_the_problem_and_its_claims_are_listed(h
         assert says in wrong["issues"][0]["detail"]
 
 
-async def compared(service: Service, problem: Any = PROBLEM) -> httpx.Response:
-    return await service.http.post("/v1/problems/compare", json={"problem": problem})
-
-
 async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(honest: Service) -> None:
-    before = (await compared(honest)).json()
+    before = (await ask(honest, "compare", problem=PROBLEM)).json()
     assert before["baselines"] == [plain(found) for found in compare(parse_problem(PROBLEM))]
     assert before["problem_summary"]["pp_degree"] == 2
     assert 0 < before["lower_bound"] <= min(row["span"] for row in before["baselines"])
@@ -173,18 +170,20 @@ async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(honest: S
     assert [await honest.listed(kind) for kind in ("searches", "plans")] == [[], []]
 
     ended = await honest.done()
-    after = (await compared(honest, {**PROBLEM, "placement": "v", "objective": "span"})).json()
+    after = (await ask(honest, "compare", problem={**PROBLEM, "placement": "v", "objective": "span"})).json()
     assert (after["best"]["plan_id"], after["best"]["value"]) == (ended["plan_id"], ended["objective"])
     assert after["baselines"] == before["baselines"]
     assert after["lower_bound"] >= before["lower_bound"]
-    other = (await compared(honest, {**PROBLEM, "microbatches": 5})).json()
+    other = (await ask(honest, "compare", problem={**PROBLEM, "microbatches": 5})).json()
     assert other["best"] is None
 
     # A limit that nothing fits is not an error here: `fits` is false for every baseline.
     tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
-    assert {row["fits"] for row in (await compared(honest, tight)).json()["baselines"]} == {False}
+    assert {row["fits"] for row in (await ask(honest, "compare", problem=tight)).json()["baselines"]} == {
+        False
+    }
     single = {**PROBLEM, "placement": "single"}
-    merged = {row["name"] for row in (await compared(honest, single)).json()["baselines"]}
+    merged = {row["name"] for row in (await ask(honest, "compare", problem=single)).json()["baselines"]}
     assert {row["name"] for row in before["baselines"]} - merged == {"zb-v", "v-half", "v-min", "dualpipe-v"}
 
 
@@ -196,12 +195,8 @@ PIPELINE: dict[str, Any] = {
 BATCH: dict[str, Any] = {"sequences": [5, 9, 2, 7, 1], "max_tokens": 10, "replicas": 2, "problem": PIPELINE}
 
 
-async def packed(service: Service, batch: Any) -> httpx.Response:
-    return await service.http.post("/v1/problems/pack", json={"batch": batch})
-
-
 async def test_a_packing_has_the_problem_of_every_replica(honest: Service) -> None:
-    answer = await packed(honest, BATCH)
+    answer = await ask(honest, "pack", batch=BATCH)
     assert answer.status_code == 200, answer.text
     found = answer.json()
     assert found["lower_bound"] <= found["step_time"] == max(r["step_time"] for r in found["replicas"])
@@ -228,13 +223,13 @@ async def test_a_batch_that_cannot_be_packed_is_refused(honest: Service) -> None
         ({"problem": {**PIPELINE, "pp_degree": 0}}, "/batch/problem/pp_degree"),
         ({"more": 1}, "/batch/more"),
     ):
-        answer = await packed(honest, {**BATCH, **change})
+        answer = await ask(honest, "pack", batch={**BATCH, **change})
         assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer), change
     tight = {**PIPELINE, "memory": {**PIPELINE["memory"], "limit": 9}}
-    answer = await packed(honest, {**BATCH, "problem": tight})
+    answer = await ask(honest, "pack", batch={**BATCH, "problem": tight})
     assert (answer.status_code, answer.json()["type"]) == (422, "/errors/infeasible-memory")
     assert answer.json()["errors"][0]["pointer"] == "/batch/problem/memory/limit"
-    assert (await packed(honest, PROBLEM)).status_code == 422
+    assert (await ask(honest, "pack", batch=PROBLEM)).status_code == 422
 
 
 SECONDS = 60.0

@@ -18,19 +18,21 @@ from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 
 PLANNED = {**PROBLEM, "units": {"time": "us"}}
-SLOW = {**PLANNED, "costs": {"forward": 3, "backward_input": 1, "backward_weight": 1}}
-"""The real costs of the ranks. The fake search claims 8 for any plan; the running one then takes 40."""
-
-
-@pytest.fixture(autouse=True)
-def only_explicit_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service looks once when it starts; afterwards only :func:`looked` does."""
-    monkeypatch.setattr(dispatch, "POLL_SECONDS", 3600.0)
 
 
 def costing(forward: float) -> dict[str, Any]:
     """The problem with another cost of forwards."""
     return {**PLANNED, "costs": {"forward": forward, "backward_input": 1, "backward_weight": 1}}
+
+
+SLOW = costing(3)
+"""The real costs of the ranks. The fake search claims 8 for any plan; the running one then takes 40."""
+
+
+@pytest.fixture(autouse=True)
+def only_explicit_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service looks once when it starts; afterwards only :meth:`Replanned.look` does."""
+    monkeypatch.setattr(dispatch, "POLL_SECONDS", 3600.0)
 
 
 class Replanned(TwoRanks):

@@ -91,21 +91,6 @@ async def test_a_failed_run_keeps_a_bounded_part_of_its_reports(serving: Serving
             assert len((await service.http.get(path)).content) < 100_000
 
 
-async def test_a_failure_stops_other_nodes_and_the_cause_is_the_error_of_the_run(service: Service) -> None:
-    run_id, first, second = await service.started_run()
-    lost = {"kind": "peer", "rank": 0, "action": "3F1", "peer": 1, "detail": "rank 1 did not deliver"}
-    await service.end_node(first, run_id, "failed", lost)
-    assert (await service.run(run_id))["state"] == "starting"  # the other node may report the cause
-    answer = await service.beat(second, run_id)
-    assert (answer["stop"], answer["cause"]) == (True, "failed")
-    await service.end_node(second, run_id, "failed", {"kind": "killed", "rank": 1, "detail": "SIGKILL"})
-    found = await service.run(run_id)
-    assert (found["state"], found["error"]["detail"]) == ("failed", "SIGKILL")
-    assert found["error"]["type"] == "/errors/run-failed"
-    assert [failure["agent"] for failure in found["error"]["failures"]] == ["host-b", "host-a"]
-    assert [failure["peer"] for failure in found["error"]["failures"]] == [None, 1]
-
-
 async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_once_its_nodes_stopped(
     service: Service,
 ) -> None:

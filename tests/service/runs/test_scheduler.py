@@ -69,14 +69,6 @@ def test_the_oldest_run_starts_if_it_can(waiting: list[WaitingRun], offers: list
     assert (oldest.run_id in decide(waiting, offers).placed) == can_start
 
 
-def test_a_run_never_gets_agents_of_two_owners() -> None:
-    offers = [AvailableAgent("a", 1, True, ("*",), "one"), AvailableAgent("b", 1, True, ("*",), "two")]
-    pair = WaitingRun("pair", 2, 1, "a:b")
-    assert decide([pair], offers).placed == {}
-    more = [*offers, AvailableAgent("c", 1, True, ("*",), "two")]
-    assert decide([pair], more).placed == {"pair": ["b", "c"]}
-
-
 def test_a_large_run_reserves_agents_but_an_impossible_one_does_not() -> None:
     def offer(name: str, *, is_idle: bool) -> AvailableAgent:
         return AvailableAgent(name, 1, is_idle, ("*",))

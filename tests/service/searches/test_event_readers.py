@@ -19,20 +19,13 @@ from zbv_service.records.searches import Update
 
 
 @pytest.fixture
-async def database(database_url: str) -> AsyncIterator[Database]:
-    opened = Database(database_url)
-    yield opened
-    await opened.close()
+def table(elsewhere: Database, events: EventFeed[Event]) -> SearchTable:
+    return SearchTable(elsewhere, events.changed)
 
 
 @pytest.fixture
-def table(database: Database, events: EventFeed[Event]) -> SearchTable:
-    return SearchTable(database, events.changed)
-
-
-@pytest.fixture
-async def events(database: Database) -> AsyncIterator[EventFeed[Event]]:
-    made = EventFeed(SearchEventTable(database))
+async def events(elsewhere: Database) -> AsyncIterator[EventFeed[Event]]:
+    made = EventFeed(SearchEventTable(elsewhere))
     await made.start()
     yield made
     await made.stop()

@@ -70,14 +70,20 @@ def leave(*_: Any) -> None:
     worker._leaving.set()
 
 
-def on_worker(site: Site, compute: Any = search_plan) -> DaskComputation:
-    """A search on the worker that does not react to a request to stop."""
+CLAIM = Claim("a", 1, b"", {}, None, 1, False)
 
+
+def a_computation(updates: list[Update] | None = None, compute: Any = search_plan) -> DaskComputation:
     async def never(_computation: DaskComputation) -> object:
         raise AssertionError("nothing is computed here")
 
-    claim = Claim("a", 1, b"", {}, None, 1, False)
-    made = DaskComputation(claim, compute, lambda _: None, lambda: None, never)  # type: ignore[arg-type]
+    taken = [] if updates is None else updates
+    return DaskComputation(CLAIM, compute, taken.append, lambda: None, never)  # type: ignore[arg-type]
+
+
+def on_worker(site: Site, compute: Any = search_plan) -> DaskComputation:
+    """A search on the worker that does not react to a request to stop."""
+    made = a_computation(compute=compute)
     (made.place,) = site.cluster._workers
     return made
 
@@ -135,15 +141,6 @@ async def test_a_worker_that_gave_a_search_back_gets_no_other(site: Site) -> Non
     with pytest.raises(worker.Evicted):
         await asyncio.wait_for(site.cluster._submit(computation), 30)
     assert site.cluster.slots == 0
-
-
-def a_computation(updates: list[Update] | None = None) -> DaskComputation:
-    async def never(_computation: DaskComputation) -> object:
-        raise AssertionError("nothing is computed here")
-
-    taken = [] if updates is None else updates
-    task = Claim("a", 1, b"", {}, None, 1, False)
-    return DaskComputation(task, search_plan, taken.append, lambda: None, never)  # type: ignore[arg-type]
 
 
 def found(number: int, objective: float) -> Found:
@@ -271,8 +268,7 @@ def test_only_owners_on_this_machine_are_known_to_be_dead() -> None:
 async def test_a_search_whose_process_was_not_started_when_the_service_stopped_is_lost_not_failed() -> None:
     executor = LocalExecutor(1, preload=False)
     await executor.start()
-    claim = Claim("a", 1, b"", {}, None, 1, False)
-    computation = executor.expect(claim, search_plan, lambda update: None)
+    computation = executor.expect(CLAIM, search_plan, lambda update: None)
     executor.kill()
     with pytest.raises(SearchLost, match="the service stopped before"):
         await computation.plan()

@@ -21,7 +21,6 @@ from zbv_service.frontier.problems import Point, tightened
 from zbv_service.problems.estimate import estimate_of_layers
 from zbv_service.records.searches import Claim, Outcome
 from zbv_service.searches.executors.task import search_plan, solver_search
-from zbv_service.settings import Settings
 from zbv_solver.errors import ContradictedBound, InvalidPlan
 from zbv_solver.frontiers.limits import Known
 from zbv_solver.plans.orders import Orders
@@ -44,16 +43,12 @@ def incumbent_for(problem: Any) -> bytes:
 
 
 UNFIT = [
-    (PROBLEM, b"", "error"),
     (PROBLEM, b"no zlib", "error"),
     (PROBLEM, pack(None), "TypeError"),
-    (PROBLEM, pack({}), "KeyError"),
     (PROBLEM, pack([[1, 2], [3]]), ""),
     (PROBLEM, pack([["0F0"], []]), "InvalidPlan"),
     (PROBLEM, pack([["0X0"], []]), "InvalidInput"),
     (PROBLEM, incumbent_for({**PROBLEM, "microbatches": 5}), "InvalidPlan"),
-    (PROBLEM, incumbent_for({**PROBLEM, "pp_degree": 3}), "InvalidPlan"),
-    (PROBLEM | {"memory": {**PROBLEM["memory"], "limit": 2}}, pack(None), "TypeError"),
     (LAYERED, incumbent_for(OTHER_LAYERS), "not a cut of the problem"),
     (LAYERED, incumbent_for({**LAYERED, "pp_degree": 1, "microbatches": 3}), "not a cut of the problem"),
     (LAYERED, incumbent_for({**LAYERED, "costs": {"p2p": 3}}), "not a cut of the problem"),
@@ -104,10 +99,21 @@ FORWARDS_FIRST = [
 def test_the_solver_starts_from_an_incumbent_that_fits(
     problem: Any, incumbent: bytes, reason: str | None
 ) -> None:
+    given: list[Orders | Plan | None] = []
+
+    def search(question: Any, options: Any, report: Any, cancelled: Any, start: Any) -> Plan:
+        given.append(start)
+        return solver_search(question, options, report, cancelled, start)
+
     asked = pack(question_json(parse_any_problem(problem)))
-    found = search_plan(a_claim(asked, {"effort": "quick"}, incumbent), Listener(), solver_search)
-    assert (found.refusal is None) == (reason is None)
+    listener = Listener(stops=True)
+    found = search_plan(a_claim(asked, {"effort": "quick"}, incumbent), listener, search)
+    assert (given == [None]) == (found.refusal is not None) == (reason is not None)
     assert found.refusal is None or (reason or "") in found.refusal.reason
+    # It stops immediately, and is still at least as good as its incumbent.
+    (start,) = given
+    assert not isinstance(start, Plan) or found.plans[0].summary.value <= start.objective
+    assert all(report.objective is not None for report in listener.reports)
 
 
 def test_a_plan_of_another_problem_is_rejected() -> None:
@@ -123,25 +129,15 @@ def test_a_plan_of_another_problem_is_rejected() -> None:
     assert not answers(layers, stages_of(parse_any_problem(PROBLEM)))
 
 
-@pytest.mark.parametrize(
-    ("problem", "foreign"), [(PROBLEM, {**PROBLEM, "microbatches": 5}), (LAYERED, OTHER_LAYERS)]
-)
 async def test_after_a_restart_a_foreign_incumbent_certifies_nothing(
-    serving: Serving,
-    settings: Settings,
-    directory: Path,
-    problem: Any,
-    foreign: Any,
-    caplog: pytest.LogCaptureFixture,
+    serving: Serving, elsewhere: Database, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its objective and bound are better than possible for this problem; neither survives."""
     async with serving("held") as service:
-        search_id = await service.begun(problem)
-    database = Database(settings.database)
-    async with database.writing() as session:
-        claims = {"objective": 1.0, "lower_bound": 1.0, "gap": 0.0, "incumbent": incumbent_for(foreign)}
+        search_id = await service.begun(LAYERED)
+    async with elsewhere.writing() as session:
+        claims = {"objective": 1.0, "lower_bound": 1.0, "gap": 0.0, "incumbent": incumbent_for(OTHER_LAYERS)}
         await session.execute(update(SearchRow).where(SearchRow.id == search_id).values(claims))
-    await database.close()
     async with serving("held") as service:
         found = await service.until(search_id, lambda found: found["objective"] == 9)
         assert (found["state"], found["lower_bound"]) == ("running", 4)
@@ -199,14 +195,7 @@ async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
         (directory / "release").touch()
         failed = await service.ended(search_id)
         require_report(failed, "the objective 8", "the lower bound 8.5", "an earlier report")
-        # One of the two is wrong, so neither is shown.
-        assert (failed["objective"], failed["lower_bound"], failed["gap"]) == (None, None, None)
-        events = await service.http.get(
-            f"/v1/searches/{search_id}/events", headers={"Accept": "application/json"}
-        )
-        assert events.json()["events"][-1]["error"]["type"] == "/errors/contradicted-bound"
         assert await contradictions(service) == 1
-        assert await service.listed("plans") == []
 
 
 def test_a_plan_with_a_bound_above_its_objective_is_not_stored() -> None:
@@ -221,17 +210,14 @@ def test_a_plan_with_a_bound_above_its_objective_is_not_stored() -> None:
 
 
 async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
-    serving: Serving, settings: Settings
+    service: Service, elsewhere: Database
 ) -> None:
     document = problem_json(parse_problem(PROBLEM))
-    database = Database(settings.database)
-    await PlanTable(database).add(a_plan("p", 0.5, problem_key(document), lower_bound=0.5))
-    await database.close()
-    async with serving("immediate") as service:
-        answer = await service.http.post("/v1/problems/compare", json={"problem": PROBLEM})
-        assert (answer.status_code, answer.json()["type"]) == (500, "/errors/contradicted-bound")
-        assert "the objective 0.5" in answer.json()["detail"]
-        assert await contradictions(service) == 1
+    await PlanTable(elsewhere).add(a_plan("p", 0.5, problem_key(document), lower_bound=0.5))
+    answer = await service.http.post("/v1/problems/compare", json={"problem": PROBLEM})
+    assert (answer.status_code, answer.json()["type"]) == (500, "/errors/contradicted-bound")
+    assert "the objective 0.5" in answer.json()["detail"]
+    assert await contradictions(service) == 1
 
 
 def test_an_estimate_below_the_bound_over_all_cuts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

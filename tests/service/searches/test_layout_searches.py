@@ -1,4 +1,4 @@
-"""Searches for layouts: they end as the solver says, and survive what other searches do on both databases."""
+"""Searches for layouts: they end as the solver says, and survive what other searches do."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
     async with serving("honest", database=any_database_url) as service:
         search_id = await submitted(service)
         found = await service.ended(search_id)
-        events = (await service.get(f"/v1/searches/{search_id}/events?after=0"))["events"]
+        events = await service.events_of_search(search_id)
         plans = [await service.get(f"/v1/plans/{each['plan_id']}") for each in found["answer"]["layouts"]]
         again = await service.http.post("/v1/layouts", json=SMALL)
         assert (again.status_code, again.json()["id"]) == (200, search_id)
@@ -82,37 +82,22 @@ async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
     }
 
 
-async def test_a_cancelled_search_keeps_what_it_planned(serving: Serving, any_database_url: str) -> None:
-    async with serving("held", database=any_database_url, searches=1) as service:
-        search_id, behind = await submitted(service, LONG), await submitted(service)
-        before = await service.until(search_id, has_layout)
-        assert (before["objective"], before["progress"]["planned"]) == (9.0, 1)
-        for each, status in ((behind, 200), (search_id, 202)):
-            assert (await service.cancel(each)).status_code == status
-        found = await service.ended(search_id)
-        assert (await service.ended(behind))["answer"] is None
-        listed = (await service.get("/v1/searches?state=cancelled"))["searches"]
-        assert [each["id"] for each in listed] == [behind, search_id]
-        assert await submitted(service) != behind
-    assert found["answer"] == unpack(ranking(1).answer or b"")
-    assert (found["objective"], found["lower_bound"]) == (8.0, BOUND)
-
-
-async def test_a_killed_process_and_a_restart_begin_the_search_again(
-    serving: Serving, any_database_url: str
+async def test_a_killed_process_and_a_restart_begin_the_search_again_and_cancelling_keeps_what_it_planned(
+    serving: Serving,
 ) -> None:
-    async with serving("held", database=any_database_url) as service:
+    async with serving("held") as service:
         search_id = await submitted(service, LONG)
         await service.until(search_id, has_layout)
         (attempt,) = service.app.state.application.runner._attempts
         attempt.computation.kill()
         await service.until(search_id, lambda found: found["attempts"] == 2 and has_layout(found))
-    async with serving("held", database=any_database_url) as service:
-        await service.until(search_id, has_layout)
+    async with serving("held") as service:
+        before = await service.until(search_id, has_layout)
         assert (await service.cancel(search_id)).status_code == 202
         found = await service.ended(search_id)
-    assert found["attempts"] == 3
-    assert found["answer"]["layouts"]
+    assert (before["objective"], before["progress"]["planned"]) == (9.0, 1)
+    assert (found["state"], found["attempts"], found["lower_bound"]) == ("cancelled", 3, BOUND)
+    assert found["answer"] == unpack(ranking(1).answer or b"")
 
 
 def ranked(body: dict[str, Any], listener: Listener | None = None) -> tuple[Outcome, dict[str, Any]]:
@@ -138,11 +123,9 @@ def test_a_time_limit_counts_from_the_start_also_before_the_first_layout(executo
         assert outcome.lower_bound == 0, "nothing is known about layouts that were not enumerated"
 
 
-async def test_a_search_that_planned_nothing_in_its_time_fails(
-    serving: Serving, any_database_url: str, directory: Path
-) -> None:
+async def test_a_search_that_planned_nothing_in_its_time_fails(serving: Serving, directory: Path) -> None:
     (directory / "unplanned").touch()
-    async with serving("held", database=any_database_url) as service:
+    async with serving("held") as service:
         search_id = await submitted(service, {**SMALL, "options": {"time_limit": 0.3}})
         found = await service.ended(search_id)
     assert (found["attempts"], found["cancel_requested"], found["objective"]) == (1, False, None)
@@ -198,10 +181,9 @@ def test_an_executor_and_an_effort_reach_the_solver(monkeypatch: pytest.MonkeyPa
     assert (executor, top, options, workers) == ("torch", 1, SearchOptions("quick", workers=1), 1)
 
 
-async def test_a_model_that_fits_nowhere_is_infeasible(serving: Serving, any_database_url: str) -> None:
-    async with serving("honest", database=any_database_url) as service:
-        body = {**SMALL, "cluster": {**SMALL["cluster"], "memory": 2e9}}
-        found = await service.ended(await submitted(service, body))
+async def test_a_model_that_fits_nowhere_is_infeasible(honest: Service) -> None:
+    body = {**SMALL, "cluster": {**SMALL["cluster"], "memory": 2e9}}
+    found = await honest.ended(await submitted(honest, body))
     assert "no layout fits" in found["error"]["detail"]
     assert (found["answer"], found["lower_bound"], found["progress"]) == (None, None, None)
 
@@ -231,22 +213,6 @@ async def test_searches_of_all_kinds_are_one_list(serving: Serving) -> None:
 CLUSTER, MODEL = SMALL["cluster"], SMALL["model"]
 
 
-def test_values_of_a_request_replace_those_of_the_model() -> None:
-    given = {"precision": "half", "optimizer": "lion"}
-    inside = {"model": {**MODEL, "parallel": given}}
-    asked, same, other = (LayoutRequest.model_validate({**SMALL, **more}) for more in (given, inside, {}))
-    assert read_layouts(asked).config == read_layouts(same).config != read_layouts(other).config
-    # A ``config.json`` of transformers has no place for prediction layers.
-    config = {
-        **{"model_type": "mimo", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"num_key_value_heads": 4, "intermediate_size": 128, "num_nextn_predict_layers": 1},
-    }
-    for layers, count in ((None, 1), (0, 0), (2, 2)):
-        request = {**SMALL, "model": config, "sequence_length": 64, "prediction_layers": layers}
-        found = read_layouts(LayoutRequest.model_validate(request))
-        assert found.config.model.prediction_layers == count
-
-
 SELECTIVE = {**SMALL, "executor": "megatron", "fixed": {"recompute": "selective"}}
 PROFILE = as_estimated()
 RENAMED = [*PROFILE["layers"]]
@@ -262,7 +228,6 @@ WRONG: list[tuple[Any, str]] = [
     ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**5}}, "/cluster"),
     ({**SMALL, "cluster": {**CLUSTER, "nodes": 10**6}}, "/cluster/nodes"),
     ({**SMALL, "fixed": {"tensor_parallel": 3}}, "/fixed"),
-    ({**SMALL, "executor": "torch", "fixed": {"tensor_parallel": 3}}, "/fixed"),
     ({**SMALL, "fixed": {"recompute_layers": 2}}, "/fixed/recompute_layers"),
     ({**SMALL, "model": {"model_type": "llama"}, "sequence_length": None}, "/sequence_length"),
     ({**SMALL, "prediction_layers": 10**9}, "/prediction_layers"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -16,25 +15,12 @@ from support.serving import DEADLINE, PROBLEM, Service, Serving, until
 from support.stored import next_of
 from support.tokens import add
 from zbv_service.database import Database, PlanTable, SearchTable
-from zbv_service.documents.problems import pack
-from zbv_service.records.searches import NewSearch, Update
+from zbv_service.documents.problems import new_search
 from zbv_service.searches.executors.local import LocalExecutor
 from zbv_service.searches.runner import POLL_SECONDS, new_owner
 from zbv_service.settings import Settings
-from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.writing import problem_json
 
 FIRST_ACTIONS = "0F0\n3F0\n3B0\n0B0"
-
-
-def new_search(search_id: str = "a" * 32) -> NewSearch:
-    return NewSearch(
-        id=search_id,
-        request_key=search_id,
-        problem=pack(problem_json(parse_problem(PROBLEM))),
-        summary={"pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"},
-        options={"effort": "quick", "time_limit": None, "seed": 0},
-    )
 
 
 async def appeared(directory: Path, pattern: str, count: int = 1) -> Path:
@@ -76,6 +62,14 @@ async def test_a_crashed_search_runs_again_and_the_others_continue(held: Service
     ended = [await held.ended(search_id) for search_id in ids]
     assert [found["state"] for found in ended] == ["done", "done"]
     assert sorted(found["attempts"] for found in ended) == [1, 2]
+    (again,) = (found["id"] for found in ended if found["attempts"] == 2)
+    states = [event for event in await held.events_of_search(again) if event["event"] == "state"]
+    assert [(event["reason"], event["attempts"]) for event in states] == [
+        ("submitted", 0),
+        ("started", 1),
+        ("process-died", 1),
+        ("started", 2),
+    ]
 
 
 async def test_a_stopping_service_requeues_its_searches_with_their_incumbents(
@@ -114,30 +108,16 @@ async def test_a_search_that_ignores_the_request_to_stop_is_killed_with_its_serv
 
 
 @pytest.fixture
-async def table(settings: Settings) -> AsyncIterator[SearchTable]:
+def table(elsewhere: Database) -> SearchTable:
     """Searches in the database of the services, where another one may claim them."""
-    database = Database(settings.database)
-    yield SearchTable(database)
-    await database.close()
-
-
-async def test_a_search_with_an_expired_lease_runs_elsewhere(serving: Serving, table: SearchTable) -> None:
-    await table.add(new_search())
-    # An owner on another machine, so that only the lease shows that it is gone.
-    lost = await next_of(table, "elsewhere:1:x", 0.01)
-    async with serving("immediate") as service:
-        ended = await service.ended(lost.id)
-        assert (ended["state"], ended["attempts"]) == ("done", 2)
-    update = Update(1.0, 1.0, "late", b"")
-    assert not await table.progressed(lost.id, lost.fence, update)
-    assert not await table.requeue(lost.id, lost.fence, update)
+    return SearchTable(elsewhere)
 
 
 async def test_the_leases_of_a_process_on_this_machine_end_with_it(
-    serving: Serving, table: SearchTable
+    serving: Serving, table: SearchTable, settings: Settings
 ) -> None:
     process = await asyncio.create_subprocess_exec("sleep", "60")
-    await table.add(new_search())
+    await table.add(new_search(settings, {"problem": PROBLEM}))
     claim = await next_of(table, new_owner(process.pid), 3600)
     async with serving("immediate") as service:
         assert (await service.done(seed=5))["state"] == "done"
@@ -186,9 +166,9 @@ async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed_and_its
 
 @pytest.mark.parametrize("search", ["deaf", "mute"])
 async def test_a_cancelled_search_that_does_not_stop_is_cancelled_and_not_started_again(
-    serving: Serving, directory: Path, any_database_url: str, search: str
+    serving: Serving, directory: Path, search: str
 ) -> None:
-    async with serving(search, stop_seconds=0.2, database=any_database_url) as service:
+    async with serving(search, stop_seconds=0.2) as service:
         search_id = (await service.submit()).json()["id"]
         await appeared(directory, "started-*")
         if search == "deaf":
@@ -256,21 +236,17 @@ async def test_searches_get_the_cores_that_no_other_search_uses(
 
 
 async def test_a_search_runs_again_if_the_service_is_killed_before_storing_its_result(
-    serving: Serving, settings: Settings, directory: Path
+    serving: Serving, elsewhere: Database, directory: Path
 ) -> None:
     """The kill comes at the end of the transaction: the plan is written but not committed."""
     with fake_service("honest", directory, "zbv_service.database.search_leases._end") as killed:
         async with httpx.AsyncClient(base_url=killed.address, timeout=DEADLINE) as http:
             answer = await http.post("/v1/searches", json={"problem": PROBLEM})
         assert await asyncio.to_thread(killed.process.wait, DEADLINE) == -signal.SIGKILL
-    database = Database(settings.database)
-    assert await PlanTable(database).newest(1) == []
-    await database.close()
+    assert await PlanTable(elsewhere).newest(1) == []
     async with serving("honest") as service:
         ended = await service.ended(answer.json()["id"])
         assert (ended["state"], ended["attempts"]) == ("done", 2)
         assert (await service.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
-        events = await service.http.get(
-            f"/v1/searches/{ended['id']}/events", headers={"Accept": "application/json"}
-        )
-        assert [event["event"] for event in events.json()["events"]].count("end") == 1
+        events = await service.events_of_search(ended["id"])
+        assert [event["event"] for event in events].count("end") == 1

@@ -92,17 +92,6 @@ async def test_a_stream_resumes_at_the_position_of_a_broken_one(serving: Serving
         assert (over.status_code, over.content) == (204, b"")  # browsers then do not reconnect
 
 
-async def test_another_service_on_the_same_database_streams_the_events_too(
-    serving: Serving, directory: Path
-) -> None:
-    async with serving("held") as runs:
-        search_id = await runs.begun()
-        async with serving("held") as tells:
-            stream = following(tells, search_id)
-            (directory / "release").touch()
-            assert kinds(events_of((await stream).text))[-1] == ("end", "done")
-
-
 async def test_a_search_that_is_discarded_ends_its_streams(held: Service, directory: Path) -> None:
     search_id = await held.begun()
     stream = following(held, search_id)
@@ -135,16 +124,6 @@ async def test_a_stream_ends_when_its_token_is_revoked(
         assert not other.done()
         (directory / "release").touch()
         assert events_of((await other).text)[-1].kind == "end"
-
-
-async def test_the_event_of_a_requeued_search_has_the_reason(serving: Serving, directory: Path) -> None:
-    (directory / "die-4-0").touch()
-    async with serving("dying") as service:
-        search_id = (await service.submit()).json()["id"]
-        events = events_of((await following(service, search_id)).text)
-        reasons = [event.data["reason"] for event in events if event.kind == "state"]
-        assert reasons == ["submitted", "started", "process-died", "started"]
-        assert [event.data["attempts"] for event in events if event.kind == "state"] == [0, 1, 1, 2]
 
 
 async def test_a_wrong_position_is_refused(service: Service) -> None:

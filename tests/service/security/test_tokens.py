@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import stat
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -22,16 +21,6 @@ from zbv_service.security.tokens import (
     TokenTable,
     TokenText,
 )
-
-
-@dataclass
-class Clock:
-    """A clock that the test advances."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def grant_to(text: str, access: Access) -> Grant | None:
@@ -54,8 +43,8 @@ def test_a_token_is_parsed_and_hides_its_secret_and_other_text_is_no_token() -> 
 
 
 async def test_a_token_works_until_it_is_revoked_or_expires(database: Database) -> None:
-    table, clock = TokenTable(database), Clock()
-    access = Access(table, clock=clock)
+    table, now = TokenTable(database), 1000.0
+    access = Access(table, clock=lambda: now)
     text = await add_token(database, "read", "search", name="ci", max_searches=7)
     grant = await grant_to(text, access)
     assert grant is not None
@@ -68,7 +57,7 @@ async def test_a_token_works_until_it_is_revoked_or_expires(database: Database) 
         await add_token(database, "read", name="ci")
     assert [record.name for record in await table.revoke("ci")] == ["ci"]
     assert await grant_to(text, access) is not None, "it is cached for a moment"
-    clock.now += FRESH_SECONDS + 0.01
+    now += FRESH_SECONDS + 0.01
     assert await grant_to(text, access) is None
     assert await table.revoke("ci") == []
     assert await grant_to(await add_token(database, "read", name="ci", seconds=60), access) is not None
@@ -77,22 +66,11 @@ async def test_a_token_works_until_it_is_revoked_or_expires(database: Database) 
     await access.close()
 
 
-async def test_a_valid_id_with_a_wrong_secret_is_refused(database: Database) -> None:
-    access = Access(TokenTable(database))
-    right = TokenText.parse(await add_token(database, "read"))
-    assert right is not None
-    wrong = str(TokenText(right.id, TokenText.new().secret))
-    assert await grant_to(wrong, access) is None
-    assert await grant_to(str(right), access) is not None
-    assert await grant_to(wrong, access) is None, "also after the right one was cached"
-    await access.close()
-
-
 async def test_thousands_of_requests_cost_one_query_and_the_number_of_cached_tokens_is_limited(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access_module, "REMEMBERED", 2)
-    access = Access(table := TokenTable(database), clock=Clock())
+    access = Access(table := TokenTable(database), clock=lambda: 1000.0)
     looks: list[str] = []
     live = table.live
 
@@ -113,23 +91,23 @@ async def test_thousands_of_requests_cost_one_query_and_the_number_of_cached_tok
 async def test_the_last_use_of_a_token_is_stored_at_intervals_and_it_works_while_the_database_is_away(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, clock = TokenTable(database), Clock()
-    access = Access(table, clock=clock)
+    table, now = TokenTable(database), 1000.0
+    access = Access(table, clock=lambda: now)
     text, used = await add_token(database, "read"), []
     for _ in range(2):
         assert await grant_to(text, access) is not None
         await access.close()
         used += [record.used_at for record in await table.tokens()]
-        clock.now += 10
+        now += 10
     assert used[0] == used[1] is not None
 
     async def away(*_: object) -> None:
         raise DatabaseAway("away")
 
     monkeypatch.setattr(table, "live", away)
-    clock.now += STALE_SECONDS - 11
+    now += STALE_SECONDS - 11
     assert await grant_to(text, access) is not None
-    clock.now += 2
+    now += 2
     for each in (text, str(TokenText.new())):
         with pytest.raises(DatabaseAway):
             await grant_to(each, access)

@@ -18,6 +18,7 @@ from zbv_service.records.lists import (
     RunListQuery,
     SearchListQuery,
 )
+from zbv_service.records.plans import PlanSummaryDocument
 from zbv_service.records.searches import NewSearch, SearchRecord
 from zbv_service.runs.scheduler import decide
 
@@ -31,8 +32,10 @@ async def add(database: Database, search: NewSearch, created_at: datetime) -> No
         await session.execute(this.values(created_at=created_at))
 
 
-async def listed(table: SearchTable, wanted: SearchListQuery) -> list[str]:
-    return [record.id for record in (await table.page(wanted)).items]
+async def listed(table: Any, wanted: Any, after: Position | None = None) -> list[str]:
+    """The searches, plans, runs or agents on a page."""
+    found = (await table.page(wanted, after)).items
+    return [each.plan_id if isinstance(each, PlanSummaryDocument) else each.id for each in found]
 
 
 async def test_pages_hold_every_search_once_newest_first_in_both_directions(
@@ -95,7 +98,7 @@ async def test_plans_are_filtered_and_paged_like_searches(database: Database) ->
         (PlanListQuery(status="optimal"), None, ["p3"]),
         (PlanListQuery(pp_degree=3), None, ["p3", "p1"]),
     ):
-        assert [plan.plan_id for plan in (await table.page(wanted, after)).items] == expected, wanted
+        assert await listed(table, wanted, after) == expected, wanted
 
 
 async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
@@ -105,8 +108,7 @@ async def test_a_text_matches_the_beginning_of_ids(database: Database) -> None:
         await plans.add(a_plan(name))
     for text, expected in (("abc", {"abc1", "abc2"}), ("ABC1", {"abc1"}), ("bc", set()), ("%", set())):
         assert set(await listed(searches, SearchListQuery(q=text))) == expected, text
-        found = await plans.page(PlanListQuery(q=text))
-        assert {plan.plan_id for plan in found.items} == expected, text
+        assert set(await listed(plans, PlanListQuery(q=text))) == expected, text
 
 
 async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> None:
@@ -119,13 +121,9 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
         created_at = NOON + timedelta(seconds=index)
         await table.add(a_run(f"r{index}", plan_id="plan", created_at=created_at, **what))
     await table.request_cancel("r1")
-
-    async def names(wanted: RunListQuery, after: Position | None = None) -> list[str]:
-        return [run.id for run in (await table.page(wanted, after)).items]
-
     first = await table.page(RunListQuery(limit=3))
     assert [run.id for run in first.items] == ["r4", "r3", "r2"]
-    assert await names(RunListQuery(limit=3), first.next) == ["r1", "r0"]
+    assert await listed(table, RunListQuery(limit=3), first.next) == ["r1", "r0"]
     for wanted, expected in (
         (RunListQuery(state=["cancelled"]), ["r1"]),
         (RunListQuery(q="r3"), ["r3"]),
@@ -137,7 +135,7 @@ async def test_runs_are_filtered_and_paged_like_searches(database: Database) -> 
         (RunListQuery(created_after=NOON + timedelta(seconds=2)), ["r4", "r3"]),
         (RunListQuery(created_before=NOON + timedelta(seconds=2)), ["r1", "r0"]),
     ):
-        assert await names(wanted) == expected, wanted
+        assert await listed(table, wanted) == expected, wanted
 
 
 async def test_ended_agents_are_listed_only_on_request(database: Database) -> None:
@@ -146,21 +144,17 @@ async def test_ended_agents_are_listed_only_on_request(database: Database) -> No
         await table.add(*an_agent(name.lower(), name=name, address=f"{name}.cluster"))
     await table.leave("cpu")
     await table.drain("gpu-2")
-
-    async def names(wanted: AgentListQuery) -> list[str]:
-        return [agent.name for agent in (await table.page(wanted)).items]
-
     for wanted, expected in (
-        (AgentListQuery(), ["gpu-2", "Gpu-1"]),
+        (AgentListQuery(), ["gpu-2", "gpu-1"]),
         (AgentListQuery(state=["draining"]), ["gpu-2"]),
-        (AgentListQuery(state=["left", "live"]), ["cpu", "Gpu-1"]),
-        (AgentListQuery(q="GPU"), ["gpu-2", "Gpu-1"]),
-        (AgentListQuery(q="-1.clu"), ["Gpu-1"]),
+        (AgentListQuery(state=["left", "live"]), ["cpu", "gpu-1"]),
+        (AgentListQuery(q="GPU"), ["gpu-2", "gpu-1"]),
+        (AgentListQuery(q="-1.clu"), ["gpu-1"]),
         (AgentListQuery(q="cpu"), []),
     ):
-        assert await names(wanted) == expected, wanted
+        assert await listed(table, wanted) == expected, wanted
     one = await table.page(AgentListQuery(limit=1))
-    assert [agent.name for agent in (await table.page(AgentListQuery(limit=1), one.next)).items] == ["Gpu-1"]
+    assert await listed(table, AgentListQuery(limit=1), one.next) == ["gpu-1"]
 
 
 async def test_the_best_plan_of_a_problem_is_found_by_its_key(database: Database) -> None:

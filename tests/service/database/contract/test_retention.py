@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
-from support.stored import a_layout_search, a_plan, a_search, claimed, next_of, run_in
+from support.stored import a_layout_search, a_plan, a_search, claimed, next_of
 from support.stored import a_run as new_run
-from zbv_service.database import Database, Keep, PlanTable, Retention, RunPlanTable, RunTable, SearchTable
+from zbv_service.database import Database, Keep, PlanTable, Retention, RunTable, SearchTable
 from zbv_service.database.models import (
     AgentRow,
     EventRow,
@@ -124,8 +124,9 @@ async def fill(database: Database, of: str) -> None:
     for name in ("alone", "fetched", "ran", "traced", "earlier", "live", "target", "offered", "replanned"):
         await plans.add(a_plan(f"{of}-{name}", created_at=now))
 
-    replanning = {"plan_id": f"{of}-replanned", "search_id": f"{of}-measured", "generation": 0, "step": 1}
+    measured = {"plan_id": f"{of}-replanned", "search_id": f"{of}-measured", "generation": 0, "step": 1}
     offer = {"target_plan_id": f"{of}-target", "offer": {"plan_id": f"{of}-offered"}}
+    replanning: dict[str, Any] = {"replanning": measured, **offer}
     soon, later = now + timedelta(minutes=1), now + timedelta(days=10_000)
     agents = {"left": "left", "lost": "lost", "live": "live", "of-run": "left", "of-open": "lost"}
     for rows in (
@@ -134,7 +135,8 @@ async def fill(database: Database, of: str) -> None:
             a_run(now, f"{of}-ended", "succeeded", f"{of}-ran"),
             a_run(now, f"{of}-held", "failed", None),
             a_run(now, f"{of}-planning", "planning", None, search_id=f"{of}-waited"),
-            a_run(now, f"{of}-open", "running", f"{of}-live", replanning=replanning, **offer),
+            # A run with a plan does not need its search any more.
+            a_run(now, f"{of}-open", "running", f"{of}-live", search_id=f"{of}-done", **replanning),
             a_token(now, f"{of}-ever"),
             a_token(now, f"{of}-later", expires_at=later),
             a_token(now, f"{of}-expired", expires_at=soon),
@@ -269,17 +271,6 @@ async def test_a_plan_that_is_found_again_or_fetched_counts_as_used(database: Da
             pass
         await sweeper.stop()
         assert "zbv-sweeper" not in {task.get_name() for task in asyncio.all_tasks()}
-
-
-async def test_a_run_with_a_plan_does_not_need_its_search(database: Database) -> None:
-    await ended(database, "served", "done", "plan")
-    runs = RunTable(database)
-    await runs.add(new_run("r", plan_id=None, search_id="served"))
-    await RunPlanTable(database).settle_planned()
-    with days_later(11):
-        await Retention(database).sweep(KEEP)
-    run = await run_in(runs, "r")
-    assert (run.search_id, run.plan_id) == (None, "plan")
 
 
 async def test_concurrent_sweeps_remove_everything_once(database: Database, second: Database) -> None:

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 from sqlalchemy import delete
-from support.stored import PLAN, a_beat, a_plan, a_run, a_search, an_agent, run_in
+from support.stored import PLAN, a_beat, a_plan, a_run, an_agent, run_in
 from zbv_service.database import (
     AgentsTaken,
     AgentTable,
@@ -21,8 +21,6 @@ from zbv_service.database import (
     PlanTable,
     RunTable,
     SearchGone,
-    SearchInUse,
-    SearchTable,
 )
 from zbv_service.database.models import AgentRow, EventRow, RunRow
 from zbv_service.records.lists import AgentListQuery, RunListQuery
@@ -112,17 +110,6 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
         await asyncio.gather(*map(play, range(4)))
     states = {record.state for record in (await RunTable(databases[0]).page(RunListQuery())).items}
     assert states & {"succeeded", "failed", "cancelled"}
-
-
-async def test_a_run_cannot_wait_for_a_missing_search(database: Database) -> None:
-    searches, runs = SearchTable(database), RunTable(database)
-    waiting = a_run("waits", plan_id=None, search_id="search")
-    with pytest.raises(SearchGone):
-        await runs.add(waiting)
-    await searches.add(a_search("search"))
-    assert (await runs.add(waiting)).state == "planning"
-    with pytest.raises(SearchInUse):
-        await searches.discard("search")
 
 
 OUTCOMES: tuple[NodeOutcome, ...] = ("succeeded", "failed", "stopped")

@@ -22,6 +22,7 @@ from zbv_solver.errors import ContradictedBound, InfeasibleMemory
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Metrics, Plan, Provenance
 from zbv_solver.problem.cut import Cut
+from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
@@ -99,6 +100,21 @@ def immediate(given: Arguments) -> Plan:
 def honest(given: Arguments) -> Plan:
     """Ends at once; its plan has its true metrics."""
     return make_plan(given.problem, orders_of(given.problem), method="honest")
+
+
+def first(
+    problem: Question,
+    options: dict[str, Any],
+    on_progress: Callable[[Progress], None],
+    cancelled: Callable[[], bool],
+    incumbent: Orders | Plan | None,
+) -> Plan:
+    """The solver's first plan of layers, without the classical schedules, whose cuts take the longest."""
+    from zbv_solver.search.layered import first_plan  # loads kernels that only layers need
+
+    if isinstance(problem, LayeredProblem):
+        return first_plan(problem, cancelled)
+    return solver_search(problem, options, on_progress, cancelled, incumbent)
 
 
 @fake
@@ -216,6 +232,7 @@ class InDirectory:
 BY_NAME: dict[str, SearchFunction] = {
     "immediate": immediate,
     "honest": honest,
+    "first": first,
     "held": held,
     "deaf": deaf,
     "mute": mute,

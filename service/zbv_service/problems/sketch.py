@@ -24,8 +24,9 @@ from zbv_solver.partition.joint_search import Judge
 from zbv_solver.plans.plan import Baseline, Plan
 from zbv_solver.problem.cut import Cut
 from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem
 from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
+from zbv_solver.search.run import Search, search
 
 SIMPLE_SHARE = 0.5
 """The time for planning each simple cut, as a share of the time for the best cut."""
@@ -57,7 +58,7 @@ def sketch(problem: LayeredProblem, seconds: float) -> Plan:
 
 def _planned(space: CutSpace, starts: dict[str, Cut], seconds: float) -> Plan:
     best = _best(space, starts, seconds)
-    plan = _plan(space, best, seconds)
+    plan = search(_stages(space, best), SearchOptions("quick", time_limit=seconds))
     simple = []
     for name, bounds in ((EVEN, even_cut(space)), (HISTOGRAM, histogram_cut(space))):
         same = plan if starts.get(name) == best else None
@@ -80,14 +81,15 @@ def _baseline(space: CutSpace, name: str, plan: Plan | None, bounds: Boundaries,
     """The plan of a simple cut, without the memory limit if the cut does not fit."""
     cut = space.fitting(bounds)
     if plan is None:
-        plain = space.cut(bounds, (False,) * space.n_stages)
-        plan = _plan(space, cut or plain, seconds, is_limited=cut is not None)
+        problem = _stages(space, cut or space.cut(bounds, (False,) * space.n_stages))
+        options = SearchOptions("quick", time_limit=seconds)
+        # Without a comparison with classical schedules, which nobody would see, and which takes the longest.
+        searching = Search(without_limit(problem) if cut is None else problem, options)
+        searching.run()
+        plan = searching.plan()
     found = plan.metrics
     return Baseline(name, found.span, found.makespan, found.bubble_rate, found.peak_memory, cut is not None)
 
 
-def _plan(space: CutSpace, cut: Cut, seconds: float, is_limited: bool = True) -> Plan:
-    problem = space.problem.cut_into(space.placement, cut)
-    return search(
-        problem if is_limited else without_limit(problem), SearchOptions("quick", time_limit=seconds)
-    )
+def _stages(space: CutSpace, cut: Cut) -> Problem:
+    return space.problem.cut_into(space.placement, cut)

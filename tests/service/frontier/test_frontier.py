@@ -140,7 +140,7 @@ CUT = {**UNLIMITED, "partition": [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]}
 
 
 async def test_every_limit_is_cut_and_searched_once(serving: Serving) -> None:
-    async with serving("solver") as service:
+    async with serving("first") as service:
         plan_id = await planned(service, UNLIMITED)
         own = await service.app.state.application.plans.plan(plan_id)
         before = await frontier(service, plan_id)
@@ -185,22 +185,21 @@ async def test_every_limit_is_cut_and_searched_once(serving: Serving) -> None:
         assert all((point.bound or 0) <= value for point, value in zip(other.points, values, strict=True))
 
 
-async def test_a_given_cut_is_kept_and_layers_without_memory_have_no_frontier(serving: Serving) -> None:
-    async with serving("solver") as service:
-        plan_id = await planned(service, CUT)
-        found = await frontier(service, plan_id)
-        assert found.cuts is None
-        assert "The division into stages is fixed" in await service.page(f"/plans/{plan_id}/frontier")
+async def test_a_given_cut_is_kept_and_layers_without_memory_have_no_frontier(honest: Service) -> None:
+    plan_id = await planned(honest, CUT)
+    found = await frontier(honest, plan_id)
+    assert found.cuts is None
+    assert "The division into stages is fixed" in await honest.page(f"/plans/{plan_id}/frontier")
 
-        bare = [{key: layer[key] for key in layer if key != "memory"} for layer in UNLIMITED["layers"]]
-        bare[1].pop("recompute")
-        plan_id = await planned(service, {**UNLIMITED, "layers": bare})
-        assert "has no memory costs" in await service.page(f"/plans/{plan_id}/frontier")
-        assert (await ask(service, plan_id, effort="quick")).status_code == 422
+    bare = [{key: layer[key] for key in layer if key != "memory"} for layer in UNLIMITED["layers"]]
+    bare[1].pop("recompute")
+    plan_id = await planned(honest, {**UNLIMITED, "layers": bare})
+    assert "has no memory costs" in await honest.page(f"/plans/{plan_id}/frontier")
+    assert (await ask(honest, plan_id, effort="quick")).status_code == 422
 
 
 async def test_a_limit_that_proves_infeasible_is_not_searched_again(serving: Serving) -> None:
-    async with serving("solver") as service:
+    async with serving("first") as service:
         plan_id = await planned(service, UNLIMITED)
         least = (await frontier(service, plan_id)).points[0]
         plan = await service.app.state.application.plans.plan(plan_id)

@@ -281,8 +281,8 @@ def test_another_placement_is_used_if_v_does_not_fit() -> None:
 
 def test_with_little_memory_a_sketch_is_much_better_than_simple_cuts() -> None:
     """The first cut that fits has one microbatch in flight; more recomputation fills the pipeline."""
-    blocks = [{**RECOMPUTED["layers"][1], "repeat": 16}]
-    tight = {"pp_degree": 4, "microbatches": 12, "layers": blocks, "cut": {}, "memory": {"limit": 30}}
+    blocks = [{**RECOMPUTED["layers"][1], "repeat": 10}]
+    tight = {"pp_degree": 4, "microbatches": 6, "layers": blocks, "cut": {}, "memory": {"limit": 24}}
     plan = sketch(layered(RECOMPUTED, **tight), SECONDS)
     simple = [each for each in plan.baselines if each.name in ("even-cut", "histogram-cut")]
     assert all(each.fits and plan.objective <= 0.75 * each.span for each in simple)

@@ -97,7 +97,7 @@ def _batches(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
     """Batches at their limits, or fewer sequences if the size of the body does not allow as many."""
     for name, length, replicas in (("short sequences, many replicas", 1, 64), ("full microbatches", 4096, 1)):
         batch = {
-            "sequences": [length] * min(2048, size // 256),
+            "sequences": [length] * min(2048, size // 1024),
             "max_tokens": 4096,
             "replicas": replicas,
             "problem": {"pp_degree": 16, "costs": {**VARIED, "forward": {"tokens": 10203040}}},

@@ -29,6 +29,8 @@ MOST_MESSAGE = 1000
 """Most characters of a failure or refusal that a run keeps of each generation."""
 _AT_ONCE = 50
 """Events that are stored with one statement; the event loop answers others between two statements."""
+_RANK = re.compile(r"rank (\d+)\b:? ?")
+"""How the detail of a failure may begin."""
 
 
 async def lock_run(session: AsyncSession, run_id: str) -> RunRow | None:
@@ -227,7 +229,9 @@ def _placed(node: NodeRow, failure: dict[str, Any], last: dict[str, Any]) -> dic
 def _told(failure: dict[str, Any]) -> str:
     """The text of a failure for an event: its place, then its detail, which may begin with the rank, too."""
     where = place_of(failure)
-    detail = re.sub(rf"^rank {failure.get('rank')}\b:? ?", "", failure["detail"])
+    detail, begin = failure["detail"], _RANK.match(failure["detail"])
+    if begin and begin[1] == str(failure.get("rank")):
+        detail = detail[begin.end() :]
     at = f"node {failure['node_rank']} ({failure['agent']})"
     return f"{at}{', ' if where else ''}{where}: {detail}"
 

@@ -71,7 +71,7 @@ async def test_no_read_and_no_write_of_the_largest_objects_keeps_the_loop(servin
 
 
 async def test_json_in_another_thread_is_measured() -> None:
-    text = json.dumps([1.5] * MIB)
+    text = json.dumps([1.5] * 2 * UNIT_BYTES)
     values = json.loads(text)
     with watching_threads():
         for make in (partial(json.loads, text), partial(json.dumps, values)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from zbv_service.client.admission import is_directory_allowed, is_model_allowed
 from zbv_service.records.runs import AvailableAgent, WaitingRun
@@ -44,6 +44,10 @@ def takes(agent: AvailableAgent, run: WaitingRun) -> bool:
     )
 
 
+@example(
+    [WaitingRun("pair", 2, 1, "a:b")],
+    [AvailableAgent(owner, 1, True, ("*",), owner=owner) for owner in ("one", "two")],
+)
 @given(runs, agents)
 def test_chosen_agents_are_sufficient_idle_suitable_and_of_one_owner(
     waiting: list[WaitingRun], offers: list[AvailableAgent]

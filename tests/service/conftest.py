@@ -95,6 +95,15 @@ async def second(any_database_url: str) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
+async def databases(any_database_url: str) -> AsyncIterator[list[Database]]:
+    """The connections of four services to the same database."""
+    opened = [Database(any_database_url) for _ in range(4)]
+    yield opened
+    for each in opened:
+        await each.close()
+
+
+@pytest.fixture
 def table(database: Database) -> SearchTable:
     """The searches of an empty database of each kind."""
     return SearchTable(database)

@@ -6,16 +6,15 @@ import asyncio
 import os
 import sqlite3
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import NullPool, create_engine, text
 from support.databases import PostgresDatabases
 from support.malformed import PLAN
-from support.postgres import Server, a_server
+from support.postgres import a_server
 from support.serving import Serving
 from support.tokens import add, bearer
 from zbv_service.database import Database, DatabaseUnusable, SearchTable
@@ -65,16 +64,10 @@ async def test_sqlite_files_are_private_with_any_umask(
         os.umask(umask)
 
 
-@pytest.fixture
-def engine(empty_database_url: str) -> Iterator[Engine]:
+def test_migrations_build_the_tables_that_the_code_uses(empty_database_url: str) -> None:
     url = async_url(empty_database_url)
     is_sqlite = url.get_backend_name() == "sqlite"
-    opened = create_engine(url.set(drivername="sqlite" if is_sqlite else url.drivername))
-    yield opened
-    opened.dispose()
-
-
-def test_migrations_build_the_tables_that_the_code_uses(engine: Engine) -> None:
+    engine = create_engine(url.set(drivername="sqlite" if is_sqlite else url.drivername), poolclass=NullPool)
     with engine.connect() as connection, connection.begin():
         upgrade(connection)
         context = MigrationContext.configure(connection, opts={"compare_type": True})
@@ -97,16 +90,10 @@ async def test_migrating_twice_or_at_once_changes_nothing_and_a_newer_version_is
         await each.close()
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with a_server() as started:
-        yield started
-
-
 async def test_a_service_survives_a_restart_of_its_database(
-    server: Server, serving: Serving, directory: Path, caplog: pytest.LogCaptureFixture
+    serving: Serving, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with PostgresDatabases(server.url).migrated() as url:
+    with a_server() as server, PostgresDatabases(server.url).migrated() as url:
         async with serving("held", database=url, auth="tokens") as service:
             service.http.headers.update(await add(service, "admin"))
             imported = await service.http.post("/v1/plans", json=PLAN)

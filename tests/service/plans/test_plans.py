@@ -250,6 +250,7 @@ async def test_the_fast_path_returns_the_same_response(
     path = f"/v1/plans/{await service.import_plan()}/ranks/1"
     short = fast_fetches(service, monkeypatch)
     first, second = [await service.http.get(path) for _ in range(2)]
+    assert (await service.http.post(path)).status_code == 405
     assert short == [1]  # only the second one
     assert (first.status_code, second.status_code) == (200, 200)
     assert first.content == second.content

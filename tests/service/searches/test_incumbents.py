@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,12 +149,6 @@ async def test_after_a_restart_a_foreign_incumbent_certifies_nothing(
     assert search_id in warning.getMessage()
 
 
-async def contradictions(service: Service) -> float:
-    """The number of contradicted bounds in the metrics."""
-    text = (await service.http.get("/metrics")).text
-    return float(re.findall(r"^zbv_contradicted_bounds_total (.*)$", text, re.MULTILINE)[0])
-
-
 def require_report(failed: dict[str, Any], *numbers: str) -> None:
     """The error has its own type, names the objective and the bound, and links to the problem."""
     error = failed["error"]
@@ -177,7 +170,7 @@ async def test_a_search_with_a_contradicted_bound_fails_once_and_keeps_its_probl
         assert sum("started" in name for name in os.listdir(directory)) == 1, "it is not run again"
         stored = await service.http.get(failed["error"]["problem"])
         assert stored.json() == question_json(parse_any_problem(PROBLEM))
-        assert await contradictions(service) == 1
+        assert "zbv_contradicted_bounds_total 1.0" in (await service.http.get("/metrics")).text
         page = await service.page(f"/searches/{failed['id']}")
         assert f'href="{failed["error"]["problem"]}"' in page
         assert (await service.http.get("/v1/searches/0/problem")).status_code == 404
@@ -195,7 +188,7 @@ async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
         (directory / "release").touch()
         failed = await service.ended(search_id)
         require_report(failed, "the objective 8", "the lower bound 8.5", "an earlier report")
-        assert await contradictions(service) == 1
+        assert "zbv_contradicted_bounds_total 1.0" in (await service.http.get("/metrics")).text
 
 
 def test_a_plan_with_a_bound_above_its_objective_is_not_stored() -> None:
@@ -217,7 +210,7 @@ async def test_a_stored_plan_below_the_bound_of_its_problem_is_not_compared(
     answer = await service.http.post("/v1/problems/compare", json={"problem": PROBLEM})
     assert (answer.status_code, answer.json()["type"]) == (500, "/errors/contradicted-bound")
     assert "the objective 0.5" in answer.json()["detail"]
-    assert await contradictions(service) == 1
+    assert "zbv_contradicted_bounds_total 1.0" in (await service.http.get("/metrics")).text
 
 
 def test_an_estimate_below_the_bound_over_all_cuts_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

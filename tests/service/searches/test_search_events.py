@@ -81,17 +81,6 @@ async def test_polling_gives_the_same_events(held: Service, directory: Path) -> 
     assert {whole.headers["vary"], (await following(held, search_id)).headers["vary"]} == {"Accept"}
 
 
-async def test_a_stream_resumes_at_the_position_of_a_broken_one(serving: Serving, directory: Path) -> None:
-    async with serving("held") as service:
-        search_id, events = await a_search(service, directory)
-    # A later service on the same database: events are stored as rows.
-    async with serving("held") as service:
-        rest = await following(service, search_id, **{"last-event-id": "3"})
-        assert events_of(rest.text) == events[3:]
-        over = await following(service, search_id, **{"last-event-id": "5"})
-        assert (over.status_code, over.content) == (204, b"")  # browsers then do not reconnect
-
-
 async def test_a_search_that_is_discarded_ends_its_streams(held: Service, directory: Path) -> None:
     search_id = await held.begun()
     stream = following(held, search_id)

@@ -28,16 +28,15 @@ from zbv_service.records.runs import AvailableAgent, Decision, NodeOutcome, Requ
 from zbv_service.runs.scheduler import decide
 
 
-async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_url: str) -> None:
-    """Three services, 4 agents, runs of 1 to 3 nodes; runs end and release agents during the test."""
-    databases = [Database(any_database_url) for _ in range(3)]
+async def test_concurrent_assignments_give_each_agent_to_one_run(databases: list[Database]) -> None:
+    """Four services, 4 agents, runs of 1 to 3 nodes; runs end and release agents during the test."""
     await PlanTable(databases[0]).add(a_plan(PLAN))
     tables = [RunTable(database) for database in databases]
     for index in range(4):
         await AgentTable(databases[0]).add(*an_agent(f"agent-{index}"))
     names = [f"run-{index}" for index in range(6)]
     await asyncio.gather(
-        *(tables[index % 3].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
+        *(tables[index % 4].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
     )
 
     async def serve(table: RunTable) -> None:
@@ -67,8 +66,6 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(any_database_ur
     assert [agent.run_id for agent in (await AgentTable(databases[0]).page(AgentListQuery())).items] == [
         None
     ] * 4
-    for database in databases:
-        await database.close()
 
 
 async def test_concurrent_changes_wait_for_each_other_without_deadlocks(

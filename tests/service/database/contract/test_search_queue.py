@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -18,13 +16,9 @@ from zbv_service.records.searches import Claim, Outcome, Update
 
 
 @pytest.fixture
-async def tables(any_database_url: str) -> AsyncIterator[list[SearchTable]]:
+def tables(databases: list[Database]) -> list[SearchTable]:
     """Of four services on one database."""
-    async with AsyncExitStack() as stack:
-        opened = [Database(any_database_url) for _ in range(4)]
-        for each in opened:
-            stack.push_async_callback(each.close)
-        yield [SearchTable(each) for each in opened]
+    return [SearchTable(each) for each in databases]
 
 
 async def queue(table: SearchTable, caller: str | None, *names: str) -> None:

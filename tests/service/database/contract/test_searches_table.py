@@ -303,9 +303,8 @@ async def test_a_cancelled_run_keeps_a_search_that_a_client_submitted_too(
 
 
 async def test_a_request_that_joins_a_search_during_its_cancellation_gets_a_live_search(
-    any_database_url: str,
+    databases: list[Database],
 ) -> None:
-    databases = [Database(any_database_url) for _ in range(3)]
     first = await run_asks(databases[0], "first")
     for turn in range(6):
         _, theirs, mine = await asyncio.gather(
@@ -317,5 +316,3 @@ async def test_a_request_that_joins_a_search_during_its_cancellation_gets_a_live
         if mine is not None:
             assert await goes_on(databases[0], mine)
         first = theirs
-    for database in databases:
-        await database.close()

@@ -78,6 +78,8 @@ async def test_polling_gives_the_same_events(held: Service, directory: Path) -> 
     assert (none["events"], none["last_id"], none["is_over"]) == ([], 5, True)
     late = (await held.http.get(address, params={"after": 77})).json()
     assert (late["events"], late["last_id"], late["is_over"]) == ([], 77, True)
+    over = await following(held, search_id, **{"last-event-id": "5"})
+    assert (over.status_code, over.content) == (204, b"")  # browsers then do not reconnect
     assert {whole.headers["vary"], (await following(held, search_id)).headers["vary"]} == {"Accept"}
 
 

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from support.drawn_plans import one_by_one
+from support.fake_searches import orders_of
 from support.serving import PROBLEM, Service, Serving
 from support.tokens import add
 from zbv_service import app

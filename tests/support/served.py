@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +52,8 @@ def start_services(
     folder: Path,
     count: int,
     *flags: str,
+    variables: Mapping[str, str] = {},
     modules: tuple[str, ...] = SERVICES,
-    **variables: str,
 ) -> list[Served]:
     """Start services with these flags and variables of the environment; the stack kills them.
 

@@ -166,7 +166,7 @@ def serving(directory: Path) -> Iterator[Service]:
     """A service with its state in a directory; its thorough searches with a seed wait without work."""
     with ExitStack() as stack:
         flags = ("--port", "0", "--searches", "1")
-        (served,) = start_services(stack, directory, 1, *flags, **{SEARCHES_PRELOAD: ""})
+        (served,) = start_services(stack, directory, 1, *flags, variables={SEARCHES_PRELOAD: ""})
         yield Service(served.address, stack.enter_context(AgentClient(served.address)))
 
 

@@ -13,7 +13,7 @@ from zbv_solver.export.timeline import idle_shares, timeline
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.timing.start_times import evaluate, memory_profile
 
-from web.browsing import PHONE, Look, Open, Service
+from web.browsing import PHONE, PROBLEM, Look, Open, Service
 from web.oracle import Oracle
 
 GANTT = "zbv.chart.gantts[0]"
@@ -157,6 +157,22 @@ def test_an_action_is_found_by_name_and_arrow_keys_step_on(opened: Look, plan: P
     assert page.evaluate("() => document.activeElement.id") == "find-action"
 
 
+def test_details_cover_no_rank_and_narrow_bars_have_all_numbers_or_none(look: Open, service: Service) -> None:
+    plan = service.search({**PROBLEM, "microbatches": 12})
+    seen = look(service.url, viewport={"width": 1280, "height": 800})
+    seen.open(f"{service.url}/plans/{plan.plan_id}")
+    assert {len(number) for number in seen.drawn("labels")} in (set(), {1, 2})
+    page = seen.page
+    page.set_viewport_size({"width": 860, "height": 800})
+    find(seen, "1F2")
+    page.locator("#inspector").wait_for()
+    seen.settle()
+    rows, details = (page.locator(each).bounding_box() for each in ("canvas.gantt", "#inspector"))
+    assert rows is not None and details is not None  # noqa: PT018 - for the type checker
+    assert rows["y"] >= 0
+    assert rows["y"] + rows["height"] <= details["y"]
+
+
 def test_the_critical_path_and_idle_time_are_drawn_on_request(
     opened: Look, plan: Plan, known: Oracle
 ) -> None:
@@ -170,6 +186,10 @@ def test_the_critical_path_and_idle_time_are_drawn_on_request(
     assert f"F {quantities.figure(spent, 9)} µs" in said
     drawn = opened.drawn("path.x")
     assert (min(drawn), max(drawn)) == (0, plan.metrics.makespan)
+    find(opened, known.texts[0])
+    assert page.locator("#critical-path").is_hidden(), "the path that is drawn is that of the action"
+    page.keyboard.press("Escape")
+    assert page.locator("#critical-path").is_visible()
     button.click()
     assert page.locator("#critical-path").is_hidden()
     assert opened.drawn("path.x") == []

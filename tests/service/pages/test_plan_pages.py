@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -91,6 +92,16 @@ def test_a_reader_is_invited_to_what_its_scopes_allow(scope: str, words: str) ->
     view = report.plan_view(PLAN)
     for may, is_invited in ((set(), True), ({"read"}, False), ({"read", scope}, True)):
         assert (words in plan_page(view, Shell(may=frozenset(may))).decode()) == is_invited
+
+
+def test_a_plan_without_a_memory_limit_says_what_a_limit_may_cost() -> None:
+    hint = "The problem has no memory limit"
+    view = replace(report.plan_view(PLAN), has_memory=True, is_limited=False)
+    page = plan_page(view, Shell()).decode()
+    assert hint in page
+    assert page.index(hint) < page.index(f'<a href="/plans/{PLAN.plan_id}/frontier">Memory and time</a>')
+    for other in (replace(view, is_limited=True), replace(view, has_memory=False)):
+        assert hint not in plan_page(other, Shell()).decode()
 
 
 # --- files

@@ -29,7 +29,7 @@ def services(database: str, tmp_path: Path) -> Iterator[list[Served]]:
     settings = {"ZBV_AUTH": "none", "ZBV_DATABASE": database, "ZBV_SEARCHES": "1"}
     times = {"ZBV_LEASE_SECONDS": "2.0", "ZBV_HEARTBEAT_SECONDS": "0.3"}
     with ExitStack() as stack:
-        yield start_services(stack, tmp_path, 2, **settings, **times)
+        yield start_services(stack, tmp_path, 2, variables=settings | times)
 
 
 def test_a_search_of_a_paused_service_continues_in_another_one_and_ends_once(

@@ -45,7 +45,7 @@ class Site:
         executor = self.cluster.address.replace("tcp:", "dask:")
         settings = {"ZBV_AUTH": "none", "ZBV_DATABASE": database, "ZBV_EXECUTOR": executor}
         times = {"ZBV_LEASE_SECONDS": "2.0", "ZBV_HEARTBEAT_SECONDS": "0.5"}
-        self.services = start_services(stack, folder, 2, modules=MODULES, **settings, **times)
+        self.services = start_services(stack, folder, 2, variables=settings | times, modules=MODULES)
 
     def owner(self, search: Search) -> Served:
         """The service that has leased a search."""

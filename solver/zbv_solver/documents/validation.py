@@ -77,7 +77,7 @@ def _with_meaning(issue: Issue, model: Any) -> Issue:
         model, description = fields[key].annotation, fields[key].description
     if description is None or not issue.detail.startswith("found ") or "should be" not in issue.detail:
         return issue
-    return replace(issue, detail=f"{issue.detail} The key is: {description}.")
+    return replace(issue, detail=f"{issue.detail} The key is: {description.rstrip('.')}.")
 
 
 def require_kind(document: Any, expected: str) -> None:

@@ -119,7 +119,7 @@ def to_problem(document: ProblemDocument) -> Problem:
             for name, value in values.items()
         ),
         communication=Communication(**_part(hides, FIXED)) if hides else None,
-        pair_factor=(document.costs.pair_factor or 1.0) if hides else 1.0,
+        pair_factor=1.0 if document.costs.pair_factor is None or not hides else document.costs.pair_factor,
     )
 
 

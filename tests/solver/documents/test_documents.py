@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from unittest.mock import Mock
 
 import pytest
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, Field
 from zbv_solver.documents.fields import BATCH
 from zbv_solver.documents.files import output, write
 from zbv_solver.documents.validation import validated
@@ -164,3 +164,13 @@ def test_a_rule_of_our_own_comes_without_the_words_of_the_library() -> None:
 
     with pytest.raises(InvalidInput, match=r"/name: found '1'; must be a name\.$"):
         validated(Named, {"name": "1"})
+
+
+def test_the_description_of_a_key_ends_with_one_full_stop() -> None:
+    class Described(BaseModel):
+        sentence: float = Field(0.0, description="A sentence.")
+        words: float = Field(0.0, description="words")
+
+    for key, said in (("sentence", "A sentence"), ("words", "words")):
+        with pytest.raises(InvalidInput, match=rf"The key is: {said}\.$"):
+            validated(Described, {key: "x"})

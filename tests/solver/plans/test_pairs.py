@@ -192,6 +192,7 @@ def test_communication_has_the_shapes_of_costs_and_is_written_in_full() -> None:
         ({"communication": {"forward": [1, 2, 3]}}, "/costs/communication/forward: found 3 values"),
         ({"communication": {"weights": 1}}, "/costs/communication/weights"),
         ({"pair_factor": 0.5}, "/costs/pair_factor: found 0.5; must be a number from 1"),
+        ({"pair_factor": 0}, "/costs/pair_factor: found 0; must be a number from 1"),
     ],
 )
 def test_wrong_communication_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -45,6 +45,8 @@ class Timeline:
     after: FloatArray
     """(n,) memory of the action's rank while it runs, and when it has ended."""
     offset: NDArray[np.int64]
+    has_pairs: bool = False
+    """Whether some ends do not follow from starts and costs: a pair is one block with two halves."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -83,7 +85,7 @@ def timeline(plan: Plan) -> Timeline:
 
     orders = plan.orders
     start, end = earliest_times(plan.problem, orders)
-    if orders.paired is not None:  # a pair is one block with two halves
+    if orders.paired is not None:
         first = np.flatnonzero(orders.paired)
         end[first] = start[first + 1] = (start[first] + end[first]) / 2
     during, after = memory_profile(plan.problem, orders)
@@ -100,6 +102,7 @@ def timeline(plan: Plan) -> Timeline:
         during=during,
         after=after,
         offset=orders.offset,
+        has_pairs=orders.paired is not None,
     )
 
 
@@ -174,7 +177,7 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
     problem
         Gives the placement, costs and memory of the actions.
     is_measured
-        Whether the times were measured. If so, :func:`timeline_bytes` must contain the ends of actions.
+        Whether the times were measured, for this and for :func:`timeline_bytes`.
     """
     arrays, units = problem.arrays, problem.units
 
@@ -185,6 +188,7 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
     return {
         "count": len(line),
         "is_measured": is_measured,
+        "has_ends": is_measured or line.has_pairs,
         "microbatch_bytes": _microbatch_type(line).itemsize,
         "microbatches": problem.microbatches,
         "features": [[each.name, each.value] for each in problem.features],
@@ -215,11 +219,11 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
 def timeline_bytes(line: Timeline, *, is_measured: bool = False) -> bytes:
     """The columns of n actions, one after the other, little-endian.
 
-    start (n float64), if ``is_measured`` end (n float64), microbatch (n uint16, or n uint32 if 16 bits are
-    too few), letter (n uint8), chunk (n uint8).
+    start (n float64), with measured times or pairs end (n float64), microbatch (n uint16, or n uint32 if 16
+    bits are too few), letter (n uint8), chunk (n uint8).
     """
     columns = [line.start.astype("<f8")]
-    if is_measured:
+    if is_measured or line.has_pairs:
         columns.append(line.end.astype("<f8"))
     columns.append(line.microbatch.astype(_microbatch_type(line)))
     columns.append(line.letter.astype("u1"))

@@ -16,7 +16,7 @@ from support.orders import random_orders
 from support.problems import problems
 from zbv_solver.construct.pairs import joined
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.export.timeline import timeline
+from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.plans.reading import parse_plan
@@ -257,3 +257,7 @@ def test_classical_schedules_are_compared_and_a_pair_is_drawn_as_two_halves() ->
     drawn = timeline(make_plan(problem, orders, method="known"))
     assert drawn.start.tolist() == [0, 18, 36, 54, 72, 90, 108, 126]
     assert drawn.end.tolist() == [18, 36, 54, 72, 90, 108, 126, 156]
+    # The page's script cannot compute these ends from the costs of single actions.
+    assert timeline_facts(drawn, problem)["has_ends"]
+    ends = np.frombuffer(timeline_bytes(drawn), dtype="<f8", offset=8 * len(drawn), count=len(drawn))
+    assert ends.tolist() == drawn.end.tolist()

@@ -8,6 +8,7 @@
  * @typedef {object} Facts
  * @property {number} count
  * @property {boolean} is_measured
+ * @property {boolean} has_ends whether the data has the ends of actions
  * @property {number} microbatch_bytes
  * @property {number} microbatches
  * @property {number[] | null} kind_of the kind of every microbatch; null if all are equal
@@ -53,7 +54,7 @@ export class Timeline {
       return at - bytes * this.count;
     };
     this.start = new Float64Array(buffer, place(8), this.count);
-    this.end = facts.is_measured ? new Float64Array(buffer, place(8), this.count) : new Float64Array(this.count);
+    this.end = facts.has_ends ? new Float64Array(buffer, place(8), this.count) : new Float64Array(this.count);
     const Microbatches = facts.microbatch_bytes === 2 ? Uint16Array : Uint32Array;
     this.microbatch = new Microbatches(buffer, place(facts.microbatch_bytes), this.count);
     this.letter = new Uint8Array(buffer, place(1), this.count);
@@ -66,7 +67,7 @@ export class Timeline {
         const [letter, chunk] = [this.letter[action], this.chunk[action]];
         this.stage[action] = stages[chunk];
         this.kind[action] = facts.shades * letter + (chunk % facts.shades);
-        if (!facts.is_measured) {
+        if (!facts.has_ends) {
           this.end[action] = this.start[action] + this.costOf(facts.durations[letter][stages[chunk]], action);
         }
       }

@@ -40,7 +40,8 @@ BROWSER_FLAGS = (
     "--disable-sync",
 )
 SEARCH_SECONDS = 120.0
-SOON_SECONDS = 60.0
+SOON_SECONDS = 2 * SEARCH_SECONDS
+"""A page may wait for several searches."""
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 # A message about the speed of the machine.
 HARMLESS = re.compile("was preloaded using link preload but not used within")

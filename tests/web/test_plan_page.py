@@ -168,7 +168,8 @@ def test_details_cover_no_rank_and_narrow_bars_have_all_numbers_or_none(look: Op
     page.locator("#inspector").wait_for()
     seen.settle()
     rows, details = (page.locator(each).bounding_box() for each in ("canvas.gantt", "#inspector"))
-    assert rows is not None and details is not None  # noqa: PT018 - for the type checker
+    assert rows is not None
+    assert details is not None
     assert rows["y"] >= 0
     assert rows["y"] + rows["height"] <= details["y"]
 

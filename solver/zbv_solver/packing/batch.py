@@ -117,10 +117,6 @@ def to_batch(parsed: BatchDocument) -> Batch:
                 "/problem/layers", "a batch needs the costs of stages. Cut the layers first, with zbv plan."
             )
         )
-    if (parsed.problem.get("costs") or {}).get("communication") is not None:
-        issues.append(
-            Issue("/problem/costs/communication", "a packing orders single actions; remove the key.")
-        )
     if issues:
         raise InvalidInput(issues)
     longest = max(parsed.sequences)
@@ -155,7 +151,9 @@ def _size_rules(batch: Batch) -> Iterator[Issue]:
 
 
 def _problem_rules(problem: Problem) -> Iterator[Issue]:
-    """Costs must not fall when a microbatch grows; the bounds of a packing rely on it."""
+    """What the bounds of a packing rely on: actions run alone, and cost no less when a microbatch grows."""
+    if problem.communication is not None:
+        yield Issue("/problem/costs/communication", "a packing orders single actions; remove the key.")
     for feature in problem.features:
         for (section, name), values in feature.coefficients.items():
             if (section, name) in (("memory", "backward_input"), ("memory", "backward_weight")):

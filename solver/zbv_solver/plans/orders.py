@@ -85,21 +85,14 @@ class Orders:
     @classmethod
     def from_text(cls, ranks: Sequence[Sequence[str]]) -> Orders:
         """Parse lists of actions and pairs as texts; errors point at ``/ranks/{rank}/{index}``."""
-        entries = [text for texts in ranks for text in texts]
-        rows = _parse(entries)
-        if rows is not None:
-            return cls(*rows, offset=_offsets(ranks))
-        parsed = [
-            [_parse_entry(text, rank, at) for at, text in enumerate(texts)]
-            for rank, texts in enumerate(ranks)
-        ]
-        orders = cls.from_actions([[action for entry in entries for action in entry] for entries in parsed])
-        sizes = np.array([len(entry) for entries in parsed for entry in entries])
-        if (sizes == 1).all():
-            return orders
-        paired = np.zeros(len(orders), dtype=np.bool_)
-        paired[np.cumsum(sizes)[sizes == 2] - 2] = True
-        return replace(orders, paired=paired)
+        parsed = _parse([text for texts in ranks for text in texts])
+        if parsed is None:
+            return cls.from_actions(_parse_each(ranks))
+        stage, letter, microbatch, paired = parsed
+        if not paired.any():
+            return cls(stage, letter, microbatch, _offsets(ranks))
+        begins = np.append(np.flatnonzero(~np.append(False, paired[:-1])), len(paired))  # of entries
+        return cls(stage, letter, microbatch, begins[_offsets(ranks)], paired)
 
     @property
     def pp_degree(self) -> int:
@@ -211,22 +204,37 @@ def _offsets(ranks: Sequence[Sequence[object] | NDArray[np.int32]]) -> NDArray[n
     return offset
 
 
-def _parse_entry(text: str, rank: int, at: int) -> list[Action]:
+def _parse_each(ranks: Sequence[Sequence[str]]) -> list[list[Action]]:
+    """Parse entry by entry, which is slow but finds the wrong one."""
+    parsed = []
+    for rank, texts in enumerate(ranks):
+        actions = []
+        for index, text in enumerate(texts):
+            try:
+                actions += _parse_entry(text)
+            except InvalidInput as error:
+                raise error.below(f"/ranks/{rank}/{index}") from None
+        parsed.append(actions)
+    return parsed
+
+
+def _parse_entry(text: str) -> list[Action]:
     """One action, or the two of a pair."""
-    try:
-        actions = [Action.parse(part) for part in (text.split("+") if isinstance(text, str) else [text])]
-    except InvalidInput as error:
-        raise error.below(f"/ranks/{rank}/{at}") from None
+    actions = [Action.parse(part) for part in (text.split("+") if isinstance(text, str) else [text])]
     letters = "".join(action.letter for action in actions)
     if len(letters) > 1 and letters not in ("FI", "FB"):
-        raise InvalidInput.at(
-            f"/ranks/{rank}/{at}", f"found {text[:60]!r}; a pair is an F and then an I or B: 0F5+3I2."
-        )
+        raise InvalidInput.at("", f"found {text[:60]!r}; a pair is an F and then an I or B: 0F5+3I2.")
     return actions
 
 
-def _parse(texts: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]] | None:
-    """Stages, letters and microbatches of all texts at once; None if one of them is not an action."""
+_Parsed = tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32], BoolArray]
+
+
+def _parse(texts: list[str]) -> _Parsed | None:
+    """Stages, letters and microbatches of all actions at once, and which of them begin a pair.
+
+    None if a text is neither an action nor a pair.
+    """
     try:
         joined = "\n".join([*texts, ""]).encode("ascii")
     except (TypeError, UnicodeEncodeError):
@@ -234,13 +242,18 @@ def _parse(texts: list[str]) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArr
     characters = np.frombuffer(joined, dtype=np.uint8)
     code = _CODE[characters]
     ends, letters = np.flatnonzero(code == _END), np.flatnonzero((code >= 0) & (code < _END))
-    if len(ends) != len(texts) or len(letters) != len(texts) or (code == _STRANGE).any():
+    paired = characters[ends] == _PLUS
+    if len(ends) != len(texts) + paired.sum() or len(letters) != len(ends) or (code == _STRANGE).any():
         return None
     stage = _numbers(characters, np.concatenate([[0], ends[:-1] + 1]), letters)
     microbatch = _numbers(characters, letters + 1, ends)
     if stage is None or microbatch is None:
         return None
-    return stage, code[letters], microbatch
+    letter = code[letters]
+    first, second = letter[:-1][paired[:-1]], letter[1:][paired[:-1]]
+    if (first != F).any() or ((second != I) & (second != B)).any():
+        return None
+    return stage, letter, microbatch, paired
 
 
 def _numbers(
@@ -264,7 +277,8 @@ _DIGIT, _END, _STRANGE = -1, len(LETTERS), len(LETTERS) + 1
 _CODE = np.full(256, _STRANGE, dtype=np.int8)
 """Class of every character: the code of a letter, a digit, the end of an action, or anything else."""
 _CODE[[ord(digit) for digit in "0123456789"]] = _DIGIT
-_CODE[ord("\n")] = _END
+_PLUS = ord("+")
+_CODE[[ord("\n"), _PLUS]] = _END
 _CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
 
 

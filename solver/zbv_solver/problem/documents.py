@@ -79,8 +79,8 @@ class CostsDocument(Document):
     communication: CommunicationDocument | None = Field(
         None, description="Of a forward and a backward that may run as a pair; absent: there are no pairs."
     )
-    pair_factor: Number | None = Field(
-        None, description="What the two actions of a pair cost each other, at least 1; absent: 1."
+    pair_factor: Number = Field(
+        1.0, description="What the two actions of a pair cost each other, at least 1."
     )
 
 

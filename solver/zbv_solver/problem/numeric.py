@@ -45,6 +45,9 @@ errors would all have to be large and in one direction to come to twice this sha
 SAME_METRIC = 1e-7
 """Relative to a metric: a stated and a recomputed metric agree within this. Files may hold fewer digits."""
 
+COMMUNICATION_ROUNDING = 1e-9
+"""Relative to a duration: how far its communication may exceed it. A search rounds both."""
+
 MEMORY_TOLERANCE = 1e-9
 """Relative to a limit or an amount of memory: how far above a limit the verifier accepts.
 

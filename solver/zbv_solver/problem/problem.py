@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Literal, Protocol, get_args
 
@@ -17,23 +17,15 @@ from pydantic import Field
 
 from zbv_solver.documents.fields import Record
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
-from zbv_solver.kernels.jit import BoolArray, FloatArray
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
     MAX_CELLS,
-    MAX_NUMBER,
     MAX_PP_DEGREE,
-    MEMORY_TOLERANCE,
-    delta_rule,
     exceeds,
-    first_broken,
 )
+from zbv_solver.problem.rules import feature_rules, number_rules, pair_rules, sum_rules
 from zbv_solver.problem.stages import (
-    COMMUNICATION,
-    FIXED,
-    MAX_FEATURE_NAME,
-    MAX_FEATURES,
     PLACEMENT_KINDS,
     Communication,
     Costs,
@@ -71,7 +63,6 @@ def objective_value(objective: Objective, times: Times) -> float:
 
 
 _Unit = Annotated[str, Field(max_length=32)]
-MAX_PAIR_FACTOR = 1e6
 
 
 NANOSECONDS: dict[str, float] = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
@@ -122,13 +113,15 @@ class Problem:
                 self.pp_degree, self.microbatches, self.objective, self.placement.kind, PLACEMENT_KINDS
             ),
             *size_rule(self.placement, self.microbatches),
-            *_number_rules(self),
-            *_delta_rules(self),
+            *number_rules(self.placement, self.costs, self.memory, has_features=bool(self.features)),
         ]
         if not issues and self.features:
-            issues = [*_feature_rules(self)] or [*_sum_rules(self)]
+            issues = [*feature_rules(self.features, self.microbatches, self.costs, self.communication)]
         if not issues:
-            issues = [*_pair_rules(self)]
+            kinds = Kinds.of(self.microbatches, self.features)
+            issues = [*sum_rules(kinds, self.costs, self.memory)] if self.features else []
+            if self.communication is not None and self.given_arrays is None:
+                issues += pair_rules(kinds, self.costs, self.communication, self.pair_factor)
         if issues:
             raise InvalidInput(issues)
         if self.given_arrays is not None and len(self.given_arrays.kind_of) != self.microbatches:
@@ -215,14 +208,18 @@ class Problem:
             return self
         duration = arrays.duration.copy()
         for stages in map(list, self.placement.stages_of):
-            forward, mine = duration[F, stages], hidden[F, stages]  # (chunks, K)
+            forward, own = duration[F, stages], hidden[F, stages]  # (chunks, K)
             saved = np.zeros_like(forward)
             for stage in stages:
                 for letter in (I, B):
-                    for kind in range(arrays.kinds):
-                        partner, others = arrays.duration[letter, stage, kind], hidden[letter, stage, kind]
-                        pair = pair_duration(forward, partner, (mine, others), self.pair_factor)
-                        saved = np.maximum(saved, forward + partner - pair)
+                    partner, other = arrays.duration[letter, stage], hidden[letter, stage]  # (K,)
+                    if arrays.kinds == 1:
+                        together = pair_duration(forward, partner, (own, other), self.pair_factor)
+                        most = forward + partner - together
+                    else:  # at least the most of any two kinds, without looking at all of them
+                        rest = (partner - other).max()
+                        most = np.minimum(np.minimum(partner.max(), own + other.max()), forward - own + rest)
+                    saved = np.maximum(saved, most)
             duration[F, stages] = np.maximum(forward - saved, 0.0)
         return self.with_arrays(replace(arrays, duration=duration, communication=None))
 
@@ -295,192 +292,9 @@ def size_rule(placement: Placement, microbatches: int) -> Iterator[Issue]:
         )
 
 
-def _number_rules(problem: Problem) -> Iterator[Issue]:
-    stages, ranks = problem.n_stages, problem.pp_degree
-    lengths = {"p2p": stages - 1, "static": ranks, "limit": ranks}
-    for section, figures in (("costs", problem.costs), ("memory", problem.memory)):
-        for part in fields(figures):
-            name, values = part.name, getattr(figures, part.name)
-            if values is None:
-                continue
-            pointer, length = f"/{section}/{name}", lengths.get(name, stages)
-            is_delta = section == "memory" and name.startswith("backward")
-            # With features, only the sum for a microbatch has a sign that matters.
-            is_fixed_part = bool(problem.features) and name not in ("static", "limit")
-            issue = _wrong_value(pointer, values, length, is_delta or is_fixed_part)
-            if issue is None and length == stages:
-                issue = _wrong_sum(pointer, values, problem.placement.chunks)
-            if issue is not None:
-                yield issue
-
-
-def _wrong_value(pointer: str, values: Sequence[float], length: int, signed: bool) -> Issue | None:
-    if len(values) != length:
-        return Issue(pointer, f"found {len(values)} values; must be {length}.")
-    broken = first_broken(values, signed)
-    if broken is None:
-        return None
-    # Equal values usually come from one scalar in the document.
-    return Issue(f"{pointer}/{broken[0]}" if len(set(map(repr, values))) > 1 else pointer, broken[1])
-
-
-def _wrong_sum(pointer: str, values: Sequence[float], chunks: int) -> Issue | None:
-    """Sums of neighbouring stages must be valid, too: classical schedules merge a rank's worth of stages."""
-    for first in range(0, len(values), chunks):
-        together = sum(values[first : first + chunks])
-        if abs(together) > MAX_NUMBER:
-            return Issue(
-                pointer,
-                f"found {together:.15g} for stages {first} to {first + chunks - 1} together; the stages of "
-                f"one rank must be at most {MAX_NUMBER:g} together. Use a larger unit.",
-            )
-    return None
-
-
-def _delta_rules(problem: Problem) -> Iterator[Issue]:
-    memory = problem.memory
-    if problem.features:
-        return  # they hold for every microbatch, not for the fixed part
-    deltas = zip(memory.forward, memory.backward_input, memory.backward_weight, strict=False)
-    for stage, (forward, inputs, weights) in enumerate(deltas):
-        if not all(map(math.isfinite, (forward, inputs, weights))):
-            return  # reported by _number_rules
-        # A stage may be a sum of layers, each within the tolerance, and the sum rounds again.
-        broken = delta_rule(forward, inputs, weights, tolerance=2 * MEMORY_TOLERANCE)
-        if broken is not None:
-            yield Issue(f"/memory{broken[0]}", f"stage {stage}: {broken[1]}")
-            return
-
-
-def _feature_rules(problem: Problem) -> Iterator[Issue]:
-    features, microbatches = problem.features, problem.microbatches
-    names = [feature.name for feature in features]
-    if len(features) > MAX_FEATURES:
-        yield Issue("/features", f"found {len(features)} features; must be at most {MAX_FEATURES}.")
-    for feature in features:
-        at = f"/features/{feature.name}"
-        if feature.name == FIXED or not 1 <= len(feature.name) <= MAX_FEATURE_NAME:
-            yield Issue(
-                at,
-                f"found the name {feature.name[:80]!r}; a feature's name has 1 to {MAX_FEATURE_NAME} "
-                f"characters and is not {FIXED!r}.",
-            )
-        if names.count(feature.name) > 1:
-            yield Issue(at, "found this name twice; names of features are unique.")
-        if len(feature.value) != microbatches:
-            yield Issue(at, f"found {len(feature.value)} values; must be {microbatches}, one per microbatch.")
-        if (broken := first_broken(feature.value)) is not None:
-            yield Issue(f"{at}/{broken[0]}", broken[1])
-        yield from _coefficient_rules(feature, problem.costs, problem.communication)
-
-
-def _coefficient_rules(
-    feature: Feature, costs: Costs, communication: Communication | None
-) -> Iterator[Issue]:
-    if (feature.costs.backward is None) != (costs.backward is None):
-        yield Issue(
-            "/costs/backward", f"feature {feature.name}: a fused backward depends on all features or on none."
-        )
-    if (feature.communication is None) != (communication is None):
-        yield Issue(
-            f"/{COMMUNICATION}", f"feature {feature.name}: communication depends on all features or on none."
-        )
-    n_stages = len(costs.forward)
-    for (section, name), values in feature.coefficients.items():
-        at, length = f"/{section}/{name}/{feature.name}", n_stages - 1 if name == "p2p" else n_stages
-        if len(values) != length:
-            yield Issue(at, f"found {len(values)} coefficients; must be {length}.")
-        if (broken := first_broken(values, signed=True)) is not None:
-            yield Issue(at, broken[1])
-
-
-def _sum_rules(problem: Problem) -> Iterator[Issue]:
-    """The rules of what a microbatch costs in all."""
-    kinds = Kinds.of(problem.microbatches, problem.features)
-    for name, table in kinds.tables("costs", problem.costs).items():
-        place = "boundary" if name == "p2p" else "stage"
-        yield from _wrong_sums(f"/costs/{name}", place, table, kinds, is_signed=False)
-    deltas = kinds.tables("memory", problem.memory)
-    for name, table in deltas.items():
-        yield from _wrong_sums(f"/memory/{name}", "stage", table, kinds, is_signed=name != "forward")
-    yield from _wrong_deltas(deltas, kinds)
-
-
-def _wrong_sums(at: str, place: str, table: FloatArray, kinds: Kinds, is_signed: bool) -> Iterator[Issue]:
-    wrong = np.abs(table) > MAX_NUMBER
-    if not is_signed:
-        wrong |= table < 0
-    if wrong.any():
-        stage, microbatch = _first(wrong, kinds)
-        rule = f"of size at most {MAX_NUMBER:g}" if is_signed else f"from 0 to {MAX_NUMBER:g}"
-        yield Issue(
-            at,
-            f"found {table[wrong][0]:.15g} for microbatch {microbatch} on {place} {stage}; the fixed part "
-            f"and all coefficients times features must add up to a number {rule} for every microbatch.",
-        )
-
-
-def _wrong_deltas(tables: dict[str, FloatArray], kinds: Kinds) -> Iterator[Issue]:
-    total = sum(tables.values(), np.zeros(()))
-    size = sum((np.abs(table) for table in tables.values()), np.zeros(()))
-    # Every coefficient may be rounded, and so may the sums.
-    wrong = np.abs(total) > 2 * MEMORY_TOLERANCE * size
-    if wrong.any():
-        stage, microbatch = _first(wrong, kinds)
-        yield Issue(
-            "/memory",
-            f"found changes of memory that sum to {total[wrong][0]:.15g} for microbatch {microbatch} on "
-            f"stage {stage}; forward + backward_input + backward_weight must be 0, or memory would leak.",
-        )
-        return
-    grows = tables["backward_weight"] > 0
-    if grows.any():
-        stage, microbatch = _first(grows, kinds)
-        yield Issue(
-            "/memory/backward_weight",
-            f"found {tables['backward_weight'][grows][0]:.15g} for microbatch {microbatch} on stage {stage}; "
-            f"must not be positive: W releases what F and I hold.",
-        )
-
-
 def _communication_of(arrays: ProblemArrays) -> Communication | None:
     """The communication of the first kind of microbatch."""
     if arrays.communication is None:
         return None
     forward, inputs, _, fused = map(tuple, arrays.communication[:, :, 0].tolist())
     return Communication(forward, inputs, fused)
-
-
-def _pair_rules(problem: Problem) -> Iterator[Issue]:
-    hidden, factor, stages = problem.communication, problem.pair_factor, problem.n_stages
-    if not 1 <= factor <= MAX_PAIR_FACTOR:
-        yield Issue(
-            "/costs/pair_factor", f"found {factor:.15g}; must be a number from 1 to {MAX_PAIR_FACTOR:g}."
-        )
-    if hidden is None or problem.given_arrays is not None:
-        return
-    is_signed = bool(problem.features)  # only the sum for a microbatch has a sign that matters
-    for name, values in vars(hidden).items():
-        issue = _wrong_value(f"/{COMMUNICATION}/{name}", values, stages, is_signed)
-        if issue is not None:
-            yield issue
-            return
-    kinds = Kinds.of(problem.microbatches, problem.features)
-    costs = kinds.tables("costs", problem.costs)
-    longest = {**costs, "backward": costs.get("backward", costs["backward_input"] + costs["backward_weight"])}
-    for name, table in kinds.tables(COMMUNICATION, hidden).items():
-        wrong = (table < 0) | (table > longest[name] * (1 + MEMORY_TOLERANCE))
-        if wrong.any():
-            stage, microbatch = _first(wrong, kinds)
-            yield Issue(
-                f"/{COMMUNICATION}/{name}",
-                f"found {table[wrong][0]:.15g} for microbatch {microbatch} on stage {stage}, where the "
-                f"action takes {longest[name][wrong][0]:.15g}; communication is a part of its action, from 0 "
-                f"to the whole.",
-            )
-
-
-def _first(wrong: BoolArray, kinds: Kinds) -> tuple[int, int]:
-    """The first stage or boundary with a wrong number, and its first microbatch."""
-    stage, kind = np.argwhere(wrong)[0].tolist()
-    return stage, kinds.microbatch(kind)

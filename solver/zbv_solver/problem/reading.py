@@ -95,8 +95,9 @@ def to_problem(document: ProblemDocument) -> Problem:
     values = _feature_values(document)
     none = MemoryDocument(forward=0.0, backward_input=0.0, backward_weight=0.0)
     costs = _expanded("/costs", document.costs, placement, values, issues)
-    hidden = document.costs.communication
-    hides = {} if hidden is None else _expanded(f"/{COMMUNICATION}", hidden, placement, values, issues)
+    stated, communication = document.costs.communication, {}
+    if stated is not None:
+        communication = _expanded(f"/{COMMUNICATION}", stated, placement, values, issues)
     memory = _expanded("/memory", document.memory or none, placement, values, issues)
     if issues:
         raise InvalidInput(issues)
@@ -114,12 +115,12 @@ def to_problem(document: ProblemDocument) -> Problem:
                 value,
                 Costs(**_part(costs, name)),
                 Deltas(**_part(memory, name)),
-                Communication(**_part(hides, name)) if hides else None,
+                Communication(**_part(communication, name)) if communication else None,
             )
             for name, value in values.items()
         ),
-        communication=Communication(**_part(hides, FIXED)) if hides else None,
-        pair_factor=1.0 if document.costs.pair_factor is None or not hides else document.costs.pair_factor,
+        communication=Communication(**_part(communication, FIXED)) if communication else None,
+        pair_factor=document.costs.pair_factor if communication else 1.0,
     )
 
 

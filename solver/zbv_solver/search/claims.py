@@ -317,11 +317,8 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     bound = lower_bound(problem, "thorough").value * unit
     if bound >= enough:
         return f"proved again: {time(bound)}, without CP-SAT"
-    # CP-SAT knows single actions only, and what it proves is no bound of orders with pairs.
-    if (
-        problem.communication is None
-        and problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions
-    ):
+    is_small = problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions
+    if is_small and problem.communication is None:  # CP-SAT does not know pairs
         from zbv_solver.improve.cp_search import refine
         from zbv_solver.timing.start_times import objective_of
 

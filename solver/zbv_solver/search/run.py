@@ -134,7 +134,7 @@ class Search:
         """
         best = self.incumbent.best
         if best is not None and self.with_pairs.communication is not None:
-            best = self._with_pairs(best)
+            best = self._best_with_pairs(best)
         if best is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
         extra: dict[str, object] = {"effort": self.options.effort}
@@ -369,7 +369,7 @@ class Search:
             ),
         )
 
-    def _with_pairs(self, best: Solution) -> Solution:
+    def _best_with_pairs(self, best: Solution) -> Solution:
         """The best order of all with pairs: of the best one without, of fixed ones, and of a given one."""
         from zbv_solver.construct.pairs import joined, starts  # few problems need it
 

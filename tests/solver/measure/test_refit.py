@@ -144,6 +144,7 @@ def test_measured_costs_are_in_the_problem_s_unit(unit: str | None, expected: fl
     ("steps.0.actions.2.0", "0X0", "/steps/0/actions/2/0"),
     ("steps.0.actions.2.3", -5, "/steps/0/actions/2"),
     ("steps.0.actions.2", ["0F0", 0, 0, 0], "/steps/0/actions/2"),
+    ("steps.0.actions.2.0", "0F1+0I0", "/steps/0/actions"),
 ])  # fmt: skip
 def test_an_invalid_trace_is_refused_at_the_broken_key(path: str, value: Any, pointer: str) -> None:
     with pytest.raises(InvalidInput) as caught:
@@ -163,6 +164,12 @@ def test_traces_of_another_problem_are_refused(measure: Any) -> None:
             measure(problem, traces)
     with pytest.raises(InvalidInput, match="no measured action"):
         measure(planned(), [traces[0].only(frozenset())])
+
+
+def test_costs_with_communication_are_not_refitted() -> None:
+    problem = planned(costs={**PLANNED["costs"], "communication": {}})
+    with pytest.raises(InvalidInput, match="/costs/communication: a trace does not tell"):
+        refit(problem, traces_of(problem.without_pairs()))
 
 
 def test_too_few_kinds_scale_the_planned_coefficients() -> None:

@@ -176,6 +176,7 @@ def test_batches_without_costs_of_tokens_give_every_replica_work(cost: float) ->
 
 
 FALLING = batch_document([8], forward={"fixed": 100, "tokens": -1})["problem"]
+PAIRED = {"costs": {**batch_document([8])["problem"]["costs"], "communication": {}}}
 
 
 @pytest.mark.parametrize(("changes", "pointer", "message"), [
@@ -189,6 +190,8 @@ FALLING = batch_document([8], forward={"fixed": 100, "tokens": -1})["problem"]
     ({"problem": {"layers": []}}, "/problem/layers", "Cut the layers first"),
     ({"problem": {"pp_degree": 0}}, "/problem/pp_degree", "found 0"),
     ({"problem": FALLING}, "/problem/costs/forward/tokens", "must not be negative"),
+    ({"problem": {"costs": "x"}}, "/problem/costs", "must be a JSON object"),
+    ({"problem": PAIRED}, "/problem/costs/communication", "remove the key"),
 ])  # fmt: skip
 def test_mistakes_are_named(changes: dict[str, Any], pointer: str, message: str) -> None:
     document = batch_document([8, 8])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,7 +22,7 @@ from zbv_solver.plans.plan import plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.stages import Communication
+from zbv_solver.problem.stages import Communication, Deltas, Feature
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import baseline_plan, compare, make_plan
 from zbv_solver.search.claims import check_plan
@@ -34,6 +34,7 @@ from zbv_solver.verify.verifier import verify_orders
 TIMED = json.loads(Path(__file__).with_name("pairs.json").read_text())
 """Orders with pairs, their makespan, span and peak memory."""
 SHARES = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])
+SEEDS = st.integers(0, 2**32)
 COSTS: dict[str, Any] = {
     "forward": 18,
     "backward_input": 18,
@@ -151,6 +152,23 @@ def test_with_shorter_forwards_the_same_order_without_pairs_is_no_longer(problem
     alone = evaluate(shorter, orders.without_pairs())
     assert alone.span <= timing.span * (1 + 1e-12)
     assert alone.makespan <= timing.makespan * (1 + 1e-12)
+
+
+@given(with_communication(), st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=5, max_size=5), SEEDS)
+def test_the_same_holds_where_microbatches_differ(problem: Problem, sizes: list[float], seed: int) -> None:
+    memory = Deltas(*(getattr(problem.memory, each.name) for each in fields(Deltas)))
+    values = tuple(sizes[: problem.microbatches])
+    feature = Feature("size", values, problem.costs, memory, problem.communication)
+    differing = replace(problem, features=(feature,))
+    random = Random(seed)
+    orders = paired_at_random(random_orders(differing, random), random)
+    try:
+        timing = evaluate(differing, orders)
+    except InvalidPlan:
+        return
+    alone = evaluate(differing.with_forwards_shortened(), orders.without_pairs())
+    assert alone.span <= timing.span * (1 + 1e-9)
+    assert alone.makespan <= timing.makespan * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("timed", TIMED)

@@ -58,7 +58,7 @@ Amount = Annotated[
 
 
 class CommunicationDocument(Document):
-    """How much of an action another one can hide that runs at the same time, in the caller's time unit."""
+    """Times that the other action of a pair can hide, at most those of the actions; in the caller's unit."""
 
     forward: Amount = 0.0
     backward_input: Amount = 0.0

@@ -34,7 +34,7 @@ from sqlalchemy import (
     text,
     type_coerce,
 )
-from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnectionFree
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Session
@@ -291,12 +291,18 @@ class _Readers:
         self._engine.dispose()
 
 
+_LOST_STATES = {"25006", "25P03", "25P04"}
+"""Of PostgreSQL: the server became a read-only replica; this process paused for too long in a transaction."""
+
+
 @contextmanager
 def _away() -> Iterator[None]:
     """Translate every driver error that means "the database is away" into :class:`DatabaseAway`."""
     try:
         yield
-    except (OperationalError, InterfaceError) as error:
+    except (OperationalError, InterfaceError, InternalError) as error:
+        if isinstance(error, InternalError) and getattr(error.orig, "sqlstate", None) not in _LOST_STATES:
+            raise  # a bug of this service
         raise DatabaseAway(f"The database does not answer: {error.orig}.") from error
     except NoConnectionFree as error:
         raise DatabaseAway(f"No connection to the database came free within {WAIT_SECONDS:g} s.") from error

@@ -17,7 +17,7 @@ from support.malformed import PLAN
 from support.postgres import a_server
 from support.serving import Serving
 from support.tokens import add, bearer
-from zbv_service.database import Database, DatabaseUnusable, SearchTable
+from zbv_service.database import Database, DatabaseAway, DatabaseUnusable, SearchTable
 from zbv_service.database.engine import Base
 from zbv_service.database.migrate import upgrade
 from zbv_service.records.lists import SearchListQuery
@@ -127,3 +127,29 @@ async def test_a_service_survives_a_restart_of_its_database(
             assert (ended["state"], ended["attempts"]) == ("done", 1)
             later = (await service.submit(seed=2)).json()["id"]
             assert (await service.ended(later))["state"] == "done"
+
+
+@pytest.mark.parametrize(
+    "losing",
+    [
+        "SET LOCAL idle_in_transaction_session_timeout = 1",
+        "SET TRANSACTION READ ONLY; CREATE TABLE unused (x int)",
+        "SELECT pg_terminate_backend(pg_backend_pid())",
+        "SET LOCAL statement_timeout = 1; SELECT pg_sleep(1)",
+    ],
+)
+async def test_a_server_that_ends_or_refuses_a_transaction_is_away(
+    postgres: PostgresDatabases, losing: str
+) -> None:
+    """A service that paused in a transaction, a server that became a replica, and one that stops."""
+    with postgres.migrated() as url:
+        database = Database(url)
+        with pytest.raises(DatabaseAway):
+            async with database.writing() as session:
+                for statement in losing.split("; "):
+                    await session.execute(text(statement))
+                await asyncio.sleep(0.1)
+                await session.execute(text("SELECT 1"))
+        async with database.writing() as session:
+            await session.execute(text("SELECT 1"))
+        await database.close()

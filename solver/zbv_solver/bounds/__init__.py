@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from zbv_solver.bounds.directions import DOWN, FREED_BY_REST, HELD, REST_AFTER, UP, Direction, directions
+from zbv_solver.bounds.pairs import pair_bounds
 from zbv_solver.bounds.ramps import (
     Window,
     machine_bound,
@@ -69,14 +70,18 @@ def lower_bound(
     Where microbatches differ, ``full`` takes 0.3 seconds there, and ``thorough``, with finer groups of
     microbatches on more ranks, up to a second.
     """
-    problem = problem.with_forwards_shortened()  # with pairs, no other bound would hold
+    best = Bound(0.0, "nothing to do")
+    if problem.communication is not None:
+        for rank, value in enumerate(pair_bounds(problem)):
+            if value > best.value:
+                best = Bound(value, f"load and first ramp of rank {rank}, with pairs")
+        problem = problem.with_forwards_shortened()  # no other bound knows pairs
     if problem.is_equal:
         quick = one_machine_bounds(problem)
     else:
         from zbv_solver.bounds.differing import differing_machine_bounds  # few problems need it
 
         quick = differing_machine_bounds(problem)
-    best = Bound(0.0, "nothing to do")
     for rank, value in enumerate(quick):
         if value > best.value:
             best = Bound(value, f"one-machine bound of rank {rank}")

@@ -36,6 +36,8 @@ def main() -> int:
             search_for_jitter(parse_problem(problem), SearchOptions("quick"), jitter=jitter)
             # A search that meets a weaker bound does not compute the strongest.
             lower_bound(parse_problem(problem), "thorough")
+        hidden = dict.fromkeys(("forward", "backward_input", "backward"), 1)
+        search(parse_problem(problem | {"costs": costs | {"communication": hidden}}), SearchOptions("quick"))
         # Microbatches that differ have bounds that are compiled separately. Their search always includes one
         # for injections, which the searches above leave out.
         held = {"forward": {"x": 2}, "backward_input": {"x": -1}, "backward_weight": {"x": -1}, "limit": 12}

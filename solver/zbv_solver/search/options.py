@@ -11,7 +11,7 @@ from zbv_solver.problem.problem import Problem
 Effort = Literal["quick", "standard", "thorough"]
 EFFORTS: tuple[str, ...] = get_args(Effort)
 
-PHASES = ("tune", "inject", "overtake", "anneal", "windows", "exact")
+PHASES = ("pairs", "tune", "inject", "overtake", "anneal", "windows", "exact")
 """Phases of a search that can be left out to measure their contribution. Orders are always constructed."""
 
 

@@ -1,9 +1,9 @@
 """The search: from a problem to a verified plan, by one phase after the other.
 
-The phases are: construct, tune, inject, overtake, anneal, windows, exact. Budgets are counted in placed
-actions, moves and CP-SAT's deterministic time, never in seconds. So the same problem, options and version
-give the same plan on every machine, unless a time limit or a cancellation ends the search early; the plan's
-provenance records that.
+The phases are: construct, tune, inject, overtake, anneal, windows, exact, and for problems with pairs, second
+and last, pairs. Budgets are counted in placed actions, moves and CP-SAT's deterministic time, never in
+seconds. So the same problem, options and version give the same plan on every machine, unless a time limit or
+a cancellation ends the search early; the plan's provenance records that.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Search:
         self.with_pairs, self.unit = in_search_unit(problem)  # in the unit of the search, and that unit
         self.problem = self.with_pairs.without_pairs()  # the phases order single actions
         self.paired: Solution | None = None  # the best order with pairs
+        self.alone = 0.0  # no order without pairs is shorter than this
         self.incumbent = Incumbent(problem, self.unit, on_progress)
         deadline = None
         if options.time_limit is not None:
@@ -106,9 +107,9 @@ class Search:
             self._run("begin", "bound")
             for budget in self.budgets:
                 self.budget, self.starts, self.annealed = budget, [], []
-                self._run("construct", "tune", "inject")
+                self._run("construct", "pairs", "tune", "inject")
                 before = self.incumbent.current
-                self._run("overtake", "anneal", "windows", "exact")
+                self._run("overtake", "anneal", "windows", "exact", "pairs")
                 if budget is not self.budgets[-1] and self.incumbent.current is not None:
                     # The later phases may have left the one order of entry, which the first ones need.
                     self.incumbent.put_aside(self.incumbent.current)
@@ -133,10 +134,11 @@ class Search:
             When the plan undercuts the bound.
         """
         best = self.incumbent.best
-        if best is not None and self.with_pairs.communication is not None:
-            best = self._best_with_pairs(best)
         if best is None:
             raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
+        if self.with_pairs.communication is not None:
+            solutions = [best, self.paired] if self.paired is not None else self._with_pairs(best)
+            best = min(solutions, key=lambda solution: solution.value)
         extra: dict[str, object] = {"effort": self.options.effort}
         if self.options.without:
             extra["without"] = list(self.options.without)
@@ -156,8 +158,15 @@ class Search:
     def _run(self, *phases: str) -> None:
         """Call the methods of these names, but those that the options leave out, until the search is over."""
         for phase in phases:
-            if phase not in self.options.without and not is_over(self.incumbent, self.halt):
+            if phase not in self.options.without and not self._is_over():
                 getattr(self, phase)()
+
+    def _is_over(self) -> bool:
+        """Whether the search is over; with pairs also, whether no order without pairs can be shorter."""
+        best = self.paired
+        if best is not None and (best.value <= self.alone or self.incumbent.meets_bound(best)):
+            return True
+        return is_over(self.incumbent, self.halt)
 
     def _race(self, chain: Chain, share: float) -> list[Solution]:
         """Race the chains of a phase in a share of the remaining time; returns the best order of each."""
@@ -369,17 +378,49 @@ class Search:
             ),
         )
 
-    def _best_with_pairs(self, best: Solution) -> Solution:
-        """The best order of all with pairs: of the best one without, of fixed ones, and of a given one."""
+    def pairs(self) -> None:
+        """Let pairs form and part: in the best order, and in fixed orders that are made for pairs."""
+        best = self.incumbent.best
+        if self.with_pairs.communication is None or best is None:
+            return
+        if not self.alone:
+            self.alone = lower_bound(self.problem).value
+        start = self.paired = min(self._with_pairs(best), key=lambda solution: solution.value)
+        self.incumbent.announce(start)
+        moves = min(self.budget.most_annealed, self.budget.annealed // self.problem.max_actions) // ROUNDS
+        if moves == 0 or not self.problem.is_equal:
+            return
+        from zbv_solver.improve.pair_search import anneal_pairs  # few problems need it
+
+        def chain(number: int, halt: Halt) -> Iterator[Solution]:
+            for value, orders in anneal_pairs(
+                self.with_pairs,
+                start.orders,
+                start.value,
+                rounds=ROUNDS,
+                moves=moves,
+                factor=COOLER if number else 1.0,
+                seed=(self.options.seed * CHAINS + number) * ROUNDS,
+                halt=halt.flag,
+            ):
+                yield Solution(value, orders, "annealing of pairs")
+
+        # A race improves the current order; the other phases cannot start from one with pairs.
+        kept, self.incumbent.current = self.incumbent.current, self.paired
+        self._race(chain, ANNEAL_SHARE)
+        self.paired, self.incumbent.current = self.incumbent.current, kept
+
+    def _with_pairs(self, best: Solution) -> list[Solution]:
+        """The best order, and orders with pairs: that one with some, fixed ones, and the best so far."""
         from zbv_solver.construct.pairs import joined, starts  # few problems need it
 
         problem = self.with_pairs
+        solutions = [best] if self.paired is None else [best, self.paired]
         for name, orders in (("pairs", best.orders), *starts(problem)):
             made = joined(problem, orders)
-            solution = Solution(objective_of(problem, made), made, name)
-            if solution.value < best.value and fits(problem, evaluate(problem, made).peak_memory):
-                best = solution
-        return best if self.paired is None or best.value < self.paired.value else self.paired
+            if fits(problem, evaluate(problem, made).peak_memory):
+                solutions.append(Solution(objective_of(problem, made), made, name))
+        return solutions
 
     def _prove_exactly(self, bound: float) -> None:
         """Take a bound of CP-SAT, which knows single actions only."""

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
 from zbv_solver.construct.pairs import joined
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
+from zbv_solver.improve.pair_search import anneal_pairs
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.plans.reading import parse_plan
@@ -266,6 +267,36 @@ def test_joining_never_lengthens_an_order_and_changes_nothing_else(problem: Prob
     assert evaluate(problem, found).peak_memory == evaluate(problem, orders).peak_memory
     assert objective_of(problem, found) <= objective_of(problem, orders) * (1 + 1e-12)
     verify_orders(replace(problem, memory=replace(problem.memory, limit=None)), found)
+
+
+@settings(max_examples=25)
+@given(with_communication(), SEEDS, st.sampled_from([0.1, 1.0, 10.0]))
+def test_annealing_never_lengthens_an_order_and_keeps_its_memory_limit(
+    problem: Problem, seed: int, factor: float
+) -> None:
+    start = joined(problem, random_orders(problem, Random(seed)))
+    peaks = evaluate(problem, start).peak_memory
+    problem = replace(problem, memory=replace(problem.memory, limit=peaks))
+    value = objective_of(problem, start)
+    rounds = anneal_pairs(
+        problem, start, value, rounds=3, moves=30, factor=factor, seed=seed % 1000, halt=np.zeros(1, np.uint8)
+    )
+    for after, orders in rounds:
+        verify_orders(problem, orders)
+        assert after <= value
+        assert after == objective_of(problem, orders)
+        value = after
+
+
+def test_a_search_is_within_half_a_percent_of_the_best_order_known() -> None:
+    """CP-SAT with a choice for every pair finds 352.8 in a minute."""
+    memory = {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "limit": 5}
+    hidden = {"communication": dict.fromkeys(("forward", "backward_input", "backward"), 5.4)}
+    problem = parse_problem({**PROBLEM, "costs": {**COSTS, **hidden}, "memory": memory})
+    plan = search(problem)
+    assert plan.metrics.span <= 352.8 * 1.005
+    # Of the first backward's ramp, no F of a rank has a partner.
+    assert plan.metrics.lower_bound == pytest.approx(8 * 37.2 + 4 * 10.8)
 
 
 def test_classical_schedules_are_compared_and_a_pair_is_drawn_as_two_halves() -> None:

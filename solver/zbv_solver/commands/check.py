@@ -78,7 +78,8 @@ def _checked_schedule(schedule: TorchSchedule, asked: AnyProblem | None, path: s
             f"problem has {problem.n_stages} with placement {problem.placement.kind}. Give the costs of the "
             f"schedule's stages, and its placement.",
         )
-    document = PlanDocument(problem=problem_json(problem), ranks=schedule.orders.all_text())
+    orders = schedule.orders if problem.communication is not None else schedule.orders.without_pairs()
+    document = PlanDocument(problem=problem_json(problem), ranks=orders.all_text())
     checked = check_plan(document, problem)
     return replace(checked, claims=(*checked.claims, *_schedule_claims(schedule, checked.problem)))
 
@@ -88,7 +89,9 @@ def _best_cut(schedule: TorchSchedule, asked: LayeredProblem, path: str) -> Prob
     from zbv_models.fixed_orders.best_cut import best_cut
     from zbv_models.fixed_orders.schedules import Schedule
 
-    order = Schedule("torch", "read", schedule.placement, schedule.microbatches, read=schedule.orders)
+    order = Schedule(
+        "torch", "read", schedule.placement, schedule.microbatches, read=schedule.orders.without_pairs()
+    )
     try:
         found = best_cut(asked, [order], recompute="uniform", allow_empty=bool(asked.rules.allow_empty))
     except InvalidInput as error:
@@ -100,13 +103,13 @@ def _schedule_claims(schedule: TorchSchedule, problem: Problem) -> list[Claim]:
     """What a schedule says besides its orders."""
     from zbv_solver.verify.communication import verify_gradients, verify_transfers
 
-    claims = []
+    claims, alone = [], schedule.orders.without_pairs()
     if schedule.communication is not None:
-        verify_transfers(problem, schedule.orders, schedule.communication)
+        verify_transfers(problem, alone, schedule.communication)
         claims.append(Claim("", "every tensor is sent and received in order", True, "entry by entry"))
     runs_right, reason = True, "entry by entry"
     try:
-        verify_gradients(problem, schedule.communication or schedule.orders.all_text())
+        verify_gradients(problem, schedule.communication or alone.all_text())
     except InvalidPlan as error:
         runs_right, reason = False, str(error)
     claims.append(
@@ -118,9 +121,11 @@ def _schedule_claims(schedule: TorchSchedule, problem: Problem) -> list[Claim]:
     if schedule.from_one:
         reason = "PyTorch's Schedule1F1B writes them so, and its runtime cannot execute such a file"
         claims.append(Claim("", "forwards 1, 2, … of the last rank are 0, 1, …", False, reason))
-    if schedule.pairs:
-        reason = "zbv times the two actions of a pair one after the other"
-        claims.append(Claim("", f"{schedule.pairs} pairs of F and B overlap", False, reason))
+    if schedule.orders.paired is not None:
+        is_known = problem.communication is not None
+        reason = "as costs.communication says" if is_known else "the problem has no costs.communication"
+        count = int(schedule.orders.paired.sum())
+        claims.append(Claim("", f"{count} pairs of F and B overlap", is_known, reason))
     return claims
 
 

@@ -29,7 +29,7 @@ from zbv_solver.verify.communication import verify_comms
 
 def render(plan: Plan) -> str:
     """The plan as CSV with communication; microbatches are numbered as in ``torch-csv``."""
-    problem, orders = renumbered(plan.problem, plan.orders)
+    problem, orders = renumbered(plan.problem, plan.orders.without_pairs())
     lists = lowered(problem, orders)
     verify_comms(problem, orders, lists)
     return "".join(",".join(actions) + "\n" for actions in lists)

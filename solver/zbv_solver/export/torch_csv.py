@@ -24,9 +24,18 @@ from zbv_solver.problem.stages import Placement, PlacementKind
 
 
 def render(plan: Plan) -> str:
-    """The plan as compute-only CSV, microbatches relabelled as :func:`relabelled` says."""
+    """The plan as compute-only CSV, microbatches relabelled as :func:`relabelled` says.
+
+    PyTorch runs the two actions of a pair one after the other, unless the user registers a function for
+    ``OVERLAP_F_B``.
+    """
     orders = relabelled(plan.orders, plan.problem.n_stages)
-    return "".join(",".join(orders.text(rank)) + "\n" for rank in range(orders.pp_degree))
+    return "".join(",".join(map(_cell, orders.text(rank))) + "\n" for rank in range(orders.pp_degree))
+
+
+def _cell(text: str) -> str:
+    first, plus, second = text.partition("+")
+    return f"({first};{second})OVERLAP_F_B" if plus else first
 
 
 def relabelled(orders: Orders, n_stages: int) -> Orders:
@@ -37,7 +46,7 @@ def relabelled(orders: Orders, n_stages: int) -> Orders:
     they differ, the batch must be given in the order :func:`batch_order`.
     """
     label = microbatch_labels(orders, n_stages)
-    return Orders(orders.stage, orders.letter, label[orders.microbatch], orders.offset)
+    return replace(orders, microbatch=label[orders.microbatch])
 
 
 def renumbered(problem: Problem, orders: Orders) -> tuple[Problem, Orders]:
@@ -75,12 +84,10 @@ class TorchSchedule:
     placement: Placement
     microbatches: int
     orders: Orders
-    """The actions of every rank. The two of an overlapped pair follow each other as they are listed."""
+    """The actions of every rank, and the overlapped pairs of them."""
     communication: tuple[tuple[str, ...], ...] | None
     """The entries of every rank in order, if the file has sends or receives, which a single rank never needs;
     a pair is two entries."""
-    pairs: int
-    """Number of overlapped pairs."""
     renamed: int
     """Number of backwards ``B`` that are read as ``I``, because there is a separate ``W``."""
     from_one: bool
@@ -115,12 +122,13 @@ def parse(text: str) -> TorchSchedule:
     InvalidInput
         When an entry is unknown, or the stages have no placement that zbv plans.
     """
-    rows, pairs = [], 0
+    rows, pairs = [], set()
     for rank, cells in enumerate(csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())):
         row: list[_Entry] = []
         for at, cell in enumerate(cells):
             entries = _entries(cell.strip(), f"row {rank + 1}, entry {at + 1}")
-            pairs += len(entries) == 2
+            if len(entries) == 2:
+                pairs.add((rank, len(row)))
             row += entries
         rows.append(row)
     split = {(stage, batch) for row in rows for stage, name, batch in row if name == "W"}
@@ -135,6 +143,12 @@ def parse(text: str) -> TorchSchedule:
     if from_one:
         rows[-1] = [(stage, name, batch - (name == "F")) for stage, name, batch in rows[-1]]
     actions = [[entry for entry in row if entry[1] in LETTERS] for row in rows]
+    orders = Orders.from_actions(actions)
+    if pairs:
+        places = (
+            (rank, at) for rank, row in enumerate(rows) for at in range(len(row)) if row[at][1] in LETTERS
+        )
+        orders = replace(orders, paired=np.array([place in pairs for place in places]))
     # torch writes REDUCE_GRAD for 1F1B and GPipe, and no transfers.
     names = {name for row in rows for _, name, _ in row}
     has_communication = any(
@@ -143,9 +157,8 @@ def parse(text: str) -> TorchSchedule:
     return TorchSchedule(
         _placement(actions),
         1 + max(batch for row in actions for _, _, batch in row),
-        Orders.from_actions(actions),
+        orders,
         tuple(tuple(map(_text, row)) for row in rows) if has_communication else None,
-        pairs,
         renamed,
         from_one,
     )
@@ -161,7 +174,7 @@ def _is_from_one(row: Sequence[_Entry]) -> bool:
 
 
 def _entries(cell: str, where: str) -> list[_Entry]:
-    """The entries of a cell: none if it is empty, and two of an overlapped pair."""
+    """The entries of a cell: none if it is empty, and two of an overlapped pair, F first."""
     if not cell:
         return []
     pair = _PAIR.fullmatch(cell)
@@ -177,7 +190,7 @@ def _entries(cell: str, where: str) -> list[_Entry]:
             f"{where}: found {cell[:60]!r}; an entry is a stage, an action and a microbatch, as in 0F3 or "
             f"1RECV_F0, or a forward and a backward that run together, as in (0F5;3B2)OVERLAP_F_B.",
         )
-    return entries
+    return sorted(entries, key=lambda entry: entry[1] != "F")
 
 
 _PAIRED = ({"F", "B"}, {"F", "I"}, {"F", "BW"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from unittest.mock import Mock
 
 import pytest
 from support.problems import uniform_document
-from support.torch_lists import torch_runtime
+from support.torch_lists import loaded_lists, torch_runtime
 from torch.distributed.pipelining import schedules as torch_schedules
 from zbv_models.fixed_orders.schedules import torch_schedule
 from zbv_solver.commands.cli import main
+from zbv_solver.export import export
 from zbv_solver.export.torch_csv import parse
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.search.assemble import baseline_plan
 from zbv_solver.timing.start_times import evaluate
 
 Check = Callable[..., tuple[int, str]]
@@ -97,6 +100,34 @@ def test_a_schedule_of_pytorch_is_valid_and_has_the_times_of_its_order(
     assert ("every tensor is sent and received in order" in verified) == (communication or p == 1)
     assert ("losses and reductions come in the order that PyTorch's runtime needs" in verified) == (p > 1)
     assert ("overlap" in others, "1, 2, …" in others) == (name == "DualPipeV", name == "1F1B")
+
+
+def test_pairs_are_written_as_pytorch_reads_them_and_timed_if_the_problem_has_communication(
+    tmp_path: Path, check: Check
+) -> None:
+    communication = dict.fromkeys(("forward", "backward_input", "backward"), 0.5)
+    given = document(4, 8, "v") | {"costs": COSTS | {"communication": communication}}
+    problem = parse_problem(given)
+    written = export(baseline_plan("dualpipe-v", problem), "torch-csv")
+    own = dumped("DualPipeV", problem, tmp_path / "schedule.csv", communication=False).read_text()
+    assert parse(written).orders.without_pairs() == parse(own).orders.without_pairs()
+    # PyTorch's parser adds the communication to ours.
+    runtime = torch_runtime(problem, 0, loss_fn=Mock())
+    (tmp_path / "ours.csv").write_text(written)
+    runtime._load_csv(str(tmp_path / "ours.csv"), format="compute_only")
+    assert "OVERLAP_F_B" in str(loaded_lists(runtime))
+    for schedule in (written, own):
+        status, shown = check(schedule, given, "--json")
+        found = json.loads(shown)
+        assert status == 0
+        assert {"pairs of F and B overlap": True}.items() <= {
+            claim["text"].lstrip("0123456789 "): claim["is_verified"] for claim in found["claims"]
+        }.items()
+        assert found["metrics"]["span"] == evaluate(problem, parse(schedule).orders).span
+        assert found["metrics"]["span"] < baseline_plan("dualpipe-v", problem.without_pairs()).metrics.span
+    # Who lists the backward first means the same.
+    turned = re.sub(r"\(([^;]*);([^)]*)\)", r"(\2;\1)", written)
+    assert parse(turned).orders == parse(written).orders
 
 
 @pytest.mark.parametrize(("text", "unverified", "words"), [

@@ -22,7 +22,6 @@ from torch.autograd.graph import get_gradient_edge
 from zbv_solver.plans.orders import first_in_first_out
 from zbv_solver.problem.stages import PlacementKind
 from zbv_worker.errors import ModelError
-from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.stage import Stage
 from zbv_worker.stage.weight_grads import WeightGrads
@@ -159,38 +158,6 @@ def test_a_hook_added_after_f_is_called_by_w() -> None:
     assert len(calls) == 2
     torch.testing.assert_close(module.get_parameter("0.weight").grad, calls[0] * 3)
     assert calls[1] is module.get_parameter("0.bias")
-
-
-def optimize_in_backward(module: nn.Module, kept: list[Any]) -> None:
-    """Like torch's ``_apply_optimizer_in_backward``, which warns when imported."""
-    for parameter in module.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-
-        def step(*_: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        node: Any = get_gradient_edge(parameter).node
-        node.register_hook(step)
-        kept.append(node)
-
-
-def test_an_optimizer_in_the_backward_takes_the_same_steps_as_under_autograd() -> None:
-    torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
-    modules[1].load_state_dict(modules[0].state_dict())
-    kept: list[Any] = []
-    for module in modules:
-        optimize_in_backward(module, kept)
-    for _ in range(3):
-        x, gradient = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-        modules[0](x).backward(gradient)
-        queue = split(modules[1], x, gradient)
-        assert len(queue) == 0
-        queue.run()
-    for mine, theirs in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-        assert mine.grad is theirs.grad is None
 
 
 def test_distributed_data_parallel_in_a_stage_is_refused() -> None:
@@ -435,16 +402,3 @@ def test_a_weight_that_is_used_twice_gets_its_whole_gradient(
         assert mine.grad is not None
         assert theirs.grad is not None
         assert relative_error({name: mine.grad}, {name: theirs.grad}) < tolerance, name
-
-
-def test_w_under_autocast_makes_one_temporary_of_the_weights_size() -> None:
-    module = nn.Sequential(nn.Linear(64, 64, bias=False))
-    weight = module.get_parameter("0.weight")
-    for expected in (weight.nbytes // 2 + weight.nbytes, weight.nbytes // 2):  # the first one creates .grad
-        queue = WeightGrads()
-        with torch.autocast("cpu", torch.bfloat16), defer_weight_gradients(module).into(queue):
-            output = module(torch.randn(2, 64))
-        output.backward(torch.ones_like(output))
-        with LiveBytes() as held:
-            queue.run()
-            assert held.peak <= expected

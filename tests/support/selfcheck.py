@@ -6,6 +6,7 @@ compared, parameter by parameter, with those of plain autograd on the whole mode
 
 As a program (under torchrun or with its environment) it runs the plan files of a folder one after the other
 over real transports and leaves every rank's gradients there: ``python -m support.selfcheck FOLDER TIMEOUT``.
+Plans whose names begin with "nested" run a model of nested values.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
+from support.nested_model import NestedModel
 from support.thread_transport import ThreadHub
 
 Gradients = dict[str, Tensor]
@@ -239,9 +241,10 @@ def main(folder: Path, timeout: float) -> None:
         plan = PlanSource(file=path).rank_plan(world.rank, timeout)
         gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
         transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
-        gradients, result = run_rank(plan, hard_model(), transport, timeout)
-        transport.flush(timeout)
         name = path.name.removesuffix(".plan.json")
+        model = NestedModel() if name.startswith("nested") else hard_model()
+        gradients, result = run_rank(plan, model, transport, timeout)
+        transport.flush(timeout)
         torch.save(gradients, folder / f"{name}.{world.rank}.pt")
         (folder / f"{name}.{world.rank}.json").write_text(json.dumps({"losses": result.losses}))
     transport.barrier(timeout)

@@ -19,6 +19,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.binding import Batches
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
@@ -49,35 +50,16 @@ class Pipeline:
         self.hub = ThreadHub(problem.pp_degree)
         self.model = hard_model()
         batches = Sampled(self.model) if own_data else self.model
-        n = problem.n_stages
-        self.stages = [
-            {
-                index: Stage(
-                    index,
-                    n,
-                    self.model.build_stage(index, n, CPU),
-                    problem.microbatches,
-                    self.model.loss if index == n - 1 else None,
-                )
-                for index in problem.placement.stages_of[rank]
-            }
-            for rank in range(problem.pp_degree)
-        ]
+        self.stages: list[dict[int, Stage]] = []
         self.executors = []
-        for rank, stages in enumerate(self.stages):
-            plan = RankPlan.of("plan", problem, orders, rank)
-            transport = self.hub.transport(rank)
+        options = ExecutorOptions(look_ahead=2, startup_steps=startup_steps)
+        for rank in range(problem.pp_degree):
+            plan, transport = RankPlan.of("plan", problem, orders, rank), self.hub.transport(rank)
             transport.open([key_of(channel) for channel in plan.channels], 20)
+            stages = build_stages(self.model, plan, CPU)
+            self.stages.append(stages)
             self.executors.append(
-                Executor(
-                    plan,
-                    stages,
-                    batches,
-                    transport,
-                    device=CPU,
-                    timeout=20,
-                    options=ExecutorOptions(look_ahead=2, startup_steps=startup_steps),
-                )
+                Executor(plan, stages, batches, transport, device=CPU, timeout=20, options=options)
             )
 
     def all(self, work: Callable[[Executor], Any]) -> list[Any]:

@@ -97,8 +97,14 @@ class Mute(ThreadTransport):
 
 
 def test_a_missing_gradient_is_named_by_its_producer() -> None:
-    hub = ThreadHub(2)
-    executor = executor_of(0, hub.transport(0), timeout=1.0)
+    def wait_no_longer_for_gradients() -> None:
+        if progress.read().action == "0I0":
+            for inbox in executor._binding.inboxes.values():
+                inbox._timeout = 0.1
+
+    hub, progress = ThreadHub(2), CurrentProgress()
+    executor = executor_of(0, hub.transport(0), timeout=20, progress=progress)
+    executor._check = wait_no_longer_for_gradients
     peer = executor_of(1, Mute(hub, 1), timeout=20)
     thread = threading.Thread(target=peer.step, args=(0,))
     thread.start()
@@ -167,24 +173,8 @@ def test_a_stage_is_reported_right_after_the_last_action_that_adds_to_its_gradie
 
 
 def test_only_the_last_w_or_b_of_a_stage_completes_it() -> None:
-    actions = [
-        "0F0",
-        "0F1",
-        "0F2",
-        "1F0",
-        "1F1",
-        "1F2",
-        "1B2",
-        "1I0",
-        "0I2",
-        "1I1",
-        "1W1",
-        "1W0",
-        "0B0",
-        "0W2",
-    ]
-    text = [*actions, "0B1"]
-    program = lower(RankPlan("plan", 0, Placement.of("v", 1), 3, tuple(map(Action.parse, text)), ()))
+    text = "0F0 0F1 0F2 1F0 1F1 1F2 1B2 1I0 0I2 1I1 1W1 1W0 0B0 0W2 0B1"
+    program = lower(RankPlan("plan", 0, Placement.of("v", 1), 3, tuple(map(Action.parse, text.split())), ()))
     assert [str(i.action) for i in program if i.completes_stage] == ["1W0", "0B1"]
 
 

@@ -53,7 +53,7 @@ def reference() -> tuple[Gradients, float]:
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 2, 2, 2), (1, 4, 2, 1), (1, 0, 4, 3), (5, 1, 2, 0), (1, 0, 0, 7), (8, 0, 0, 0)]
+    "sizes", [(2, 2, 2, 2), (0, 3, 4, 1), (1, 0, 4, 3), (5, 1, 2, 0), (1, 0, 0, 7), (8, 0, 0, 0)]
 )
 @pytest.mark.parametrize("fused", [0.0, 0.4])
 def test_any_partition_computes_the_gradients_of_one_process(
@@ -92,13 +92,6 @@ def test_exactly_the_planned_stages_are_recomputed() -> None:
     assert found == {0: False, 1: True, 2: False, 3: True}
 
 
-def test_an_empty_first_stage_passes_integers_on(reference: tuple[Gradients, float]) -> None:
-    problem = cut_problem(NAMES, (0, 3, 4, 1))
-    found, loss = run_in_threads(problem, random_orders(problem, Random(0)), hard_model())
-    assert relative_error(found, reference[0]) <= 1e-5
-    assert loss == pytest.approx(reference[1], rel=1e-6)
-
-
 def test_an_empty_stage_passes_its_input_on_and_holds_nothing_else() -> None:
     problem = cut_problem(NAMES, (3, 0, 4, 1))
     plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 1)
@@ -112,18 +105,6 @@ def test_an_empty_stage_passes_its_input_on_and_holds_nothing_else() -> None:
         assert torch.equal(found, gradient)
     stage.backward_weight(0)
     assert stage.held == (set(), set())
-
-
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 3, 2, 0)])
-def test_the_gpt_is_the_same_model_for_any_partition(sizes: tuple[int, ...]) -> None:
-    model = gpt(**GPT)
-    assert list(model.layer_names()) == ["embedding", "block.0", "block.1", "block.2", "block.3", "head"]
-    whole = model.build_stage(0, 1, CPU).state_dict()
-    found: dict[str, Tensor] = {}
-    for names in parts(model.layer_names(), sizes):
-        found |= build_layers(model, names, CPU).state_dict()
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 def test_tied_layers_are_one_tensor_if_the_cut_has_both_on_one_rank() -> None:

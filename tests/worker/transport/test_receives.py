@@ -32,18 +32,8 @@ def test_on_the_cpu_both_methods_wait_for_the_tensor() -> None:
     assert receive.wait(7) is buffer
     assert receive.on_stream(8) is buffer
     assert work.waits == [7, 8]
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("[…] Timed out waiting 7000ms for recv operation to complete\nmore", TimeoutError),
-        ("Connection closed by peer [127.0.0.1]:1", ConnectionError),
-    ],
-)
-def test_torchs_errors_are_classified(text: str, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="receive: "):
-        HostReceive(FakeWork(failure=text), torch.zeros(1)).wait(7)
+    with pytest.raises(ConnectionError, match="receive: Connection closed"):
+        HostReceive(FakeWork(failure="Connection closed by peer [127.0.0.1]:1"), buffer).wait(7)
 
 
 def test_a_staged_copy_waits_for_the_last_reader_of_its_buffer() -> None:

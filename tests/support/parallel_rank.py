@@ -217,11 +217,9 @@ class Case:
 SINGLE: Any = {"sizes": (2, 3), "placement": "single"}
 CASES: dict[str, Case] = {
     "tp": Case({"pp": 2, "tp": 2}, tensor_parallel),
-    "tp, mesh turned": Case({"tp": 2, "pp": 2}, tensor_parallel),
-    "sp": Case({"pp": 2, "tp": 2}, sequence_parallel),
+    "sp, mesh turned": Case({"tp": 2, "pp": 2}, sequence_parallel),
     "tp, recomputed": Case({"pp": 2, "tp": 2}, tensor_parallel, recompute=(True, False, True, True)),
     "tp, tied": Case({"pp": 2, "tp": 2}, tensor_parallel, is_tied=True, **SINGLE),
-    "dp": Case({"pp": 2, "dp": 2}),
     "dp and tp": Case({"dp": 2, "pp": 1, "tp": 2}, tensor_parallel, sizes=(2, 3)),
     "fsdp": Case({"pp": 2, "dp": 2}, sharded),
     "fsdp, tied": Case({"pp": 2, "dp": 2}, sharded, is_tied=True),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from zbv_worker.errors import InvalidRun
-from zbv_worker.model.protocol import Layered, PipelineModel
+from zbv_worker.model.protocol import PipelineModel
 from zbv_worker.model.spec import ModelSpec
 
 SOURCE = """
@@ -54,15 +54,6 @@ def test_a_factory_need_not_take_a_seed_and_is_seeded_anyway() -> None:
     assert torch.equal(inputs[0], inputs[1])
     assert not torch.equal(inputs[0], inputs[2])
     assert build("mymodel:seeded", 3).microbatch(0, 0)[0].shape == (2, 7)
-
-
-def test_a_model_of_transformers_is_named_by_its_folder(tmp_path: Path) -> None:
-    config = '{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, '
-    config += '"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}'
-    (tmp_path / "config.json").write_text(config)
-    model = build(f"transformers:{tmp_path}/config.json", sequence_length=4)
-    assert isinstance(model, Layered)
-    assert list(model.layer_names()) == ["embedding", "block.0", "block.1", "head"]
 
 
 @pytest.mark.parametrize(

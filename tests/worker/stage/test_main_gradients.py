@@ -108,7 +108,7 @@ def alone(microbatches: int, *, in_float32: bool) -> dict[str, Tensor]:
     return {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("replicas", "fused"), [(1, 0.0), (1, 0.5), (1, 1.0), (2, 0.3)])
+@pytest.mark.parametrize(("replicas", "fused"), [(1, 0.5), (2, 0.3)])
 def test_gradients_of_64_microbatches_are_summed_in_float32(replicas: int, fused: float) -> None:
     problem = unit_problem(2, MICROBATCHES // replicas)
     models: list[Half] = []

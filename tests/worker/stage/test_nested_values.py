@@ -65,18 +65,6 @@ def test_stages_compute_the_gradients_of_one_process(
     assert sum(float(stage.auxiliary.take_sum()) for stage in stages) == 0
 
 
-def test_an_evaluation_has_the_same_loss_and_counts_nothing() -> None:
-    stages, model = stages_of(2), NestedModel()
-    data = model.microbatch(0, 0)
-    x = data.input
-    for stage in stages:
-        x = stage.evaluate(x, data.target, keywords=data.keywords)
-    expected = stages_of(1)[0].forward(0, data.input, data.target, split=True, keywords=data.keywords)
-    assert torch.equal(x, expected)
-    assert all(stage.held == (set(), set()) for stage in stages)
-    assert all(stage.auxiliary.take_sum() == 0 for stage in stages)
-
-
 class Pass(nn.Module):
     """Returns its first argument changed, the second as it is, and an integer."""
 
@@ -152,13 +140,6 @@ def test_a_frozen_stage_passes_nested_gradients_through() -> None:
     output = first.forward(0, (torch.rand(2, 3), torch.rand(3)), split=True)
     assert not any(tensor.requires_grad for tensor in output)
     assert first.backward_input(0, ()) is None
-
-
-def test_an_empty_stage_passes_integers_on() -> None:
-    stage = Stage(0, 2, nn.Sequential(), 1)
-    words = torch.arange(3)
-    assert torch.equal(stage.forward(0, words, split=True), words)
-    assert stage.backward_input(0, ()) is None
 
 
 def test_a_layer_may_write_to_the_dict_that_it_gets() -> None:

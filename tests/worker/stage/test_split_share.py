@@ -43,21 +43,15 @@ def train(model: type[Remembering], fused: float, steps: int = 3) -> Trained:
     )
 
 
-def test_a_run_reports_once_a_stage_with_little_w(capsys: pytest.CaptureFixture[str]) -> None:
-    found = train(Unsplit, fused=0.0)
-    (event,) = [event for report in found.reports for event in report.events]
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_run_reports_once_a_stage_with_little_w(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before its first step."""
+    (event,) = [event for report in train(Unsplit, 0.0, steps).reports for event in report.events]
     assert (event["kind"], event["step"], event["stage"], event["share"]) == ("little_to_split", 0, 3, 0.0)
     assert event["modules"][0] == "layer7.1 (TELinear)"
     assert "layer6.plain (TELinear)" in event["modules"]
     said = capsys.readouterr().err
     assert said.count("stage 3: W computes 0% of the weight gradients; I computes those of layer7.1") == 1
-
-
-def test_a_run_reports_little_w_before_its_first_step(capsys: pytest.CaptureFixture[str]) -> None:
-    found = train(Unsplit, fused=0.0, steps=0)
-    (event,) = [event for report in found.reports for event in report.events]
-    assert (event["kind"], event["stage"], event["share"]) == ("little_to_split", 3, 0.0)
-    assert "stage 3: W computes 0%" in capsys.readouterr().err
 
 
 class HookedLater(Remembering):
@@ -99,15 +93,6 @@ def test_the_share_counts_elements_and_the_largest_module_comes_first() -> None:
     assert found == SplitShare(20 / (20 + 8 + 40), ("2 (TELinear)", "1 (LayerNorm)"))
     assert share_of(nn.Linear(2, 2), torch.randn(2, 2)) == SplitShare(1.0, ())
     assert SplitShare.of(nn.GELU(), set()) is None
-
-
-def test_a_hook_counts_as_unsplit() -> None:
-    module = nn.Sequential(nn.Linear(4, 4))
-    module.get_parameter("0.weight").register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
-    found = share_of(module, torch.randn(2, 4))
-    assert found is not None
-    assert found.is_small
-    assert str(found) == "W computes 0% of the weight gradients; I computes those of 0 (Linear)"
 
 
 def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:

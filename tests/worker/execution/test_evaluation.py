@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -63,24 +62,7 @@ class Pipeline:
             )
 
     def all(self, work: Callable[[Executor], Any]) -> list[Any]:
-        found: list[Any] = [None] * len(self.executors)
-        failures: list[BaseException] = []
-
-        def run(rank: int) -> None:
-            try:
-                found[rank] = work(self.executors[rank])
-            except BaseException as error:
-                failures.append(error)
-                self.hub.transport(rank).close()
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.executors))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        if failures:
-            raise failures[0]
-        return found
+        return self.hub.run(lambda transport: work(self.executors[transport.rank]))
 
     def evaluate(self, step: int) -> dict[int, float]:
         found = self.all(lambda executor: executor.evaluate(step))

@@ -19,7 +19,6 @@ from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan, lower
-from zbv_worker.execution.timeline import StepResult
 from zbv_worker.failures.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Send, Transport, key_of
@@ -114,23 +113,10 @@ def test_a_missing_gradient_is_named_by_its_producer() -> None:
     assert not thread.is_alive()
 
 
-def run_both(executors: list[Executor], steps: int) -> list[list[StepResult]]:
-    results: list[list[StepResult]] = [[] for _ in executors]
-
-    def work(rank: int) -> None:
-        results[rank] += [executors[rank].step(step) for step in range(steps)]
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(executors))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
-
-
 def test_a_step_reports_every_action_in_order_and_losses_where_the_last_stage_is() -> None:
     hub = ThreadHub(2)
-    results = run_both([executor_of(rank, hub.transport(rank), timeout=20) for rank in (0, 1)], steps=3)
+    executors = [executor_of(rank, hub.transport(rank), timeout=20) for rank in (0, 1)]
+    results = hub.run(lambda transport: [executors[transport.rank].step(step) for step in range(3)])
     for rank, reported in enumerate(results):
         assert [result.step for result in reported] == [0, 1, 2]
         for result in reported:
@@ -168,7 +154,7 @@ def test_a_stage_is_reported_right_after_the_last_action_that_adds_to_its_gradie
         ),
         executor_of(1, hub.transport(1), 20),
     ]
-    run_both(executors, steps=2)
+    hub.run(lambda transport: [executors[transport.rank].step(step) for step in range(2)])
     assert done == [(0, "0W1"), (3, "3W1")] * 2
 
 

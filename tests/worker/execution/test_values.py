@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from support.gradients import relative_error
 from support.nested_model import NestedModel, reference
 from support.plans import unit_problem
-from support.selfcheck import Gradients, random_orders, run_in_threads
+from support.selfcheck import random_orders
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
@@ -19,21 +17,6 @@ from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.run.options import TrainingOptions
 
 MICROBATCHES = 4
-
-
-@cache
-def expected() -> tuple[Gradients, float, float]:
-    return reference(MICROBATCHES)
-
-
-@pytest.mark.parametrize(("p", "kind"), [(1, "v"), (2, "v"), (2, "single"), (4, "v"), (3, "single")])
-def test_a_split_model_computes_the_gradients_of_one_process(p: int, kind: str) -> None:
-    problem = unit_problem(p, MICROBATCHES, kind)
-    orders = random_orders(problem, Random(p), fused=0.5)
-    found, loss = run_in_threads(problem, orders, NestedModel())
-    gradients, right_loss, _ = expected()
-    assert relative_error(found, gradients) < 1e-6
-    assert loss == pytest.approx(right_loss, rel=1e-6)
 
 
 class Wrong(Remembering):
@@ -82,7 +65,7 @@ def test_training_and_evaluation_have_the_same_losses(replicas: int) -> None:
     options = TrainingOptions(evaluate_every=1, replicas=replicas)
     found = train_in_threads(problem, random_orders(problem, Random(0)), options, 2, model=Nested)
     evaluations = next(report.evaluations for report in found.reports if report.evaluations)
-    assert found.losses[0] == pytest.approx(expected()[1], rel=1e-6)
+    assert found.losses[0] == pytest.approx(reference(MICROBATCHES)[1], rel=1e-6)
     assert evaluations[0] == pytest.approx(found.losses[0], rel=1e-6)
     assert evaluations[1] < evaluations[0]
 

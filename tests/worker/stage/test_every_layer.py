@@ -130,3 +130,10 @@ def test_layers_without_features_in_half_precision(inner: int, outer: int) -> No
     layer.weight = nn.Parameter(torch.zeros(outer, inner, dtype=torch.bfloat16))
     layer.bias = nn.Parameter(torch.zeros(outer, dtype=torch.bfloat16))
     check(layer, [lambda: (torch.ones(2, inner, dtype=torch.bfloat16),)] * 2, is_split=True)
+
+
+@pytest.mark.parametrize("words", [3, 30])  # fewer and more than indices
+@pytest.mark.parametrize("scaled", [False, True])
+def test_embeddings_with_padding(words: int, scaled: bool) -> None:
+    layer = nn.Embedding(words, 4, padding_idx=2, scale_grad_by_freq=scaled)
+    check(layer, [lambda: (torch.tensor([[0, 2, 1], [2, 0, 0]]),)] * 2, is_split=True)

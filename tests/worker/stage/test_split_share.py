@@ -116,25 +116,21 @@ def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "weight", "expected"),
+    ("split", "times", "expected"),
     [
-        (SplitShare(1.0, ()), 1.0, (2.0, 1.0)),
-        (SplitShare(0.3, ("norm (LayerNorm)",)), 1.0, (2.0, 1.0)),
-        (SplitShare(1.0, ()), 0.09, (2.5, 0.0)),  # less than 5 % of the backward
-        (SplitShare(0.0, ("0 (TELinear)",)), 1.0, (2.5, 0.0)),
-        (None, 1.0, (2.5, 0.0)),  # no trainable parameters
+        (SplitShare(1.0, ()), (2.0, 1.0, 2.5), (2.0, 1.0)),
+        (SplitShare(0.3, ("norm (LayerNorm)",)), (2.0, 1.0, 2.5), (2.0, 1.0)),
+        (SplitShare(1.0, ()), (2.0, 0.09, 2.5), (2.5, 0.0)),  # less than 5 % of the backward
+        (SplitShare(0.0, ("0 (TELinear)",)), (2.0, 1.0, 2.5), (2.5, 0.0)),
+        (None, (2.0, 1.0, 2.5), (2.5, 0.0)),  # no trainable parameters
+        (SplitShare(1.0, ()), (30.0, 0.5, 30.0), (30.0, 0.5)),  # disturbed measurements of I and B
     ],
 )
 def test_a_stage_with_little_w_has_only_b_in_the_problem(
-    split: SplitShare | None, weight: float, expected: tuple[float, float]
+    split: SplitShare | None, times: tuple[float, float, float], expected: tuple[float, float]
 ) -> None:
-    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, 2.0, weight, 2.5))
-    costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=split).costs
+    """``times`` are those of I, W and B."""
+    forward, *backwards = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, *times))
+    costs, _ = StageProfile(0, forward, *backwards, 4, 2, split=split).costs
     assert (costs["backward_input"], costs["backward_weight"]) == expected
-    assert (costs["forward"], costs["backward"]) == (1.0, 2.5)
-
-
-def test_a_disturbed_measurement_of_the_backward_does_not_hide_its_w() -> None:
-    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, 30.0, 0.5, 30.0))
-    costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=SplitShare(1.0, ())).costs
-    assert costs["backward_weight"] == 0.5
+    assert (costs["forward"], costs["backward"]) == (1.0, times[2])

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.binding import Batches
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
@@ -29,26 +28,12 @@ CPU = torch.device("cpu")
 MICROBATCHES = 3
 
 
-class Sampled:
-    """A model with evaluation data: the microbatches of another step."""
-
-    def __init__(self, model: Batches):
-        self._model = model
-
-    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        return self._model.microbatch(step, index)
-
-    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        return self._model.microbatch(step + 1000, index)
-
-
 class Pipeline:
     """All ranks of a plan, as threads."""
 
-    def __init__(self, problem: Problem, orders: Orders, *, own_data: bool = False, startup_steps: int = 1):
+    def __init__(self, problem: Problem, orders: Orders, *, startup_steps: int = 1):
         self.hub = ThreadHub(problem.pp_degree)
         self.model = hard_model()
-        batches = Sampled(self.model) if own_data else self.model
         self.stages: list[dict[int, Stage]] = []
         self.executors = []
         options = ExecutorOptions(look_ahead=2, startup_steps=startup_steps)
@@ -58,7 +43,7 @@ class Pipeline:
             stages = build_stages(self.model, plan, CPU)
             self.stages.append(stages)
             self.executors.append(
-                Executor(plan, stages, batches, transport, device=CPU, timeout=20, options=options)
+                Executor(plan, stages, self.model, transport, device=CPU, timeout=20, options=options)
             )
 
     def all(self, work: Callable[[Executor], Any]) -> list[Any]:
@@ -170,15 +155,6 @@ def test_batches_with_ever_new_shapes_soon_pass_between_the_gpus(ways: list[str]
         firsts.append(bool(ways))
     assert firsts == sorted(firsts, reverse=True)
     assert 1 < sum(firsts) < 20
-
-
-def test_evaluation_data_are_used_if_the_model_has_them() -> None:
-    problem = unit_problem(2, MICROBATCHES)
-    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), own_data=True)
-    for _ in range(2):  # in turns, as in a run
-        losses = pipeline.evaluate(3)
-        assert [losses[j] for j in range(MICROBATCHES)] == pytest.approx(plain_losses(1003), rel=1e-5)
-        pipeline.all(lambda executor: executor.step(0))
 
 
 class ModeRecorder(nn.Module):

@@ -94,7 +94,7 @@ class Delayed(nn.Linear):
 
 
 class InParallel(nn.parallel.DistributedDataParallel):
-    """One that has not been told its processes."""
+    """One without processes."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)

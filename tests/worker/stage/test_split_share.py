@@ -130,7 +130,7 @@ def test_a_stage_with_little_w_has_only_b_in_the_problem(
     split: SplitShare | None, times: tuple[float, float, float], expected: tuple[float, float]
 ) -> None:
     """``times`` are those of I, W and B."""
-    forward, *backwards = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, *times))
-    costs, _ = StageProfile(0, forward, *backwards, 4, 2, split=split).costs
+    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, *times))
+    costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=split).costs
     assert (costs["backward_input"], costs["backward_weight"]) == expected
     assert (costs["forward"], costs["backward"]) == (1.0, times[2])

@@ -26,7 +26,7 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.live_bytes import LiveBytes
 from zbv_worker.models.gpt import gpt
 from zbv_worker.stage.stage import Stage
-from zbv_worker.transport.channels import key_of
+from zbv_worker.transport.channels import Transport, key_of
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 from zbv_worker.values.structure import tensors_of
@@ -37,6 +37,7 @@ from support.selfcheck import random_orders
 CPU = torch.device("cpu")
 TIMEOUT = 60.0
 LOOK_AHEAD, STEPS = 1, 4
+SEEDS = (3, 4)
 WIDTH = 32
 LENGTHS = (16, 64, 16, 32, 128, 16, 48, 80)
 
@@ -107,16 +108,14 @@ def watch(executor: Executor, live: LiveBytes) -> list[int]:
     return seen
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    world = World.from_environment()
-    transport = connect(world, "gloo", CPU, TIMEOUT)
-    problem = unit_problem(world.world_size, len(LENGTHS))
-    orders: Orders = random_orders(problem, Random(3), 0.0)
-    model = OfLengths(layers=4 * world.world_size)
-    plan = RankPlan.of("plan", problem, orders, world.rank)
+def followed(seed: int, transport: Transport) -> dict[str, list[float]]:
+    """The bytes that this rank has after each action of a random plan, and those of the account."""
+    problem = unit_problem(transport.world_size, len(LENGTHS))
+    orders: Orders = random_orders(problem, Random(seed), 0.0)
+    model = OfLengths(layers=4 * transport.world_size)
+    plan = RankPlan.of("plan", problem, orders, transport.rank)
     with_features = account(problem, build_stages(model, plan, CPU))
-    plan = RankPlan.of("plan", with_features, orders, world.rank)
+    plan = RankPlan.of("plan", with_features, orders, transport.rank)
     _, expected = memory_profile(with_features, orders)
     transport.open([key_of(channel) for channel in plan.channels], TIMEOUT)
     stages = build_stages(model, plan, CPU)
@@ -130,10 +129,15 @@ def main(folder: Path) -> None:
             transport.flush(TIMEOUT)
     # A tensor that the other rank has not taken yet is alive, too; on a busy machine some are at any time.
     of_steps = [seen[begin :: len(seen) // STEPS] for begin in range(len(seen) // STEPS)]
-    found = {
-        "seen": list(map(min, of_steps)),
-        "expected": expected[orders.slice_of(world.rank)].tolist(),
-    }
+    of_rank = expected[orders.slice_of(transport.rank)].tolist()
+    return {"seen": list(map(min, of_steps)), "expected": of_rank}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    transport = connect(world, "gloo", CPU, TIMEOUT)
+    found = [followed(seed, transport) for seed in SEEDS]
     transport.barrier(TIMEOUT)
     transport.close()
     (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))

@@ -1,27 +1,15 @@
-"""A model whose layers pass on nested values, take keywords, and add losses by themselves.
-
-As a program it runs one step of the plan in a folder as one rank, like :mod:`support.selfcheck`.
-"""
+"""A model whose layers pass on nested values, take keywords, and add losses by themselves."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.model.protocol import Microbatch
 from zbv_worker.stage.loss import add_auxiliary_loss
-from zbv_worker.transport.channels import ChannelKey, key_of
-from zbv_worker.transport.connect import connect
-from zbv_worker.transport.world import World
-
-from support.selfcheck import Gradients, run_rank
 
 LAYERS, WIDTH, WORDS = 8, 6, 11
 
@@ -177,7 +165,7 @@ def run_alone(module: nn.Sequential, data: Microbatch) -> tuple[Any, Tensor]:
     return x, sum((layer.loss for layer in _mixes(module)), torch.zeros(()))
 
 
-def reference(microbatches: int, seed: int = 0, step: int = 0) -> tuple[Gradients, float, float]:
+def reference(microbatches: int, seed: int = 0, step: int = 0) -> tuple[dict[str, Tensor], float, float]:
     """Gradients, the loss, and the sum of auxiliary losses, of plain autograd."""
     model = NestedModel(seed, adds=False)
     module = model.build_stage(0, 1, torch.device("cpu"))
@@ -194,23 +182,3 @@ def reference(microbatches: int, seed: int = 0, step: int = 0) -> tuple[Gradient
 
 def _mixes(module: nn.Module) -> Iterator[Mix]:
     return (child for child in module.modules() if isinstance(child, Mix))
-
-
-def main(folder: Path) -> None:
-    """Run ``plan.json`` as one rank over gloo; writes ``RANK.pt`` and ``RANK.json``."""
-    torch.set_num_threads(1)
-    world, timeout = World.from_environment(), 60.0
-    transport = connect(world, "gloo", torch.device("cpu"), timeout)
-    plan = PlanSource(file=folder / "plan.json").rank_plan(world.rank, timeout)
-    gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
-    transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
-    gradients, result = run_rank(plan, NestedModel(), transport, timeout)
-    transport.flush(timeout)
-    torch.save(gradients, folder / f"{world.rank}.pt")
-    (folder / f"{world.rank}.json").write_text(json.dumps(result.losses))
-    transport.barrier(timeout)
-    transport.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

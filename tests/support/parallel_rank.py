@@ -6,7 +6,7 @@ Under torchrun's environment: ``python -m support.parallel_rank FOLDER``. Four r
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -66,37 +67,14 @@ class Block(nn.Module):
         return found
 
 
-class Embedding(nn.Module):
-    """Tokens to vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Embedding(WORDS, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, width)."""
-        found: Tensor = self.token(x)
-        return found
-
-
-class Head(nn.Module):
-    """Vectors to logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to (batch, length, words)."""
-        found: Tensor = self.logits(x)
-        return found
-
-
 def layer(name: str) -> nn.Module:
     """A layer; its parameters depend only on its name."""
     torch.manual_seed(sum(map(ord, name)))
-    kind: type[nn.Module] = {"embedding": Embedding, "head": Head}.get(name, Block)
-    return kind()
+    if name == "embedding":
+        return nn.Sequential(OrderedDict(token=nn.Embedding(WORDS, WIDTH)))
+    if name == "head":
+        return nn.Sequential(OrderedDict(logits=nn.Linear(WIDTH, WORDS, bias=False)))
+    return Block()
 
 
 class Model:
@@ -141,36 +119,35 @@ def plain(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
+def divided(module: nn.Module, mesh: DeviceMesh, **styles: ParallelStyle) -> nn.Module:
+    """A layer whose modules are divided in these ways, as far as it has them."""
+    own = {name: style for name, style in styles.items() if hasattr(module, name)}
+    return parallelize_module(module, mesh["tp"], own)
+
+
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Linears divided by columns and by rows."""
-    if isinstance(module, Embedding):
-        return parallelize_module(module, mesh["tp"], {"token": RowwiseParallel(input_layouts=Replicate())})
-    if isinstance(module, Head):
-        return parallelize_module(module, mesh["tp"], {"logits": ColwiseParallel(output_layouts=Replicate())})
-    return parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return divided(
+        module,
+        mesh,
+        token=RowwiseParallel(input_layouts=Replicate()),
+        up=ColwiseParallel(),
+        down=RowwiseParallel(),
+        logits=ColwiseParallel(output_layouts=Replicate()),
+    )
 
 
 def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Also the norms divided along the sequence; a stage passes on a part of the sequence."""
     part = Shard(1)
-    if isinstance(module, Embedding):
-        return parallelize_module(
-            module, mesh["tp"], {"token": RowwiseParallel(input_layouts=Replicate(), output_layouts=part)}
-        )
-    if isinstance(module, Head):
-        return parallelize_module(
-            module,
-            mesh["tp"],
-            {"logits": ColwiseParallel(input_layouts=part, output_layouts=Replicate())},
-        )
-    return parallelize_module(
+    return divided(
         module,
-        mesh["tp"],
-        {
-            "norm": SequenceParallel(use_local_output=True),
-            "up": ColwiseParallel(input_layouts=part),
-            "down": RowwiseParallel(output_layouts=part),
-        },
+        mesh,
+        token=RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
+        norm=SequenceParallel(use_local_output=True),
+        up=ColwiseParallel(input_layouts=part),
+        down=RowwiseParallel(output_layouts=part),
+        logits=ColwiseParallel(input_layouts=part, output_layouts=Replicate()),
     )
 
 
@@ -217,11 +194,9 @@ class Case:
 SINGLE: Any = {"sizes": (2, 3), "placement": "single"}
 CASES: dict[str, Case] = {
     "tp": Case({"pp": 2, "tp": 2}, tensor_parallel),
-    "tp, mesh turned": Case({"tp": 2, "pp": 2}, tensor_parallel),
-    "sp": Case({"pp": 2, "tp": 2}, sequence_parallel),
+    "sp, mesh turned": Case({"tp": 2, "pp": 2}, sequence_parallel),
     "tp, recomputed": Case({"pp": 2, "tp": 2}, tensor_parallel, recompute=(True, False, True, True)),
     "tp, tied": Case({"pp": 2, "tp": 2}, tensor_parallel, is_tied=True, **SINGLE),
-    "dp": Case({"pp": 2, "dp": 2}),
     "dp and tp": Case({"dp": 2, "pp": 1, "tp": 2}, tensor_parallel, sizes=(2, 3)),
     "fsdp": Case({"pp": 2, "dp": 2}, sharded),
     "fsdp, tied": Case({"pp": 2, "dp": 2}, sharded, is_tied=True),

@@ -6,13 +6,13 @@ compared, parameter by parameter, with those of plain autograd on the whole mode
 
 As a program (under torchrun or with its environment) it runs the plan files of a folder one after the other
 over real transports and leaves every rank's gradients there: ``python -m support.selfcheck FOLDER TIMEOUT``.
+Plans whose names begin with "nested" run a model of nested values.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,6 +33,7 @@ from zbv_worker.transport.channels import ChannelKey, Transport, key_of
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
+from support.nested_model import NestedModel
 from support.thread_transport import ThreadHub
 
 Gradients = dict[str, Tensor]
@@ -194,31 +195,15 @@ def run_in_threads(
     problem: Problem, orders: Orders, model: PipelineModel, timeout: float = 30.0, look_ahead: int = 2
 ) -> tuple[Gradients, float]:
     """One step of a plan, its ranks as threads of this process; all gradients, and the loss."""
-    hub = ThreadHub(problem.pp_degree)
-    found: Gradients = {}
-    losses: dict[int, float] = {}
-    failures: list[BaseException] = []
 
-    def rank_main(rank: int) -> None:
-        transport = hub.transport(rank)
-        try:
-            plan = RankPlan.of("check", problem, orders, rank)
-            transport.open([key_of(channel) for channel in plan.channels], timeout)
-            gradients, result = run_rank(plan, model, transport, timeout, look_ahead)
-            found.update(gradients)
-            losses.update(result.losses)
-        except BaseException as error:
-            failures.append(error)
-            transport.close()
+    def of_rank(transport: Transport) -> tuple[Gradients, StepResult]:
+        plan = RankPlan.of("check", problem, orders, transport.pp_rank)
+        transport.open([key_of(channel) for channel in plan.channels], timeout)
+        return run_rank(plan, model, transport, timeout, look_ahead)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(problem.pp_degree)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout * 2)
-    if failures:
-        raise failures[0]
-    return found, sum(losses.values()) / problem.microbatches
+    found = ThreadHub(problem.pp_degree).run(of_rank, timeout * 2)
+    gradients = {name: gradient for each, _ in found for name, gradient in each.items()}
+    return gradients, sum(sum(result.losses.values()) for _, result in found) / problem.microbatches
 
 
 def _gradients(modules: Iterable[nn.Module]) -> Gradients:
@@ -239,9 +224,10 @@ def main(folder: Path, timeout: float) -> None:
         plan = PlanSource(file=path).rank_plan(world.rank, timeout)
         gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
         transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
-        gradients, result = run_rank(plan, hard_model(), transport, timeout)
-        transport.flush(timeout)
         name = path.name.removesuffix(".plan.json")
+        model = NestedModel() if name.startswith("nested") else hard_model()
+        gradients, result = run_rank(plan, model, transport, timeout)
+        transport.flush(timeout)
         torch.save(gradients, folder / f"{name}.{world.rank}.pt")
         (folder / f"{name}.{world.rank}.json").write_text(json.dumps({"losses": result.losses}))
     transport.barrier(timeout)

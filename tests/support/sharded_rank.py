@@ -94,15 +94,15 @@ def _gpt(**cut: Any) -> Problem:
 
 CASES = {
     "uneven": Case(Hard, cut_problem(HardModel().layer_names(), (3, 2, 1, 2)), {}),
-    "recomputed": Case(Small, _gpt(recompute=RECOMPUTED), {"evaluate_every": 1}),
+    "recomputed, mixed, accumulated": Case(
+        Small, _gpt(recompute=RECOMPUTED), {"evaluate_every": 1, "precision": "bfloat16", "parts": 2}
+    ),
     "tied": Case(lambda: Small(tied=True), _gpt(), {}),
     "tied over ranks": Case(
         lambda: Small(tied=True), cut_problem(Small().layer_names(), (3, 3), placement="single"), {}
     ),
-    "mixed": Case(Small, _gpt(), {"precision": "bfloat16"}),
     "half": Case(lambda: Small(dtype=torch.bfloat16), _gpt(), {}),
     "clipped": Case(Small, _gpt(), {"clip_norm": 0.1}),
-    "accumulated": Case(Small, _gpt(), {"parts": 2}),
     "tempered": Case(Tempered, _gpt(), {}),
 }
 

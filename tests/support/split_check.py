@@ -126,6 +126,7 @@ def check(
     hooks: str = "none",
     uses: int = 1,
     autocast: torch.dtype | None = None,
+    casts_backward: bool = False,
     prepare: Callable[[nn.Module], None] = lambda _: None,
     is_split: bool | None = None,
 ) -> None:
@@ -135,20 +136,23 @@ def check(
     ----------
     inputs
         Per microbatch, makes the arguments of the layer. All F's come first, all W's last.
+    casts_backward
+        Whether autocast to bfloat16 is on in the backward and in W too, as when a user wraps whole steps.
     prepare
         Called with the module before it is prepared, for layers of libraries.
     is_split
         Whether W must compute all gradients (True) or none (False); None if either is right.
     """
     arguments = [make() for make in inputs]
+    how = hooks, uses, autocast, casts_backward, prepare
     try:
-        expected = _run("autograd", layer, arguments, hooks, uses, autocast, prepare)
+        expected = _run("autograd", layer, arguments, *how)
     except (RuntimeError, NotImplementedError, IndexError):
         reject()  # what torch refuses needs no check
     for mode in ("B", "IW", "main")[: 3 if hooks == "none" else 2]:
-        found = _run(mode, layer, arguments, hooks, uses, autocast, prepare, is_split)
+        found = _run(mode, layer, arguments, *how, is_split)
         for name, right in expected.items():
-            _require_close(name, found[name], right, autocast)
+            _require_close(name, found[name], right, torch.bfloat16 if casts_backward else autocast)
         assert found.keys() == expected.keys()
 
 
@@ -159,6 +163,7 @@ def _run(
     hooks: str,
     uses: int,
     autocast: torch.dtype | None,
+    casts_backward: bool,
     prepare: Callable[[nn.Module], None],
     is_split: bool | None = None,
 ) -> dict[str, Any]:
@@ -188,13 +193,14 @@ def _run(
         queues.append(queue)
     with warnings.catch_warnings():  # about hooks of layers whose inputs need no gradient
         warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
-        for backward in backwards:
-            backward()
-    if split:
-        _require_split(module, queues, is_split)
-    for queue in queues:
-        if queue is not None:
-            queue.run()
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts_backward):
+            for backward in backwards:
+                backward()
+            if split:
+                _require_split(module, queues, is_split)
+            for queue in queues:
+                if queue is not None:
+                    queue.run()
     round_main_gradients(module.parameters())
     for at in range(len(arguments)):
         given = found.pop(f"inputs {at}")

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from typing_extensions import override
 from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Reduction, Send, Transport
 from zbv_worker.transport.world import Layout
 from zbv_worker.values.structure import TensorSpec
+
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -47,6 +49,33 @@ class ThreadHub:
     def transport(self, rank: int) -> ThreadTransport:
         """The transport of one rank."""
         return ThreadTransport(self, rank)
+
+    def run(self, work: Callable[[ThreadTransport], Result], seconds: float = 120.0) -> list[Result]:
+        """What ``work`` returns on every rank's thread.
+
+        If it fails on a rank, the others lose that rank, and the first error of any is raised.
+        """
+        found: dict[int, Result] = {}
+        failures: list[BaseException] = []
+
+        def rank_main(rank: int) -> None:
+            transport = self.transport(rank)
+            try:
+                found[rank] = work(transport)
+            except BaseException as error:
+                failures.append(error)
+                transport.close()
+
+        ranks = range(self.layout.world_size)
+        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds)
+        if failures:
+            raise failures[0]
+        assert len(found) == len(ranks), f"only ranks {sorted(found)} ended within {seconds:g} s"
+        return [found[rank] for rank in ranks]
 
 
 class ThreadTransport(Transport):

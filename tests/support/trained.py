@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from zbv_worker.run.run import train
 from zbv_worker.tracing.report import RankReport
 
 from support.selfcheck import HardModel
-from support.thread_transport import ThreadHub
+from support.thread_transport import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
 
@@ -73,32 +72,20 @@ def train_in_threads(
     hub = ThreadHub(problem.pp_degree, options.replicas)
     plan_id = identity(problem_json(problem), orders.all_text())
     models = [model(**arguments) for _ in range(hub.layout.world_size)]
-    reports: dict[int, RankReport] = {}
-    failures: list[BaseException] = []
     run_options = RunOptions((), ModelSpec("tests:model"), steps, timeout=30.0, training=options)
 
-    def rank_main(rank: int) -> None:
-        transport = hub.transport(rank)
-        try:
-            plan = RankPlan.of(plan_id, problem, orders, transport.pp_rank)
-            (reports[rank],) = train(run_options, [plan], models[rank], transport, CPU)
-        except BaseException as error:
-            failures.append(error)
-            transport.close()
+    def report_of(transport: ThreadTransport) -> RankReport:
+        plan = RankPlan.of(plan_id, problem, orders, transport.pp_rank)
+        (report,) = train(run_options, [plan], models[transport.rank], transport, CPU)
+        return report
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(len(models))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120.0)
-    if failures:
-        raise failures[0]
+    reports = hub.run(report_of)
     layout = hub.layout
     parameters: list[dict[str, Tensor]] = []
     for replica in range(layout.replicas):
         ranks = [layout.global_rank(pp_rank, replica) for pp_rank in range(layout.pp_degree)]
         parameters.append({n: p for rank in ranks for n, p in _remembered(models[rank]).items()})
-    return Trained(parameters, [reports[rank] for rank in range(len(models))])
+    return Trained(parameters, reports)
 
 
 def train_alone(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from support.thread_transport import ThreadHub
+from support.thread_transport import ThreadHub, ThreadTransport
 from zbv_solver.plans.channels import Channel, Transfer
 from zbv_worker.errors import ChannelTimeout, Disagreement
 from zbv_worker.execution.agreement import Statement, agree
@@ -21,16 +20,13 @@ def statement(rank: int, ranks: int = 3) -> Statement:
 
 
 def outcomes(statements: list[Statement]) -> list[tuple[ChannelKey, ...] | str]:
-    hub = ThreadHub(len(statements))
-
-    def outcome(rank: int) -> tuple[ChannelKey, ...] | str:
+    def outcome(transport: ThreadTransport) -> tuple[ChannelKey, ...] | str:
         try:
-            return agree(hub.transport(rank), statements[rank], timeout=10)
+            return agree(transport, statements[transport.rank], timeout=10)
         except Disagreement as error:
             return str(error)
 
-    with ThreadPoolExecutor(len(statements)) as pool:
-        return list(pool.map(outcome, range(len(statements))))
+    return ThreadHub(len(statements)).run(outcome)
 
 
 def test_equal_statements_give_every_rank_all_channels() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.binding import Batches
+from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage
@@ -29,76 +28,26 @@ CPU = torch.device("cpu")
 MICROBATCHES = 3
 
 
-class Sampled:
-    """A model with evaluation data: the microbatches of another step."""
-
-    def __init__(self, model: Batches):
-        self._model = model
-
-    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        return self._model.microbatch(step, index)
-
-    def evaluation_microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        return self._model.microbatch(step + 1000, index)
-
-
 class Pipeline:
     """All ranks of a plan, as threads."""
 
-    def __init__(self, problem: Problem, orders: Orders, *, own_data: bool = False, startup_steps: int = 1):
+    def __init__(self, problem: Problem, orders: Orders, *, startup_steps: int = 1):
         self.hub = ThreadHub(problem.pp_degree)
         self.model = hard_model()
-        batches = Sampled(self.model) if own_data else self.model
-        n = problem.n_stages
-        self.stages = [
-            {
-                index: Stage(
-                    index,
-                    n,
-                    self.model.build_stage(index, n, CPU),
-                    problem.microbatches,
-                    self.model.loss if index == n - 1 else None,
-                )
-                for index in problem.placement.stages_of[rank]
-            }
-            for rank in range(problem.pp_degree)
-        ]
+        self.stages: list[dict[int, Stage]] = []
         self.executors = []
-        for rank, stages in enumerate(self.stages):
-            plan = RankPlan.of("plan", problem, orders, rank)
-            transport = self.hub.transport(rank)
+        options = ExecutorOptions(look_ahead=2, startup_steps=startup_steps)
+        for rank in range(problem.pp_degree):
+            plan, transport = RankPlan.of("plan", problem, orders, rank), self.hub.transport(rank)
             transport.open([key_of(channel) for channel in plan.channels], 20)
+            stages = build_stages(self.model, plan, CPU)
+            self.stages.append(stages)
             self.executors.append(
-                Executor(
-                    plan,
-                    stages,
-                    batches,
-                    transport,
-                    device=CPU,
-                    timeout=20,
-                    options=ExecutorOptions(look_ahead=2, startup_steps=startup_steps),
-                )
+                Executor(plan, stages, self.model, transport, device=CPU, timeout=20, options=options)
             )
 
     def all(self, work: Callable[[Executor], Any]) -> list[Any]:
-        found: list[Any] = [None] * len(self.executors)
-        failures: list[BaseException] = []
-
-        def run(rank: int) -> None:
-            try:
-                found[rank] = work(self.executors[rank])
-            except BaseException as error:
-                failures.append(error)
-                self.hub.transport(rank).close()
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.executors))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        if failures:
-            raise failures[0]
-        return found
+        return self.hub.run(lambda transport: work(self.executors[transport.rank]))
 
     def evaluate(self, step: int) -> dict[int, float]:
         found = self.all(lambda executor: executor.evaluate(step))
@@ -196,25 +145,16 @@ def test_steps_that_compile_pass_through_the_host(ways: list[str]) -> None:
 
 
 def test_batches_with_ever_new_shapes_soon_pass_between_the_gpus(ways: list[str]) -> None:
-    problem = unit_problem(1, MICROBATCHES)
+    problem = unit_problem(1, 1)
     pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5))
     firsts = []
     for step in range(40):
         ways.clear()
-        pipeline.executors[0].expect([step] * MICROBATCHES)
+        pipeline.executors[0].expect([step])
         pipeline.executors[0].step(0)
         firsts.append(bool(ways))
     assert firsts == sorted(firsts, reverse=True)
     assert 1 < sum(firsts) < 20
-
-
-def test_evaluation_data_are_used_if_the_model_has_them() -> None:
-    problem = unit_problem(2, MICROBATCHES)
-    pipeline = Pipeline(problem, random_orders(problem, Random(1), 0.5), own_data=True)
-    for _ in range(2):  # in turns, as in a run
-        losses = pipeline.evaluate(3)
-        assert [losses[j] for j in range(MICROBATCHES)] == pytest.approx(plain_losses(1003), rel=1e-5)
-        pipeline.all(lambda executor: executor.step(0))
 
 
 class ModeRecorder(nn.Module):

@@ -19,7 +19,6 @@ from zbv_worker.errors import ChannelTimeout, InvalidRun, PeerLost
 from zbv_worker.execution.build_stages import build_stages
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan, lower
-from zbv_worker.execution.timeline import StepResult
 from zbv_worker.failures.progress import CurrentProgress, Progress, progress_of_error
 from zbv_worker.stage.stage import Stage
 from zbv_worker.transport.channels import ChannelKey, Send, Transport, key_of
@@ -97,8 +96,14 @@ class Mute(ThreadTransport):
 
 
 def test_a_missing_gradient_is_named_by_its_producer() -> None:
-    hub = ThreadHub(2)
-    executor = executor_of(0, hub.transport(0), timeout=1.0)
+    def wait_no_longer_for_gradients() -> None:
+        if progress.read().action == "0I0":
+            for inbox in executor._binding.inboxes.values():
+                inbox._timeout = 0.1
+
+    hub, progress = ThreadHub(2), CurrentProgress()
+    executor = executor_of(0, hub.transport(0), timeout=20, progress=progress)
+    executor._check = wait_no_longer_for_gradients
     peer = executor_of(1, Mute(hub, 1), timeout=20)
     thread = threading.Thread(target=peer.step, args=(0,))
     thread.start()
@@ -108,23 +113,10 @@ def test_a_missing_gradient_is_named_by_its_producer() -> None:
     assert not thread.is_alive()
 
 
-def run_both(executors: list[Executor], steps: int) -> list[list[StepResult]]:
-    results: list[list[StepResult]] = [[] for _ in executors]
-
-    def work(rank: int) -> None:
-        results[rank] += [executors[rank].step(step) for step in range(steps)]
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(executors))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
-
-
 def test_a_step_reports_every_action_in_order_and_losses_where_the_last_stage_is() -> None:
     hub = ThreadHub(2)
-    results = run_both([executor_of(rank, hub.transport(rank), timeout=20) for rank in (0, 1)], steps=3)
+    executors = [executor_of(rank, hub.transport(rank), timeout=20) for rank in (0, 1)]
+    results = hub.run(lambda transport: [executors[transport.rank].step(step) for step in range(3)])
     for rank, reported in enumerate(results):
         assert [result.step for result in reported] == [0, 1, 2]
         for result in reported:
@@ -162,29 +154,13 @@ def test_a_stage_is_reported_right_after_the_last_action_that_adds_to_its_gradie
         ),
         executor_of(1, hub.transport(1), 20),
     ]
-    run_both(executors, steps=2)
+    hub.run(lambda transport: [executors[transport.rank].step(step) for step in range(2)])
     assert done == [(0, "0W1"), (3, "3W1")] * 2
 
 
 def test_only_the_last_w_or_b_of_a_stage_completes_it() -> None:
-    actions = [
-        "0F0",
-        "0F1",
-        "0F2",
-        "1F0",
-        "1F1",
-        "1F2",
-        "1B2",
-        "1I0",
-        "0I2",
-        "1I1",
-        "1W1",
-        "1W0",
-        "0B0",
-        "0W2",
-    ]
-    text = [*actions, "0B1"]
-    program = lower(RankPlan("plan", 0, Placement.of("v", 1), 3, tuple(map(Action.parse, text)), ()))
+    text = "0F0 0F1 0F2 1F0 1F1 1F2 1B2 1I0 0I2 1I1 1W1 1W0 0B0 0W2 0B1"
+    program = lower(RankPlan("plan", 0, Placement.of("v", 1), 3, tuple(map(Action.parse, text.split())), ()))
     assert [str(i.action) for i in program if i.completes_stage] == ["1W0", "0B1"]
 
 

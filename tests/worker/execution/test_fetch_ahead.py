@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -49,12 +49,9 @@ def take(data: FetchAhead, step: int) -> list[list[float]]:
     return [fetch(step, index)[0].tolist() for index in (1, 0, 2)]
 
 
-def settled(source: Source) -> list[tuple[int, int]]:
-    """What has been fetched once the thread has stopped to fetch more."""
-    before = -1
-    while len(source.fetched) != before:
-        before = len(source.fetched)
-        time.sleep(0.05)
+def settled(source: Source, data: FetchAhead) -> list[tuple[int, int]]:
+    """What has been fetched once the thread has nothing more to fetch."""
+    assert not wait([future for _, future in data._fetched], 60).not_done
     return source.fetched
 
 
@@ -71,10 +68,10 @@ def test_a_thread_fetches_in_the_lists_order_and_no_further_ahead_than_allowed()
     fetch(0, 1)
     assert source.fetched == [(0, 1)]  # the first on the launching thread, which looks at the generators
     fetch(0, 0)
-    assert settled(source) == [(0, 1), (0, 0), (0, 2), (1, 1)]
+    assert settled(source, data) == [(0, 1), (0, 0), (0, 2), (1, 1)]
     fetch(0, 2)
     assert take(data, 1) == [[1, 1], [1, 0], [1, 2]]
-    assert settled(source) == [(s, i) for s in range(2) for i in (1, 0, 2)] + [(2, 1), (2, 0)]
+    assert settled(source, data) == [(s, i) for s in range(2) for i in (1, 0, 2)] + [(2, 1), (2, 0)]
     assert source.threads[0] == threading.current_thread().name
     assert set(source.threads[1:]) == {"zbv-data_0"}
     data.close()
@@ -85,7 +82,7 @@ def test_nothing_after_the_last_step_is_fetched() -> None:
     data = fetching(source, ahead=50, last_step=1)
     for step in range(2):
         take(data, step)
-    assert settled(source) == [(s, i) for s in range(2) for i in (1, 0, 2)]
+    assert settled(source, data) == [(s, i) for s in range(2) for i in (1, 0, 2)]
     data.close()
 
 
@@ -94,7 +91,7 @@ def test_data_with_a_state_is_fetched_only_within_its_step() -> None:
     data = fetching(source, ahead=50, last_step=None)
     for step in range(3):
         assert take(data, step) == [[step, 1], [step, 0], [step, 2]]
-        assert settled(source)[-1] == (step, 2)
+        assert settled(source, data)[-1] == (step, 2)
     data.close()
 
 
@@ -215,15 +212,17 @@ def test_a_call_that_does_not_return_is_an_error_and_not_a_hang() -> None:
 
     def before(step: int, index: int) -> None:
         if index == 2:
-            ended.wait(10.0)
+            ended.wait(60)
 
     source.before = before
-    data = fetching(source, timeout=0.2)
+    data = fetching(source, timeout=60)
     fetch = data.begin(3)
     fetch(3, 1), fetch(3, 0)
+    data._timeout = 0.2  # not earlier, because on a busy machine the other calls may take as long
     with pytest.raises(WorkerError, match=r"microbatch\(3, 2\) did not return within 0\.2 s"):
         fetch(3, 2)
     ended.set()
+    data._timeout = 60
     data.close()
 
 

@@ -187,20 +187,16 @@ def test_the_host_runs_ahead_up_to_its_limit(run_ahead: int) -> None:
     assert max(unfinished) == run_ahead - 1  # without the action that is being queued
 
 
-def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position() -> None:
-    executor = executor_of(FakeCuda(), arrival=None, timeout=0.1)
+@pytest.mark.parametrize("run_ahead", [3, 100])
+def test_a_missing_tensor_is_named_by_its_action_not_by_the_hosts_position(run_ahead: int) -> None:
+    """The host waits for the GPU at most for the timeout, within a step and at its end."""
+    executor = executor_of(FakeCuda(), arrival=None, timeout=0.1, run_ahead=run_ahead)
     with pytest.raises(
         ChannelTimeout, match=r"rank 0 waited 0\.1 s at 3F0 for the activation of 2F0 from rank 1"
     ) as e:
         executor.step(4)
     assert progress_of_error(e.value) == Progress(4, "3F0", 1)
-    assert e.value.__notes__ == ["rank 0, step 4, action 3F0"]
-
-
-def test_the_end_of_a_step_waits_for_the_gpu_at_most_for_the_timeout() -> None:
-    executor = executor_of(FakeCuda(), arrival=None, timeout=0.1, run_ahead=100)
-    with pytest.raises(ChannelTimeout, match="at 3F0 for the activation of 2F0 from rank 1"):
-        executor.step(0)
+    assert e.value.__notes__[0] == "rank 0, step 4, action 3F0"
 
 
 def test_a_hanging_kernel_is_not_blamed_on_a_peer() -> None:

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from support.gradients import relative_error
 from support.nested_model import NestedModel, reference
-from support.plans import unit_problem, write_plan
-from support.selfcheck import Gradients, random_orders, run_in_threads
+from support.plans import unit_problem
+from support.selfcheck import random_orders
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.checks import checked_microbatch
 from zbv_worker.run.options import TrainingOptions
 
 MICROBATCHES = 4
-
-
-@cache
-def expected() -> tuple[Gradients, float, float]:
-    return reference(MICROBATCHES)
-
-
-@pytest.mark.parametrize("fused", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("p", "kind"), [(1, "v"), (2, "v"), (2, "single"), (4, "v"), (3, "single")])
-def test_a_split_model_computes_the_gradients_of_one_process(p: int, kind: str, fused: float) -> None:
-    problem = unit_problem(p, MICROBATCHES, kind)
-    orders = random_orders(problem, Random(p), fused)
-    found, loss = run_in_threads(problem, orders, NestedModel())
-    gradients, right_loss, _ = expected()
-    assert relative_error(found, gradients) < 1e-6
-    assert loss == pytest.approx(right_loss, rel=1e-6)
 
 
 class Wrong(Remembering):
@@ -86,7 +65,7 @@ def test_training_and_evaluation_have_the_same_losses(replicas: int) -> None:
     options = TrainingOptions(evaluate_every=1, replicas=replicas)
     found = train_in_threads(problem, random_orders(problem, Random(0)), options, 2, model=Nested)
     evaluations = next(report.evaluations for report in found.reports if report.evaluations)
-    assert found.losses[0] == pytest.approx(expected()[1], rel=1e-6)
+    assert found.losses[0] == pytest.approx(reference(MICROBATCHES)[1], rel=1e-6)
     assert evaluations[0] == pytest.approx(found.losses[0], rel=1e-6)
     assert evaluations[1] < evaluations[0]
 
@@ -134,18 +113,3 @@ def test_a_stage_may_pass_on_nothing() -> None:
 def test_data_of_another_form_is_refused(microbatch: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         checked_microbatch(microbatch)
-
-
-def test_processes_over_gloo_compute_the_gradients_of_one_process(tmp_path: Path) -> None:
-    problem = unit_problem(2, MICROBATCHES)
-    write_plan(tmp_path / "plan.json", problem, random_orders(problem, Random(1)))
-    with LocalRanks([python_command("support.nested_model", str(tmp_path))] * 2, tmp_path / "logs") as ranks:
-        ranks.wait(timeout=60)
-    found: Gradients = {}
-    losses: list[float] = []
-    for rank in range(2):
-        found |= torch.load(tmp_path / f"{rank}.pt")
-        losses += json.loads((tmp_path / f"{rank}.json").read_text()).values()
-    gradients, right_loss, _ = expected()
-    assert relative_error(found, gradients) < 1e-6
-    assert sum(losses) / len(losses) == pytest.approx(right_loss, rel=1e-6)

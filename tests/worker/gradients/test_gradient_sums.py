@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
 import zbv_worker.gradients.buckets
@@ -37,23 +34,12 @@ def two_stages() -> dict[int, nn.Module]:
     }
 
 
-def on_replicas(work: Callable[[Watched], None], replicas: int = 2) -> None:
-    hub = ThreadHub(1, replicas)
-    failures: list[BaseException] = []
+class TwoReplicas(ThreadHub):
+    def __init__(self) -> None:
+        super().__init__(1, 2)
 
-    def replica_main(rank: int) -> None:
-        try:
-            work(Watched(hub, rank))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=replica_main, args=(rank,)) for rank in range(replicas)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    if failures:
-        raise failures[0]
+    def transport(self, rank: int) -> Watched:
+        return Watched(self, rank)
 
 
 def fill(modules: dict[int, nn.Module], value: float) -> None:
@@ -64,7 +50,8 @@ def fill(modules: dict[int, nn.Module], value: float) -> None:
 
 
 def test_a_stages_sum_starts_after_its_last_addition() -> None:
-    def work(transport: Watched) -> None:
+    def work(transport: ThreadTransport) -> None:
+        assert isinstance(transport, Watched)
         modules = two_stages()
         gradients = SummedGradients(modules, transport)
         for step in range(2):
@@ -83,7 +70,7 @@ def test_a_stages_sum_starts_after_its_last_addition() -> None:
         assert squared is not None
         assert float(squared) == pytest.approx(14 * 9 / 2)
 
-    on_replicas(work)
+    TwoReplicas().run(work)
 
 
 def test_frozen_parameters_take_no_part() -> None:
@@ -94,7 +81,8 @@ def test_frozen_parameters_take_no_part() -> None:
 
 
 def test_a_parameter_of_two_stages_is_summed_after_both() -> None:
-    def work(transport: Watched) -> None:
+    def work(transport: ThreadTransport) -> None:
+        assert isinstance(transport, Watched)
         modules: dict[int, nn.Module] = {0: nn.Linear(2, 2, bias=False), 3: nn.Linear(2, 2, bias=False)}
         modules[3].register_parameter("weight", modules[0].get_parameter("weight"))
         gradients = SummedGradients(modules, transport)
@@ -104,7 +92,7 @@ def test_a_parameter_of_two_stages_is_summed_after_both() -> None:
         gradients.stage_done(0)
         assert transport.begun == [4]
 
-    on_replicas(work)
+    TwoReplicas().run(work)
 
 
 def test_large_stages_are_summed_in_pieces_the_last_layers_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_the_state_of_divided_layers_is_gathered_and_loaded(found: Found, case: 
         assert rank == 0 or found[rank][case]["whole"] is None
 
 
-@pytest.mark.parametrize("case", ["tp", "sp", "fsdp and tp", "tp, recomputed"])
+@pytest.mark.parametrize("case", ["tp", "sp, mesh turned", "fsdp and tp", "tp, recomputed"])
 def test_w_multiplies_only_local_parts(found: Found, case: str) -> None:
     for rank in RANKS:
         calls = found[rank][case]["calls"]
@@ -110,12 +110,8 @@ def test_replicas_keep_a_part_of_every_parameter(found: Found, case: str) -> Non
     parts = 4 if case == "fsdp and tp" else 2
     whole = expected(case)["parameters"]
     for rank in RANKS:
-        kept = found[rank][case]["kept"]
-        assert (
-            kept["block1.up.weight"] == whole["block1.up.weight"].numel() / parts
-            if "block1.up.weight" in kept
-            else True
-        )
+        kept = found[rank][case]["kept"].get("block1.up.weight")
+        assert kept in (None, whole["block1.up.weight"].numel() / parts)
 
 
 @pytest.mark.parametrize("case", CASES)

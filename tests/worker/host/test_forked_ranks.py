@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -58,5 +59,5 @@ def test_a_forked_rank_can_be_killed_and_does_not_outlive_its_block(tmp_path: Pa
 def test_other_commands_start_as_usual_processes(tmp_path: Path) -> None:
     process = fork_process(["sh", "-c", "exit 3"], os.environ, tmp_path / "log")
     while process.poll() is None:
-        pass
+        time.sleep(0.01)
     assert process.returncode == 3

@@ -42,45 +42,36 @@ def collecting() -> Iterator[None]:
     gc.freeze()
 
 
-def test_garbage_of_a_step_is_freed_after_it() -> None:
-    with GarbageCollection() as collection:
-        for _ in range(3):
-            found = garbage()
-            assert not gc.isenabled()
-            assert found() is not None
-            collection.step_done()
-            assert found() is None
-
-
-def test_what_exists_after_the_first_step_is_not_visited_again() -> None:
+def test_garbage_is_freed_after_a_step_and_older_garbage_in_time() -> None:
+    """What exists after the first step is not visited again."""
     with GarbageCollection() as collection:
         assert gc.get_freeze_count() == 0
         collection.step_done()
         assert gc.get_freeze_count() > 0
-
-
-def test_older_garbage_is_freed_in_time() -> None:
-    with GarbageCollection() as collection:
-        collection.step_done()
         node = Node()
+        older = weakref.ref(node)
         for _ in range(3):
+            found = garbage()
+            assert not gc.isenabled()
+            assert found() is not None
             collection.step_done()  # the node survives, and so becomes old
-        found = weakref.ref(node)
+            assert found() is None
         del node
         for _ in range(100):
             collection.step_done()
-        assert found() is None
+        assert older() is None
 
 
 def test_an_error_restores_everything() -> None:
+    """The fixture compares."""
+
     def fail() -> None:
         with GarbageCollection() as collection:
             collection.step_done()
-            raise ValueError("within a step")
+            raise ZeroDivisionError
 
-    with pytest.raises(ValueError, match="within a step"):
+    with pytest.raises(ZeroDivisionError):
         fail()
-    assert gc.isenabled()
 
 
 def test_of_two_runs_in_a_process_the_first_has_the_collections() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
-from zbv_worker.adapters.transformers import from_transformers
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.model.model import Model
 from zbv_worker.model.optimizers import adamw, optimizer_of
@@ -74,20 +72,28 @@ def test_data_may_be_a_function() -> None:
     assert found == (5, 6)
 
 
-def test_layers_may_bring_their_loss() -> None:
+class Own:
+    def layer_names(self) -> list[str]:
+        return ["only"]
 
-    class Own:
-        def layer_names(self) -> list[str]:
-            return ["only"]
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 2))
 
-        def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-            return nn.Sequential(nn.Linear(2, 2))
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sum()
 
-        def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return output.sum()
 
-    own = Own()
-    assert Model(own, data=SAMPLES, samples=1).loss(torch.ones(2), torch.ones(2)) == 2
+class Weighing(Own):
+    def loss_sum(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return output.sum(), target.sum()
+
+
+@pytest.mark.parametrize(("layers", "is_weighted", "loss"), [(Own(), False, 2), (Weighing(), True, 1)])
+def test_layers_may_bring_their_loss(layers: Own, is_weighted: bool, loss: int) -> None:
+    """Of two, the sum and its weight."""
+    own = Model(layers, data=SAMPLES, samples=1)
+    assert isinstance(own, Weighted) == is_weighted
+    assert own.loss(torch.ones(2), torch.ones(2)) == loss
 
 
 def weighed(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,13 +111,6 @@ def test_a_loss_may_be_a_sum_and_its_weight() -> None:
 def test_a_mean_and_a_sum_are_not_both_taken() -> None:
     with pytest.raises(InvalidRun, match="found loss and loss_sum; pass one of them"):
         model(loss_sum=weighed)
-
-
-def test_the_layers_of_transformers_bring_a_sum_and_its_weight() -> None:
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    assert isinstance(Model(from_transformers(config), data=SAMPLES, samples=1), Weighted)
 
 
 def test_the_optimizer_gets_names() -> None:

@@ -73,30 +73,20 @@ def expected(layer: Balanced, factor: float) -> tuple[Tensor, float]:
 @pytest.mark.parametrize("checkpoints", [None, False, True])
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "weight"), [(1, None), (2, None), (1, 5.0)])
 def test_gradients_and_sum_are_those_of_one_loss(
-    replicas: int, *, split: bool, is_recomputed: bool, checkpoints: bool | None
+    replicas: int, weight: float | None, *, split: bool, is_recomputed: bool, checkpoints: bool | None
 ) -> None:
-    layer = Balanced(checkpoints=checkpoints)
+    """If the main loss has a weight, the others have one too."""
+    layer = Balanced(weight, checkpoints=checkpoints)
     stage = Stage(1, 3, layer, MICROBATCHES * replicas, is_recomputed=is_recomputed)
-    stage.loss_scale = 8.0
+    stage.is_weighted, stage.loss_scale = weight is not None, 8.0
     run(stage, split=split)
-    found = layer.linear.weight.grad
-    gradient, total = expected(layer, 8.0 / (MICROBATCHES * replicas))
+    found, counts = layer.linear.weight.grad, weight or 1.0
+    gradient, total = expected(layer, counts * 8.0 / (MICROBATCHES * replicas))
     torch.testing.assert_close(found, gradient)
-    assert float(stage.auxiliary.take_sum()) == pytest.approx(total, rel=1e-6)
+    assert float(stage.auxiliary.take_sum()) == pytest.approx(counts * total, rel=1e-6)
     assert stage.auxiliary.take_sum() == 0.0
-
-
-def test_with_a_weighted_loss_the_losses_are_weighted_too() -> None:
-    layer = Balanced(weight=5.0)
-    stage = Stage(1, 3, layer, MICROBATCHES)
-    stage.is_weighted = True
-    run(stage, split=True)
-    found = layer.linear.weight.grad
-    gradient, total = expected(layer, 5.0 / MICROBATCHES)
-    torch.testing.assert_close(found, gradient)
-    assert float(stage.auxiliary.take_sum()) == pytest.approx(5 * total, rel=1e-6)
 
 
 def test_with_a_weighted_loss_a_weight_is_required() -> None:

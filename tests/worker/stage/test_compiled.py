@@ -8,6 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as nnf
+from support.gradients import relative_error
+from support.nested_model import WIDTH as MIXED
+from support.nested_model import MaskedMix, NestedModel
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.run.options import TrainingOptions, require_compilable
@@ -20,15 +23,26 @@ WIDTH, TOKENS = 16, 12
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
 
 
+@pytest.fixture
+def compiled_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compile`` traces forward and backward, but generates no code, which takes most of its time."""
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda layer, dynamic, options: compiled(layer, dynamic=dynamic, backend="aot_eager"),
+    )
+
+
 class Block(nn.Module):
     """Norm, attention with a shared projection, dropout, and an MLP."""
 
-    def __init__(self, dropout: float = 0.0):
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.project = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         key, value = self.project(self.norm(x)), self.project(x)
@@ -96,31 +110,24 @@ def require_equal(
         assert difference < tolerance, name
 
 
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_two_blocks_have_the_gradients_of_uncompiled_ones(split: bool, precision: Precision) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("precision", "split"), [("float32", True), ("float32", False), ("bfloat16", True)])
+def test_two_blocks_have_the_gradients_of_uncompiled_ones(precision: Precision, split: bool) -> None:
+    """With the same random numbers for dropout. Layers of equal code share one compilation."""
+    torch._dynamo.reset()
+    before = compilations()
     require_equal(nn.Sequential(Block(), Block()), split=split, precision=precision)
+    assert compilations() == before + 1
 
 
-def test_dropout_draws_the_same_numbers() -> None:
-    torch.manual_seed(0)
-    require_equal(Block(dropout=0.5), split=True)
+def compilations() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_the_first_stage_splits_its_embedding_too() -> None:
-    torch.manual_seed(0)
     require_equal(First(), split=True, index=0)
 
 
-def test_layers_of_equal_code_share_one_compilation() -> None:
-    torch._dynamo.reset()
-    counts = torch._dynamo.utils.counters["stats"]
-    before = counts["unique_graphs"]
-    gradients(nn.Sequential(Block(), Block()), is_compiled=True, split=True)
-    assert counts["unique_graphs"] == before + 1
-
-
+@pytest.mark.usefixtures("compiled_without_code")
 def test_a_parameter_that_gets_a_hook_is_no_longer_left_to_w() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     stage = Stage(1, 3, module, 1, is_compiled=True)
@@ -133,6 +140,30 @@ def test_a_parameter_that_gets_a_hook_is_no_longer_left_to_w() -> None:
         assert len(called) == max(0, microbatch - 1), "I computes the gradient of a parameter with hooks"
         stage.backward_weight(microbatch)
     torch.testing.assert_close(module.weight.grad, torch.full((WIDTH, WIDTH), 4.0))
+
+
+@pytest.mark.usefixtures("compiled_without_code")
+def test_a_layer_of_nested_values_with_a_keyword_and_a_loss_computes_the_same() -> None:
+    data = NestedModel().microbatch(0, 0)
+    x = torch.rand(2, 4, MIXED, requires_grad=True), torch.rand(2, MIXED, requires_grad=True)
+    given = (*x, torch.rand(4), data.input["words"] % 2, None)
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        layer = MaskedMix(weight=0.3)
+        stage = Stage(1, 3, layer, 1, is_compiled=is_compiled)
+        before = compilations()
+        for j in range(2):  # the first runs uncompiled
+            output = stage.forward(j, given, split=True, keywords=data.keywords)
+            assert [tensor.requires_grad for tensor in output[:4]] == [True, True, False, False]
+            assert output[4] is None
+            gradients = (torch.ones(2, 4, MIXED), torch.ones(2, MIXED))
+            results = stage.backward_input(j, gradients)
+            stage.backward_weight(j)
+        assert (compilations() > before) == is_compiled
+        named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+        found.append({**named, **dict(zip("xy", results, strict=True)), "sum": stage.auxiliary.take_sum()})
+    assert relative_error(found[1], found[0]) < 1e-6
 
 
 class Fickle(nn.Module):
@@ -171,15 +202,14 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch: pytest.
 
 
 def test_recomputed_stages_and_evaluations_run_uncompiled() -> None:
-    counts = torch._dynamo.utils.counters["stats"]
-    before = counts["unique_graphs"]
+    before = compilations()
     stage = Stage(1, 3, Block(), 1, is_recomputed=True, is_compiled=True)
     x = torch.ones(1, TOKENS, WIDTH)
     stage.forward(0, x, split=True)
     stage.backward_input(0, x)
     stage.backward_weight(0)
     stage.evaluate(x)
-    assert counts["unique_graphs"] == before
+    assert compilations() == before
 
 
 def test_a_run_refuses_to_compile_sharded_stages() -> None:

@@ -76,14 +76,14 @@ def test_linears(data: st.DataObject) -> None:
         return (as_kind(strided((*rows, inner), strides, dtype), kind, needs_gradient),)
 
     is_split = kind == "plain" and not dtype.is_complex and hooks not in ON_PARAMETERS
+    is_cast = dtype is torch.float32
     check(
         layer,
         [make] * draw(st.integers(1, 2), "microbatches"),
         hooks=hooks,
         uses=draw(st.integers(1, 3), "uses"),
-        autocast=draw(st.sampled_from((None, torch.bfloat16)), "autocast")
-        if dtype is torch.float32
-        else None,
+        autocast=draw(st.sampled_from((None, torch.bfloat16)), "autocast") if is_cast else None,
+        casts_backward=is_cast and draw(st.booleans(), "autocast of the backward"),
         prepare=split_subclasses,
         is_split=is_split if is_split or hooks not in ON_PARAMETERS else None,
     )
@@ -130,3 +130,12 @@ def test_layers_without_features_in_half_precision(inner: int, outer: int) -> No
     layer.weight = nn.Parameter(torch.zeros(outer, inner, dtype=torch.bfloat16))
     layer.bias = nn.Parameter(torch.zeros(outer, dtype=torch.bfloat16))
     check(layer, [lambda: (torch.ones(2, inner, dtype=torch.bfloat16),)] * 2, is_split=True)
+
+
+@pytest.mark.parametrize("words", [3, 30])  # fewer and more than indices
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("casts_backward", [False, True])
+def test_embeddings_with_padding(words: int, scaled: bool, casts_backward: bool) -> None:
+    layer = nn.Embedding(words, 4, padding_idx=2, scale_grad_by_freq=scaled)
+    indices = torch.tensor([[0, 2, 1], [2, 0, 0]])
+    check(layer, [lambda: (indices,)] * 2, casts_backward=casts_backward, is_split=True)

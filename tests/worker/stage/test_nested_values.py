@@ -1,4 +1,4 @@
-"""A stage takes and gives nested values, plain, recomputed and compiled."""
+"""A stage takes and gives nested values, plain and recomputed; see also test_compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.gradients import relative_error
-from support.nested_model import WIDTH, MaskedMix, NestedModel, reference
+from support.nested_model import NestedModel, reference
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.stage import Stage
@@ -63,40 +63,6 @@ def test_stages_compute_the_gradients_of_one_process(
     assert loss == pytest.approx(right_loss, rel=1e-6)
     assert sum(float(stage.auxiliary.take_sum()) for stage in stages) == pytest.approx(auxiliary, rel=1e-6)
     assert sum(float(stage.auxiliary.take_sum()) for stage in stages) == 0
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
-def test_a_compiled_stage_computes_the_same() -> None:
-    data = NestedModel().microbatch(0, 0)
-    x = torch.rand(2, 4, WIDTH, requires_grad=True), torch.rand(2, WIDTH, requires_grad=True)
-    given = (*x, torch.rand(4), data.input["words"] % 2, None)
-    found = []
-    for is_compiled in (False, True):
-        torch.manual_seed(0)
-        layer = MaskedMix(weight=0.3)
-        stage = middle(layer, is_compiled=is_compiled)
-        for j in range(2):  # the first runs uncompiled
-            output = stage.forward(j, given, split=True, keywords=data.keywords)
-            assert [tensor.requires_grad for tensor in output[:4]] == [True, True, False, False]
-            assert output[4] is None
-            gradients = (torch.ones(2, 4, WIDTH), torch.ones(2, WIDTH))
-            results = stage.backward_input(j, gradients)
-            stage.backward_weight(j)
-        named = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-        found.append({**named, **dict(zip("xy", results, strict=True)), "sum": stage.auxiliary.take_sum()})
-    assert relative_error(found[1], found[0]) < 1e-6
-
-
-def test_an_evaluation_has_the_same_loss_and_counts_nothing() -> None:
-    stages, model = stages_of(2), NestedModel()
-    data = model.microbatch(0, 0)
-    x = data.input
-    for stage in stages:
-        x = stage.evaluate(x, data.target, keywords=data.keywords)
-    expected = stages_of(1)[0].forward(0, data.input, data.target, split=True, keywords=data.keywords)
-    assert torch.equal(x, expected)
-    assert all(stage.held == (set(), set()) for stage in stages)
-    assert all(stage.auxiliary.take_sum() == 0 for stage in stages)
 
 
 class Pass(nn.Module):
@@ -174,13 +140,6 @@ def test_a_frozen_stage_passes_nested_gradients_through() -> None:
     output = first.forward(0, (torch.rand(2, 3), torch.rand(3)), split=True)
     assert not any(tensor.requires_grad for tensor in output)
     assert first.backward_input(0, ()) is None
-
-
-def test_an_empty_stage_passes_integers_on() -> None:
-    stage = Stage(0, 2, nn.Sequential(), 1)
-    words = torch.arange(3)
-    assert torch.equal(stage.forward(0, words, split=True), words)
-    assert stage.backward_input(0, ()) is None
 
 
 def test_a_layer_may_write_to_the_dict_that_it_gets() -> None:

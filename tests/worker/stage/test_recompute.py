@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from functools import partial
 from random import Random
 
 import pytest
@@ -24,9 +24,9 @@ from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.measure.estimate.document import Scale, estimated_document
 from zbv_worker.measure.estimate.estimate import estimate_layers
 from zbv_worker.measure.live_bytes import LiveBytes
-from zbv_worker.measure.stage_memory import stage_memory
+from zbv_worker.measure.stage_memory import StageMemory, stage_memory
 from zbv_worker.models.gpt import GPT, gpt
-from zbv_worker.stage.program import Program
+from zbv_worker.stage.program import AUTOCAST, Precision
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -64,73 +64,15 @@ def test_recomputed_stages_compute_the_gradients_of_one_process(
     assert loss == pytest.approx(reference[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_recomputation_changes_no_bit_of_the_gradients(precision: str) -> None:
-    """With dropout: the random numbers of F are repeated, although others drew in between."""
-    kept, again = (gradients_of(dropout_gpt(), problem, precision) for problem in (plain(), recomputing()))
-    assert kept.keys() == again.keys()
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
-    other = gradients_of(dropout_gpt(), recomputing(), precision, seed=1)
-    assert not all(torch.equal(kept[name], other[name]) for name in kept)  # dropout did draw
-
-
-def dropout_gpt() -> GPT:
-    return gpt(layers=2, width=16, heads=2, length=8, sequences=2, characters=20_000, dropout=0.3)
-
-
-def plain() -> Problem:
-    return cut_problem(dropout_gpt().layer_names(), (3, 1))
-
-
-def recomputing() -> Problem:
-    return cut_problem(dropout_gpt().layer_names(), (3, 1), (True, True))
-
-
-def gradients_of(model: GPT, problem: Problem, precision: str, seed: int = 0) -> Gradients:
-    """Gradients of one rank with two microbatches in flight."""
-    plan = RankPlan.of("plan", problem, random_orders(problem, Random(0)), 0)
-    stages = build_stages(model, plan, CPU, program=Program(precision))  # type: ignore[arg-type]  # parametrized
-    torch.manual_seed(seed)
-    batches = [model.microbatch(0, j) for j in range(2)]
-    outputs = [stages[0].forward(j, x, split=True) for j, (x, _) in enumerate(batches)]
-    for j, (_, target) in enumerate(batches):
-        stages[1].forward(j, outputs[j], target, split=True)
-    for j in (1, 0):
-        gradient = stages[1].backward_input(j, None)
-        assert gradient is not None
-        stages[0].backward_input(j, gradient)
-    for stage in stages.values():
-        for j in (0, 1):
-            stage.backward_weight(j)
-        assert stage.held == (set(), set())
-    return {
-        name: parameter.grad
-        for stage in stages.values()
-        for name, parameter in stage.module.named_parameters()
-        if parameter.grad is not None
-    }
-
-
 class Queries(nn.Module):
-    """Returns a view of its parameter."""
+    """Returns a view of its parameter; the gradient of its input is 0."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, 4))
+        self.weight = nn.Parameter(torch.randn(1, 5))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.expand_as(x)
-
-
-@pytest.mark.parametrize("module", [nn.Flatten(0), nn.Identity(), Queries()])
-def test_recomputed_stages_may_return_a_view_of_their_input_or_of_a_parameter(module: nn.Module) -> None:
-    x, found = torch.randn(3, 4), []
-    for is_recomputed in (False, True):
-        module.zero_grad()
-        stage = Stage(1, 3, module, 1, is_recomputed=is_recomputed)
-        output = stage.forward(0, x, split=True)
-        found.append([output, stage.backward_input(0, output.cos()), *(p.grad for p in module.parameters())])
-    torch.testing.assert_close(found[1], found[0])
 
 
 class Statistics(nn.Module):
@@ -149,18 +91,45 @@ class Statistics(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, track_running_stats=True)])
-def test_buffers_are_updated_once_per_microbatch(kind: Callable[[int], nn.Module]) -> None:
-    xs = [torch.randn(3, 4, 5) for _ in range(2)]
-    found = []
-    for is_recomputed in (False, True):
-        layers = [kind(4), Statistics(), nn.Sequential(kind(4), kind(4).eval())]
-        module = nn.Sequential(*layers)
-        stage = Stage(1, 3, module, 1, layers=layers, is_recomputed=is_recomputed)
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "view of the input": lambda: [nn.Flatten(0)],
+    "the input": lambda: [nn.Identity()],
+    "view of a parameter": lambda: [Queries()],
+    "frozen": lambda: [nn.Linear(5, 5).requires_grad_(False)],
+    "writes to its own tensor": lambda: [nn.Sequential(nn.Linear(5, 5), nn.ReLU(inplace=True))],
+    "batch norms": lambda: [
+        nn.BatchNorm1d(4),
+        Statistics(),
+        nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()),
+    ],
+    "dropout": lambda: [nn.Linear(5, 5), nn.Sequential(nn.Dropout(0.3), nn.Linear(5, 5), nn.Dropout(0.3))],
+    "instance norm": lambda: [nn.InstanceNorm1d(4, track_running_stats=True)],
+}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_two_recomputed_microbatches_have_the_same_results(
+    name: str, precision: Precision, index: int
+) -> None:
+    """Outputs, gradients, and buffers, which only F updates.
+
+    The random numbers of F are repeated, although the other microbatch drew in between.
+    """
+    kept = LAYERS[name]()
+    xs, found = [torch.randn(3, 4, 5) for _ in range(2)], []
+    for layers in (copy.deepcopy(kept), kept):
+        module, autocast = nn.Sequential(*layers), AUTOCAST[precision]
+        stage = Stage(index, 3, module, 1, None, autocast, layers=layers, is_recomputed=layers is not kept)
+        torch.manual_seed(0)
         outputs = [stage.forward(at, x, split=True) for at, x in enumerate(xs)]
-        gradients = [stage.backward_input(at, output.cos()) for at, output in enumerate(outputs)]
-        found.append([outputs, gradients, module.state_dict()])
-    torch.testing.assert_close(found[1], found[0])
+        gradients = [stage.backward_input(at, outputs[at].cos()) for at in (1, 0)]
+        for at in range(2):
+            stage.backward_weight(at)
+        assert stage.held == (set(), set())
+        found.append([outputs, gradients, [p.grad for p in module.parameters()], module.state_dict()])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def test_recomputation_does_not_change_later_random_numbers() -> None:
@@ -178,9 +147,14 @@ def test_recomputation_does_not_change_later_random_numbers() -> None:
 def test_recomputation_lowers_the_peak_as_planned() -> None:
     """Six microbatches, with the costs of `zbv-worker estimate`."""
     model = gpt(layers=4, width=32, heads=2, length=32, sequences=2, characters=20_000)
-    peaks, planned = {}, {}
+    layers, peaks, planned = list(estimate_layers(model)), {}, {}
     for is_recomputed in (False, True):
-        problem = estimated_problem(model, is_recomputed)
+        document = estimated_document(layers, 1, 6, Scale())
+        names = list(model.layer_names())
+        document["partition"] = [names[:3], names[3:]]  # both stages on one rank
+        document |= {"placement": "v", "recompute": [is_recomputed] * 2}
+        problem = parse_any_problem(document)
+        assert isinstance(problem, Problem)
         orders = random_orders(problem, Random(1))
         peaks[is_recomputed] = activations_peak(model, problem, orders)
         assert problem.model is not None
@@ -190,17 +164,6 @@ def test_recomputation_lowers_the_peak_as_planned() -> None:
     for is_recomputed, peak in peaks.items():
         assert 0.85 * planned[is_recomputed] < peak <= 1.01 * planned[is_recomputed]
     assert peaks[True] < 0.7 * peaks[False]
-
-
-def estimated_problem(model: GPT, is_recomputed: bool) -> Problem:
-    """Both stages on one rank."""
-    document = estimated_document(list(estimate_layers(model)), 1, 6, Scale())
-    names = list(model.layer_names())
-    document["partition"] = [names[:3], names[3:]]
-    document |= {"placement": "v", "recompute": [is_recomputed] * 2}
-    problem = parse_any_problem(document)
-    assert isinstance(problem, Problem)
-    return problem
 
 
 def activations_peak(model: GPT, problem: Problem, orders: Orders) -> int:
@@ -222,67 +185,40 @@ def four_layers() -> list[nn.Module]:
 
 
 def stage_of(layers: list[nn.Module], *, by_layer: bool, is_recomputed: bool = True) -> Stage:
-    return Stage(
-        1,
-        3,
-        nn.Sequential(*layers),
-        1,
-        layers=tuple(layers) if by_layer else None,
-        is_recomputed=is_recomputed,
-    )
+    of = tuple(layers) if by_layer else None
+    return Stage(1, 3, nn.Sequential(*layers), 1, layers=of, is_recomputed=is_recomputed)
 
 
-@pytest.mark.parametrize(("by_layer", "inputs"), [(True, 4), (False, 1)])
-def test_f_holds_only_inputs_and_i_only_the_operands_of_w(by_layer: bool, inputs: int) -> None:
-    stage = stage_of(four_layers(), by_layer=by_layer)
-    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    stage.forward(0, x, split=False)
+def memory_of(stage: Stage, target: Tensor | None = None) -> StageMemory:
+    """Of one microbatch, when the parameters have their gradients."""
+    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH) if target is None else None
+    stage.forward(0, x, target, split=False)
     stage.backward(0, gradient)
-    found = stage_memory(stage, x, None, gradient, CPU)
-    assert found.after_forward == inputs * TENSOR
-    assert found.after_input == 8 * TENSOR  # inputs and output gradients of four Linears
-    assert found.after_weight == 0
+    return stage_memory(stage, x, target, gradient, CPU)
 
 
-def test_only_one_layers_recomputed_activations_exist_at_a_time() -> None:
-    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    found = {}
-    for by_layer in (True, False):
-        stage = stage_of(four_layers(), by_layer=by_layer)
-        stage.forward(0, x, split=False)
-        stage.backward(0, gradient)
-        found[by_layer] = stage_memory(stage, x, None, gradient, CPU)
+def test_f_holds_only_inputs_and_i_only_the_operands_of_w() -> None:
+    """And only one layer's recomputed activations exist at a time."""
+    found = {by_layer: memory_of(stage_of(four_layers(), by_layer=by_layer)) for by_layer in (True, False)}
+    for by_layer, inputs in ((True, 4), (False, 1)):
+        assert found[by_layer].after_forward == inputs * TENSOR
+        assert found[by_layer].after_input == 8 * TENSOR  # inputs and output gradients of four Linears
+        assert found[by_layer].after_weight == 0
     # Two activations of each of the other three layers, less what their inputs are.
     assert found[True].workspace <= found[False].workspace - 3 * TENSOR
 
 
 def test_a_layers_output_is_released_before_its_backward() -> None:
-    layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    stage = Stage(1, 3, layer, 1, is_recomputed=True)
-    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    stage.forward(0, x, split=False)
-    stage.backward(0, gradient)
+    stage = stage_of([nn.Linear(WIDTH, WIDTH, bias=False)], by_layer=True)
     # B: the received gradient, and the input's and the weight's gradient, in addition to what F held.
-    assert stage_memory(stage, x, None, gradient, CPU).workspace == 2 * TENSOR + WIDTH * WIDTH * 4
+    assert memory_of(stage).workspace == 2 * TENSOR + WIDTH * WIDTH * 4
 
 
 def test_the_loss_is_recomputed_with_the_layer_before_it() -> None:
     """The last stage holds no logits, which may be larger than all activations."""
-    head = nn.Linear(WIDTH, 100 * WIDTH)
-    layers = (nn.Tanh(), head)
-    stage = Stage(
-        1,
-        2,
-        nn.Sequential(*layers),
-        1,
-        lambda y, t: (y - t).square().mean(),
-        layers=layers,
-        is_recomputed=True,
-    )
-    x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 100 * WIDTH)
-    stage.forward(0, x, target, split=False)
-    stage.backward(0, None)
-    assert stage_memory(stage, x, target, None, CPU).after_forward == 2 * TENSOR
+    layers = (nn.Tanh(), nn.Linear(WIDTH, 100 * WIDTH))
+    stage = Stage(1, 2, nn.Sequential(*layers), 1, nn.functional.mse_loss, layers=layers, is_recomputed=True)
+    assert memory_of(stage, torch.randn(ROWS, 100 * WIDTH)).after_forward == 2 * TENSOR
 
 
 def test_recomputation_may_change_between_two_forwards() -> None:
@@ -329,60 +265,9 @@ def test_f_runs_without_a_graph_and_the_backward_runs_it_once_more_with_one() ->
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_layers_without_a_gradient_pass_none_on(index: int) -> None:
-    """A frozen stage; a stage that ignores its input returns zeros, as without recomputation."""
-    frozen = nn.Linear(3, 3).requires_grad_(False)
-    stage = Stage(index, 3, nn.Sequential(frozen), 1, layers=(frozen,), is_recomputed=True)
-    stage.forward(0, torch.ones(2, 3), split=True)
-    gradient = stage.backward_input(0, torch.ones(2, 3))
-    stage.backward_weight(0)
-    assert frozen.weight.grad is None
-    if index == 0:
-        assert gradient is None
-    else:
-        assert gradient is not None
-        torch.testing.assert_close(gradient, torch.ones(2, 3) @ frozen.weight)
-
-
-class Constant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value * 2
-
-
-def test_an_unused_input_has_the_gradient_zero() -> None:
-    layer = Constant()
-    stage = Stage(1, 3, layer, 1, is_recomputed=True)
-    stage.forward(0, torch.ones(2), split=False)
-    gradient = stage.backward(0, torch.ones(2))
-    assert gradient is not None
-    assert gradient.tolist() == [0.0, 0.0]
-    assert layer.value.grad is not None
-    assert layer.value.grad.tolist() == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("index", [0, 1])
 def test_a_recomputed_layer_that_modifies_its_input_is_refused(index: int) -> None:
     """Without a graph torch does not notice, and the recomputation would use another input."""
     layers = (nn.Tanh(), nn.Dropout(0.5, inplace=True))
     stage = Stage(index, 3, nn.Sequential(*layers), 1, layers=layers, is_recomputed=True)
     with pytest.raises(ModelError, match=rf"stage {index}: a Dropout modified its input"):
         stage.forward(0, torch.ones(2), split=False)
-
-
-def test_a_layer_may_modify_its_own_tensors() -> None:
-    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
-    x, gradient = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH)
-    found = []
-    for is_recomputed in (False, True):
-        stage = Stage(1, 3, layer, 1, is_recomputed=is_recomputed)
-        stage.forward(0, x, split=True)
-        found.append(stage.backward_input(0, gradient))
-        stage.backward_weight(0)
-    kept, again = found
-    assert kept is not None
-    assert again is not None
-    assert torch.equal(kept, again)

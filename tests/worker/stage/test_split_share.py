@@ -43,21 +43,15 @@ def train(model: type[Remembering], fused: float, steps: int = 3) -> Trained:
     )
 
 
-def test_a_run_reports_once_a_stage_with_little_w(capsys: pytest.CaptureFixture[str]) -> None:
-    found = train(Unsplit, fused=0.0)
-    (event,) = [event for report in found.reports for event in report.events]
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_run_reports_once_a_stage_with_little_w(steps: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before its first step."""
+    (event,) = [event for report in train(Unsplit, 0.0, steps).reports for event in report.events]
     assert (event["kind"], event["step"], event["stage"], event["share"]) == ("little_to_split", 0, 3, 0.0)
     assert event["modules"][0] == "layer7.1 (TELinear)"
     assert "layer6.plain (TELinear)" in event["modules"]
     said = capsys.readouterr().err
     assert said.count("stage 3: W computes 0% of the weight gradients; I computes those of layer7.1") == 1
-
-
-def test_a_run_reports_little_w_before_its_first_step(capsys: pytest.CaptureFixture[str]) -> None:
-    found = train(Unsplit, fused=0.0, steps=0)
-    (event,) = [event for report in found.reports for event in report.events]
-    assert (event["kind"], event["stage"], event["share"]) == ("little_to_split", 3, 0.0)
-    assert "stage 3: W computes 0%" in capsys.readouterr().err
 
 
 class HookedLater(Remembering):
@@ -101,15 +95,6 @@ def test_the_share_counts_elements_and_the_largest_module_comes_first() -> None:
     assert SplitShare.of(nn.GELU(), set()) is None
 
 
-def test_a_hook_counts_as_unsplit() -> None:
-    module = nn.Sequential(nn.Linear(4, 4))
-    module.get_parameter("0.weight").register_hook(lambda gradient: gradient)  # type: ignore[no-untyped-call]
-    found = share_of(module, torch.randn(2, 4))
-    assert found is not None
-    assert found.is_small
-    assert str(found) == "W computes 0% of the weight gradients; I computes those of 0 (Linear)"
-
-
 def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:
     second = Spread(1.0, 1.0)
     little = SplitShare(0.25, tuple(f"{at} (TELinear)" for at in range(5)))
@@ -131,25 +116,21 @@ def test_a_profile_reports_stages_with_a_small_share_of_w() -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "weight", "expected"),
+    ("split", "times", "expected"),
     [
-        (SplitShare(1.0, ()), 1.0, (2.0, 1.0)),
-        (SplitShare(0.3, ("norm (LayerNorm)",)), 1.0, (2.0, 1.0)),
-        (SplitShare(1.0, ()), 0.09, (2.5, 0.0)),  # less than 5 % of the backward
-        (SplitShare(0.0, ("0 (TELinear)",)), 1.0, (2.5, 0.0)),
-        (None, 1.0, (2.5, 0.0)),  # no trainable parameters
+        (SplitShare(1.0, ()), (2.0, 1.0, 2.5), (2.0, 1.0)),
+        (SplitShare(0.3, ("norm (LayerNorm)",)), (2.0, 1.0, 2.5), (2.0, 1.0)),
+        (SplitShare(1.0, ()), (2.0, 0.09, 2.5), (2.5, 0.0)),  # less than 5 % of the backward
+        (SplitShare(0.0, ("0 (TELinear)",)), (2.0, 1.0, 2.5), (2.5, 0.0)),
+        (None, (2.0, 1.0, 2.5), (2.5, 0.0)),  # no trainable parameters
+        (SplitShare(1.0, ()), (30.0, 0.5, 30.0), (30.0, 0.5)),  # disturbed measurements of I and B
     ],
 )
 def test_a_stage_with_little_w_has_only_b_in_the_problem(
-    split: SplitShare | None, weight: float, expected: tuple[float, float]
+    split: SplitShare | None, times: tuple[float, float, float], expected: tuple[float, float]
 ) -> None:
-    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, 2.0, weight, 2.5))
+    """``times`` are those of I, W and B."""
+    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, *times))
     costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=split).costs
     assert (costs["backward_input"], costs["backward_weight"]) == expected
-    assert (costs["forward"], costs["backward"]) == (1.0, 2.5)
-
-
-def test_a_disturbed_measurement_of_the_backward_does_not_hide_its_w() -> None:
-    forward, inputs, weights, fused = (Spread(us * 1e-6, us * 1e-6) for us in (1.0, 30.0, 0.5, 30.0))
-    costs, _ = StageProfile(0, forward, inputs, weights, fused, 4, 2, split=SplitShare(1.0, ())).costs
-    assert costs["backward_weight"] == 0.5
+    assert (costs["forward"], costs["backward"]) == (1.0, times[2])

@@ -76,6 +76,7 @@ UNSAFE_CALLS = {
     "recv_object_list",
 }
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+WORDS = {*UNSAFE_CALLS, *UNSAFE_MODULES, "torch.load"}
 
 
 def unsafe(tree: ast.AST) -> list[str]:
@@ -105,11 +106,12 @@ OWN_CHILDREN = {"service/zbv_service/compute/child.py"}
 
 @pytest.mark.parametrize("package", ["worker", "service"])
 def test_no_module_unpickles(package: str) -> None:
-    found = {
-        str(path.relative_to(ROOT)): names
-        for path in sorted((ROOT / package).rglob("*.py"))
-        if (names := unsafe(ast.parse(path.read_text(encoding="utf-8"))))
-    }
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        # To parse all modules takes seconds, and few have such a word.
+        if any(word in text for word in WORDS) and (names := unsafe(ast.parse(text))):
+            found[str(path.relative_to(ROOT))] = names
     assert found.keys() <= OWN_CHILDREN
 
 

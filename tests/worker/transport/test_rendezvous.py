@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # missing in torch's stubs
 from torch.distributed.distributed_c10d import Store
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host.local_ranks import free_port
@@ -41,12 +44,15 @@ def in_threads(*calls: object) -> list[BaseException | None]:
     return raised
 
 
-def test_all_ranks_meet() -> None:
-    assert in_threads(*(lambda r=r: meet(r, 3, PATIENT) for r in range(3))) == [None] * 3
+def test_ranks_that_do_not_start_are_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up as soon as the two others have arrived."""
+    store = HashStore()
 
+    def now() -> float:
+        return 100.0 if store.check(["meeting/here/0", "meeting/here/2"]) else 0.0
 
-def test_ranks_that_do_not_start_are_named_on_every_rank() -> None:
-    raised = in_threads(lambda: meet(0, 4, 0.3), lambda: meet(2, 4, 0.3))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    raised = in_threads(lambda: meet(0, 4, 0.3, store), lambda: meet(2, 4, 0.3, store))
     for error in raised:
         assert isinstance(error, TimeoutError | ConnectionError), error
         assert "ranks 1, 3 of 4 did not start within 0.3 s" in str(error)
@@ -77,7 +83,7 @@ def test_a_message_names_at_most_16_ranks() -> None:
     assert named(range(20)).endswith("14, 15 and 4 more")
 
 
-def test_ranks_count_the_ranks_on_their_host() -> None:
+def test_all_ranks_meet_and_count_the_ranks_on_their_host() -> None:
     stores: list[Store] = []
     assert in_threads(*(lambda r=r: stores.append(meet(r, 3, PATIENT)) for r in range(3))) == [None] * 3
     assert [ranks_on_this_host(store) for store in stores] == [3] * 3

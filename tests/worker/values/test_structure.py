@@ -50,7 +50,6 @@ def test_a_value_is_built_from_its_tensors(value: Any) -> None:
     structure = Structure.of(value)
     built = structure.build(structure.tensors(value))
     assert Structure.of(built) == structure
-    assert Structure.of(built) == structure
     assert [id(tensor) for tensor in tensors_of(built)] == [id(tensor) for tensor in tensors_of(value)]
     assert bytes_of(value) == sum(spec.nbytes for spec in structure.specs)
 

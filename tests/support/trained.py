@@ -23,6 +23,7 @@ from support.selfcheck import HardModel
 from support.thread_transport import ThreadHub
 
 CPU = torch.device("cpu")
+SPEC = ModelSpec("tests:model")
 
 
 class Remembering(HardModel):
@@ -67,15 +68,16 @@ def train_in_threads(
     options: TrainingOptions,
     steps: int,
     model: Callable[..., Any] = Remembering,
+    spec: ModelSpec = SPEC,
     **arguments: Any,
 ) -> Trained:
-    """Train a plan, every rank of every replica a thread."""
+    """Train a plan, every rank of every replica a thread; ``spec`` only names the model."""
     hub = ThreadHub(problem.pp_degree, options.replicas)
     plan_id = identity(problem_json(problem), orders.all_text())
     models = [model(**arguments) for _ in range(hub.layout.world_size)]
     reports: dict[int, RankReport] = {}
     failures: list[BaseException] = []
-    run_options = RunOptions((), ModelSpec("tests:model"), steps, timeout=30.0, training=options)
+    run_options = RunOptions((), spec, steps, timeout=30.0, training=options)
 
     def rank_main(rank: int) -> None:
         transport = hub.transport(rank)

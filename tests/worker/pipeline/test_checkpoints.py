@@ -10,17 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import zbv_worker as zbv
-from support.plans import unit_problem
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return search(unit_problem(1, 2), SearchOptions(effort="quick"))
 
 
 def layers(depth: int = 3) -> list[Callable[[], nn.Module]]:

@@ -10,11 +10,10 @@ import pytest
 import torch
 import zbv_worker as zbv
 from support.cut_models import cut_problem
+from support.plans import searched
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 
 WIDTH, ROWS, MICROBATCHES = 4, 8, 4
 NAMES = ["0", "1", "2", "3"]
@@ -26,7 +25,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     sizes = (4,) if kind == "single" else (2, 2)
     recompute = [request.param == "recomputed"] * len(sizes)
     problem = cut_problem(NAMES, sizes, recompute, MICROBATCHES, kind)
-    return search(problem, SearchOptions(effort="quick"))
+    return searched(problem)
 
 
 def model() -> nn.Sequential:

@@ -8,15 +8,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.plans import unit_problem, write_plan
+from support.plans import searched, unit_problem, write_plan
 from support.selfcheck import random_orders
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
@@ -48,12 +46,12 @@ def planned(p: int) -> Plan:
             "backward_weight": {"tokens": -1},
         },
     }
-    return search(parse_problem(document), SearchOptions(effort="quick"))
+    return searched(parse_problem(document))
 
 
 def plans(p: int) -> Iterator[tuple[str, Problem, Orders]]:
     problem = unit_problem(p, MICROBATCHES)
-    found = search(problem, SearchOptions(effort="quick"))
+    found = searched(problem)
     yield "V", found.problem, found.orders
     for name in BASELINES:
         yield (name, *baseline(name, problem))

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plans import unit_problem
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
+from support.plans import searched, unit_problem
 from zbv_worker.checkpoints.checkpoint import newest_checkpoint
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
@@ -37,7 +35,7 @@ Found = list[dict[str, Any]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process per rank runs all programs, one after the other."""
     made = tmp_path_factory.mktemp("pipeline")
-    search(unit_problem(2, 4), SearchOptions(effort="quick")).save(made / "plan.json")
+    searched(unit_problem(2, 4)).save(made / "plan.json")
     command = python_command("support.pipeline_rank", str(made), *PROGRAMS)
     with LocalRanks([command] * 2, made) as ranks:
         ranks.wait(120)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from support.gradients import relative_error
-from support.selfcheck import random_orders
+from support.plans import random_plan
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor
-from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.errors import NotFinite, WorkerError
 from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.run.options import TrainingOptions
@@ -53,13 +49,6 @@ class Steep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return torch.full_like(gradients[0], math.inf)
-
-
-def random_plan() -> tuple[Problem, Orders]:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, 3, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-    return problem, random_orders(problem, Random(0))
 
 
 def train(

@@ -14,6 +14,7 @@ from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.model.protocol import Scheduled
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.run.run import train
@@ -115,6 +116,7 @@ def train_alone(
     built = model(**arguments)
     module = built.build_stage(0, 1, CPU).train()
     optimizer = built.optimizer(p for p in module.parameters() if p.requires_grad)
+    schedule = built.schedule(optimizer) if isinstance(built, Scheduled) else None
     losses, norms = [], []
     for step in range(steps):
         total = 0.0
@@ -127,6 +129,8 @@ def train_alone(
         norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
         losses.append(total)
     return built.parameters, losses, norms
 

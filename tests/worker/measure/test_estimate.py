@@ -15,7 +15,6 @@ import torch
 from support.selfcheck import HardModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_worker.commands.cli import main
@@ -47,18 +46,6 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.contract(nn.functional.gelu(self.expand(x)))
         return output
-
-
-class Checkpointed(nn.Module):
-    """A block whose MLP is checkpointed by PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner: Tensor = checkpoint(self.mlp, self.norm(x), use_reentrant=False)
-        return x + inner
 
 
 class Pieces:
@@ -118,9 +105,6 @@ def measured(model: Any, n_stages: int, precision: Precision = "float32") -> lis
 
 MODELS: dict[str, tuple[Any, int]] = {
     "gpt": (gpt(layers=2, width=48, heads=3, length=24, sequences=2, characters=20_000, dropout=0.1), 2),
-    "block": (Pieces(*[lambda: Block(WIDTH, 4)] * 3), 3),
-    "mlp": (Pieces(*[Mlp] * 3), 3),
-    "checkpointing": (Pieces(*[Checkpointed] * 3), 3),
     "hard": (Hard(), 4),
 }
 

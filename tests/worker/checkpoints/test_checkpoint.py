@@ -14,7 +14,7 @@ from support.checkpointed import STEPS, Alone, Runs, newest_step, saving, write_
 from support.plans import random_plan, unit_problem, write_plan
 from support.trained import SPEC, train_in_threads
 from zbv_solver.construct.baselines import baseline
-from zbv_worker.checkpoints.checkpoint import CheckpointOptions, newest_checkpoint
+from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.checkpoints.checksums import CHECKSUMS, checksum_of
 from zbv_worker.errors import InvalidRun
 from zbv_worker.gradients.loss_scale import LossScale
@@ -114,21 +114,6 @@ def test_a_run_without_an_undamaged_checkpoint_ends(tmp_path: Path) -> None:
         flip(folder / "rank-00000.safetensors")
     with pytest.raises(InvalidRun, match=r"every checkpoint is damaged.*rank-00000\.safetensors"):
         Alone.of(tmp_path, seed=2).checkpoints.load_newest()
-
-
-def test_data_whose_state_is_an_object_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    alone = Alone.of(tmp_path, seed=1)
-    alone.checkpoints._state._data = BadData()
-    with pytest.raises(InvalidRun, match=r"data\.0\.iterator is a list_iterator, which a checkpoint cannot"):
-        alone.checkpoints.save(1)
-    assert newest_checkpoint(tmp_path) is None
-
-
-class BadData:
-    def data_state(self) -> dict[str, Any]:
-        return {"iterator": iter([1])}
-
-    def load_data_state(self, state: dict[str, Any]) -> None: ...
 
 
 @pytest.mark.parametrize(

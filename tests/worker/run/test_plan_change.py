@@ -16,6 +16,7 @@ import torch
 import zbv_worker.run.plan_change
 from support.gradients import relative_error
 from support.plans import random_plan, unit_problem, write_plan
+from support.processes import wait_until
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import CPU, Remembering, Trained, train_alone, train_in_threads
@@ -28,7 +29,7 @@ from zbv_worker.run.loop import Loop
 from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.run.plan_change import NextPlan, PlanFile, Swaps
 
-STEPS = 40
+STEPS = 9
 
 
 def plan_file(path: Path, problem: Problem, orders: Orders) -> str:
@@ -37,9 +38,17 @@ def plan_file(path: Path, problem: Problem, orders: Orders) -> str:
     return plan_id
 
 
-@pytest.fixture(autouse=True)
-def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 0.01)
+@pytest.fixture
+def looking_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for a plan whenever one is taken, so that it does not depend on how long steps take."""
+    take = PlanFile.take
+
+    def look_and_take(self: PlanFile) -> NextPlan | None:
+        self.look()
+        return take(self)
+
+    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 600.0)
+    monkeypatch.setattr(PlanFile, "take", look_and_take)
 
 
 class Arriving(Remembering):
@@ -75,6 +84,7 @@ def train_with(path: Path, text: str, replicas: int = 1, model: type[Arriving] =
     return train_in_threads(*random_plan(), options, STEPS, model=model)
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_all_ranks_change_plan_at_the_same_step_without_changing_the_training(
     replicas: int, tmp_path: Path
@@ -110,6 +120,7 @@ def test_a_plan_that_recomputes_other_stages_trains_alike(is_changed: bool) -> N
     assert [line.loss for line in loop.report.lines] == pytest.approx(train_alone(2, 2)[1], rel=1e-5)
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 def test_the_warnings_about_a_plan_are_repeated_for_the_next_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +137,7 @@ def test_the_warnings_about_a_plan_are_repeated_for_the_next_one(
     assert said.count("stage 3: W computes") == len(steps)
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 def test_an_incompatible_plan_is_refused_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +182,7 @@ def test_where_hosts_run_ahead_of_their_gpus_a_plan_is_announced_one_step_earlie
     ]
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
     same = write_plan(tmp_path / "same.json", *random_plan())
     found = train_with(tmp_path / "next.json", same.read_text())
@@ -198,6 +211,16 @@ class Versions:
     def stat(self) -> os.stat_result:
         self._version += 1
         return os.stat_result((0, self._version, *([0] * 8)))
+
+
+def test_a_thread_looks_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 0.01)
+    watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, *random_plan(), 0))
+    plan_id = plan_file(tmp_path / "next.json", *random_plan(seed=1))
+    found: list[NextPlan | None] = []
+    wait_until(lambda: found.append(watched.take()) or found[-1], "the plan is found")
+    watched.close()
+    assert [each.plan_id for each in found if each is not None] == [plan_id]
 
 
 def test_no_plan_is_lost_between_two_threads() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import MagicMock, Mock
@@ -13,6 +12,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from support.plans import random_plan, unit_problem, write_plan
+from support.processes import wait_until
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_worker.commands.cli import main
@@ -45,10 +45,8 @@ def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
 
 
 def until_said(started: LocalRanks, text: str) -> None:
-    """Wait until rank 0's log contains a text, or for two minutes."""
-    deadline = time.monotonic() + 120
-    while text not in started.log(0) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    """Wait until rank 0's log contains a text."""
+    wait_until(lambda: text in started.log(0), text)
 
 
 @pytest.fixture(scope="module")

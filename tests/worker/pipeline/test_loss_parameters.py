@@ -12,38 +12,19 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
-from support.cut_models import cut_problem
 from support.plans import searched, unit_problem
+from support.small_pipeline import NAMES, WIDTH, batch, model, planned
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
 
-WIDTH, ROWS = 4, 8
-NAMES = ["0", "1", "2", "3"]
 Loss = Callable[[Any, Any], Any]
 Gradients = dict[str, Tensor | None]
 
 
-def planned(kind: str, *, recompute: bool = False, microbatches: int = 4) -> Plan:
-    sizes = (1, 3) if kind == "v" else (4,)
-    problem = cut_problem(NAMES, sizes, [recompute] * len(sizes), microbatches, kind)
-    return searched(problem)
-
-
 @pytest.fixture(scope="module", params=["v", "single", "recomputed"])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    is_recomputed = request.param == "recomputed"
-    return planned("v" if is_recomputed else request.param, recompute=is_recomputed)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in NAMES))
-
-
-def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    return planned(request.param)
 
 
 class Margin(nn.Module):

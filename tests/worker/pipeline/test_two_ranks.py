@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.plans import searched, unit_problem
-from zbv_worker.host.local_ranks import LocalRanks, python_command
+from support.rank_files import found_by
 
 PROGRAMS = (
     "accumulates",
@@ -27,19 +27,15 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process per rank runs all programs, one after the other."""
     made = tmp_path_factory.mktemp("pipeline")
     searched(unit_problem(2, 4)).save(made / "plan.json")
-    command = python_command("support.pipeline_rank", str(made), *PROGRAMS)
-    with LocalRanks([command] * 2, made) as ranks:
-        ranks.wait(120)
     return made
 
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, Found]:
-    """What the ranks saw, by program."""
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    """What the ranks saw, by program; one process per rank runs all, one after the other."""
+    ranks = found_by("pipeline_rank", 2, folder, *PROGRAMS)
     return {program: [rank[program] for rank in ranks] for program in PROGRAMS}
 
 

@@ -294,7 +294,8 @@ def lacks_keyword(folder: Path) -> Found:
     """Only one rank is given a keyword that layers of both take."""
     layers = [Scaled() for _ in range(5)]
     with pipeline(folder, layers=layers) as pipe:
-        return Found(said=error_of(partial(pipe.step, *batch(), **({} if dist_rank() else {"scale": 2.0}))))
+        more: Found = {} if dist_rank() else {"scale": 2.0}
+        return Found(said=error_of(partial(pipe.step, *batch(), **more)))
 
 
 class Scaled(nn.Linear):

@@ -69,7 +69,7 @@ def train_in_threads(
     options: TrainingOptions,
     steps: int,
     model: Callable[..., Any] = Remembering,
-    spec: ModelSpec = SPEC,
+    spec: Any = SPEC,
     **arguments: Any,
 ) -> Trained:
     """Train a plan, every rank of every replica a thread; ``spec`` only names the model."""

@@ -217,10 +217,11 @@ def test_a_thread_looks_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 0.01)
     watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, *random_plan(), 0))
     plan_id = plan_file(tmp_path / "next.json", *random_plan(seed=1))
-    found: list[NextPlan | None] = []
-    wait_until(lambda: found.append(watched.take()) or found[-1], "the plan is found")
+    wait_until(lambda: watched._found is not None, "the plan is found")
     watched.close()
-    assert [each.plan_id for each in found if each is not None] == [plan_id]
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == plan_id
 
 
 def test_no_plan_is_lost_between_two_threads() -> None:

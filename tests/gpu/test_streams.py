@@ -46,7 +46,9 @@ def events_pass_in_order(here: Bench) -> None:
     )
     measured = begin.elapsed_time(end)
     assert abs(measured / DELAY - 1) <= 0.2, f"a kernel of {DELAY:g} ms took {measured:.1f} ms. {REPORT}"
-    assert cuda.Event(enable_timing=True).query(), f"query() of an unrecorded event is False. {REPORT}"
+    unrecorded = cuda.Event(enable_timing=True)
+    assert unrecorded.query(), f"query() of an unrecorded event is False. {REPORT}"
+    assert refuses(begin.elapsed_time, unrecorded), f"elapsed_time of an unrecorded event. {REPORT}"
     untimed = cuda.Event(enable_timing=False)
     untimed.record(first)
     untimed.synchronize()

@@ -12,19 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from zbv_service.client import Client, Run
 from zbv_solver.plans.plan import Plan, plan_json
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.search.assemble import make_plan
 
 from examples.demo.local_service import LocalService
 from support.forked_ranks import ForkedProcess, fork_module
 from support.paths import TESTS
-from support.selfcheck import random_orders
+from support.plans import random_plan
 
 DEADLINE = 240.0
 """Generous: no test is about speed."""
@@ -38,10 +35,7 @@ AGENT_TIMEOUT = 5.0
 
 def a_plan() -> Plan:
     """A valid V plan of two ranks in random order."""
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, 4, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-    return make_plan(problem, random_orders(problem, Random(3)), method="random")
+    return make_plan(*random_plan(2, 4, seed=3), method="random")
 
 
 @dataclass

@@ -6,15 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 from torch import nn
-from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
-from zbv_solver.problem.writing import problem_json
 from zbv_worker.checkpoints.checkpoint import CheckpointOptions, Checkpoints, newest_checkpoint
 from zbv_worker.checkpoints.checkpoint_state import TrainedState
 from zbv_worker.checkpoints.fence import checkpoints
@@ -25,7 +20,7 @@ from zbv_worker.run.update import Update
 from zbv_worker.stage.program import Precision
 
 from support.agents import DEADLINE
-from support.selfcheck import random_orders
+from support.plans import random_plan, write_plan
 from support.thread_transport import ThreadHub
 
 CPU = torch.device("cpu")
@@ -33,21 +28,9 @@ MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "ch
 STEPS = 9
 
 
-def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    path.write_text(json.dumps({"problem": problem_json(problem), "ranks": orders.all_text()}))
-    return path
-
-
-def v_problem(p: int = 2, microbatches: int = 4) -> Problem:
-    placement = Placement.of("v", p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
 def write_v(path: Path, p: int, microbatches: int) -> Path:
     """Write a V plan in random order."""
-    problem = v_problem(p, microbatches)
-    return write_plan(path, problem, random_orders(problem, Random(3)))
+    return write_plan(path, *random_plan(p, microbatches, seed=3))
 
 
 class Runs:

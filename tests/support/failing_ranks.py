@@ -13,6 +13,7 @@ from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.transport.world import Backend
 
 from support.plans import unit_problem, write_plan
+from support.processes import wait_until
 from support.selfcheck import random_orders
 
 TIMEOUT = 6.0
@@ -39,10 +40,7 @@ def ended(ranks: LocalRanks, others: Iterable[int], since: float) -> float:
 
 def until_step(ranks: LocalRanks, step: int) -> None:
     """Wait until a rank has reported a step."""
-    deadline = time.monotonic() + 120
-    while f"step {step}:" not in all_logs(ranks):
-        assert time.monotonic() < deadline, all_logs(ranks)
-        time.sleep(0.02)
+    wait_until(lambda: f"step {step}:" in all_logs(ranks), f"step {step}")
 
 
 def all_logs(ranks: LocalRanks) -> str:

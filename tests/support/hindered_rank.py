@@ -1,12 +1,7 @@
-"""``zbv-worker run`` as a rank that cannot write a checkpoint.
-
-With ``ZBV_TEST_STUCK`` in the environment, rank 0's thread never ends writing the checkpoint of that step.
-With ``ZBV_TEST_FULL``, the disk is full for rank 1 at that step, or at these steps.
-"""
+"""``zbv-worker run`` whose rank 0 never ends writing the checkpoint of the step ``ZBV_TEST_STUCK``."""
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -19,13 +14,9 @@ _write = RankFiles.write
 
 
 def write(self: RankFiles, folder: Path) -> int:
-    step = str(int(folder.name[5:13]))
-    if self.rank == 0 and step == os.environ.get("ZBV_TEST_STUCK"):
+    if self.rank == 0 and folder.name.startswith(f"step-{int(os.environ['ZBV_TEST_STUCK']):08d}"):
         (folder / "rank-00000.safetensors").write_bytes(b"half")
         threading.Event().wait()
-    if self.rank == 1 and step in os.environ.get("ZBV_TEST_FULL", "").split(","):
-        (folder / "rank-00001.safetensors").write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return _write(self, folder)
 
 

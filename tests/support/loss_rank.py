@@ -20,18 +20,15 @@ import zbv_worker as zbv
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as nnf
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 
-from support.plans import unit_problem
+from support.plans import searched, unit_problem
+from support.small_pipeline import ROWS, WIDTH, flat_gradients, model
+from support.small_pipeline import batch as small_batch
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-WIDTH, ROWS, MICROBATCHES = 4, 8, 4
+MICROBATCHES = 4
 Found = dict[str, Any]
-PLANS = {
-    kind: search(unit_problem(2, MICROBATCHES, kind), SearchOptions(effort="quick"))
-    for kind in ("v", "single")
-}
+PLANS = {kind: searched(unit_problem(2, MICROBATCHES, kind)) for kind in ("v", "single")}
 
 
 class Scaled(nn.Module):
@@ -48,20 +45,13 @@ class Scaled(nn.Module):
         return (self.scale * output - target).square().sum(1)[rows].sum(), rows.sum()
 
 
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
-
 def outer() -> nn.Linear:
     torch.manual_seed(7)
     return nn.Linear(WIDTH, WIDTH)
 
 
 def whole_batch(seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    rows = ROWS * WORLD // 2
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+    return small_batch(seed, ROWS * WORLD // 2)
 
 
 def batch(mesh: DeviceMesh | None, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -104,11 +94,7 @@ def loss_parameters(kind: str, mesh: DeviceMesh | None, *, is_tied: bool) -> Fou
         with torch.inference_mode():
             pipe.evaluate(*batch(mesh))
         parameters = [*pipe.parameters()]
-        flat = torch.zeros(sum(p.numel() for p in parameters))
-        for parameter, part in zip(
-            parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True
-        ):
-            parameter.grad = part.view_as(parameter)
+        flat = flat_gradients(parameters)
         tensors = [parameter.grad for parameter in parameters]
         for seed in (1, 2):
             inputs, targets = whole_batch(seed)

@@ -114,6 +114,29 @@ def step(pipe: zbv.Pipeline, batch: PackedBatch, mode: str, call: str) -> Any:
     return run(tokens, targets, cu_seqlens=batch.cu_seqlens, sequences=batch.sequences)
 
 
+def trained_alone(reference: nn.Sequential, batch: PackedBatch) -> Tensor:
+    """The mean loss of one process, which also has the gradients."""
+    output = batch.tokens
+    for layer in reference:
+        output = layer(output, **({"cu_seqlens": batch.cu_seqlens} if isinstance(layer, Block) else {}))
+    mean = loss_sum(output, batch.targets)[0] / len(batch.targets)
+    torch.autograd.backward(mean)
+    return mean.detach()
+
+
+def gradients_apart(pipe: zbv.Pipeline, reference: nn.Sequential) -> float:
+    """The largest difference of a gradient, relative to the largest element of all."""
+    named = dict(reference.named_parameters())
+    scale = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
+    differences = [0.0]
+    for name, parameter in pipe.named_parameters():
+        own, right = parameter.grad, named[name].grad
+        assert own is not None
+        assert right is not None
+        differences.append(float((own - right).abs().max()) / scale)
+    return max(differences)
+
+
 def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Steps and an evaluation; the largest differences of losses and gradients from one process."""
     reference, mode = model(), case["mode"]
@@ -130,23 +153,12 @@ def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
                 batch = PackedBatch.of_lengths(case["lengths"], case["sequences"], seed)
             for parameter in [*reference.parameters(), *pipe.parameters()]:
                 parameter.grad = None
-            output = batch.tokens
-            for layer in reference:
-                more = {"cu_seqlens": batch.cu_seqlens} if isinstance(layer, Block) else {}
-                output = layer(output, **more)
-            expected = loss_sum(output, batch.targets)[0] / len(batch.targets)
-            torch.autograd.backward(expected)
+            expected = trained_alone(reference, batch)
             evaluated = step(pipe, batch, mode, "evaluate")
             loss = step(pipe, batch, mode, "step")
             if loss is not None:
                 losses += [float(abs(each - expected) / expected) for each in (loss, evaluated)]
-            named = dict(reference.named_parameters())
-            scale = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
-            for name, parameter in pipe.named_parameters():
-                own, right = parameter.grad, named[name].grad
-                assert own is not None
-                assert right is not None
-                gradients.append(float((own - right).abs().max()) / scale)
+            gradients.append(gradients_apart(pipe, reference))
         boundaries = {str(at): str(each) for at, each in pipe.boundaries.items()}
     return {"gradients": max(gradients), "losses": losses, "boundaries": boundaries}
 

@@ -19,7 +19,7 @@ import zbv_solver
 import zbv_worker as zbv
 from torch.utils.data import DataLoader, Dataset
 
-from support.packed_rank import Block, PackedBatch, loss_sum, model, shape_of
+from support.packed_rank import PackedBatch, gradients_apart, loss_sum, model, shape_of, trained_alone
 
 MICROBATCHES, TIMEOUT = 4, 30.0
 UNPLANNED = 3
@@ -40,24 +40,12 @@ def problem(p: int) -> dict[str, Any]:
 def difference(pipe: zbv.Pipeline, batch: PackedBatch, given: dict[str, Any]) -> dict[str, float]:
     """A step; how far its loss and gradients are from those of one process, relatively."""
     reference = model()
-    output = batch.tokens
-    for layer in reference:
-        more = {"cu_seqlens": batch.cu_seqlens} if isinstance(layer, Block) else {}
-        output = layer(output, **more)
-    expected = loss_sum(output, batch.targets)[0] / len(batch.targets)
-    torch.autograd.backward(expected)
+    expected = trained_alone(reference, batch)
     for parameter in pipe.parameters():
         parameter.grad = None
     loss = pipe.step(**given)
-    named = dict(reference.named_parameters())
-    scale = max(float(p.grad.abs().max()) for p in named.values() if p.grad is not None)
-    found = {"loss": 0.0 if loss is None else float(abs(loss - expected) / expected), "gradients": 0.0}
-    for name, parameter in pipe.named_parameters():
-        own, right = parameter.grad, named[name].grad
-        assert own is not None
-        assert right is not None
-        found["gradients"] = max(found["gradients"], float((own - right).abs().max()) / scale)
-    return found
+    apart = 0.0 if loss is None else float(abs(loss - expected) / expected)
+    return {"loss": apart, "gradients": gradients_apart(pipe, reference)}
 
 
 class Steps(Dataset[tuple[PackedBatch, "zbv_solver.Plan | None"]]):  # type: ignore[misc]  # untyped

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import zbv_worker as zbv
 from torch import Tensor, nn
 from torch.nn import functional as nnf
@@ -42,11 +41,6 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (output - target).square().mean(1)[rows].sum(), rows.sum()
 
 
-def weighted_whole(output: Tensor, target: Tensor) -> Tensor:
-    total, weight = weighted(output, target)
-    return total / weight
-
-
 def pipeline(folder: Path, **more: Any) -> zbv.Pipeline:
     given = {"plan": folder / "plan.json", "loss": nnf.mse_loss, "timeout": TIMEOUT, **more}
     layers = given.pop("layers", None) or model()
@@ -63,19 +57,30 @@ def apart(pipe: zbv.Pipeline, reference: nn.Module) -> float:
     return float(torch.stack(differences).max())
 
 
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def accumulates(folder: Path) -> Found:
-    """Three steps: the first two add up, and the third begins again."""
+    """Three steps with batches of two sizes, and evaluations of a half; the third step begins again."""
     reference, found = model(), Found(apart=[], loss=[])
     with pipeline(folder) as pipe:
         optimizer = torch.optim.SGD(pipe.named_parameters(), lr=0.1)
-        for seed in (1, 2, 3):
-            inputs, targets = batch(seed)
+        for seed, rows in ((1, ROWS), (2, 2 * ROWS), (3, ROWS)):
+            inputs, targets = (torch.cat([each, each])[:rows] for each in batch(seed))
+            half = inputs[: rows // 2], targets[: rows // 2]
             expected = nnf.mse_loss(reference(inputs), targets)
             torch.autograd.backward(expected)
             loss, outputs = pipe.step(inputs, targets, outputs=True)
+            evaluated = pipe.evaluate(*half)
             found["apart"].append(apart(pipe, reference))
             if loss is not None:
-                found["loss"].append(abs(float(loss - expected.detach())))
+                right = nnf.mse_loss(reference(half[0]), half[1])
+                found["loss"] += [abs(float(loss - expected.detach())), abs(float(evaluated - right))]
                 found["outputs"] = float((torch.cat(outputs) - reference(inputs)).abs().max())
             else:
                 assert outputs is None
@@ -83,24 +88,6 @@ def accumulates(folder: Path) -> Found:
                 optimizer.zero_grad()
                 reference.zero_grad()
         found["names"] = [name for name, _ in pipe.named_parameters()]
-    return found
-
-
-def weighs(folder: Path) -> Found:
-    """The mean over all weights, of two steps that add up, and in an evaluation."""
-    reference, found = model(), Found(loss=[])
-    with pipeline(folder, loss=weighted) as pipe:
-        evaluated = pipe.evaluate(*batch(1))
-        for seed in (1, 2):
-            inputs, targets = batch(seed)
-            expected = weighted_whole(reference(inputs), targets)
-            torch.autograd.backward(expected)
-            loss = pipe.step(inputs, targets)
-            if loss is not None:
-                found["loss"].append(abs(float(loss - expected.detach())))
-                if seed == 1:
-                    found["loss"].append(abs(float(evaluated - expected)))
-        found["apart"] = apart(pipe, reference)
     return found
 
 
@@ -143,47 +130,6 @@ def trains(folder: Path) -> Found:
         traces = pipe.trace(folder / "trace.json")
         found["traced"] = [[str(action) for action in trace.actions] for trace in traces]
     return found
-
-
-def saves(folder: Path) -> Found:
-    """Three steps of six with a checkpoint, then a new pipeline that resumes from it; against six at once."""
-    found = Found()
-    for name, parts in (("undisturbed", (6,)), ("saved", (3, 6))):
-        for part in parts:
-            with pipeline(folder) as pipe:
-                optimizer = torch.optim.AdamW(pipe.named_parameters(), lr=0.1)
-                schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
-                checkpoints = pipe.checkpoints(folder / name, optimizer, schedule)
-                found[f"first of {part}"] = checkpoints.step
-                for step in checkpoints.steps(part, every=3):
-                    pipe.step(*batch(step))
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
-                    torch.rand(1)  # as dropout would
-                found[name] = [*(p.tolist() for p in pipe.parameters()), torch.rand(1).item()]
-                try:
-                    checkpoints.save(2)
-                except zbv.InvalidRun as error:
-                    found["said"] = str(error)
-    return found
-
-
-def parameterless(folder: Path) -> Found:
-    """A rank without parameters: stages 1 and 2 of the V have none."""
-    torch.manual_seed(1)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    with pipeline(folder, layers=layers) as pipe:
-        optimizer = torch.optim.AdamW(pipe.named_parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=6)
-        checkpoints = pipe.checkpoints(folder / "parameterless", optimizer, schedule)
-        for step in checkpoints.steps(2, every=1):
-            pipe.step(*batch(step))
-            pipe.clip_grad_norm_(1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        return Found(names=[name for name, _ in pipe.named_parameters()], state=[*pipe.state_dict()])
 
 
 def _state_apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -291,10 +237,7 @@ def passes_values(folder: Path) -> Found:
         found = Found(apart=apart(pipe, reference), outputs=None if outputs is None else len(outputs))
         found["boundaries"] = {str(at): str(each) for at, each in pipe.boundaries.items()}
         found["auxiliary"] = None if pipe.auxiliary_loss is None else float(pipe.auxiliary_loss)
-        try:
-            pipe.step(inputs, targets, mask=inputs)
-        except zbv.InvalidRun as error:
-            found["said"] = str(error)
+        found["said"] = error_of(lambda: pipe.step(inputs, targets, mask=inputs))
     return found
 
 
@@ -347,54 +290,12 @@ def shares_data(folder: Path) -> Found:
     return found
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except zbv.WorkerError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def changes_shapes(folder: Path) -> Found:
-    """Batches of several sizes, and evaluations of others; then ranks that disagree."""
-    reference, found = model(), Found(apart=[], loss=[], said=[])
-    with pipeline(folder) as pipe:
-        for rows in (8, 16, 8, 16, 8):
-            inputs, targets = (torch.cat([each, each])[:rows] for each in batch(rows))
-            expected = nnf.mse_loss(reference(inputs), targets)
-            torch.autograd.backward(expected)
-            losses = pipe.step(inputs, targets), pipe.evaluate(inputs[: rows // 2], targets[: rows // 2])
-            found["apart"].append(apart(pipe, reference))
-            if losses[0] is not None:
-                half = nnf.mse_loss(reference(inputs[: rows // 2]), targets[: rows // 2])
-                found["loss"] += [abs(float(losses[0] - expected)), abs(float(losses[1] - half))]
-    for more in ({"data_rank": 0}, {}):  # without a data rank, a rank without data would not see it
-        pipe = pipeline(folder, **more)
-        for rows in (8, 8, 4):
-            given = () if dist_rank() else tuple(each[:rows] for each in batch())
-            found["said"].append(said_by(pipe, *given))
-        pipe.close()
-    pipe = pipeline(folder)
-    for rows in (8, 4):
-        x, y = (each[:rows] for each in batch())
-        found["said"].append(said_by(pipe, x, y.double() if dist_rank() and rows == 4 else y))
-    return found
-
-
 def lacks_keyword(folder: Path) -> Found:
     """Only one rank is given a keyword that layers of both take."""
     layers = [Scaled() for _ in range(5)]
     with pipeline(folder, layers=layers) as pipe:
-        return Found(said=said_by(pipe, *batch(), **({} if dist_rank() else {"scale": 2.0})))
-
-
-def said_by(pipe: zbv.Pipeline, *args: Any, **keywords: Any) -> str:
-    """The error of a step."""
-    try:
-        pipe.step(*args, **keywords)
-    except zbv.WorkerError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        more: Found = {} if dist_rank() else {"scale": 2.0}
+        return Found(said=error_of(partial(pipe.step, *batch(), **more)))
 
 
 class Scaled(nn.Linear):
@@ -405,21 +306,6 @@ class Scaled(nn.Linear):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(x * scale)
-
-
-def own_world(folder: Path) -> Found:
-    """The user's process group stays usable, and the pipeline works inside it."""
-    dist.init_process_group("gloo")
-    inputs, targets = batch()
-    reference = model()
-    torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
-    with pipeline(folder) as pipe:
-        pipe.step(inputs, targets)
-        found = Found(apart=apart(pipe, reference))
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return Found(found, sum=total.item())
 
 
 def factories(folder: Path) -> Found:
@@ -458,18 +344,12 @@ def fails(folder: Path) -> Found:
     """A layer of rank 1 fails; afterwards a new pipeline works."""
     layers = [*model()]
     layers[2] = nn.Sequential(layers[2], Failing())
-    pipe, said = pipeline(folder, layers=layers), []
-    for _ in range(3):
-        try:
-            pipe.step(*batch())
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return Found(said=said)
+    pipe = pipeline(folder, layers=layers)
+    return Found(said=[error_of(lambda: pipe.step(*batch())) for _ in range(3)])
 
 
 def refuses(folder: Path) -> Found:
     """Errors that a rank finds at the start are raised on all ranks."""
-    said = []
     wrong: tuple[Found, ...] = (
         {"layers": [*model()][:2]},
         {"microbatches": 7},
@@ -480,12 +360,7 @@ def refuses(folder: Path) -> Found:
         {"layers": [model()[0]] * 5 if dist_rank() else [*model()]},
         {"plan": None, "microbatches": 4, "example": batch()} if dist_rank() else {},
     )
-    for more in wrong:
-        try:
-            pipeline(folder, **more)
-        except zbv.WorkerError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return Found(said=said)
+    return Found(said=[error_of(partial(pipeline, folder, **more)) for more in wrong])
 
 
 def dist_rank() -> int:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import identity
+from zbv_solver.plans.plan import Plan, identity
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
 from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
+
+from support.selfcheck import random_orders
 
 
 def unit_problem(p: int, microbatches: int, kind: str = "v") -> Problem:
@@ -18,6 +23,17 @@ def unit_problem(p: int, microbatches: int, kind: str = "v") -> Problem:
     placement = Placement.of(cast("PlacementKind", kind), p)
     ones = (1.0,) * placement.n_stages
     return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+
+
+def random_plan(p: int = 2, microbatches: int = 3, seed: int = 0, kind: str = "v") -> tuple[Problem, Orders]:
+    """A problem of equal stages with a random valid order, in which some backwards are fused."""
+    problem = unit_problem(p, microbatches, kind)
+    return problem, random_orders(problem, Random(seed))
+
+
+def searched(problem: Problem) -> Plan:
+    """The plan that a quick search finds."""
+    return search(problem, SearchOptions(effort="quick"))
 
 
 def plan_document(problem: Problem, orders: Orders) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.model.protocol import Scheduled
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.run.run import train
@@ -22,6 +23,7 @@ from support.selfcheck import HardModel
 from support.thread_transport import ThreadHub, ThreadTransport
 
 CPU = torch.device("cpu")
+SPEC = ModelSpec("tests:model")
 
 
 class Remembering(HardModel):
@@ -66,13 +68,14 @@ def train_in_threads(
     options: TrainingOptions,
     steps: int,
     model: Callable[..., Any] = Remembering,
+    spec: Any = SPEC,
     **arguments: Any,
 ) -> Trained:
-    """Train a plan, every rank of every replica a thread."""
+    """Train a plan, every rank of every replica a thread; ``spec`` only names the model."""
     hub = ThreadHub(problem.pp_degree, options.replicas)
     plan_id = identity(problem_json(problem), orders.all_text())
     models = [model(**arguments) for _ in range(hub.layout.world_size)]
-    run_options = RunOptions((), ModelSpec("tests:model"), steps, timeout=30.0, training=options)
+    run_options = RunOptions((), spec, steps, timeout=30.0, training=options)
 
     def report_of(transport: ThreadTransport) -> RankReport:
         plan = RankPlan.of(plan_id, problem, orders, transport.pp_rank)
@@ -100,6 +103,7 @@ def train_alone(
     built = model(**arguments)
     module = built.build_stage(0, 1, CPU).train()
     optimizer = built.optimizer(p for p in module.parameters() if p.requires_grad)
+    schedule = built.schedule(optimizer) if isinstance(built, Scheduled) else None
     losses, norms = [], []
     for step in range(steps):
         total = 0.0
@@ -112,6 +116,8 @@ def train_alone(
         norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
         losses.append(total)
     return built.parameters, losses, norms
 

@@ -1,22 +1,15 @@
-"""A model for runs that a test interrupts: its ranks sleep more than they compute.
-
-Its optimizer needs no import.
-"""
+"""A model for runs that a test interrupts: its ranks sleep more than they compute."""
 
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from zbv_worker.models import gpt as hurried
 from zbv_worker.models.gpt import GPT
 
-from support.momentum import Momentum
-
 PAUSE_SECONDS = 0.1
-LEARNING_RATE = 0.01
 
 
 def gpt(*, pause: float = PAUSE_SECONDS, **arguments: Any) -> GPT:
@@ -29,5 +22,4 @@ def gpt(*, pause: float = PAUSE_SECONDS, **arguments: Any) -> GPT:
         return microbatch(step, index)
 
     model.microbatch = unhurried  # type: ignore[method-assign]  # only of this model
-    model.optimizer = partial(Momentum, lr=LEARNING_RATE)  # type: ignore[method-assign,assignment]  # a small optimizer
     return model

@@ -97,7 +97,7 @@ class Cluster:
         self.layout = Layout.of_world(ranks, replicas)
         self.simulation = Simulation(seed, deadlines_pass=deadlines_pass)
         self.devices = {rank: Device(self.simulation, rank, device or DeviceModes()) for rank in range(ranks)}
-        self.communicators = Communicators(self.simulation, nccl or NcclModes(), self.devices)
+        self.communicators = Communicators(self.simulation, nccl or NcclModes())
         self._control = ControlState(self.simulation, self.layout)
         self._created: dict[int, tuple[int, ...]] = {}
         self.simulation.describe = lambda: [
@@ -130,14 +130,6 @@ class Cluster:
         with patch.object(torch.cuda, "device", lambda device: nullcontext()):
             found = self.simulation.run({rank: on(rank) for rank in self.devices})
         return [found[rank] for rank in self.devices]
-
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        """Do something to the cluster at a time, for example end a rank."""
-        self.simulation.watch(time, action)
-
-    def kill(self, rank: int, why: str = "the process ended") -> None:
-        """End a rank's process."""
-        self.communicators.kill(rank, why)
 
     def check_order(self, turn: int, ranks: tuple[int, ...], device: Device) -> None:
         """Check that all ranks create the same groups in the same order."""

@@ -105,7 +105,6 @@ class Communicator:
     running: dict[int, Operation] = field(default_factory=dict)
     buffers: dict[int, deque[Tensor]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
-    error: str | None = None
 
     def join(self, device: Device, algorithm: str = "") -> None:
         """Block the host until every rank has joined, as ``ncclCommInitRank`` does.
@@ -159,7 +158,7 @@ class Communicator:
         self.match()
 
     def _later(self, operations: list[Operation], transfer: Callable[[], None]) -> None:
-        """Run a transfer after its time. If a rank aborts or dies meanwhile, its peers wait forever."""
+        """Run a transfer after its time. If a rank aborts meanwhile, its peers wait forever."""
         for operation in operations:
             operation.is_matched = True
 
@@ -227,24 +226,16 @@ class FakeWork:
     def __init__(self, operation: Operation, end: Recording):
         self._operation = operation
         self._end = end
-        self._error: str | None = None
 
     def is_completed(self) -> bool:
-        """Whether the stream has passed it, also because of an abort, or an error is known."""
-        communicator, device = self._operation.communicator, self._operation.stream.device
-        if device.rank not in communicator.aborted:
-            self._error = self._error or communicator.error
-        return device.has_passed(self._end) or self._error is not None
+        """Whether the stream has passed it, also because of an abort."""
+        return self._operation.stream.device.has_passed(self._end)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait; the host goes on."""
         if timeout is not None:
             raise ModelError("wait(timeout) blocks the host, counts from issue and aborts; never call it")
-        device = self._operation.stream.device
-        device.current.wait_recording(self._end)
-        if self._error is not None:
-            self._operation.communicator.abort(device.rank)
-            raise torch.distributed.DistBackendError(self._error)
+        self._operation.stream.device.current.wait_recording(self._end)
         return True
 
     def is_success(self) -> bool:
@@ -309,7 +300,7 @@ class FakeGroup:
         return self._issue("reduce_scatter", self._ranks, "device", whole, part)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the timeout of later operations and of :meth:`abort`."""
+        """Change the timeout of :meth:`abort`."""
         self._timeout = timeout
 
     def abort(self) -> None:
@@ -379,18 +370,7 @@ class FakeGroup:
         device.most_unsent = max(device.most_unsent, device.unsent)
         device.issued_communication(operation)
         stream.add(operation)
-        self._watch(operation)
         return FakeWork(operation, stream.record())
-
-    def _watch(self, operation: Operation) -> None:
-        """NCCL's watchdog: it counts from issue and ends the process."""
-        simulation, rank = self._device.simulation, self._device.rank
-
-        def expire() -> None:
-            if not operation.is_finished and rank not in operation.communicator.aborted:
-                self._communicators.kill(rank, f"{operation.label} did not end within its timeout")
-
-        simulation.watch(operation.issued + self._timeout.total_seconds(), expire)
 
 
 def _algorithm(kind: Kind, nbytes: int) -> str:
@@ -414,10 +394,9 @@ def _check_device_tensor(device: Device, tensor: Tensor | None, kind: Kind) -> N
 class Communicators:
     """Every communicator of the cluster, by group and pair."""
 
-    def __init__(self, simulation: Simulation, modes: NcclModes, devices: dict[int, Device]):
+    def __init__(self, simulation: Simulation, modes: NcclModes):
         self.simulation = simulation
         self.modes = modes
-        self._devices = devices
         self.by_key: dict[tuple[str, str], Communicator] = {}
 
     def get(self, group: str, key: str, ranks: tuple[int, ...]) -> Communicator:
@@ -427,10 +406,3 @@ class Communicators:
             made = Communicator(self.simulation, self.modes, f"{group} ({key})", ranks)
             self.by_key[group, key] = made
         return made
-
-    def kill(self, rank: int, why: str) -> None:
-        """End a rank's process: its work is gone, and peers on the same node learn nothing."""
-        self._devices[rank].die()
-        for communicator in self.by_key.values():
-            communicator.running.pop(rank, None)
-        self.simulation.kill(rank, why)

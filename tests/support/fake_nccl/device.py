@@ -54,7 +54,6 @@ class Item(ABC):
     use: Use
     clock: Clock
     is_started: bool = False
-    is_finished: bool = False
 
     @abstractmethod
     def start(self) -> bool:
@@ -62,9 +61,7 @@ class Item(ABC):
 
     def finish(self) -> None:
         """Leave the stream."""
-        self.is_finished = True
-        if self.stream.queue:  # empty only if the process has died
-            self.stream.finished(self)
+        self.stream.finished(self)
 
 
 @dataclass(eq=False)
@@ -286,12 +283,6 @@ class Device:
         self._communication: list[Item] = []
         self._unstarted: dict[int, deque[Item]] = {}
         self._loaded: set[str] = set()
-
-    def die(self) -> None:
-        """The process of this rank is gone, with all its work."""
-        for stream in self.streams:
-            stream.queue.clear()
-        self.running.clear()
 
     def host(self) -> Host:
         """This thread's host; raises :class:`ModelError` if it is another rank's, or none."""

@@ -33,10 +33,6 @@ class Deadlock(ModelError):
     """Nothing can ever happen again, but ranks wait. The message shows who waits for what."""
 
 
-class RankKilled(BaseException):
-    """This rank's process ended, as by NCCL's watchdog. A BaseException, because no handler runs then."""
-
-
 class _Stopped(BaseException):
     """The simulation is over; unwinds a rank's thread."""
 
@@ -57,21 +53,19 @@ class Host:
     turn: int = 0
     is_paused: bool = False
     condition: Callable[[], bool] | None = None
-    ending: BaseException | None = None
+    is_stopped: bool = False
     go: threading.Lock = field(default_factory=threading.Lock)
     thread: threading.Thread | None = None
 
     def spend(self, seconds: float) -> None:
         """Host time passes; no one else needs to run."""
-        if self.ending is not None:
-            raise self.ending
+        self._check()
         self.time += seconds
         self.idle_polls = 0
 
     def pause(self, seconds: float, waits_for: str = "polls") -> None:
         """Sleep at least that long; longer while nothing that the host could see changes."""
-        if self.ending is not None:
-            raise self.ending
+        self._check()
         self.time += seconds
         sleep = min(seconds * 2**self.idle_polls, max(seconds, _LONGEST_SLEEP))
         self.idle_polls += 1
@@ -94,17 +88,19 @@ class Host:
 
     def catch_up(self) -> None:
         """Let everything happen that happens before this host's time."""
-        if self.ending is not None:
-            raise self.ending
+        self._check()
         if self.simulation.next_time() <= self.time:
             self.simulation.resume(self, self.time)
             self._yield()
 
     def _yield(self) -> None:
         self.simulation.hand_over(self)
-        if self.ending is not None:
-            raise self.ending
+        self._check()
         self.time = max(self.time, self.simulation.now)
+
+    def _check(self) -> None:
+        if self.is_stopped:
+            raise _Stopped
 
 
 class Simulation:
@@ -132,16 +128,7 @@ class Simulation:
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         """Do something at a time."""
-
-        def counted() -> None:
-            self._scheduled -= 1
-            action()
-
         self._scheduled += 1
-        self.watch(time, counted)
-
-    def watch(self, time: float, action: Callable[[], None]) -> None:
-        """Like :meth:`at` for something that only ends what hangs: it does not count as progress."""
         heapq.heappush(self._heap, (max(time, self.now), next(self._count), action, None, 0))
 
     def resume(self, host: Host, time: float) -> None:
@@ -179,18 +166,10 @@ class Simulation:
         """Report a failure from a place that cannot raise it."""
         self._failure = self._failure or error
 
-    def kill(self, rank: int, why: str) -> None:
-        """End a rank's process."""
-        host = self.hosts[rank]
-        if not host.is_done:
-            host.ending = RankKilled(f"rank {rank} was killed: {why}")
-            self.resume(host, self.now)
-
     def run(self, mains: dict[int, Callable[[], Any]]) -> dict[int, Any]:
         """Run one function per rank until all have returned; returns what they return.
 
-        Raises the first error of a rank, or :class:`Deadlock`. A rank that was killed returns its
-        :class:`RankKilled`.
+        Raises the first error of a rank, or :class:`Deadlock`.
         """
         results: dict[int, Any] = {}
         self.hosts = {rank: Host(self, rank) for rank in mains}
@@ -210,10 +189,8 @@ class Simulation:
             _current.host = host
             host.go.acquire()
             try:
-                if host.ending is None:
+                if not host.is_stopped:
                     results[host.rank] = main()
-            except RankKilled as killed:
-                results[host.rank] = killed
             except _Stopped:
                 pass
             except BaseException as error:
@@ -264,6 +241,7 @@ class Simulation:
                 raise Deadlock(self.picture())
             time, _, action, host, turn = heapq.heappop(self._heap)
             if action is not None:
+                self._scheduled -= 1
                 self.now = max(self.now, time)
                 action()
             elif host is not None and not host.is_done and turn == host.turn:
@@ -291,7 +269,7 @@ class Simulation:
         self._is_over = True
         for host in self.hosts.values():
             if not host.is_done:
-                host.ending = _Stopped()
+                host.is_stopped = True
                 host.go.release()
         for host in self.hosts.values():
             if host.thread is not None:

@@ -6,7 +6,6 @@ import gzip
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +14,7 @@ import httpx
 import pytest
 from support.orders import random_orders
 from support.problems import uniform
+from support.processes import DEADLINE, wait_until
 from zbv_service.client import AgentClient, NodeWork
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.search.assemble import make_plan
@@ -65,11 +65,10 @@ def sync(service: Service, tmp_path: Path) -> FolderSync:
     return FolderSync("agent", WORK, RANKS, tmp_path, service.connect, pause=0.02)
 
 
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def finish(sync: FolderSync) -> None:
+    """Let a sync send what is left."""
+    sync.finish()
+    assert sync.wait(DEADLINE)
 
 
 def measured(folder: Path, rank: int, step: int) -> bytes:
@@ -95,14 +94,13 @@ def test_a_trace_is_sent_as_it_is_and_only_when_it_changes(
 ) -> None:
     first = measured(tmp_path, 2, 0)
     sync.start()
-    until(lambda: service.seen)
+    wait_until(lambda: service.seen, "a file is sent")
     time.sleep(0.2)
     assert service.seen == [("2/trace", first)]
     second, third = measured(tmp_path, 2, 1), measured(tmp_path, 3, 1)
-    until(lambda: len(service.seen) == 3)
+    wait_until(lambda: len(service.seen) == 3, "both files are sent")
     assert sorted(service.seen[1:]) == sorted([("2/trace", second), ("3/trace", third)])
-    sync.finish()
-    assert sync.wait(30)
+    finish(sync)
     assert len(service.seen) == 3
 
 
@@ -112,10 +110,9 @@ def test_events_are_sent_as_the_rank_wrote_them_and_when_they_change(
     path = tmp_path / "events-3.json"
     write_json(path, {"rank": 3, "events": [1]})
     sync.start()
-    until(lambda: service.seen)
+    wait_until(lambda: service.seen, "a file is sent")
     write_json(path, {"rank": 3, "events": [1, 2]})
-    sync.finish()
-    assert sync.wait(30)
+    finish(sync)
     assert [(name, json.loads(text)["events"]) for name, text in service.seen] == [
         ("3/events", [1]),
         ("3/events", [1, 2]),
@@ -130,8 +127,7 @@ def test_remaining_files_and_logs_are_sent_at_the_end(
     printed(tmp_path, 1, stdout="")
     last = measured(tmp_path, 3, 9)
     assert not sync.wait(0)
-    sync.finish()
-    assert sync.wait(30)
+    finish(sync)
     assert service.seen == [("3/trace", last), ("2/log", b"what\nwhy\n"), ("3/log", b"")]
 
 
@@ -144,21 +140,19 @@ def test_a_service_that_is_away_gets_the_trace_later(
     time.sleep(0.1)
     newest = measured(tmp_path, 2, 1)
     service.is_away = False
-    until(lambda: service.seen)
+    wait_until(lambda: service.seen, "a file is sent")
     assert service.seen[-1] == ("2/trace", newest)
-    sync.finish()
-    assert sync.wait(30)
+    finish(sync)
 
 
 def test_refused_files_are_not_sent_again(sync: FolderSync, service: Service, tmp_path: Path) -> None:
     service.status = 413
     measured(tmp_path, 2, 0)
     sync.start()
-    until(lambda: service.seen)
+    wait_until(lambda: service.seen, "a file is sent")
     time.sleep(0.2)
     assert service.names() == ["2/trace"]
-    sync.finish()
-    assert sync.wait(30)
+    finish(sync)
 
 
 @pytest.mark.parametrize("status", [404, 410])
@@ -169,7 +163,7 @@ def test_a_lost_agent_sends_nothing_more(
     measured(tmp_path, 2, 0)
     measured(tmp_path, 3, 0)
     sync.start()
-    assert sync.wait(30)
+    assert sync.wait(DEADLINE)
     assert service.names() == ["2/trace"]
 
 
@@ -183,7 +177,7 @@ def test_a_slow_service_delays_nothing_else(sync: FolderSync, service: Service, 
     assert not sync.wait(0.1)
     service.is_away = True
     service.holds.set()
-    assert sync.wait(30)
+    assert sync.wait(DEADLINE)
 
 
 def test_a_plan_is_downloaded_once_and_completely(sync: FolderSync, service: Service, tmp_path: Path) -> None:
@@ -195,14 +189,13 @@ def test_a_plan_is_downloaded_once_and_completely(sync: FolderSync, service: Ser
     time.sleep(0.1)
     assert not path.exists()
     sync.fetch_plan(plan.plan_id)
-    until(path.exists)
+    wait_until(path.exists, "the plan is downloaded")
     assert json.loads(path.read_text()) == plan_json(plan)
     path.unlink()
     sync.fetch_plan(plan.plan_id)
     time.sleep(0.1)
     assert not path.exists()
-    sync.finish()
-    assert sync.wait(30)
+    finish(sync)
 
 
 @pytest.mark.parametrize("wrong", ["other", "altered"])
@@ -219,8 +212,7 @@ def test_a_wrong_plan_is_not_passed_on(
         monkeypatch.setattr(service, "answer", altered)
     sync.start()
     sync.fetch_plan(wanted)
-    sync.finish()
-    assert sync.wait(30)
+    finish(sync)
     assert not (tmp_path / NEXT_PLAN).exists()
 
 

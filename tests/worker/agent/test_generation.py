@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import is_alive
+from support.processes import is_alive, wait_until
 from zbv_service.client import NodeWork
 from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation
@@ -41,10 +40,7 @@ def launching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def ended(generation: Generation) -> Any:
-    deadline = time.monotonic() + 30
-    while not generation.poll():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(generation.poll, "the generation ends")
     return generation.end()
 
 
@@ -122,8 +118,7 @@ def test_a_stopped_generation_has_not_failed(launching: Any) -> None:
 def test_a_launcher_that_ignores_signals_is_killed(launching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_module, "_GRACE_SECONDS", 0.2)
     generation = launching("trap '' TERM; touch ready; while true; do sleep 0.05; done")
-    while not (generation.folder / "ready").exists():
-        time.sleep(0.02)
+    wait_until((generation.folder / "ready").exists, "the launcher ignores signals")
     generation.stop(failed_elsewhere=False)
     assert ended(generation).outcome == "stopped"
 
@@ -168,10 +163,7 @@ def test_a_rank_ends_when_its_agent_is_stopped_and_not_before(tmp_path: Path) ->
     pulse.start()
     process = subprocess.Popen([sys.executable, "-c", rank, str(tmp_path)])
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "ready").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until((tmp_path / "ready").exists, "the rank watches its agent")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=2.5)
         pulse.stop()
@@ -189,14 +181,9 @@ def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) ->
     )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until((tmp_path / "pid").exists, "the child runs")
     pid = int((tmp_path / "pid").read_text())
     os.kill(pid, signal.SIGSTOP)
     process.kill()
     process.wait(timeout=10)
-    while is_alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not is_alive(pid), "the child dies")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
@@ -16,25 +15,32 @@ import torch
 from support.agents import DEADLINE, until
 from support.checkpointed import Alone, Runs, contents, newest_step, saving, write_v
 from support.fake_cuda import FakeCuda
+from support.plans import random_plan
+from support.trained import Trained, train_in_threads
 from zbv_worker.checkpoints import checkpoint_files
-from zbv_worker.checkpoints.checkpoint import newest_checkpoint
+from zbv_worker.checkpoints.checkpoint import CheckpointOptions, newest_checkpoint
 from zbv_worker.checkpoints.checkpoint_files import RankFiles
 from zbv_worker.checkpoints.checkpoint_writer import BackgroundWriter, HostCopies
 from zbv_worker.checkpoints.fence import Fence
-from zbv_worker.errors import ChannelTimeout, StorageFailed, Superseded
+from zbv_worker.errors import ChannelTimeout, StorageFailed, Superseded, status_of
 from zbv_worker.host.local_ranks import LaunchError
+from zbv_worker.run.options import TrainingOptions
 
 
 def test_a_run_killed_while_it_writes_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
-    """Training goes on while a thread writes, so the killed run had trained further."""
+    """Training goes on while a thread writes, so the killed run had trained further.
+
+    Dropout draws random numbers and Adam has a state, so the checkpoint must restore both.
+    """
     runs, plan, saved = Runs(tmp_path), write_v(tmp_path / "plan.json", 2, 4), tmp_path / "saved"
-    undisturbed = runs.losses(plan, steps=6)
+    undisturbed = runs.losses(plan, steps=6, dropout=0.2)
     with runs.start(
         plan,
         *saving(saved, every=4),
         module="support.hindered_rank",
         environment={"ZBV_TEST_STUCK": "8"},
         steps=1_000_000,
+        dropout=0.2,
     ) as started:
         until(lambda: "step 11:" in started.log(0) + started.log(1))
         half = saved / "step-00000008.g1.partial" / "rank-00000.safetensors"
@@ -44,44 +50,54 @@ def test_a_run_killed_while_it_writes_resumes_from_the_checkpoint_before(tmp_pat
         with pytest.raises(LaunchError):
             started.wait(timeout=DEADLINE)
     assert newest_step(saved) == 4
-    again = runs.losses(plan, *saving(saved, every=4), steps=6)
+    again = runs.losses(plan, *saving(saved, every=4), steps=6, dropout=0.2)
     assert again == {step: undisturbed[step] for step in (4, 5)}
     assert not list(saved.glob("*.partial"))
 
 
-def test_a_rank_that_cannot_write_skips_the_checkpoint_and_trains_on(tmp_path: Path) -> None:
-    plan, saved = write_v(tmp_path / "plan.json", 2, 4), tmp_path / "saved"
-    runs = Runs(tmp_path)
-    undisturbed = runs.losses(plan, steps=6)
-    full = {"module": "support.hindered_rank", "environment": {"ZBV_TEST_FULL": "4"}}
-    with runs.start(plan, *saving(saved), steps=6, **full) as started:  # type: ignore[arg-type]  # as named
-        started.wait(timeout=DEADLINE)
-        log = started.log(0)
-    assert f"the checkpoint of step 4 is skipped: checkpoints in {saved}: No space left on device." in log
-    assert sorted(path.name for path in saved.glob("step-*")) == ["step-00000002.g1", "step-00000006.g1"]
-    assert events_of(runs, rank=0) == [("checkpoint_skipped", 4)]
-    assert runs.losses(plan, *saving(saved), steps=6) == {}
-    assert len(undisturbed) == 6
+def train(saved: Path, steps: int = 6) -> Trained:
+    """Train one plan, its two ranks as threads, with a checkpoint after every second step."""
+    options = TrainingOptions(checkpoint=CheckpointOptions(saved, every=2))
+    return train_in_threads(*random_plan(), options, steps)
 
 
-def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_may_be_retried(tmp_path: Path) -> None:
+def full_disk(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Rank 1 finds no space for the checkpoint before a step."""
+    write = RankFiles.write
+
+    def half(self: RankFiles, folder: Path) -> int:
+        if self.rank == 1 and folder.name.startswith(f"step-{step:08d}"):
+            (folder / "rank-00001.safetensors").write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, folder)
+
+    monkeypatch.setattr(RankFiles, "write", half)
+
+
+def test_a_rank_that_cannot_write_skips_the_checkpoint_and_trains_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_disk(monkeypatch, 4)
+    found = train(tmp_path)
+    assert len(found.losses) == 6
+    said = f"the checkpoint of step 4 is skipped: checkpoints in {tmp_path}: No space left on device."
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002.g1", "step-00000006.g1"]
+    events = [(event["kind"], event["step"]) for event in found.reports[0].events]
+    assert events == [("checkpoint_skipped", 4)]
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_may_be_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its result would be lost. Status 1, unlike 2, says that a restart may succeed."""
-    plan, saved = write_v(tmp_path / "plan.json", 2, 4), tmp_path / "saved"
-    runs = Runs(tmp_path)
-    full = {"module": "support.hindered_rank", "environment": {"ZBV_TEST_FULL": "6"}}
-    with runs.start(plan, *saving(saved), steps=6, **full) as started:  # type: ignore[arg-type]  # as named
-        with pytest.raises(LaunchError, match="status 1"):
-            started.wait(timeout=DEADLINE)
-        assert f"checkpoints in {saved}: No space left on device." in started.log(0) + started.log(1)
-        assert "Traceback" not in started.log(0) + started.log(1)
-    assert [path.name for path in sorted(saved.glob("step-*"))] == ["step-00000002.g1", "step-00000004.g1"]
-    assert list(runs.losses(plan, *saving(saved), steps=6)) == [4, 5]
-
-
-def events_of(runs: Runs, rank: int) -> list[tuple[str, int]]:
-    """The kinds and steps of a rank's events."""
-    report = json.loads((runs.results / f"rank-{rank}.json").read_text())
-    return [(event["kind"], event["step"]) for event in report["events"]]
+    with monkeypatch.context() as patch:
+        full_disk(patch, 6)
+        with pytest.raises(StorageFailed, match=f"{tmp_path}: No space left on device") as raised:
+            train(tmp_path)
+    assert status_of(raised.value) == 1
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-00000002.g1", "step-00000004.g1"]
+    assert len(train(tmp_path).losses) == 2
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from zbv_worker.checkpoints import checkpoint_state
+from zbv_worker.checkpoints.checkpoint import newest_checkpoint
 from zbv_worker.errors import InvalidRun, WorkerError
 from zbv_worker.pipeline.pipeline import Pipeline
 
@@ -349,3 +350,25 @@ def test_a_rank_whose_layers_are_frozen_runs_the_same_loop() -> None:
     first, second = on_ranks(plan_of(2, "v"), blocks, nn.functional.mse_loss, program, ranks=2)
     assert first[1:] == [0, 0]
     assert second[0] == second[1] > 0
+
+
+def test_a_rank_without_parameters_runs_the_same_loop(tmp_path: Path) -> None:
+    """Stages 1 and 2 of the V have none."""
+
+    def program(pipe: Pipeline) -> tuple[list[str], list[str]]:
+        optimizer = torch.optim.AdamW(pipe.named_parameters(), lr=0.1)
+        checkpoints = pipe.checkpoints(tmp_path, optimizer, lr_scheduler.LinearLR(optimizer))
+        for step in checkpoints.steps(2, every=1):
+            pipe.step(*batch(step))
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [name for name, _ in pipe.named_parameters()], [*pipe.state_dict()]
+
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+
+    names = ["0.weight", "0.bias", "3.weight", "3.bias"]
+    found = on_ranks(plan_of(2, "v"), layers, nn.functional.mse_loss, program, ranks=2)
+    assert found == [(names, names), (["no_parameter"], [])]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000002.g1"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
+from support.processes import wait_until
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 
 def end(what: str, folder: Path) -> tuple[int | None, list[str]]:
     """Let a process end; returns its status and what it said."""
     with LocalRanks([python_command("support.ending_rank", what)], folder) as ranks:
-        deadline = time.monotonic() + 60
-        while ranks.processes[0].poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: ranks.processes[0].poll() is not None, "the process ends")
         return ranks.processes[0].returncode, ranks.log(0).splitlines()
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
+from support.processes import wait_until
 from zbv_solver.plans.orders import Action
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.failures.liveness import Liveness
@@ -51,11 +51,8 @@ def test_the_file_follows_the_progress(tmp_path: Path) -> None:
     assert read_json(path) == {"rank": 0, "step": None, "action": None}
     liveness.add(file.write)
     progress.now = (7, WAITING)
-    deadline = time.monotonic() + 30
-    while read_json(path) != {"rank": 0, "step": 7, "action": "3F0"} and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: read_json(path) == {"rank": 0, "step": 7, "action": "3F0"}, "the file follows")
     liveness.stop()
-    assert read_json(path) == {"rank": 0, "step": 7, "action": "3F0"}
 
 
 def test_a_file_that_cannot_be_written_is_said_once_and_written_later(

@@ -15,7 +15,6 @@ import torch
 from support.selfcheck import HardModel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_worker.commands.cli import main
@@ -47,18 +46,6 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.contract(nn.functional.gelu(self.expand(x)))
         return output
-
-
-class Checkpointed(nn.Module):
-    """A block whose MLP is checkpointed by PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner: Tensor = checkpoint(self.mlp, self.norm(x), use_reentrant=False)
-        return x + inner
 
 
 class Pieces:
@@ -118,9 +105,6 @@ def measured(model: Any, n_stages: int, precision: Precision = "float32") -> lis
 
 MODELS: dict[str, tuple[Any, int]] = {
     "gpt": (gpt(layers=2, width=48, heads=3, length=24, sequences=2, characters=20_000, dropout=0.1), 2),
-    "block": (Pieces(*[lambda: Block(WIDTH, 4)] * 3), 3),
-    "mlp": (Pieces(*[Mlp] * 3), 3),
-    "checkpointing": (Pieces(*[Checkpointed] * 3), 3),
     "hard": (Hard(), 4),
 }
 
@@ -342,6 +326,7 @@ def test_equal_layers_are_written_once_and_keep_their_names(layers_of_gpt: list[
     ]
     problem = parse_any_problem(document)
     assert isinstance(problem, LayeredProblem)
+    assert problem.placement == "auto"
     assert list(problem.model.names) == list(model.layer_names())
     block, found = layers[1], document["layers"][1]
     assert found["forward"] == pytest.approx(block.kept.flops.forward / 2e12 * 1e6)
@@ -350,12 +335,6 @@ def test_equal_layers_are_written_once_and_keep_their_names(layers_of_gpt: list[
     assert found["recompute"]["memory"]["forward"] == block.recomputed.memory.after_forward
     assert problem.link is not None
     assert problem.link.transfer(500) == pytest.approx(3.0 + 500 / 0.5e9 * 1e6)
-
-
-def test_tied_ends_are_planned_on_one_rank(tmp_path: Path) -> None:
-    command = ["estimate", "zbv_worker.models.gpt:gpt", "--pp-degree", "2", "-o", str(tmp_path / "p.json")]
-    assert main([*command, "--model-args", json.dumps({**ARGUMENTS, "tied": True})]) == 0
-    assert json.loads((tmp_path / "p.json").read_text())["placement"] == "v"
 
 
 @pytest.mark.parametrize(
@@ -390,12 +369,15 @@ ARGUMENTS = {"layers": 2, "width": 16, "heads": 2, "length": 8, "sequences": 1, 
 def test_the_command_writes_a_problem_of_layers_and_prints_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["estimate", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(ARGUMENTS)]
+    """The model has tied ends, which are planned on one rank."""
+    arguments = json.dumps({**ARGUMENTS, "tied": True})
+    command = ["estimate", "zbv_worker.models.gpt:gpt", "--model-args", arguments]
     written = ["-o", str(tmp_path / "problem.json"), "--report", str(tmp_path / "report.json")]
     assert main([*command, "--pp-degree", "2", "--tflops", "1.5", *written]) == 0
     problem = parse_any_problem(json.loads((tmp_path / "problem.json").read_text()))
     assert isinstance(problem, LayeredProblem)
     assert (problem.pp_degree, problem.microbatches, problem.units.time) == (2, 8, "us")
+    assert problem.placement == "v"
     assert "block.0 … block.1" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert [layer["name"] for layer in report["layers"]][-1] == "head"

@@ -6,14 +6,15 @@ import json
 import re
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.selfcheck import random_orders
+from support.thread_transport import ThreadHub
 from zbv_service.client import Client
 from zbv_service.client.retries import DEFAULT_RETRIES
 from zbv_solver.plans.orders import Orders
@@ -24,10 +25,10 @@ from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_worker.commands.cli import main
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import Disagreement, InvalidRun
 from zbv_worker.execution.plan_source import PlanSource, WholePlan
-from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
-from zbv_worker.measure.rehearse.rehearse import RehearseOptions, sleeping_stages
+from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.measure.rehearse.rehearse import RehearseOptions, rehearse_on, sleeping_stages
 from zbv_worker.measure.rehearse.sleeping_stage import SleepingDevice
 
 
@@ -45,9 +46,8 @@ def write_plan(path: Path, problem: Problem, seed: int) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The result of a command, run in this process or in another."""
+class Finished(NamedTuple):
+    """The result of a command."""
 
     returncode: int
     stdout: str
@@ -143,6 +143,20 @@ def test_a_plan_is_executed_in_its_order_and_compared_with_the_planned_times(
     assert max(map(abs, other["clocks_ahead_us"])) <= 2 * other["clock_uncertainty_us"]
 
 
+def test_ranks_with_different_plans_refuse_by_name() -> None:
+    hub, problem = ThreadHub(2), problem_of(2, 3)
+
+    def rehearsed(rank: int) -> object:
+        plan = WholePlan(f"{rank}" * 64, problem, random_orders(problem, Random(0)), 1.0)
+        return rehearse_on(hub.transport(rank), options(1e-9), plan, plan.of_rank(rank))
+
+    with (
+        ThreadPoolExecutor(2) as pool,
+        pytest.raises(Disagreement, match=r"plan id \(rank 0: 0+…; rank 1: 1+…"),
+    ):
+        list(pool.map(rehearsed, range(2)))
+
+
 def test_the_overhead_is_measured_with_actions_that_take_no_time(rehearse: Rehearse, tmp_path: Path) -> None:
     path = write_plan(tmp_path / "plan.json", problem_of(2, 3), seed=0)
     numbers = tmp_path / "numbers.json"
@@ -164,18 +178,6 @@ def test_in_the_environment_of_torchrun_it_is_one_of_the_ranks(tmp_path: Path) -
     with LocalRanks([command] * 2, tmp_path / "logs") as started:
         started.wait(timeout=240)
     assert [started.log(rank).count("measured") for rank in range(2)] == [1, 0]  # rank 0 alone reports
-
-
-def test_ranks_with_different_plans_refuse_by_name(tmp_path: Path) -> None:
-    plans = [write_plan(tmp_path / f"{seed}.json", problem_of(2, 3), seed) for seed in (1, 2)]
-    commands = [python_command("zbv_worker", "rehearse", "--plan-file", str(plan)) for plan in plans]
-    with (
-        LocalRanks(commands, tmp_path / "logs") as started,
-        pytest.raises(LaunchError, match="ended with status 2"),
-    ):
-        started.wait(timeout=240)
-    said = started.log(0) + started.log(1)
-    assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", said)
 
 
 def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
@@ -202,24 +204,6 @@ def test_a_plan_with_a_deadlock_is_refused(
     path.write_text(json.dumps(document))
     assert main(["rehearse", "--plan-file", str(path)]) == 2
     assert re.search("2F0|deadlock", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no plan given"),
-        (["--plan-file", "absent.json"], "No such file"),
-    ],
-)
-def test_wrong_arguments_give_a_message_and_status_2(
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert main(["rehearse", *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_without_an_answer_of_the_service_in_zbv_server_the_status_is_1(

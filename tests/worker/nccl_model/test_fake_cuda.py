@@ -32,34 +32,6 @@ def slow(here: FakeRank, reads: Any = (), writes: Any = (), seconds: float = 1.0
     here.device.current.launch(name, seconds, run, reads, writes)
 
 
-def test_the_host_runs_ahead_of_a_stream_and_a_stream_is_in_order() -> None:
-    def main(here: FakeRank) -> tuple[float, list[float]]:
-        tensor = torch.zeros(2, device="cuda")
-        slow(here, writes=(tensor,))
-        doubled = tensor + tensor
-        queued = here.clock.now()
-        return queued, doubled.tolist()
-
-    queued, doubled = alone(main)
-    assert queued < 0.1
-    assert doubled == [18.0, 18.0]
-
-
-def test_streams_run_at_the_same_time_unless_an_event_orders_them() -> None:
-    def main(here: FakeRank, *, ordered: bool) -> float:
-        other = here.cuda.Stream()
-        slow(here)
-        if ordered:
-            other.wait_stream(here.cuda.current_stream())
-        with here.cuda.stream(other):
-            slow(here)
-        here.cuda.synchronize()
-        return here.clock.now()
-
-    assert alone(lambda here: main(here, ordered=False)) < 1.1
-    assert alone(lambda here: main(here, ordered=True)) > 1.9
-
-
 def test_the_33rd_stream_of_a_priority_is_the_first() -> None:
     def main(here: FakeRank) -> tuple[list[FakeStream], FakeStream]:
         return [here.cuda.Stream() for _ in range(33)], here.cuda.Stream(priority=-1)
@@ -68,39 +40,6 @@ def test_the_33rd_stream_of_a_priority_is_the_first() -> None:
     assert len(set(normal)) == 32
     assert normal[32] is normal[0]
     assert high not in normal
-
-
-def test_an_event_that_was_never_recorded_has_passed_and_delays_nothing() -> None:
-    def main(here: FakeRank) -> tuple[bool, float]:
-        event = here.cuda.Event()
-        here.cuda.current_stream().wait_event(event)
-        event.synchronize()
-        here.cuda.synchronize()
-        return event.query(), here.clock.now()
-
-    passed, now = alone(main)
-    assert passed is True
-    assert now < 0.1
-
-
-def test_elapsed_time_needs_two_timed_recorded_and_finished_events() -> None:
-    def main(here: FakeRank) -> float:
-        start, end = (here.cuda.Event(enable_timing=True) for _ in range(2))
-        untimed = here.cuda.Event()
-        untimed.record()
-        start.record()
-        with pytest.raises(ValueError, match="enable_timing=True"):
-            start.elapsed_time(untimed)
-        with pytest.raises(ValueError, match="must be recorded"):
-            start.elapsed_time(end)
-        slow(here)
-        end.record()
-        with pytest.raises(RuntimeError, match="must be completed"):
-            start.elapsed_time(end)
-        end.synchronize()
-        return start.elapsed_time(end)
-
-    assert alone(main) == pytest.approx(1000, rel=0.1)
 
 
 def _on_two_streams(here: FakeRank, first: Any, second: Any, *, ordered: bool) -> None:

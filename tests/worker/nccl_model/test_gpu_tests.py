@@ -94,75 +94,31 @@ def _waits(self: FakeGroup) -> None:
     self._device.block_until_passed(self._device.current.record())
 
 
+ORDER = test_events_pass_in_the_order_of_their_streams
+TIMES = test_events_are_on_the_hosts_clock
+COPIES = test_copies_through_pinned_memory_neither_overtake_kernels_nor_stop_the_host
+WORKS = test_works_timeouts_and_aborts_are_as_in_torchs_source
+
+
+def _unrecorded(self: FakeEvent) -> bool:
+    return self.recording is not None and QUERY(self)
+
+
 @pytest.mark.parametrize(
     ("test", "owner", "name", "fault", "message"),
     [
-        (
-            test_events_pass_in_the_order_of_their_streams,
-            FakeStream,
-            "wait_event",
-            lambda self, event: None,
-            "a stream that waits for an event ran on",
-        ),
-        (
-            test_events_pass_in_the_order_of_their_streams,
-            FakeEvent,
-            "query",
-            lambda self: self.recording is not None and QUERY(self),
-            "query() of an unrecorded event",
-        ),
-        (
-            test_events_pass_in_the_order_of_their_streams,
-            FakeEvent,
-            "elapsed_time",
-            lambda self, later: DELAY,
-            "an event that has not passed",
-        ),
-        (
-            test_events_are_on_the_hosts_clock,
-            FakeEvent,
-            "elapsed_time",
-            lambda self, later: 1.1 * ELAPSED(self, later),
-            "outside of the time in which the host saw it pass",
-        ),
-        (
-            test_copies_through_pinned_memory_neither_overtake_kernels_nor_stop_the_host,
-            Staging,
-            "outwards",
-            _returns_late,
-            "the host waited for a kernel when it queued a copy",
-        ),
-        (
-            test_works_timeouts_and_aborts_are_as_in_torchs_source,
-            FakeWork,
-            "wait",
-            _blocks,
-            "the host waited in wait()",
-        ),
-        (
-            test_works_timeouts_and_aborts_are_as_in_torchs_source,
-            FakeWork,
-            "is_completed",
-            lambda self: True,
-            "is_completed() is True while",
-        ),
-        (
-            test_works_timeouts_and_aborts_are_as_in_torchs_source,
-            FakeGroup,
-            "abort",
-            _waits,
-            "while an operation could not run",
-        ),
+        (ORDER, FakeStream, "wait_event", lambda *_: None, "a stream that waits for an event ran on"),
+        (ORDER, FakeEvent, "query", _unrecorded, "query() of an unrecorded event"),
+        (ORDER, FakeEvent, "elapsed_time", lambda *_: DELAY, "an event that has not passed"),
+        (TIMES, FakeEvent, "elapsed_time", lambda *of: 1.1 * ELAPSED(*of), "in which the host saw it pass"),
+        (COPIES, Staging, "outwards", _returns_late, "the host waited for a kernel when it queued a copy"),
+        (WORKS, FakeWork, "wait", _blocks, "the host waited in wait()"),
+        (WORKS, FakeWork, "is_completed", lambda _: True, "is_completed() is True while"),
+        (WORKS, FakeGroup, "abort", _waits, "while an operation could not run"),
     ],
 )
 def test_a_fault_is_noticed(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    test: GpuTest,
-    owner: type,
-    name: str,
-    fault: Any,
-    message: str,
+    run: Run, monkeypatch: pytest.MonkeyPatch, test: GpuTest, owner: type, name: str, fault: Any, message: str
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises(AssertionError, match=re.escape(message)):

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from support.plans import searched, unit_problem
+from zbv_solver.plans.plan import Plan
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def plan() -> Plan:
+    """A V of one rank with two microbatches. Some files have another plan."""
+    return searched(unit_problem(1, 2))

@@ -10,19 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import zbv_worker as zbv
-from support.plans import unit_problem
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 from zbv_worker.host.environment import script_environment
 from zbv_worker.host.state_files import progress_file, trace_file
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return search(unit_problem(1, 2), SearchOptions(effort="quick"))
 
 
 def train(plan: Plan, steps: int, *, closes: bool) -> list[float]:

@@ -84,7 +84,7 @@ def test_a_rank_that_makes_another_call_raises_an_error_with_both_calls(tmp_path
         (batch()[0], None),
         (batch(2 * ROWS)[0], None),
         (None, batch(2 * ROWS)[1]),
-        tuple(each.double() for each in batch()),
+        (batch()[0], batch()[1].double()),
     ],
     ids=["known rows", "new rows", "other data", "no targets", "only inputs", "only targets", "dtype"],
 )
@@ -95,6 +95,8 @@ def test_a_rank_with_another_batch_raises_an_error(ranks: int, placement: str, c
 
     found = outcomes(program, ranks, placement)
     require_told(found)
+    if other[1] is not None and other[1].dtype == torch.float64:
+        assert any("have different shapes" in str(each) for each in found)
     rows = {len(each) for each in (*other, *batch()) if each is not None}
     if None not in other and len(rows) > 1:
         assert all(f"{count} rows" in str(found[0]) or f"of {count}" in str(found[0]) for count in rows)
@@ -159,6 +161,21 @@ def test_ranks_may_be_given_only_what_their_layers_need(ranks: int, placement: s
         return True
 
     assert on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks) == [True] * ranks
+
+
+@pytest.mark.parametrize("data_rank", [None, 0])
+def test_shapes_change_only_if_all_ranks_see_them_or_one_has_all_data(data_rank: int | None) -> None:
+    """A rank without data would not see it."""
+
+    def program(pipe: Pipeline) -> None:
+        for rows in (ROWS, ROWS, ROWS // 2):
+            pipe.step(*(() if pipe._transport.rank else batch(rows)))
+
+    found = on_ranks(plan_of(2, "v"), layers, mse, program, ranks=2, data_rank=data_rank)
+    if data_rank is None:
+        assert all("other shapes than in the first step" in str(each) for each in found), found
+    else:
+        assert found == [None, None]
 
 
 def strided(x: Tensor) -> Tensor:

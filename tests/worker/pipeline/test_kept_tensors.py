@@ -9,29 +9,17 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
-from support.cut_models import cut_problem
+from support.small_pipeline import ROWS, WIDTH, batch, flat_gradients, model, planned
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 
-WIDTH, ROWS, MICROBATCHES = 4, 8, 4
-NAMES = ["0", "1", "2", "3"]
+MICROBATCHES = 4
 
 
 @pytest.fixture(scope="module", params=["v", "single", "recomputed"])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    kind = "single" if request.param == "single" else "v"
-    sizes = (4,) if kind == "single" else (2, 2)
-    recompute = [request.param == "recomputed"] * len(sizes)
-    problem = cut_problem(NAMES, sizes, recompute, MICROBATCHES, kind)
-    return search(problem, SearchOptions(effort="quick"))
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in NAMES))
+    return planned(request.param, MICROBATCHES)
 
 
 def rest() -> list[nn.Module]:
@@ -42,11 +30,6 @@ def rest() -> list[nn.Module]:
 def outer() -> nn.Linear:
     torch.manual_seed(7)
     return nn.Linear(WIDTH, WIDTH)
-
-
-def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
 def positive(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,16 +172,6 @@ def test_targets_and_keywords_with_a_graph_are_refused(plan: Plan, part: str) ->
     assert leaf.grad is None
 
 
-def flat_gradients(module: nn.Module) -> Tensor:
-    """One buffer whose parts are the gradients, as distributed optimizers have it."""
-    parameters = [*module.parameters()]
-    sizes = [parameter.numel() for parameter in parameters]
-    flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
-    for parameter, part in zip(parameters, torch.split(flat, sizes), strict=True):
-        parameter.grad = part.view_as(parameter)
-    return flat
-
-
 def other_strides(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.dim() == 2:
@@ -213,7 +186,7 @@ def test_gradients_stay_in_the_memory_of_the_user(
 ) -> None:
     loss, whole = LOSSES[kind]
     layers, reference = model().to(dtype), model()
-    flat, expected = flat_gradients(layers), flat_gradients(reference)
+    flat, expected = flat_gradients([*layers.parameters()]), flat_gradients([*reference.parameters()])
     tensors = gradients(layers)
     with zbv.Pipeline(plan, layers, loss) as pipe:
         for step in range(3):
@@ -243,14 +216,11 @@ def test_gradients_with_other_strides_and_only_some_of_them(plan: Plan, kind: st
         torch.testing.assert_close(gradients(layers), gradients(reference))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_precision_is_summed_in_float32_in_the_memory_of_the_user(
-    plan: Plan, dtype: torch.dtype
-) -> None:
+def test_half_precision_is_summed_in_float32_in_the_memory_of_the_user(plan: Plan) -> None:
     """The parts of one buffer share a version, which must not look like a change by the user."""
-    inputs, targets = (tensor.to(dtype) for tensor in batch())
-    layers = model().to(dtype)
-    flat = flat_gradients(layers)
+    inputs, targets = (tensor.bfloat16() for tensor in batch())
+    layers = model().bfloat16()
+    flat = flat_gradients([*layers.parameters()])
     with zbv.Pipeline(plan, layers, nnf.mse_loss) as pipe:
         pipe.step(inputs, targets)
         one = flat.double()

@@ -12,40 +12,19 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
-from support.cut_models import cut_problem
-from support.plans import unit_problem
+from support.plans import searched, unit_problem
+from support.small_pipeline import NAMES, WIDTH, batch, model, planned
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 
-WIDTH, ROWS = 4, 8
-NAMES = ["0", "1", "2", "3"]
 Loss = Callable[[Any, Any], Any]
 Gradients = dict[str, Tensor | None]
 
 
-def planned(kind: str, *, recompute: bool = False, microbatches: int = 4) -> Plan:
-    sizes = (1, 3) if kind == "v" else (4,)
-    problem = cut_problem(NAMES, sizes, [recompute] * len(sizes), microbatches, kind)
-    return search(problem, SearchOptions(effort="quick"))
-
-
 @pytest.fixture(scope="module", params=["v", "single", "recomputed"])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    is_recomputed = request.param == "recomputed"
-    return planned("v" if is_recomputed else request.param, recompute=is_recomputed)
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in NAMES))
-
-
-def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    return planned(request.param)
 
 
 class Margin(nn.Module):
@@ -338,7 +317,7 @@ def test_a_tensor_that_a_layer_has_not_registered_is_refused_at_once(plan: Plan,
 
 def test_a_layer_with_the_name_of_the_loss_is_refused() -> None:
     layers = dict(zip(["loss", "b", "c", "d"], model(), strict=True))
-    plan = search(unit_problem(1, 2), SearchOptions(effort="quick"))
+    plan = searched(unit_problem(1, 2))
     with zbv.Pipeline(plan, layers, nnf.mse_loss) as pipe:
         pipe.step(*batch())
     with pytest.raises(zbv.InvalidRun, match="a layer named 'loss'"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from zbv_worker.host.local_ranks import LocalRanks, python_command
+from support.rank_files import found_by
 
 Found = list[dict[str, Any]]
 
@@ -14,10 +13,7 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What the ranks of a pipeline saw, and those of two replicas."""
-    folder = tmp_path_factory.mktemp("losses")
-    with LocalRanks([python_command("support.loss_rank", str(folder))] * request.param, folder) as started:
-        started.wait(120)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(request.param)]
+    return found_by("loss_rank", request.param, tmp_path_factory.mktemp("losses"))
 
 
 @pytest.mark.parametrize("case", ["v", "single", "tied v", "tied single"])

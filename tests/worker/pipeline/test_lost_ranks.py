@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.leaving_pipeline_rank import TIMEOUT
-from support.plans import unit_problem
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
+from support.plans import searched, unit_problem
 from zbv_worker.failures.failures import LEAVE_SECONDS
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
@@ -20,7 +18,7 @@ LOST = P - 1
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    search(unit_problem(P, 4), SearchOptions(effort="quick")).save(path)
+    searched(unit_problem(P, 4)).save(path)
     return path
 
 

@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
-from support.plans import unit_problem
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 from zbv_worker.model.layer_list import stacked
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return search(unit_problem(1, 2, "v"), SearchOptions(effort="quick"))
 
 
 def layer() -> nn.Sequential:

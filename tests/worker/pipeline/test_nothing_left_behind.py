@@ -16,12 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import zbv_worker as zbv
-from support.plans import unit_problem
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import World
 
@@ -33,11 +30,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert not dist.is_initialized()
     assert "sends to" not in str(threading.enumerate())
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return search(unit_problem(1, 2), SearchOptions(effort="quick"))
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.per_step_rank import UNPLANNED
-from zbv_worker.host.local_ranks import LocalRanks, python_command
+from support.rank_files import found_by
 
 STEPS = 8
 
 
 @pytest.fixture(scope="module", params=["all ranks", "data rank", "loader"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("per-step")
-    command = python_command("support.per_step_rank", str(folder), str(STEPS), request.param)
-    with LocalRanks([command] * 2, folder) as started:
-        started.wait(120)
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    found = found_by("per_step_rank", 2, tmp_path_factory.mktemp("per-step"), str(STEPS), request.param)
     return [{**each, "mode": request.param} for each in found]
 
 

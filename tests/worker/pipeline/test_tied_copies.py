@@ -227,14 +227,6 @@ def by_class(pipe: Pipeline) -> torch.optim.Optimizer:
     return torch.optim.AdamW(chosen)
 
 
-def by_names_of_modules(pipe: Pipeline) -> torch.optim.Optimizer:
-    kept = [parameter for name, parameter in names_of(pipe) if name.startswith("embedding")]
-    others = [parameter for parameter in pipe.parameters() if all(parameter is not each for each in kept)]
-    groups: list[dict[str, Any]] = [{"params": kept, "lr": 1e-4}] if kept else []
-    groups.append({"params": others})
-    return torch.optim.AdamW(groups)
-
-
 def another_optimizer(pipe: Pipeline) -> torch.optim.Optimizer:
     kind = torch.optim.SGD if has_first(pipe) else torch.optim.AdamW
     return kind(pipe.parameters(), lr=1e-3)
@@ -287,7 +279,6 @@ def has_first(pipe: Pipeline) -> bool:
 REFUSED: dict[str, tuple[Callable[[Pipeline], torch.optim.Optimizer], str]] = {
     "by index": (by_index, "weight_decay=0.5"),
     "by class": (by_class, "weight_decay=0.0"),
-    "by names of modules": (by_names_of_modules, "lr=0.0001"),
     "other optimizers": (another_optimizer, "optimizer=SGD"),
     "left out": (left_out, "optimizer=None"),
     "frozen": (frozen_here, "requires_grad=False"),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from support import titan
 from support.cut_models import cut_problem
-from support.plans import unit_problem
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
+from support.plans import searched, unit_problem
+from support.rank_files import found_by
 from zbv_worker.errors import InvalidRun
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 from examples.torchtitan.hook import module_names, part_of, with_plan
 
@@ -29,10 +26,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "layers.json": cut_problem(NAMES, (3, 1, 1, 2), (False, True, True, True)),
     }
     for name, problem in problems.items():
-        search(problem, SearchOptions(effort="quick")).save(folder / name)
-    with LocalRanks([python_command("support.titan_rank", str(folder))] * 4, folder) as ranks:
-        ranks.wait(120)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
+        searched(problem).save(folder / name)
+    return found_by("titan_rank", 4, folder)
 
 
 @pytest.mark.parametrize("case", ["float32", "recomputed"])

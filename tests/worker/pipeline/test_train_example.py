@@ -15,19 +15,17 @@ EXAMPLE = ROOT / "examples" / "train.py"
 def test_it_learns_and_resumes_on_two_ranks(tmp_path: Path) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 70
     saved = ["--checkpoints", str(tmp_path / "saved")]
-    arguments = ["--steps", "10", *saved, "+", "--steps", "20", *saved]
+    arguments = ["--steps", "10", *saved, "+", "--steps", "13", *saved]
     with LocalRanks([python_command("support.run_script", str(EXAMPLE), *arguments)] * 2, tmp_path) as ranks:
         ranks.wait(120)
         logs = [ranks.log(rank) for rank in range(2)]
-    steps = {int(at): float(loss) for log in logs for at, loss in re.findall(r"step (\d+): loss (\S+),", log)}
-    assert list(steps) == [10, 20]
-    assert steps[20] < steps[10]
-    held_out = [float(loss) for log in logs for loss in re.findall(r"held-out text: (\S+)", log)]
-    assert len(held_out) == 2
+    assert re.findall(r"step (\d+): loss", "".join(logs)) == ["10"]
+    first, second = (float(loss) for log in logs for loss in re.findall(r"held-out text: (\S+)", log))
+    assert second < first
     assert all("resumed after step 10" in log for log in logs)
     assert {path.name for path in (tmp_path / "saved").glob("step-*")} == {
         "step-00000010.g1",
-        "step-00000020.g2",
+        "step-00000013.g2",
     }
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
-from support.plans import unit_problem
+from support.plans import searched, unit_problem
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
-from zbv_solver.search.options import SearchOptions
-from zbv_solver.search.run import search
 from zbv_worker.errors import InvalidRun
 from zbv_worker.pipeline.batch import Batch, microbatches_of, split_batch
 from zbv_worker.pipeline.packed import split_packed
@@ -30,7 +28,7 @@ Compute = Callable[..., Tensor]
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    return search(unit_problem(1, request.param, "v"), SearchOptions(effort="quick"))
+    return searched(unit_problem(1, request.param, "v"))
 
 
 class Layer(nn.Module):
@@ -107,7 +105,7 @@ def _unmarked(value: Any) -> Any:
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_single_row_of_a_vector_is_not_taken_for_a_width(place: int, is_per_row: bool) -> None:
     """It would fit any width, also one that only the first layer makes."""
-    plan = search(unit_problem(1, ROWS, "v"), SearchOptions(effort="quick"))
+    plan = searched(unit_problem(1, ROWS, "v"))
 
     class Scaled(nn.Linear):
         def forward(self, input: Tensor, *, a: Tensor) -> Tensor:  # type: ignore[override]

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from support.gradients import relative_error
-from support.selfcheck import random_orders
+from support.plans import random_plan
+from support.thread_transport import ThreadHub
 from support.trained import Remembering, Trained, train_in_threads
 from torch import Tensor
-from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.errors import NotFinite, WorkerError
+from zbv_worker.gradients.gradients import Gradients
 from zbv_worker.gradients.loss_scale import LossScale
 from zbv_worker.run.options import TrainingOptions
-from zbv_worker.run.update import NonFinite
+from zbv_worker.run.update import NonFinite, Update
+from zbv_worker.stage.program import Precision
 
 STEPS = 3
 
@@ -55,13 +56,6 @@ class Steep(torch.autograd.Function):
         return torch.full_like(gradients[0], math.inf)
 
 
-def random_plan() -> tuple[Problem, Orders]:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    problem = Problem(placement, 3, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-    return problem, random_orders(problem, Random(0))
-
-
 def train(
     steps: int = STEPS, value: float = math.nan, gradient_only: bool = False, **options: Any
 ) -> Trained:
@@ -77,6 +71,14 @@ def events(found: Trained) -> list[tuple[int, str, str]]:
     return sorted({(event["step"], event["what"], event["value"]) for event in said})
 
 
+@cache
+def first_step(clip_norm: float | None, replicas: int, precision: Precision = "float32") -> Trained:
+    """A run that ends before anything is not finite."""
+    found = train(1, non_finite="skip", clip_norm=clip_norm, replicas=replicas, precision=precision)
+    assert not events(found)
+    return found
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize(("value", "gradient_only"), [(math.nan, False), (math.inf, False), (0.0, True)])
@@ -86,12 +88,10 @@ def test_a_skipped_step_changes_nothing_on_any_rank_and_is_an_event(
     found = train(2, value, gradient_only, non_finite="skip", clip_norm=clip_norm, replicas=replicas)
     for report in found.reports:
         assert [line.updated.is_skipped for line in report.lines] == [False, True]
-    before = train(1, value, gradient_only, non_finite="skip", clip_norm=clip_norm, replicas=replicas)
-    for mine, theirs in zip(found.parameters, before.parameters, strict=True):
+    for mine, theirs in zip(found.parameters, first_step(clip_norm, replicas).parameters, strict=True):
         assert relative_error(mine, theirs) == 0.0
     whats = [(step, what) for step, what, _ in events(found)]
     assert whats == ([(1, "gradient norm")] if gradient_only else [(1, what) for what in WHATS[value]])
-    assert not events(before)
 
 
 WHATS = {math.nan: ["gradient norm", "loss"], math.inf: ["loss"], 0.0: ["gradient norm"]}
@@ -131,48 +131,39 @@ def test_continue_applies_the_step_and_reports_it(
     assert any(not torch.isfinite(p).all() for p in found.parameters[0].values())
 
 
-@pytest.mark.parametrize("non_finite", ["fail", "skip"])
+@pytest.mark.parametrize("non_finite", ["fail", "skip", "continue"])
 def test_a_float16_overflow_is_skipped_and_is_an_event_only_at_scale_1(
     non_finite: NonFinite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = train(2, 0.0, True, precision="float16", non_finite=non_finite)
     assert [line.updated.is_skipped for line in found.reports[0].lines] == [False, True]
+    assert relative_error(found.parameters[0], first_step(None, 1, "float16").parameters[0]) < 1e-5
     assert events(found) == []
     monkeypatch.setattr(LossScale, "of", classmethod(lambda cls, _: cls(1.0, True)))
     if non_finite == "fail":
         with pytest.raises(NotFinite, match="step 1"):
             train(2, 0.0, True, precision="float16")
-    else:
+    elif non_finite == "skip":
         found = train(2, 0.0, True, precision="float16", non_finite="skip")
         assert [what for _, what, _ in events(found)] == ["gradient norm"]
 
 
 def test_every_rank_fails_alike_where_they_share_the_norm() -> None:
     """No rank waits in the next step for a peer that has ended."""
-    import threading
+    hub = ThreadHub(2)
 
-    from support.thread_transport import ThreadHub
-    from zbv_worker.gradients.gradients import Gradients
-    from zbv_worker.run.update import Update
-
-    hub, answers = ThreadHub(2), {}
-
-    def work(rank: int) -> None:
+    def work(rank: int) -> Any:
         module = torch.nn.Linear(2, 2)
         gradients = Gradients({0: module})
         gradients.begin()
         module(torch.ones(1, 2)).sum().backward()
         update = Update(Remembering(), gradients, hub.transport(rank), LossScale(), 1.0)
         numbers = update.launch(10.0, torch.tensor(math.nan) if rank == 1 else None)
-        answers[rank] = update.settle([float(number) for number in numbers])
+        return update.settle([float(number) for number in numbers])
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert [answers[rank].is_failed for rank in range(2)] == [True, True]
-    assert [answers[rank].is_skipped for rank in range(2)] == [True, True]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(work, range(2)))
+    assert all(answer.is_failed and answer.is_skipped for answer in answers)
     assert str(answers[1].non_finite[0]) == "('loss', nan)"
 
 

@@ -15,39 +15,40 @@ import pytest
 import torch
 import zbv_worker.run.plan_change
 from support.gradients import relative_error
-from support.plans import unit_problem
+from support.plans import random_plan, unit_problem, write_plan
+from support.processes import wait_until
 from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from support.trained import CPU, Remembering, Trained, train_alone, train_in_threads
 from torch import nn
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
-from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run.loop import Loop
 from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.run.plan_change import NextPlan, PlanFile, Swaps
 
-STEPS = 40
+STEPS = 9
 
 
-def problem_of(microbatches: int = 3) -> Problem:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+def plan_file(path: Path, problem: Problem, orders: Orders) -> str:
+    """Write a plan; returns its id."""
+    plan_id: str = json.loads(write_plan(path, problem, orders).read_text())["plan_id"]
+    return plan_id
 
 
-def write_plan(path: Path, problem: Problem, orders: Orders) -> str:
-    path.write_text(json.dumps({"problem": problem_json(problem), "ranks": orders.all_text()}))
-    return identity(problem_json(problem), orders.all_text())
+@pytest.fixture
+def looking_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look for a plan whenever one is taken, so that it does not depend on how long steps take."""
+    take = PlanFile.take
 
+    def look_and_take(self: PlanFile) -> NextPlan | None:
+        self.look()
+        return take(self)
 
-@pytest.fixture(autouse=True)
-def looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 600.0)
+    monkeypatch.setattr(PlanFile, "take", look_and_take)
 
 
 class Arriving(Remembering):
@@ -78,18 +79,17 @@ class ArrivingUnsplit(Arriving):
 
 
 def train_with(path: Path, text: str, replicas: int = 1, model: type[Arriving] = Arriving) -> Trained:
-    problem = problem_of()
     Arriving.next_plan, Arriving.text = path, text
     options = TrainingOptions(replicas=replicas, next_plan=path)
-    return train_in_threads(problem, random_orders(problem, Random(0)), options, STEPS, model=model)
+    return train_in_threads(*random_plan(), options, STEPS, model=model)
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_all_ranks_change_plan_at_the_same_step_without_changing_the_training(
     replicas: int, tmp_path: Path
 ) -> None:
-    problem = problem_of()
-    plan_id = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(1)))
+    plan_id = plan_file(tmp_path / "other.json", *random_plan(seed=1))
     found = train_with(tmp_path / "next.json", (tmp_path / "other.json").read_text(), replicas)
     plans = [[line.plan_id for line in report.lines] for report in found.reports]
     changed = plans[0].index(plan_id)
@@ -120,11 +120,12 @@ def test_a_plan_that_recomputes_other_stages_trains_alike(is_changed: bool) -> N
     assert [line.loss for line in loop.report.lines] == pytest.approx(train_alone(2, 2)[1], rel=1e-5)
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 def test_the_warnings_about_a_plan_are_repeated_for_the_next_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problem = replace(problem_of(), measured=(("precision", "bfloat16"),))
-    plan_id = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(1), 0.0))
+    problem = replace(unit_problem(2, 3), measured=(("precision", "bfloat16"),))
+    plan_id = plan_file(tmp_path / "other.json", problem, random_orders(problem, Random(1), 0.0))
     found = train_with(tmp_path / "next.json", (tmp_path / "other.json").read_text(), model=ArrivingUnsplit)
     said = capsys.readouterr().err
     measured = f"plan {plan_id[:12]}: its costs were measured with"
@@ -136,12 +137,12 @@ def test_the_warnings_about_a_plan_are_repeated_for_the_next_one(
     assert said.count("stage 3: W computes") == len(steps)
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 def test_an_incompatible_plan_is_refused_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    larger = problem_of(microbatches=4)
-    write_plan(tmp_path / "larger.json", larger, random_orders(larger, Random(0)))
-    found = train_with(tmp_path / "next.json", (tmp_path / "larger.json").read_text())
+    larger = write_plan(tmp_path / "larger.json", *random_plan(2, 4))
+    found = train_with(tmp_path / "next.json", larger.read_text())
     assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
     message = "can only change to a plan with 2 ranks, placement v and 3 microbatches"
     assert message in capsys.readouterr().err
@@ -153,10 +154,9 @@ def test_an_incompatible_plan_is_refused_and_the_run_continues(
 def test_a_file_without_a_plan_is_reported_and_ignored(
     text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problem = problem_of()
     path = tmp_path / "next.json"
     path.write_text(text)
-    watched = PlanFile(path, RankPlan.of("0" * 64, problem, random_orders(problem, Random(0)), 0))
+    watched = PlanFile(path, RankPlan.of("0" * 64, *random_plan(), 0))
     watched.look()
     watched.close()
     assert watched.take() is None
@@ -167,11 +167,9 @@ def test_a_file_without_a_plan_is_reported_and_ignored(
 def test_where_hosts_run_ahead_of_their_gpus_a_plan_is_announced_one_step_earlier(
     is_late: bool, tmp_path: Path
 ) -> None:
-    problem = problem_of()
     hub = ThreadHub(2)
-    path = tmp_path / "next.json"
-    write_plan(path, problem, random_orders(problem, Random(1)))
-    current = RankPlan.of("0" * 64, problem, random_orders(problem, Random(0)), 0)
+    path = write_plan(tmp_path / "next.json", *random_plan(seed=1))
+    current = RankPlan.of("0" * 64, *random_plan(), 0)
     first, second = (Swaps(hub.transport(rank), path, current, is_late=is_late) for rank in range(2))
     assert first._file is not None
     first._file.look()
@@ -184,10 +182,10 @@ def test_where_hosts_run_ahead_of_their_gpus_a_plan_is_announced_one_step_earlie
     ]
 
 
+@pytest.mark.usefixtures("looking_at_every_step")
 def test_the_same_plan_again_changes_nothing(tmp_path: Path) -> None:
-    problem = problem_of()
-    write_plan(tmp_path / "same.json", problem, random_orders(problem, Random(0)))
-    found = train_with(tmp_path / "next.json", (tmp_path / "same.json").read_text())
+    same = write_plan(tmp_path / "same.json", *random_plan())
+    found = train_with(tmp_path / "next.json", same.read_text())
     assert len({line.plan_id for report in found.reports for line in report.lines}) == 1
 
 
@@ -195,8 +193,7 @@ class Changing(PlanFile):
     """A plan file that finds the next of some plans whenever it looks."""
 
     def __init__(self, plans: Iterator[str]):
-        problem = problem_of()
-        super().__init__(Path("absent"), RankPlan.of("first", problem, random_orders(problem, Random(0)), 0))
+        super().__init__(Path("absent"), RankPlan.of("first", *random_plan(), 0))
         self.close()  # the tests call look()
         self._plans = plans
         self._path = Versions()  # type: ignore[assignment]  # only stat() is used
@@ -214,6 +211,17 @@ class Versions:
     def stat(self) -> os.stat_result:
         self._version += 1
         return os.stat_result((0, self._version, *([0] * 8)))
+
+
+def test_a_thread_looks_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zbv_worker.run.plan_change, "_LOOK_SECONDS", 0.01)
+    watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, *random_plan(), 0))
+    plan_id = plan_file(tmp_path / "next.json", *random_plan(seed=1))
+    wait_until(lambda: watched._found is not None, "the plan is found")
+    watched.close()
+    found = watched.take()
+    assert found is not None
+    assert found.plan_id == plan_id
 
 
 def test_no_plan_is_lost_between_two_threads() -> None:
@@ -297,16 +305,14 @@ class Once:
 
 
 def test_an_unreadable_file_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    problem = problem_of()
-    orders = random_orders(problem, Random(0))
     (tmp_path / "next.json").mkdir()
-    watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, problem, orders, 0))
+    watched = PlanFile(tmp_path / "next.json", RankPlan.of("0" * 64, *random_plan(), 0))
     for _ in range(3):
         watched.look()
     watched.close()
     assert capsys.readouterr().err.count("the plan is unchanged") == 1
     (tmp_path / "next.json").rmdir()
-    plan_id = write_plan(tmp_path / "next.json", problem, orders)
+    plan_id = plan_file(tmp_path / "next.json", *random_plan())
     watched.look()
     found = watched.take()
     assert found is not None

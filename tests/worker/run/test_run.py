@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from support.selfcheck import random_orders
+from support.plans import random_plan, unit_problem, write_plan
+from support.processes import wait_until
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import identity
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
-from zbv_solver.problem.writing import problem_json
 from zbv_worker.commands.cli import main
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
-from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
+from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command, rank_environment
 from zbv_worker.host.process import usable_cores
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run import run
@@ -34,31 +27,17 @@ from zbv_worker.tracing.report import RankReport, read_reports, summarise
 from zbv_worker.transport.world import World
 
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
-
-
-def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    document = {"problem": problem_json(problem), "ranks": orders.all_text()}
-    document["plan_id"] = identity(document["problem"], document["ranks"])  # type: ignore[arg-type]  # JSON
-    path.write_text(json.dumps(document))
-    return path
-
-
-def problem_of(p: int, microbatches: int) -> Problem:
-    placement = Placement.of("v", p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
+PLAN = random_plan(2, 4, seed=3)
 
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
-    problem = problem_of(2, 4)
-    return write_plan(tmp_path / "random.json", problem, random_orders(problem, Random(3)))
+    return write_plan(tmp_path / "random.json", *PLAN)
 
 
-def run_arguments(plan: Path, *more: str, steps: int = 3, timeout: float = 20) -> list[str]:
+def run_arguments(plan: Path, *more: str, timeout: float = 20) -> list[str]:
     model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
-    numbers = ["--steps", str(steps), "--timeout", str(timeout), "--threads", "1"]
-    return ["run", "--plan-file", str(plan), *model, *numbers, *more]
+    return ["run", "--plan-file", str(plan), *model, "--steps", "3", "--timeout", str(timeout), *more]
 
 
 def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
@@ -66,25 +45,52 @@ def ranks(arguments: Sequence[Sequence[str]], folder: Path) -> LocalRanks:
 
 
 def until_said(started: LocalRanks, text: str) -> None:
-    """Wait until rank 0's log contains a text, or for two minutes."""
-    deadline = time.monotonic() + 120
-    while text not in started.log(0) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    """Wait until rank 0's log contains a text."""
+    wait_until(lambda: text in started.log(0), text)
 
 
-def test_plans_that_take_turns_train_as_if_alone(plan_file: Path, tmp_path: Path) -> None:
-    """Two placements take turns step by step; each trains its own copy of the model."""
-    alone = run_arguments(plan_file, "--result-dir", str(tmp_path / "alone"))
-    with ranks([alone] * 2, tmp_path / "logs") as started:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder of a run of two ranks that choose their threads, and the ranks' logs."""
+    folder = tmp_path_factory.mktemp("alone")
+    plan = write_plan(folder / "plan.json", *PLAN)
+    files = ["--result-dir", str(folder / "results"), "--trace", str(folder / "out" / "trace.json")]
+    command = python_command("zbv_worker.commands.cli", *run_arguments(plan, *files))
+    # Local ranks have OMP_NUM_THREADS, which would decide.
+    with LocalRanks([["env", "-u", "OMP_NUM_THREADS", *command]] * 2, folder / "logs") as started:
         started.wait(timeout=240)
-    expected = summarise(read_reports(tmp_path / "alone", 2)).losses
+        return folder, [started.log(rank) for rank in range(2)]
+
+
+def test_ranks_share_the_hosts_cores_and_say_so(alone: tuple[Path, list[str]]) -> None:
+    threads = max(1, len(usable_cores()) // 2)
+    for rank, log in enumerate(alone[1]):
+        said = rf"rank {rank}: {threads} compute threads? \(\d+ cores, 2 ranks on this host\)"
+        assert re.search(said, log), log
+
+
+def test_a_run_writes_one_trace_of_all_ranks(alone: tuple[Path, list[str]]) -> None:
+    document = json.loads((alone[0] / "out" / "trace.json").read_text())
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    for rank in range(2):
+        names = [event["name"] for event in events if event["tid"] == rank and event["cat"] != "waiting"]
+        assert names == PLAN[1].text(rank) * 3
+    sizes = {event["args"].get("received_bytes", 0) for event in events}
+    assert sizes == {0, 2 * 16 * 16 * 4}  # sequences, length, width, bytes of a float
+
+
+def test_plans_that_take_turns_train_as_if_alone(
+    alone: tuple[Path, list[str]], plan_file: Path, tmp_path: Path
+) -> None:
+    """Two placements take turns step by step; each trains its own copy of the model."""
+    expected = summarise(read_reports(alone[0] / "results", 2)).losses
     assert len(expected) == 3
     assert expected[-1] < expected[0]
 
-    problem, orders = baseline("interleaved-1f1b", problem_of(2, 4))
-    other = write_plan(tmp_path / "loop.json", problem, orders)
+    other = write_plan(tmp_path / "loop.json", *baseline("interleaved-1f1b", unit_problem(2, 4)))
     folder = tmp_path / "turns"
-    arguments = run_arguments(plan_file, "--plan-file", str(other), "--result-dir", str(folder))
+    both = ["--plan-file", str(other), "--result-dir", str(folder), "--threads", "1"]
+    arguments = run_arguments(plan_file, *both)
     with ranks([arguments] * 2, tmp_path / "logs") as started:
         started.wait(timeout=240)
     for path in (plan_file, other):
@@ -117,8 +123,7 @@ def test_results_are_written_before_the_groups_are_destroyed(
 
 
 def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:
-    problem = problem_of(2, 4)
-    other = write_plan(tmp_path / "other.json", problem, random_orders(problem, Random(4)))
+    other = write_plan(tmp_path / "other.json", *random_plan(2, 4, seed=4))
     with ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started:
         with pytest.raises(LaunchError, match=r"ended with status 2"):
             started.wait(timeout=240)
@@ -126,27 +131,10 @@ def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Pa
     assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
 
 
-def test_ranks_share_the_hosts_cores_and_say_so(plan_file: Path, tmp_path: Path) -> None:
-    """Local ranks have OMP_NUM_THREADS, so the command removes it."""
-    arguments = run_arguments(plan_file, steps=1, timeout=60)
-    at = arguments.index("--threads")
-    command = python_command("zbv_worker.commands.cli", *arguments[:at], *arguments[at + 2 :])
-    with LocalRanks([["env", "-u", "OMP_NUM_THREADS", *command]] * 2, tmp_path / "logs") as started:
-        started.wait(timeout=240)
-        threads = max(1, len(usable_cores()) // 2)
-        for rank in range(2):
-            said = rf"rank {rank}: {threads} compute threads? \(\d+ cores, 2 ranks on this host\)"
-            assert re.search(said, started.log(rank)), started.log(rank)
-
-
 def test_a_rank_that_cannot_start_ends_the_others_with_its_reason(plan_file: Path, tmp_path: Path) -> None:
-    problem = problem_of(1, 4)
-    other = write_plan(tmp_path / "one.json", problem, random_orders(problem, Random(4)))
-    commands = [
-        python_command("zbv_worker.commands.cli", *run_arguments(plan, timeout=600))
-        for plan in (plan_file, other)
-    ]
-    with LocalRanks(commands, tmp_path / "logs") as started:
+    other = write_plan(tmp_path / "one.json", *random_plan(1, 4))
+    each = [run_arguments(plan, timeout=600) for plan in (plan_file, other)]
+    with ranks(each, tmp_path / "logs") as started:
         with pytest.raises(LaunchError, match="the plan has 1 ranks"):
             started.wait(timeout=240)
         until_said(started, "zbv-worker:")
@@ -184,37 +172,10 @@ def test_an_absent_rank_of_a_collective_is_named_on_every_other_rank(
         assert said in (tmp_path / f"said-{rank}").read_text()
 
 
-@pytest.mark.parametrize("sign", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_peer_that_hangs_or_dies_in_mid_step_is_named(
-    plan_file: Path, tmp_path: Path, sign: signal.Signals
-) -> None:
-    arguments = run_arguments(plan_file, steps=1_000_000, timeout=3)
-    with ranks([arguments] * 2, tmp_path / "logs") as started:
-        until_said(started, "step 3:")
-        os.kill(started.processes[1].pid, sign)
-        with pytest.raises(LaunchError):
-            started.wait(timeout=240)
-        until_said(started, "zbv-worker:")
-        if sign == signal.SIGSTOP:
-            os.kill(started.processes[1].pid, signal.SIGKILL)
-        waited = (
-            r"rank 0 waited 3 s at \d[FIB]\d for the .* from rank 1"
-            if sign == signal.SIGSTOP
-            else r"connection|earlier send"
-        )
-        assert re.search(waited, started.log(0)), started.log(0)
-        assert "Traceback" not in started.log(0)
-
-
 @pytest.fixture
 def as_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set torchrun's variables for the only rank of a run."""
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
+    for name, value in rank_environment(0, 1, 1).items():
         monkeypatch.setenv(name, value)
 
 
@@ -263,11 +224,11 @@ def test_a_broken_plan_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
         path.write_text(text)
         with pytest.raises(InvalidRun, match=re.escape(str(path))):
             PlanSource(file=path).rank_plan(0, 1.0)
-    problem = problem_of(2, 1)
+    problem = unit_problem(2, 1)
     orders = Orders.from_text([["0F0", "3F0", "3B0", "0B0"], ["2F0", "1F0", "2B0", "1B0"]])
     write_plan(path, problem, orders)
     with pytest.raises(InvalidRun, match=r"2F0|deadlock"):
         PlanSource(file=path).rank_plan(0, 1.0)
-    write_plan(path, problem, random_orders(problem, Random(0)))
+    write_plan(path, *random_plan(2, 1))
     with pytest.raises(InvalidRun, match="found rank 2; the plan has 2 ranks"):
         PlanSource(file=path).rank_plan(2, 1.0)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from support.plans import unit_problem
 from support.selfcheck import random_orders
+from support.small_pipeline import batch, flat_gradients
+from support.small_pipeline import model as small_model
 from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
@@ -16,7 +18,7 @@ from zbv_worker.model.model import Model
 from zbv_worker.run.options import TrainingOptions
 from zbv_worker.transport.world import Layout
 
-WIDTH, MICROBATCHES, STEPS = 4, 3, 3
+MICROBATCHES, STEPS = 3, 3
 
 
 class Scaled(nn.Module):
@@ -32,14 +34,8 @@ class Scaled(nn.Module):
         return error.mean() if self.is_mean else (error.sum(), error.numel())
 
 
-def layers() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-
-
 def microbatch(step: int, index: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + index)
-    return torch.randn(2, WIDTH, generator=generator), torch.randn(2, WIDTH, generator=generator)
+    return batch(100 * step + index, rows=2)
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -47,7 +43,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def trained_alone(microbatches: int, clip_norm: float) -> list[Tensor]:
-    module, loss = nn.Sequential(*layers()), Scaled(is_mean=True)
+    module, loss = small_model(), Scaled(is_mean=True)
     parameters = [*module.parameters(), *loss.parameters()]
     stepper = torch.optim.SGD(parameters, lr=0.1)
     for step in range(STEPS):
@@ -66,7 +62,7 @@ def test_a_run_trains_the_parameters_of_a_loss(replicas: int, *, is_mean: bool) 
     models: list[tuple[list[nn.Module], Scaled]] = []
 
     def model() -> Model:
-        made, loss = layers(), Scaled(is_mean=is_mean)
+        made, loss = [*small_model()], Scaled(is_mean=is_mean)
         models.append((made, loss))
         given: dict[str, Any] = {"loss": loss} if is_mean else {"loss_sum": loss}
         return Model(made, data=microbatch, optimizer=optimizer, **given)
@@ -91,10 +87,7 @@ class Flat(torch.optim.SGD):
     def __init__(self, parameters: Any, lr: float):
         super().__init__(parameters, lr)
         self.parts = self.param_groups[0]["params"]
-        sizes = [parameter.numel() for parameter in self.parts]
-        self.flat = torch.zeros(sum(sizes))
-        for parameter, part in zip(self.parts, torch.split(self.flat, sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
+        self.flat = flat_gradients(self.parts)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure

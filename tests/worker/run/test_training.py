@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from random import Random
 from typing import Literal
 
 import pytest
 import torch
 from support.gradients import relative_error
-from support.selfcheck import random_orders
+from support.plans import random_plan, unit_problem
 from support.trained import CPU, Remembering, train_alone, train_in_threads
 from torch import Tensor, nn
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.model import Model
@@ -25,17 +23,6 @@ from zbv_worker.stage.loss import add_auxiliary_loss
 
 MICROBATCHES = 3
 STEPS = 3
-
-
-def v_problem(p: int = 2, microbatches: int = MICROBATCHES) -> Problem:
-    placement = Placement.of("v", p)
-    ones = (1.0,) * placement.n_stages
-    return Problem(placement, microbatches, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-
-
-def random_plan(seed: int = 0) -> tuple[Problem, Orders]:
-    problem = v_problem()
-    return problem, random_orders(problem, Random(seed))
 
 
 CASES = [(1, 1, 0), (2, 1, 1), (3, 1, 2), (1, 3, 3), (2, 2, 4)]
@@ -51,7 +38,7 @@ def test_replicas_and_parts_train_as_one_process_with_all_their_microbatches(
 ) -> None:
     options = TrainingOptions(replicas=replicas, parts=parts)
     found = train_in_threads(
-        *random_plan(seed), options, STEPS, model=FetchedAhead if seed == 3 else Remembering
+        *random_plan(seed=seed), options, STEPS, model=FetchedAhead if seed == 3 else Remembering
     )
     expected, losses, _ = train_alone(MICROBATCHES * replicas * parts, STEPS)
     assert len(found.parameters) == replicas
@@ -128,28 +115,6 @@ def test_mixed_precision_trains_nearly_the_same(
     assert all(p.dtype == torch.float32 for p in found.parameters[0].values())
 
 
-class Overflowing(Remembering):
-    """A model whose gradients overflow float16 in the first step."""
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        steep = 1e4 if float(target.flatten()[0]) == self._first else 1.0
-        return super().loss(output, target) * steep
-
-    @property
-    def _first(self) -> float:
-        return float(self.microbatch(0, 0)[1].flatten()[0])
-
-
-def test_a_step_whose_gradients_overflow_is_skipped_on_every_rank() -> None:
-    found = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 2, model=Overflowing)
-    for report in found.reports:
-        assert [line.updated.is_skipped for line in report.lines] == [True, False]
-    # A skipped step changes nothing: the second step starts from the initial parameters.
-    once = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), 0, model=Overflowing)
-    assert relative_error(found.parameters[0], once.parameters[0]) < 0.2
-    assert all(torch.isfinite(p).all() for p in found.parameters[0].values())
-
-
 class TiedModel(Remembering):
     """First and last layer share their weights."""
 
@@ -167,27 +132,22 @@ class TiedModel(Remembering):
         last.get_submodule("layer7.1").weight = first.get_parameter("layer0.weight")
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_tied_parameters_of_the_first_and_the_last_stage_stay_equal(replicas: int) -> None:
-    found = train_in_threads(*random_plan(), TrainingOptions(replicas=replicas), STEPS, model=TiedModel)
-    expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS, model=TiedModel)
-    assert found.losses == pytest.approx(losses, rel=1e-5)
-    for parameters in found.parameters:
-        both = parameters["layer0.weight"], parameters["layer7.1.weight"]
-        assert both[0] is both[1] or torch.equal(*both)
-        same = {name: parameters[name] for name in expected}
-        assert relative_error(same, expected) < 1e-5
+ONE_RANK_HAS_BOTH, TWO_RANKS = random_plan(), baseline("1f1b", unit_problem(2, MICROBATCHES))
+"""Plans in which the first and the last layer are on one rank of a V, and on two."""
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_tied_parameters_on_two_ranks_are_copies_that_stay_equal(replicas: int) -> None:
-    plan = baseline("1f1b", v_problem())
+@pytest.mark.parametrize("plan", [ONE_RANK_HAS_BOTH, TWO_RANKS], ids=["one rank", "two ranks"])
+def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal(
+    plan: tuple[Problem, Orders], replicas: int
+) -> None:
+    """On one rank they are one parameter, on two ranks copies."""
     found = train_in_threads(*plan, TrainingOptions(replicas=replicas), STEPS, model=TiedModel)
     expected, losses, _ = train_alone(MICROBATCHES * replicas, STEPS, model=TiedModel)
     assert found.losses == pytest.approx(losses, rel=1e-5)
     for parameters in found.parameters:
         both = parameters["layer0.weight"], parameters["layer7.1.weight"]
-        assert both[0] is not both[1]
+        assert (both[0].data_ptr() == both[1].data_ptr()) == (plan is ONE_RANK_HAS_BOTH)
         assert torch.equal(*both)
         assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
 
@@ -204,12 +164,11 @@ def test_copies_of_a_tied_parameter_are_trained_alike_or_refused(group: str, ref
             ]
             return torch.optim.SGD(groups)
 
-    plan = baseline("1f1b", v_problem())
     if refused:
         with pytest.raises(InvalidRun, match=r"layer0\.weight on rank 0 has lr=0\.05; layer7"):
-            train_in_threads(*plan, TrainingOptions(), STEPS, model=Grouped)
+            train_in_threads(*TWO_RANKS, TrainingOptions(), STEPS, model=Grouped)
         return
-    found = train_in_threads(*plan, TrainingOptions(), STEPS, model=Grouped)
+    found = train_in_threads(*TWO_RANKS, TrainingOptions(), STEPS, model=Grouped)
     (parameters,) = found.parameters
     assert torch.equal(parameters["layer0.weight"], parameters["layer7.1.weight"])
 
@@ -217,33 +176,30 @@ def test_copies_of_a_tied_parameter_are_trained_alike_or_refused(group: str, ref
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_checkpoint_of_tied_parameters_fits_every_placement(order: tuple[int, int], tmp_path: Path) -> None:
     """On two ranks the parameter has two copies, in a V none; a checkpoint has it once."""
-    plans = [random_plan(), baseline("1f1b", v_problem())]
     options = TrainingOptions(checkpoint=CheckpointOptions(tmp_path, every=100))
     for steps, at in zip((2, STEPS), order, strict=True):
-        found = train_in_threads(*plans[at], options, steps, model=TiedModel)
+        plan = (ONE_RANK_HAS_BOTH, TWO_RANKS)[at]
+        found = train_in_threads(*plan, options, steps, model=TiedModel)
     expected, losses, _ = train_alone(MICROBATCHES, STEPS, model=TiedModel)
     assert found.losses == pytest.approx(losses[2:], rel=1e-5)
     (parameters,) = found.parameters
     assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
 
 
-def test_tied_parameters_that_no_rank_has_are_refused() -> None:
-    class Misnamed(TiedModel):
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("layer9.weight", r"tied_parameters names 'layer9\.weight', which no rank has"),
+        ("layer7.0.weight", r"must be alike, but layer0\.weight is \[.*\] of float32; layer7"),
+    ],
+)
+def test_tied_parameters_that_do_not_exist_or_differ_are_refused(other: str, said: str) -> None:
+    class Mistaken(TiedModel):
         def tied_parameters(self) -> Sequence[tuple[str, str]]:
-            return [("layer0.weight", "layer9.weight")]
+            return [("layer0.weight", other)]
 
-    with pytest.raises(InvalidRun, match=r"tied_parameters names 'layer9\.weight', which no rank has"):
-        train_in_threads(*random_plan(), TrainingOptions(), 1, model=Misnamed)
-
-
-def test_tied_parameters_that_differ_are_refused() -> None:
-    class Unlike(TiedModel):
-        def tied_parameters(self) -> Sequence[tuple[str, str]]:
-            return [("layer0.weight", "layer7.0.weight")]
-
-    plan = baseline("1f1b", v_problem())
-    with pytest.raises(InvalidRun, match=r"must be alike, but layer0\.weight is \[.*\] of float32; layer7"):
-        train_in_threads(*plan, TrainingOptions(), 1, model=Unlike)
+    with pytest.raises(InvalidRun, match=said):
+        train_in_threads(*TWO_RANKS, TrainingOptions(), 1, model=Mistaken)
 
 
 class Measured(Remembering):
@@ -273,18 +229,11 @@ class Scheduled(Remembering):
     """The learning rate halves with every step."""
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        self.rates: list[float] = []
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
 def test_a_schedule_of_the_learning_rate_is_followed() -> None:
     found = train_in_threads(*random_plan(), TrainingOptions(), STEPS, model=Scheduled)
-    model = Remembering()
-    module = model.build_stage(0, 1, CPU).train()
-    for step in range(STEPS):
-        for index in range(MICROBATCHES):
-            x, y = model.microbatch(step, index)
-            (model.loss(module(x), y) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
-        torch.optim.SGD(module.parameters(), lr=0.05 * 0.5**step).step()
-        module.zero_grad()
-    assert relative_error(found.parameters[0], model.parameters) < 1e-5
+    expected, losses, _ = train_alone(MICROBATCHES, STEPS, model=Scheduled)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert relative_error(found.parameters[0], expected) < 1e-5

@@ -6,17 +6,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 import zbv_worker as zbv
-from support.selfcheck import random_orders
+from support.plans import random_plan
 from torch import nn
 from zbv_service.client import Client
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
 from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
@@ -39,10 +36,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
 def test_each_rank_fetches_its_list_from_the_service_and_trains(
     service: LocalService, tmp_path: Path
 ) -> None:
-    placement = Placement.of("v", 2)
-    ones = (1.0,) * 4
-    problem = Problem(placement, 3, Costs(ones, ones, ones, ones[1:]), Memory.unlimited(placement))
-    plan = make_plan(problem, random_orders(problem, Random(0)), method="random")
+    problem, orders = random_plan()
+    plan = make_plan(problem, orders, method="random")
     with Client(service.address) as client:
         assert client.import_plan(plan_json(plan)) == plan.plan_id
     for rank in range(2):

@@ -7,22 +7,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from support.plans import unit_problem
-from support.selfcheck import random_orders
+from support.plans import random_plan
 from support.thread_transport import ThreadHub
 from zbv_solver.plans.orders import Action
-from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement
-from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource, WholePlan
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.rehearse.rehearse import RehearseOptions, rehearse_on
 from zbv_worker.tracing.merged_trace import Alignment, Clock, Offset, RankTrace, claim, render
 
@@ -83,28 +76,6 @@ def test_an_unwritable_output_is_named_before_anything_runs(tmp_path: Path) -> N
         claim(tmp_path / "file" / "trace.json")
 
 
-def test_a_training_run_writes_one_trace_of_all_ranks(tmp_path: Path) -> None:
-    problem = unit_problem(2, 2)
-    plan = make_plan(problem, random_orders(problem, Random(1)), method="random")
-    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan)))
-    model = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
-    command = python_command(
-        "zbv_worker",
-        *("run", "--plan-file", str(tmp_path / "plan.json"), "--steps", "2", "--threads", "1"),
-        *("--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(model)),
-        *("--timeout", "30", "--trace", str(tmp_path / "out" / "trace.json")),
-    )
-    with LocalRanks([command] * 2, tmp_path / "logs") as ranks:
-        ranks.wait(timeout=120)
-    document = json.loads((tmp_path / "out" / "trace.json").read_text())
-    for rank in range(2):
-        events = [event for event in complete_events(document) if event["tid"] == rank]
-        names = [event["name"] for event in events if event["cat"] != "waiting"]
-        assert names == plan.orders.text(rank) * 2
-    sizes = {event["args"].get("received_bytes", 0) for event in complete_events(document)}
-    assert sizes == {0, 2 * 16 * 16 * 4}  # sequences, length, width, bytes of a float
-
-
 SHIFTS = (0, 5 * SECOND, -2 * SECOND)
 
 
@@ -115,10 +86,7 @@ def shifted(by: int) -> Clock:
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[str, Any]]:
     """A rehearsal whose ranks' clocks are seconds apart: the plan and the trace."""
-    placement = Placement.of("v", 3)
-    ones = (1.0,) * 6
-    problem = Problem(placement, 3, Costs(ones, ones, ones, (0.0,) * 5), Memory.unlimited(placement))
-    orders = random_orders(problem, Random(5))
+    problem, orders = random_plan(3, 3, seed=5)
     plan = WholePlan("aa", problem, orders, objective_value=18.0)
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     options = RehearseOptions(PlanSource(), steps=2, scale=1e-3, transfer_bytes=100, timeout=20, trace=path)

@@ -111,7 +111,7 @@ def test_pairs_are_written_as_pytorch_reads_them_and_timed_if_the_problem_has_co
     written = export(baseline_plan("dualpipe-v", problem), "torch-csv")
     own = dumped("DualPipeV", problem, tmp_path / "schedule.csv", communication=False).read_text()
     assert parse(written).orders.without_pairs() == parse(own).orders.without_pairs()
-    # PyTorch's parser adds the communication to ours.
+    # The parser of PyTorch adds the communication.
     runtime = torch_runtime(problem, 0, loss_fn=Mock())
     (tmp_path / "ours.csv").write_text(written)
     runtime._load_csv(str(tmp_path / "ours.csv"), format="compute_only")

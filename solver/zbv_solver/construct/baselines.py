@@ -26,6 +26,7 @@ from zbv_solver.construct.classical import (
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
+    overlapped_1f1b,
     v_half,
     v_min,
     zb_h1,
@@ -45,6 +46,7 @@ from zbv_solver.timing.start_times import objective_of
 _SINGLE: dict[str, Callable[[int, int, int], Rows]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "1f1b-overlap": overlapped_1f1b,
     "eager-1f1b": eager_1f1b,
     "zb-h1": zb_h1,
 }
@@ -57,6 +59,9 @@ _V: dict[str, Callable[[int, int], Sequence[Rows | Actions]]] = {
 """ZB-V and DualPipeV are those of PyTorch. An F and a B that PyTorch may overlap run one after the other."""
 INTERLEAVED = "interleaved-1f1b"
 BASELINES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", *_V)
+INTERLEAVED_OVERLAP = "interleaved-1f1b-overlap"
+OVERLAPPED = ("1f1b-overlap", INTERLEAVED_OVERLAP)
+"""Those of Megatron-Core for problems with pairs."""
 PRACTICE = "-practice"
 DYNAPIPE = "dynapipe"
 MANY = 20
@@ -65,8 +70,9 @@ _ROUNDS = 32
 
 
 def baseline_names(problem: Problem) -> tuple[str, ...]:
-    """The baselines of a problem: ``BASELINES`` that it has, and more if microbatches differ."""
-    names = tuple(name for name in BASELINES if not missing(name, problem))
+    """The baselines of a problem: ``BASELINES`` that it has, and more with pairs or unequal microbatches."""
+    known = BASELINES if problem.communication is None else (*BASELINES, *OVERLAPPED)
+    names = tuple(name for name in known if not missing(name, problem))
     if problem.is_equal:
         return names
     return (*names, *(name + PRACTICE for name in names), DYNAPIPE)
@@ -92,7 +98,7 @@ def placements_of(name: str, problem: Problem) -> tuple[Placement, ...]:
     it may have 2, 3 or 4.
     """
     method, p = name.removesuffix(PRACTICE), problem.pp_degree
-    if method != INTERLEAVED:
+    if method not in (INTERLEAVED, INTERLEAVED_OVERLAP):
         placements = [Placement.of("v" if method in _V else "single", p)]
     elif problem.model is None:
         placements = [Placement.of("loop", p, problem.placement.chunks)]
@@ -109,9 +115,9 @@ def order_of(name: str, placement: Placement, m: int) -> Orders:
     method, p = name.removesuffix(PRACTICE), placement.pp_degree
     if method in _V:
         return Orders.of_rows([np.asarray(rows, dtype=np.int32) for rows in _V[method](p, m)])
-    if method == INTERLEAVED:
-        chunks = placement.chunks
-        return Orders.of_rows([interleaved_1f1b(rank, p, m, chunks) for rank in range(p)])
+    if method in (INTERLEAVED, INTERLEAVED_OVERLAP):
+        chunks, more = placement.chunks, int(method == INTERLEAVED_OVERLAP)
+        return Orders.of_rows([interleaved_1f1b(rank, p, m, chunks, more=more) for rank in range(p)])
     return Orders.of_rows([_SINGLE[method](rank, p, m) for rank in range(p)])
 
 

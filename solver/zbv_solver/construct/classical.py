@@ -38,6 +38,11 @@ def one_f_one_b(rank: int, p: int, m: int) -> Rows:
     return _alternate(rank, p - 1 - rank, m)
 
 
+def overlapped_1f1b(rank: int, p: int, m: int) -> Rows:
+    """1F1B with one forward more in the warm-up, so that every forward after it has a backward beside it."""
+    return _alternate(rank, p - rank, m)
+
+
 def eager_1f1b(rank: int, p: int, m: int) -> Rows:
     """1F1B with about twice the warm-up, 2 (p - 1 - rank), which hides transfers (Zhuang et al. 2022)."""
     return _alternate(rank, 2 * (p - 1 - rank), m)
@@ -52,14 +57,16 @@ def zb_h1(rank: int, p: int, m: int) -> Rows:
     return _alternate_split(rank, p - 1 - rank, m)
 
 
-def interleaved_1f1b(rank: int, p: int, m: int, chunks: int, group: int | None = None) -> Rows:
+def interleaved_1f1b(rank: int, p: int, m: int, chunks: int, group: int | None = None, more: int = 0) -> Rows:
     """Chunks take turns in rounds of about p microbatches (Narayanan et al. 2021, section 2.2).
 
     Rounds are as equal as m allows, so m need not be a multiple of p. With ``group``, every round has that
-    many microbatches, and the last one has the rest.
+    many microbatches, and the last one has the rest. The warm-up has ``more`` forwards than usual: 1 if
+    forwards run beside backwards (``overlap_moe_expert_parallel_comm`` in
+    ``megatron/core/pipeline_parallel/schedules.py``).
     """
     bounds = equal_rounds(p, m) if group is None else np.append(np.arange(0, m, group), m)
-    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + 2 * (p - 1 - rank)
+    warm_up = (chunks - 1) * int(np.diff(bounds).max()) + 2 * (p - 1 - rank) + more
     return _in_turns(_alternate(rank, warm_up, chunks * m), bounds, chunks, p)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
+from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.construct.pairs import joined
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
@@ -302,6 +303,13 @@ def test_a_search_is_within_half_a_percent_of_the_best_order_known() -> None:
 def test_classical_schedules_are_compared_and_a_pair_is_drawn_as_two_halves() -> None:
     problem = parse_problem({**PROBLEM, "pp_degree": 1, "placement": "single"})
     assert {"1f1b", "zb-h1"} <= {row.name for row in compare(problem)}
+    four = parse_problem({**PROBLEM, "pp_degree": 4, "microbatches": 12})
+    spans = {row.name: row.span for row in compare(four)}
+    for name in ("1f1b", "interleaved-1f1b"):
+        assert spans[f"{name}-overlap"] < spans[name]
+        assert f"{name}-overlap" not in baseline_names(four.without_pairs())
+    # The last rank, whose forwards are followed by their own backwards in 1F1B, has pairs, too.
+    assert baseline_plan("1f1b-overlap", four).orders.text(3)[:2] == ["3F0", "3F1+3B0"]
     orders = Orders.from_text([["0F0", "0F1+0B0", "0F2+0B1", "0F3+0B2", "0B3"]])
     drawn = timeline(make_plan(problem, orders, method="known"))
     assert drawn.start.tolist() == [0, 18, 36, 54, 72, 90, 108, 126]

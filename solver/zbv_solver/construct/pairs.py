@@ -1,7 +1,7 @@
 """Orders with pairs: forwards that run together with the backward after them, where that shortens an order.
 
-DualPipeV is made for pairs: in its steady state every F is next to a backward of another microbatch. Its
-backwards are fused, which makes the ramps long, so it is also tried with I and W in their place.
+DualPipeV and Megatron-Core's 1F1B are made for pairs: in their steady state every F is next to a backward of
+another microbatch. Their backwards are fused, which makes ramps long, so they are also tried with I and W.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from zbv_solver.construct.baselines import missing, order_of
+from zbv_solver.construct.baselines import INTERLEAVED_OVERLAP, missing, order_of
 from zbv_solver.errors import InvalidPlan
 from zbv_solver.kernels.jit import IntArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import B, F, I, Problem, W
 from zbv_solver.timing.start_times import earliest_times, objective_of
 
-_START = "dualpipe-v"
+_MADE_FOR_PAIRS = {"v": "dualpipe-v", "loop": INTERLEAVED_OVERLAP, "single": "1f1b-overlap"}
+"""By kind of placement."""
 MOST_TIMED = 20_000_000
 """Actions that are timed at most while pairs are chosen: about two seconds."""
 
@@ -28,11 +29,12 @@ MOST_TIMED = 20_000_000
 def starts(problem: Problem) -> Iterator[tuple[str, Orders]]:
     """Orders whose forwards are next to backwards, by name; they may exceed the memory limit."""
     placement = problem.placement
-    if placement.kind != "v" or not problem.is_equal or missing(_START, problem):
+    name = _MADE_FOR_PAIRS[placement.kind]
+    if not problem.is_equal or missing(name, problem):
         return
-    orders = order_of(_START, placement, problem.microbatches)
-    yield _START, orders
-    yield f"{_START}, split", _split(orders)
+    orders = order_of(name, placement, problem.microbatches)
+    yield name, orders
+    yield f"{name}, split", _split(orders)
 
 
 def _split(orders: Orders) -> Orders:

@@ -39,7 +39,7 @@ def one_f_one_b(rank: int, p: int, m: int) -> Rows:
 
 
 def overlapped_1f1b(rank: int, p: int, m: int) -> Rows:
-    """1F1B with one forward more in the warm-up, so that every forward after it has a backward beside it."""
+    """1F1B with one forward more in the warm-up, so that all forwards after it can be in pairs."""
     return _alternate(rank, p - rank, m)
 
 
@@ -62,7 +62,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, chunks: int, group: int | None =
 
     Rounds are as equal as m allows, so m need not be a multiple of p. With ``group``, every round has that
     many microbatches, and the last one has the rest. The warm-up has ``more`` forwards than usual: 1 if
-    forwards run beside backwards (``overlap_moe_expert_parallel_comm`` in
+    forwards run together with backwards (``overlap_moe_expert_parallel_comm`` in
     ``megatron/core/pipeline_parallel/schedules.py``).
     """
     bounds = equal_rounds(p, m) if group is None else np.append(np.arange(0, m, group), m)

@@ -90,16 +90,6 @@ def _add_tables(commands: Any) -> None:
     add_output(command)
     command.set_defaults(run=_packing)
     command = commands.add_parser(
-        "pairs",
-        help="plan problems whose forwards may run together with backwards; compare with DualPipeV",
-        description="Plan problems with pairs of a forward and a backward that hide each other's "
-        "communication. Compare with proven bounds, with DualPipeV and with the best order without pairs.",
-    )
-    _add_search_options(command)
-    _add_workers_and_only(command)
-    add_output(command)
-    command.set_defaults(run=_pairs)
-    command = commands.add_parser(
         "unequal",
         help="plan problems whose microbatches differ; compare with bounds, baselines and the mean plan",
         description="Plan problems whose microbatches differ. Compare with proven bounds, with the classical "
@@ -202,13 +192,6 @@ def _packing(parsed: argparse.Namespace) -> int:
 
     options, chosen = _options(parsed), matching(packing_instances(), parsed.only, lambda each: each.name)
     return _measured(parsed, chosen, lambda: packing_table(chosen, options, _write))
-
-
-def _pairs(parsed: argparse.Namespace) -> int:
-    from benchmarks.planner.pairs import instances, pairs_table
-
-    options, chosen = _options(parsed), matching(instances(), parsed.only, lambda each: each.name)
-    return _measured(parsed, chosen, lambda: pairs_table(chosen, options, _write))
 
 
 def _unequal(parsed: argparse.Namespace) -> int:

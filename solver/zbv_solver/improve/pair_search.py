@@ -1,4 +1,4 @@
-"""Annealing of orders with pairs: entries move along their rank, and pairs form, part and swap partners.
+"""Annealing of orders with pairs: actions move along their rank, and pairs form, part and swap partners.
 
 A *slot* of a rank has a single action, the two actions of a pair, or nothing: a rank has as many slots as
 actions. A move changes a stretch of a few slots of one rank. Ends are then repaired as in
@@ -55,7 +55,7 @@ class Costs(NamedTuple):
     static: FloatArray
     limit: FloatArray
     release: FloatArray
-    """(p,) release: the earliest start of a rank, from which its time counts."""
+    """(p,) memory that a rank always holds, its limit, and its earliest start, from which its time counts."""
     m: int
 
     @classmethod
@@ -660,7 +660,7 @@ def _critical_path(costs: Costs, state: State, path: IntArray) -> int:  # pragma
         if state.length[each] > 0 and state.end[each, state.length[each] - 1] - costs.release[each] > most:
             rank, most = each, state.end[each, state.length[each] - 1] - costs.release[each]
     at, size = state.length[rank] - 1, 0
-    while at >= 0:
+    while at >= 0 and size < len(path):  # actions that take no time may form a cycle
         if state.first[rank, at] != NONE:
             path[size, 0], path[size, 1] = rank, at
             size += 1

@@ -28,7 +28,7 @@ from zbv_solver.problem.stages import Communication, Deltas, Feature
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import baseline_plan, compare, make_plan
 from zbv_solver.search.claims import check_plan
-from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.options import PHASES, SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
@@ -251,6 +251,15 @@ def test_a_search_is_no_worse_than_dualpipe_and_than_the_best_order_without_pair
     dualpipe = baseline_plan("dualpipe-v", problem)
     assert dualpipe.orders.paired is not None
     assert plan.metrics.span < spans["dualpipe-v"] == dualpipe.metrics.span < alone.metrics.span
+
+
+@pytest.mark.parametrize(("placement", "name"), [("loop", "interleaved-1f1b"), ("single", "1f1b")])
+def test_a_search_is_no_worse_than_overlapped_schedules_of_other_placements(
+    placement: str, name: str
+) -> None:
+    problem = parse_problem({**PROBLEM, "pp_degree": 4, "microbatches": 12, "placement": placement})
+    plan = search(problem, SearchOptions(effort="quick", without=PHASES))
+    assert plan.metrics.span <= baseline_plan(f"{name}-overlap", problem).metrics.span
 
 
 def test_a_search_keeps_a_given_order_with_pairs_unless_it_finds_a_shorter_one() -> None:

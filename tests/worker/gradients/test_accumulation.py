@@ -20,7 +20,7 @@ def module(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def stepping(kind: str, made: nn.Module) -> Callable[..., float]:
-    """A step that adds a number to every element of the gradient; returns what they then are."""
+    """Run a step that adds a number to every element of the gradient; returns the gradients after it."""
     gradients: Gradients = Gradients({0: made})
     if kind == "replicas":  # one of them, so that sums are those of this process
         gradients = SummedGradients({0: made}, ThreadHub(1, 1).transport(0))

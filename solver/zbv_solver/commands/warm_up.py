@@ -38,6 +38,8 @@ def main() -> int:
             lower_bound(parse_problem(problem), "thorough")
         hidden = dict.fromkeys(("forward", "backward_input", "backward"), 1)
         search(parse_problem(problem | {"costs": costs | {"communication": hidden}}), SearchOptions("quick"))
+        copied = {"costs": costs | {"offload": 1}, "memory": memory | {"limit": 3}}
+        search(parse_problem(problem | copied), SearchOptions("quick"))
         # Microbatches that differ have bounds that are compiled separately. Their search always includes one
         # for injections, which the searches above leave out.
         held = {"forward": {"x": 2}, "backward_input": {"x": -1}, "backward_weight": {"x": -1}, "limit": 12}

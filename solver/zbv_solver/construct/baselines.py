@@ -201,6 +201,7 @@ def merge_stages(problem: Problem) -> Problem:
             for feature in problem.features
         ),
         communication=merged_communication(problem.communication),
+        copies=None,  # no classical schedule has any
     )
 
 

@@ -81,6 +81,12 @@ def export(plan: Plan, name: str) -> str:
     InvalidPlan
         When the plan's orders cannot be executed.
     """
+    if plan.orders.copies is not None and name in RENUMBERED:
+        raise InvalidInput.at(
+            "/format",
+            f"found {name!r} for a plan with copies to the host, which PyTorch's schedules do not have; plan "
+            f"without costs.offload.",
+        )
     if name not in FORMATS:
         raise InvalidInput.at("/format", f"found {name!r}; must be one of {', '.join(FORMATS)}.")
     return FORMATS[name].render(plan)

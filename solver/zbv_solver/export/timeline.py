@@ -47,6 +47,8 @@ class Timeline:
     offset: NDArray[np.int64]
     has_pairs: bool = False
     """Whether some ends do not follow from starts and costs: a pair is one block with two halves."""
+    has_copies: bool = False
+    """Whether memory does not follow from the actions: copies to the host change it, too."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -103,6 +105,7 @@ def timeline(plan: Plan) -> Timeline:
         after=after,
         offset=orders.offset,
         has_pairs=orders.paired is not None,
+        has_copies=orders.copies is not None,
     )
 
 
@@ -201,7 +204,7 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
             "deltas": by_kind(arrays.delta),
             "static": arrays.static.tolist(),
             "limits": sorted(set(problem.memory.limit or ())),
-            "is_known": accounts_for_memory(problem),
+            "is_known": accounts_for_memory(problem) and not line.has_copies,
             "scale": scale,
             "unit": memory_unit,
         },

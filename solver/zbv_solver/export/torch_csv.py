@@ -46,7 +46,7 @@ def relabelled(orders: Orders, n_stages: int) -> Orders:
     they differ, the batch must be given in the order :func:`batch_order`.
     """
     label = microbatch_labels(orders, n_stages)
-    return replace(orders, microbatch=label[orders.microbatch])
+    return orders.renamed(label)
 
 
 def renumbered(problem: Problem, orders: Orders) -> tuple[Problem, Orders]:

@@ -61,7 +61,7 @@ class FixedOrder:
         """The order of a problem; raises :class:`InvalidPlan` when it deadlocks."""
         return cls(
             orders,
-            execute(problem, orders)[0],
+            execute(problem, orders),
             orders.letter.astype(np.int64),
             orders.stage.astype(np.int64),
             np.array(problem.placement.stages_of),

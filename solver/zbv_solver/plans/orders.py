@@ -2,7 +2,8 @@
 
 An action is a stage, a letter and a microbatch, such as ``7I3``. Plans may have millions of actions, so the
 actions of all ranks are kept in three flat arrays, rank after rank. A pair, such as ``0F5+3I2``, is an F and
-an I or B that a rank runs together: two actions, one after the other, of which the first is marked.
+an I or B that a rank runs together: two actions, one after the other, of which the first is marked. Copies to
+the host, such as ``0O3``, take no time of their rank: they are kept apart, each with the action it precedes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from numpy.typing import NDArray
 from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.kernels.jit import BoolArray, FloatArray, IntArray
 from zbv_solver.problem.numeric import MAX_CELLS
-from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+from zbv_solver.problem.problem import COPY_LETTERS, LETTERS, B, F, I, Problem, W
 from zbv_solver.problem.stages import pair_duration
 
-_ACTION = re.compile(r"(0|[1-9][0-9]{0,8})([FIWB])(0|[1-9][0-9]{0,8})")
+_ALL_LETTERS = LETTERS + COPY_LETTERS
+_ACTION = re.compile(rf"(0|[1-9][0-9]{{0,8}})([{_ALL_LETTERS}])(0|[1-9][0-9]{{0,8}})")
 
 
 class Action(NamedTuple):
-    """One action: ``letter`` is one of F, I, W, B."""
+    """One action or copy: ``letter`` is one of F, I, W, B, and O, D, R of a copy to the host."""
 
     stage: int
     letter: str
@@ -42,7 +44,8 @@ class Action(NamedTuple):
         if match is None:
             raise InvalidInput.at(
                 "",
-                f"found {str(text)[:60]!r}; an action is a stage, one of F, I, W, B, and a microbatch: 7I3.",
+                f"found {str(text)[:60]!r}; an action is a stage, one of F, I, W, B (or O, D, R of a copy to "
+                f"the host), and a microbatch: 7I3.",
             )
         return cls(int(match[1]), match[2], int(match[3]))
 
@@ -60,11 +63,15 @@ class Orders:
     """(p + 1,) int64: rank r's actions are ``offset[r]:offset[r + 1]``."""
     paired: BoolArray | None = None
     """(n,) whether an F runs as a pair with the action after it; None if there are no pairs."""
+    copies: NDArray[np.int32] | None = None
+    """(k, 4) int32, entries of copies in the order of the list: the index of the action that each precedes,
+    its letter code, stage and microbatch. None if there are no copies."""
 
     @classmethod
     def from_actions(cls, ranks: Sequence[Sequence[tuple[int, str, int]]]) -> Orders:
-        """Pack lists of actions."""
-        return cls.pack([[(s, LETTERS.index(letter), j) for s, letter, j in actions] for actions in ranks])
+        """Pack lists of actions and copies."""
+        rows = [[(s, _ALL_LETTERS.index(letter), j) for s, letter, j in actions] for actions in ranks]
+        return cls.of_entries([np.array(row, dtype=np.int32).reshape(-1, 3) for row in rows])
 
     @classmethod
     def pack(cls, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> Orders:
@@ -83,16 +90,45 @@ class Orders:
         )
 
     @classmethod
+    def of_entries(cls, ranks: Sequence[NDArray[np.int32]], paired: BoolArray | None = None) -> Orders:
+        """Pack one (n, 3) array per rank whose letter codes may be those of copies.
+
+        ``paired`` says, of all entries of all ranks, which begin a pair.
+        """
+        rows = np.concatenate(ranks) if ranks else np.empty((0, 3), dtype=np.int32)
+        is_copy = rows[:, 1] >= len(LETTERS)
+        actions = [rank[rank[:, 1] < len(LETTERS)] for rank in ranks]
+        orders = cls.of_rows(actions)
+        if paired is not None and paired.any():
+            orders = replace(orders, paired=paired[~is_copy])
+        if not is_copy.any():
+            return orders
+        precedes = np.cumsum(~is_copy)[is_copy]  # as many actions come before it
+        return replace(
+            orders, copies=np.column_stack([precedes, rows[is_copy][:, [1, 0, 2]]]).astype(np.int32)
+        )
+
+    @classmethod
     def from_text(cls, ranks: Sequence[Sequence[str]]) -> Orders:
         """Parse lists of actions and pairs as texts; errors point at ``/ranks/{rank}/{index}``."""
         parsed = _parse([text for texts in ranks for text in texts])
         if parsed is None:
             return cls.from_actions(_parse_each(ranks))
         stage, letter, microbatch, paired = parsed
-        if not paired.any():
-            return cls(stage, letter, microbatch, _offsets(ranks))
-        begins = np.append(np.flatnonzero(~np.append(False, paired[:-1])), len(paired))  # of entries
-        return cls(stage, letter, microbatch, begins[_offsets(ranks)], paired)
+        offset = _offsets(ranks)
+        if paired.any():
+            begins = np.append(np.flatnonzero(~np.append(False, paired[:-1])), len(paired))  # of entries
+            offset = begins[offset]
+        if (letter < len(LETTERS)).all():
+            return cls(stage, letter, microbatch, offset, paired if paired.any() else None)
+        for rank, (begin, end) in enumerate(pairwise(offset.tolist())):
+            if begin < end and letter[end - 1] >= len(LETTERS):
+                rule = "a copy must come before the backward of its microbatch, on the same rank"
+                raise InvalidInput.at(
+                    f"/ranks/{rank}/{len(ranks[rank]) - 1}", f"found {ranks[rank][-1]!r}; {rule}."
+                )
+        rows = np.column_stack([stage, letter.astype(np.int32), microbatch])
+        return cls.of_entries([rows[begin:end] for begin, end in pairwise(offset.tolist())], paired)
 
     @property
     def pp_degree(self) -> int:
@@ -118,11 +154,39 @@ class Orders:
 
     def renamed(self, entry: IntArray) -> Orders:
         """The same order with microbatch ``entry[k]`` (m,) in the place of microbatch k."""
-        return replace(self, microbatch=entry.astype(np.int32)[self.microbatch])
+        name = entry.astype(np.int32)
+        renamed = replace(self, microbatch=name[self.microbatch])
+        if self.copies is None:
+            return renamed
+        return replace(
+            renamed, copies=np.column_stack([self.copies[:, :3], name[self.copies[:, 3]]]).astype(np.int32)
+        )
 
     def without_pairs(self) -> Orders:
         """The same order, in which the actions of every pair run one after the other."""
         return self if self.paired is None else replace(self, paired=None)
+
+    def without_copies(self) -> Orders:
+        """The same order, in which everything stays on the device."""
+        return self if self.copies is None else replace(self, copies=None)
+
+    def entries(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Actions and copies in the order of the lists, and where each rank's begin.
+
+        Returns
+        -------
+        rows
+            (n + k, 3) stage, letter code, microbatch.
+        offset
+            (p + 1,) rank r's entries are ``offset[r]:offset[r + 1]``.
+        """
+        rows = np.column_stack([self.stage, self.letter.astype(np.int32), self.microbatch])
+        if self.copies is None:
+            return rows, self.offset
+        before = self.copies[:, 0]
+        rows = np.insert(rows, before, self.copies[:, [2, 1, 3]], axis=0)
+        # A copy before the first action of a rank is an entry of this rank.
+        return rows, self.offset + np.searchsorted(before, self.offset, side="left")
 
     def rank_index(self) -> NDArray[np.int32]:
         """The rank of every action, (n,)."""
@@ -144,34 +208,38 @@ class Orders:
     def text_at(self, index: int) -> str:
         """The action at an index of the flat arrays as text, for messages; letter codes may be invalid."""
         code = int(self.letter[index])
-        letter = LETTERS[code] if 0 <= code < len(LETTERS) else f"(letter {code})"
+        letter = _ALL_LETTERS[code] if 0 <= code < len(_ALL_LETTERS) else f"(letter {code})"
         return f"{self.stage[index]}{letter}{self.microbatch[index]}"
 
     def text(self, rank: int, at_most: int | None = None) -> list[str]:
-        """A rank's actions and pairs as text, or those of its first ``at_most`` actions."""
+        """A rank's actions, pairs and copies as text, or those of its first ``at_most`` actions."""
         part = self.slice_of(rank)
         stop = part.stop if at_most is None else min(part.stop, part.start + at_most)
         return self._texts(slice(part.start, stop))
 
     def all_text(self) -> list[list[str]]:
-        """The actions and pairs of all ranks as text, as in a plan file."""
-        if self.paired is not None:
+        """The actions, pairs and copies of all ranks as text, as in a plan file."""
+        if self.paired is not None or self.copies is not None:
             return [self.text(rank) for rank in range(self.pp_degree)]
         texts = self._texts(slice(None))
         return [texts[begin:end] for begin, end in pairwise(self.offset.tolist())]
 
     def _texts(self, part: slice) -> list[str]:
-        """Actions and pairs as text."""
+        """Actions, pairs and copies as text."""
         texts = self._action_texts(part)
-        if self.paired is None:
+        if self.paired is None and self.copies is None:
             return texts
-        is_first = self.paired[part]
+        is_first = np.zeros(len(texts), np.bool_) if self.paired is None else self.paired[part]
         is_second = np.append(False, is_first[:-1])
-        return [
-            f"{text}+{texts[at + 1]}" if first and at + 1 < len(texts) else text
-            for at, (text, first, second) in enumerate(zip(texts, is_first, is_second, strict=True))
-            if not second
-        ]
+        before: dict[int, list[str]] = {}
+        for at, letter, stage, microbatch in [] if self.copies is None else self.copies.tolist():
+            before.setdefault(at - part.start, []).append(f"{stage}{_ALL_LETTERS[letter]}{microbatch}")
+        found: list[str] = []
+        for at, (text, first, second) in enumerate(zip(texts, is_first, is_second, strict=True)):
+            found += before.get(at, ())
+            if not second:
+                found.append(f"{text}+{texts[at + 1]}" if first and at + 1 < len(texts) else text)
+        return found
 
     def _action_texts(self, part: slice) -> list[str]:
         stage, letter, microbatch = self.stage[part], self.letter[part], self.microbatch[part]
@@ -273,13 +341,13 @@ def _numbers(
     return value
 
 
-_DIGIT, _END, _STRANGE = -1, len(LETTERS), len(LETTERS) + 1
+_DIGIT, _END, _STRANGE = -1, len(_ALL_LETTERS), len(_ALL_LETTERS) + 1
 _CODE = np.full(256, _STRANGE, dtype=np.int8)
 """Class of every character: the code of a letter, a digit, the end of an action, or anything else."""
 _CODE[[ord(digit) for digit in "0123456789"]] = _DIGIT
 _PLUS = ord("+")
 _CODE[[ord("\n"), _PLUS]] = _END
-_CODE[[ord(letter) for letter in LETTERS]] = range(len(LETTERS))
+_CODE[[ord(letter) for letter in _ALL_LETTERS]] = range(len(_ALL_LETTERS))
 
 
 def durations(problem: Problem, orders: Orders, varying: FloatArray | None = None) -> FloatArray:

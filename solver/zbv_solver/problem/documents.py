@@ -82,6 +82,10 @@ class CostsDocument(Document):
     pair_factor: Number = Field(
         1.0, description="What the two actions of a pair cost each other, at least 1."
     )
+    offload: NumberOrList | None = Field(
+        None, description="Time to copy what an F keeps to the host; absent: nothing is copied."
+    )
+    reload: NumberOrList | None = Field(None, description="Time to copy it back; null means `offload`.")
 
 
 class MemoryDocument(Document):
@@ -95,6 +99,12 @@ class MemoryDocument(Document):
     backward_weight: Amount
     static: NumberOrList = 0.0
     limit: NumberOrList | None = Field(None, description="null means unlimited.")
+    offloadable: NumberOrList | None = Field(
+        None, description="How much of `forward` a copy to the host frees; null means all of it."
+    )
+    host_limit: NumberOrList | None = Field(
+        None, description="Memory of the host for copies, a scalar or per rank; null means unlimited."
+    )
 
 
 Measured = Annotated[

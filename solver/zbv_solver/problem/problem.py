@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Annotated, Literal, Protocol, get_args
 
 import numpy as np
@@ -17,6 +18,7 @@ from pydantic import Field
 
 from zbv_solver.documents.fields import Record
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan, Issue
+from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.problem.cut import CutModel
 from zbv_solver.problem.numeric import (
     FEASIBLE_MEMORY,
@@ -24,10 +26,11 @@ from zbv_solver.problem.numeric import (
     MAX_PP_DEGREE,
     exceeds,
 )
-from zbv_solver.problem.rules import feature_rules, number_rules, pair_rules, sum_rules
+from zbv_solver.problem.rules import copy_rules, feature_rules, number_rules, pair_rules, sum_rules
 from zbv_solver.problem.stages import (
     PLACEMENT_KINDS,
     Communication,
+    Copies,
     Costs,
     Feature,
     Kinds,
@@ -43,6 +46,9 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 LETTERS = "FIWB"
 """Action letters; the code of an action is the index of its letter."""
 F, I, W, B = range(4)  # noqa: E741 - the field's own letter
+COPY_LETTERS = "ODR"
+"""Letters of copies to the host, whose codes follow: a copy out begins, memory is freed, a copy in begins."""
+O, D, R = range(4, 7)  # noqa: E741 - a copy out; the field has no other letter for it
 
 
 class Times(Protocol):
@@ -104,6 +110,8 @@ class Problem:
     """What pairs can hide; None if there are no pairs."""
     pair_factor: float = 1.0
     """What the two actions of a pair cost each other, at least 1."""
+    copies: Copies | None = None
+    """What may be copied to the host; None if nothing."""
     given_arrays: ProblemArrays | None = field(default=None, compare=False, repr=False)
     """Arrays that stand for ``costs``, ``memory`` and ``features``: of a search, in its own unit of time."""
 
@@ -122,6 +130,8 @@ class Problem:
             issues = [*sum_rules(kinds, self.costs, self.memory)] if self.features else []
             if self.communication is not None and self.given_arrays is None:
                 issues += pair_rules(kinds, self.costs, self.communication, self.pair_factor)
+        if not issues and self.copies is not None:
+            issues = [*copy_rules(self.placement, self.copies, self.memory, bool(self.features))]
         if issues:
             raise InvalidInput(issues)
         if self.given_arrays is not None and len(self.given_arrays.kind_of) != self.microbatches:
@@ -197,6 +207,10 @@ class Problem:
         features = tuple(replace(feature, communication=None) for feature in self.features)
         return replace(self, communication=None, pair_factor=1.0, features=features, given_arrays=arrays)
 
+    def without_copies(self) -> Problem:
+        """The same problem, in which everything stays on the device."""
+        return self if self.copies is None else replace(self, copies=None)
+
     def with_forwards_shortened(self) -> Problem:
         """A problem without pairs in which no order is longer than the best one with pairs: Lemma 59.
 
@@ -231,8 +245,18 @@ class Problem:
         waits for the model's last forward, which waits for all other forwards. So every order needs at least
         static + the sum of the stages' forward deltas, of the largest microbatch. One microbatch at a time
         with fused backwards, which never allocate, needs exactly that.
+
+        With copies to the host, earlier stages keep at least what cannot move while a later one runs its F.
+        One microbatch at a time needs exactly the largest of these sums, if the host has room.
         """
         forward = self.arrays.delta[F]
+        if self.copies is not None:
+            return tuple(
+                static + _least_with_copies(forward[list(stages), 0], self.copies, rank, stages)
+                for rank, (static, stages) in enumerate(
+                    zip(self.memory.static, self.placement.stages_of, strict=True)
+                )
+            )
         return tuple(
             static + max(sum(kind) for kind in forward[list(stages)].T.tolist())
             for static, stages in zip(self.memory.static, self.placement.stages_of, strict=True)
@@ -290,6 +314,25 @@ def size_rule(placement: Placement, microbatches: int) -> Iterator[Issue]:
             f"found {placement.n_stages} stages times {microbatches} microbatches; their product must be at "
             f"most {2 * MAX_CELLS}. Plan fewer microbatches: the steady state repeats.",
         )
+
+
+MOST_SUBSETS = 12
+"""Stages of a rank whose choices are all looked at if the host has no room for all of them. With more, the
+host's limit is ignored: the limit found is then too low, but refuses nothing that is possible."""
+
+
+def _least_with_copies(forward: FloatArray, copies: Copies, rank: int, stages: Sequence[int]) -> float:
+    """The least that a rank holds of one microbatch, of which its stages keep ``forward`` (c,)."""
+    moved = np.array(copies.offloadable)[list(stages)]
+    moved[-1] = 0.0  # its backward follows its forward
+    room = math.inf if copies.host_limit is None else copies.host_limit[rank]
+    if exceeds(float(moved.sum()), room) and len(stages) <= MOST_SUBSETS:
+        options = [moved * chosen for chosen in product((0, 1), repeat=len(stages))]
+        choices = [away for away in options if not exceeds(float(away.sum()), room)]
+    else:
+        choices = [moved]
+    # Stages before the one that runs keep what is not away.
+    return min(float((np.cumsum(forward - away) + away).max()) for away in choices)
 
 
 def _communication_of(arrays: ProblemArrays) -> Communication | None:

@@ -31,6 +31,7 @@ from zbv_solver.problem.stages import (
     COMMUNICATION,
     FIXED,
     Communication,
+    Copies,
     Costs,
     Deltas,
     Feature,
@@ -121,7 +122,43 @@ def to_problem(document: ProblemDocument) -> Problem:
         ),
         communication=Communication(**_part(communication, FIXED)) if communication else None,
         pair_factor=document.costs.pair_factor if communication else 1.0,
+        copies=_copies(document, placement, memory),
     )
+
+
+def _copies(document: ProblemDocument, placement: Placement, memory: _Expanded) -> Copies | None:
+    """The copies to the host that a document allows; raises :class:`InvalidInput`."""
+    costs, stated, issues = document.costs, document.memory, list[Issue]()
+    host = None if stated is None else stated.host_limit
+    amount = None if stated is None else stated.offloadable
+    if costs.offload is None:
+        for at, value in (
+            ("/costs/reload", costs.reload),
+            ("/memory/offloadable", amount),
+            ("/memory/host_limit", host),
+        ):
+            if value is not None:
+                issues.append(
+                    Issue(at, "found without costs.offload, the time of a copy to the host; state it.")
+                )
+        if issues:
+            raise InvalidInput(issues)
+        return None
+    stage, rank = (placement.n_stages, "stage"), (placement.pp_degree, "rank")
+    offload = _lengthened("/costs/offload", costs.offload, stage, placement, issues)
+    copies = Copies(
+        offload,
+        offload
+        if costs.reload is None
+        else _lengthened("/costs/reload", costs.reload, stage, placement, issues),
+        memory["forward"][FIXED]
+        if amount is None
+        else _lengthened("/memory/offloadable", amount, stage, placement, issues),
+        None if host is None else _lengthened("/memory/host_limit", host, rank, placement, issues),
+    )
+    if issues:
+        raise InvalidInput(issues)
+    return copies
 
 
 def _feature_values(document: ProblemDocument) -> dict[str, tuple[float, ...]]:
@@ -167,7 +204,7 @@ def _expanded(
     needed = {"p2p": boundary, "static": rank, "limit": rank}
     expanded: _Expanded = {}
     for key, values in section:
-        if values is None or key in ("communication", "pair_factor"):
+        if values is None or key in _NOT_EXPANDED:
             continue
         item = needed.get(key, (placement.n_stages, "stage"))
         parts = (FIXED,) if item is rank else (FIXED, *features)
@@ -179,6 +216,10 @@ def _expanded(
             else:
                 issues.append(Issue(pointer, _unknown(name, [*features])))
     return expanded
+
+
+_NOT_EXPANDED = ("communication", "pair_factor", "offload", "reload", "offloadable", "host_limit")
+"""Keys of costs and memory that are not part of the records of the same name."""
 
 
 def _part(section: _Expanded, name: str) -> dict[str, tuple[float, ...]]:

@@ -15,6 +15,7 @@ from zbv_solver.problem.numeric import (
     MAX_NUMBER,
     MEMORY_TOLERANCE,
     delta_rule,
+    exceeds,
     first_broken,
 )
 from zbv_solver.problem.stages import (
@@ -23,6 +24,7 @@ from zbv_solver.problem.stages import (
     MAX_FEATURE_NAME,
     MAX_FEATURES,
     Communication,
+    Copies,
     Costs,
     Feature,
     Kinds,
@@ -216,6 +218,29 @@ def pair_rules(
                 f"action takes {whole[name][wrong][0]:.15g}. Communication is a part of an action: it must "
                 f"not be negative or longer than the action.",
             )
+
+
+def copy_rules(placement: Placement, copies: Copies, memory: Memory, has_features: bool) -> Iterator[Issue]:
+    """The rules of copies to the host."""
+    if has_features:
+        yield Issue("/costs/offload", "found together with features; copies need equal microbatches.")
+        return
+    for name, values in vars(copies).items():
+        if values is None:
+            continue
+        is_of_ranks = name == "host_limit"
+        at = f"/memory/{name}" if is_of_ranks or name == "offloadable" else f"/costs/{name}"
+        length = placement.pp_degree if is_of_ranks else placement.n_stages
+        if (issue := _wrong_value(at, values, length, False)) is not None:
+            yield issue
+            return
+    for stage, (amount, held) in enumerate(zip(copies.offloadable, memory.forward, strict=True)):
+        if exceeds(amount, held):
+            yield Issue(
+                "/memory/offloadable",
+                f"found {amount:.15g} on stage {stage}, where an F keeps {held:.15g}; must be at most that.",
+            )
+            return
 
 
 def _first(wrong: BoolArray, kinds: Kinds) -> tuple[int, int]:

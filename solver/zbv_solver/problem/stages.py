@@ -132,6 +132,23 @@ class Communication:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """What F's keep may be copied to the host and back, one value per stage (S,).
+
+    The memory of the device is free from the end of the copy out until the copy in begins. Every rank has one
+    engine per direction, which runs one copy at a time (docs/formats.md, "Copies to the host").
+    """
+
+    offload: PerStage
+    reload: PerStage
+    """Time of the copy to the host, and back."""
+    offloadable: PerStage
+    """How much memory moves, at most that of the F."""
+    host_limit: tuple[float, ...] | None = None
+    """Per rank (p,), of all copies that the host holds at once; None if unlimited."""
+
+
+@dataclass(frozen=True)
 class Deltas:
     """Changes of a rank's memory at F, I and W, one per stage (S,); their sum is 0 per stage, up to rounding.
 

@@ -25,6 +25,9 @@ def problem_json(problem: Problem) -> dict[str, Any]:
     amounts_of = {"costs": costs, "memory": memory, COMMUNICATION: hidden}
     if hidden is not None:
         costs |= {"communication": hidden, "pair_factor": number(problem.pair_factor)}
+    if (copies := problem.copies) is not None:
+        costs |= {"offload": plain(copies.offload), "reload": plain(copies.reload)}
+        memory |= {"offloadable": plain(copies.offloadable), "host_limit": plain(copies.host_limit)}
     more: dict[str, Any] = {}
     if problem.features:
         more["features"] = {each.name: plain(each.value) for each in problem.features}

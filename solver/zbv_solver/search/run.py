@@ -468,6 +468,10 @@ def search(
     if isinstance(incumbent, Plan):
         require_same_problem(problem, incumbent.problem)
         incumbent = incumbent.orders
+    if problem.copies is not None and problem.memory.limit is not None:
+        from zbv_solver.search.offload import search_with_copies  # few problems need it
+
+        return search_with_copies(problem, options, on_progress, cancelled, incumbent)
     running = Search(problem, options, on_progress, cancelled)
     if incumbent is not None:
         running.resume_from(incumbent)

@@ -11,6 +11,7 @@ pair, and what F makes is there when that action ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from zbv_solver.errors import InvalidPlan
 from zbv_solver.kernels.jit import FloatArray, IntArray, compiled
 from zbv_solver.plans.orders import Orders, durations
 from zbv_solver.problem.numeric import ROUNDING
-from zbv_solver.problem.problem import B, F, I, Problem, objective_value
+from zbv_solver.problem.problem import B, D, F, I, O, Problem, R, objective_value
+from zbv_solver.timing.copies import run_nodes, with_copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,18 +42,23 @@ class Timing:
 
 
 class Graph(NamedTuple):
-    """An order of n actions on p ranks as it executes: what longest paths need."""
+    """An order of n actions on p ranks as it executes: what longest paths need.
+
+    With copies to the host, n counts all nodes of :class:`~.copies.Nodes`, and engines are further chains.
+    """
 
     source: IntArray
     """(n,) the action that sends the remote input, or -1."""
     offset: IntArray
-    """(p + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``."""
+    """(chains + 1,) the actions of rank r are ``offset[r]:offset[r + 1]``."""
     duration: FloatArray
     latency: FloatArray
     """(n,) time that an action takes, and that its remote input is in transfer; -1 without such an input."""
     runs: IntArray
     """(k, 2) stretches of consecutive actions: a rank, and the index where they stop. Every input of a run is
     in an earlier run, or earlier in this one."""
+    ranks: int
+    """Number of ranks p; the chains after them are engines, which may begin at any time."""
 
 
 def evaluate(problem: Problem, orders: Orders) -> Timing:
@@ -59,17 +66,18 @@ def evaluate(problem: Problem, orders: Orders) -> Timing:
 
     Raises :class:`InvalidPlan` when the order deadlocks, or the input of an action is not produced before it.
     """
-    graph, start, end = execute(problem, orders)
+    graph, start, end, at = _executed(problem, orders)
     span = _exact_span(graph, start)[0]
-    busy, arrays = float(graph.duration.sum()), problem.arrays
-    delta = arrays.deltas(orders.stage, orders.letter, orders.microbatch)
+    busy = float(graph.duration[: graph.offset[graph.ranks]].sum())
+    delta, offset = _changes(problem, orders)
+    start, end = start[at], end[at]
     return Timing(
         start=start,
         end=end,
         makespan=_makespan(orders, start, end),
         span=span,
         bubble_rate=max(0.0, 1 - busy / (problem.pp_degree * span)) if span > 0 else 0.0,
-        peak_memory=tuple(_peaks(orders.offset, delta, arrays.static).tolist()),
+        peak_memory=tuple(_peaks(offset, delta, problem.arrays.static).tolist()),
     )
 
 
@@ -86,7 +94,8 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
     Raises :class:`InvalidPlan` like :func:`evaluate`.
     """
-    return execute(problem, orders)[1:]
+    _, start, end, at = _executed(problem, orders)
+    return start[at], end[at]
 
 
 def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
@@ -96,7 +105,7 @@ def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, floa
 
     Raises :class:`InvalidPlan` like :func:`evaluate`.
     """
-    _, start, end = execute(problem, orders)
+    start, end = earliest_times(problem, orders)
     first, last = _ends_of_ranks(orders)
     return _makespan(orders, start, end), float((end[last] - start[first]).max(initial=0.0))
 
@@ -107,10 +116,10 @@ def span_start_times(problem: Problem, orders: Orders) -> FloatArray:
     The first starts x solve x[q] >= x[r] + D[r][q] - span, a system without positive cycles. All other
     actions then start as early as possible.
     """
-    graph, start, _ = execute(problem, orders)
+    graph, start, _, at = _executed(problem, orders)
     _, release = _exact_span(graph, start)
     origin, length = longest_paths(graph, release)
-    start = release[origin] + length - graph.duration
+    start = (release[origin] + length - graph.duration)[at]
     return start - start.min(initial=np.inf) if len(start) else start
 
 
@@ -130,14 +139,30 @@ def memory_profile(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
     For a given order this does not depend on times: it is a prefix sum per rank.
     """
+    delta, offset = _changes(problem, orders)
+    after = np.empty(len(delta))
+    for rank, (begin, end) in enumerate(pairwise(offset.tolist())):
+        after[begin:end] = problem.arrays.static[rank] + np.cumsum(delta[begin:end])
+    running = after - delta + np.maximum(delta, 0.0)
+    if orders.copies is not None:
+        is_action = orders.entries()[0][:, 1] < O
+        running, after = running[is_action], after[is_action]
+    return running, after
+
+
+def _changes(problem: Problem, orders: Orders) -> tuple[FloatArray, IntArray]:
+    """The change of memory at every action and copy, (n + k,), and where each rank's begin."""
     arrays = problem.arrays
-    delta = arrays.deltas(orders.stage, orders.letter, orders.microbatch)
-    after = np.empty(len(orders))
-    for rank in range(orders.pp_degree):
-        part = orders.slice_of(rank)
-        after[part] = arrays.static[rank] + np.cumsum(delta[part])
-    before = after - delta
-    return before + np.maximum(delta, 0.0), after
+    if orders.copies is None:
+        return arrays.deltas(orders.stage, orders.letter, orders.microbatch), orders.offset
+    rows, offset = orders.entries()
+    stage, letter, microbatch = rows.T
+    moved = np.array(() if problem.copies is None else problem.copies.offloadable)
+    delta = arrays.deltas(stage, np.minimum(letter, B), microbatch)
+    delta[letter > B] = 0.0
+    delta[letter == D] = -moved[stage[letter == D]]
+    delta[letter == R] = moved[stage[letter == R]]
+    return delta, offset
 
 
 def _ends_of_ranks(orders: Orders) -> tuple[IntArray, IntArray]:
@@ -151,11 +176,18 @@ def _makespan(orders: Orders, start: FloatArray, end: FloatArray) -> float:
     return float(end[last].max() - start[first].min()) if len(first) else 0.0
 
 
-def execute(problem: Problem, orders: Orders) -> tuple[Graph, FloatArray, FloatArray]:
-    """An order as it executes, and the earliest start and end of every action, each (n,).
+def execute(problem: Problem, orders: Orders) -> Graph:
+    """An order without copies as it executes.
 
-    Raises :class:`InvalidPlan` like :func:`evaluate`.
+    Raises :class:`InvalidPlan` like :func:`evaluate`, and for copies.
     """
+    if orders.copies is not None:
+        raise InvalidPlan("found copies to the host; this works with orders without copies only.")
+    return _executed(problem, orders)[0]
+
+
+def _executed(problem: Problem, orders: Orders) -> tuple[Graph, FloatArray, FloatArray, IntArray | slice]:
+    """An order as it executes, earliest start and end of every node, and which nodes are the actions."""
     n_stages, m = problem.n_stages, problem.microbatches
     if orders.pp_degree != problem.pp_degree:
         raise InvalidPlan(f"found {orders.pp_degree} ranks; the problem has {problem.pp_degree}.")
@@ -172,32 +204,49 @@ def execute(problem: Problem, orders: Orders) -> tuple[Graph, FloatArray, FloatA
     # input: -1.
     waits[F, 1:] = waits[I, :-1] = waits[B, :-1] = arrays.latency
     latency = waits[orders.letter, orders.stage, arrays.kind_of[orders.microbatch]]
+    if orders.copies is not None:
+        nodes = with_copies(problem, orders, duration, latency)
+        start, end, runs, reached = run_nodes(nodes)
+        ended = np.searchsorted(nodes.of_action, reached[: problem.pp_degree])
+        _require_end(orders, ended)
+        graph = Graph(nodes.source, nodes.offset, nodes.duration, nodes.latency, runs, problem.pp_degree)
+        if orders.paired is not None:  # the F of a pair begins with the action after it
+            first = nodes.of_action[np.flatnonzero(orders.paired)]
+            second = nodes.of_action[np.flatnonzero(orders.paired) + 1]
+            start[first], end[first] = start[second], end[second]
+        return graph, start, end, nodes.of_action
     row = orders.letter * np.int32(n_stages) + orders.stage
     if orders.paired is not None:
         row[orders.paired] -= np.int32(n_stages)
     cell = orders.stage * np.int32(m) + orders.microbatch
     start, end, source, runs, reached = _execute(row, cell, orders.offset, duration, latency, n_stages, m)
-    if (reached < orders.offset[1:]).any():
-        raise InvalidPlan(_deadlock_message(orders, reached))
-    return Graph(source, orders.offset, duration, latency, runs), start, end
+    _require_end(orders, reached)
+    return Graph(source, orders.offset, duration, latency, runs, problem.pp_degree), start, end, slice(None)
 
 
-def _deadlock_message(orders: Orders, reached: IntArray) -> str:
+def _require_end(orders: Orders, reached: IntArray) -> None:
+    """Raise :class:`InvalidPlan` unless every rank has reached its end; ``reached`` (p,) are indices."""
+    if (reached >= orders.offset[1:]).all():
+        return
     stuck = [
         f"rank {rank} at {orders.text_at(at)}"
         for rank, at in enumerate(reached.tolist())
         if at < orders.offset[rank + 1]
     ]
     shown = ", ".join(stuck[:6]) + (", …" if len(stuck) > 6 else "")
-    return f"the order deadlocks: every rank waits for an input that nobody will produce ({shown})."
+    raise InvalidPlan(
+        f"the order deadlocks: every rank waits for an input that nobody will produce ({shown})."
+    )
 
 
 def _exact_span(graph: Graph, start: FloatArray) -> tuple[float, FloatArray]:
     """The span, and first starts of the ranks (p,) with which every rank finishes within it."""
     begins, ends = graph.offset[:-1], graph.offset[1:]
-    release = np.zeros(len(begins))
+    # Engines wait for their ranks only: no path begins there.
+    release = np.where(np.arange(len(begins)) < graph.ranks, 0.0, -np.inf)
+    begins, ends = begins[: graph.ranks], ends[: graph.ranks]
     # If no rank gains from starting later, the earliest starts are the solution.
-    release[begins < ends] = start[begins[begins < ends]]
+    release[: graph.ranks][begins < ends] = start[begins[begins < ends]]
     span = policy_iteration(graph, release, ROUNDING)
     return float(span), release
 
@@ -326,7 +375,7 @@ def policy_iteration(
     for _ in range(4 * p + 64):  # a handful in practice; only rounding could ask for more than this
         _sweep(graph, release, origin, length)
         widest, latest = 0.0, 0.0
-        for rank in range(p):
+        for rank in range(graph.ranks):
             if offset[rank] < offset[rank + 1]:
                 last = offset[rank + 1] - 1
                 end = release[origin[last]] + length[last]

@@ -95,7 +95,7 @@ def _iterations(
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[FloatArray, FloatArray]]:
     """Span and makespan (L,) of the counted iterations of L chains, whose ranks begin at ``ready`` (p, L)."""
-    graph, _, _ = execute(problem, orders)
+    graph = execute(problem, orders)
     end = np.empty((len(orders), len(chains)))
     # F takes its input from the transfers that go down the pipeline, I and B from those that go up.
     way = np.where(orders.letter == F, 0, 1)

@@ -23,6 +23,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, W
+from zbv_solver.verify.copies import Links, check_copies, with_copies_linked, with_copies_moved
 
 
 class VerifiedOrders(NamedTuple):
@@ -71,7 +72,7 @@ def verify_metrics(plan: Plan, orders: VerifiedOrders) -> None:
     start = _earliest(orders, np.zeros(p))
     compare("makespan", metrics.makespan, float(np.max(start + orders.duration) - np.min(start)))
     _check_span(orders, metrics.span, start[orders.first])
-    busy = float(np.sum(orders.duration))
+    busy = float(np.sum(orders.duration[: orders.last.max() + 1]))  # copies take no time of their rank
     bubble = 1 - busy / (p * metrics.span) if metrics.span > 0 else 0.0
     if abs(bubble - metrics.bubble_rate) > SAME_METRIC:
         raise InvalidPlan(
@@ -156,6 +157,7 @@ def _check_actions(problem: Problem, orders: Orders) -> IntArray:
         for at in second[(second >= 0) & (second < first)].tolist():
             needed = f"{orders.stage[at]}{'I' if orders.letter[at] == W else 'F'}{orders.microbatch[at]}"
             raise InvalidPlan(f"{orders.text_at(at)} comes before {needed} on its rank, but depends on it.")
+    check_copies(problem, orders)
     return where
 
 
@@ -216,7 +218,10 @@ def _check_memory(problem: Problem, orders: Orders) -> FloatArray:
     for rank, static in enumerate(memory.static):
         # While an action runs, its rank holds the larger of the amounts before and after it. So it suffices
         # to look after every action.
-        peaks[rank] = np.cumsum(np.append(static, delta[orders.slice_of(rank)])).max()
+        own = delta[orders.slice_of(rank)]
+        if problem.copies is not None:
+            own = with_copies_moved(orders, problem.copies, delta, rank)
+        peaks[rank] = np.cumsum(np.append(static, own)).max()
     for rank, limit in enumerate(memory.limit or ()):
         if peaks[rank] > limit + MEMORY_TOLERANCE * max(abs(peaks[rank]), abs(limit)):
             raise InvalidPlan(
@@ -246,8 +251,11 @@ def _precedence_graph(problem: Problem, orders: Orders, where: IntArray, peaks: 
     previous = np.arange(-1, len(orders) - 1, dtype=np.int32)
     filled = np.flatnonzero(np.diff(orders.offset))
     previous[orders.offset[filled]] = -1 - filled
+    previous, feed, latency, duration = with_copies_linked(
+        problem, orders, Links(previous, feed, latency, duration)
+    )
     sequence, done = _kahn(_for_loops(previous), _for_loops(feed))
-    if done < len(orders):
+    if done < len(previous):
         stuck = np.setdiff1d(np.arange(len(orders)), sequence[:done])
         raise InvalidPlan(
             f"the order deadlocks: {len(stuck)} actions wait in a cycle, among them "
@@ -379,6 +387,10 @@ def _locate(
 def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma: no cover - compiled
     """A topological order of the actions, and how many of them can be executed."""
     n = len(previous)
+    after = np.full(n, -1, np.int32)  # in its chain
+    for at in range(n):
+        if previous[at] >= 0:
+            after[previous[at]] = at
     # The newest consumer of every output, and for every consumer the one before it: a pair has two outputs.
     takes, also, waiting = np.full(n, -1, np.int32), np.full(n, -1, np.int32), np.zeros(n, np.int8)
     queue, size, done = np.empty(n, np.int32), 0, 0
@@ -402,8 +414,8 @@ def _kahn(previous: IntArray, feed: IntArray) -> tuple[IntArray, int]:  # pragma
                 queue[size] = follower
                 size += 1
             follower = also[follower]
-        follower = at + 1
-        if follower < n and previous[follower] == at:
+        follower = after[at]
+        if follower >= 0:
             waiting[follower] -= 1
             if waiting[follower] == 0:
                 queue[size] = follower

@@ -1,0 +1,325 @@
+"""Copies to the host for an order: what leaves the device, and when it leaves and returns.
+
+Every rank is planned alone, at the times of the order. Where its memory exceeds the limit, the copy is chosen
+whose activation is needed last (Belady 1966: the page whose next use is furthest away), of those that the
+engines can move out and back in time. Copies out begin right after their F, copies in as late as possible. If
+no copy is in time, a rank waits for one. In the end, copies that are not needed are dropped again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from zbv_solver.kernels.jit import BoolArray, FloatArray, IntArray, compiled
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import SEARCH_MEMORY
+from zbv_solver.problem.problem import B, D, F, I, O, Problem, R, W
+from zbv_solver.timing.start_times import earliest_times, objective_of
+
+ROUNDS = 4
+"""How often copies are planned again, at the times of the order with the copies of the round before."""
+NEVER = -1
+
+
+class Rank(NamedTuple):
+    """A rank's n actions in order, and its activations: of every F, until the I or B of its microbatch."""
+
+    start: FloatArray
+    end: FloatArray
+    delta: FloatArray
+    """(n,) times, and change of memory."""
+    forward: IntArray
+    backward: IntArray
+    """(a,) index of the F and of the I or B of an activation, in the order of the F's."""
+    by_backward: IntArray
+    """(a,) the activations in the order of their backwards."""
+    amount: FloatArray
+    offload: FloatArray
+    reload: FloatArray
+    """(a,) memory that moves, and the times of its copies."""
+    static: float
+    limit: float
+    host: float
+
+
+class Plan(NamedTuple):
+    """What is copied; kernels write into it."""
+
+    chosen: BoolArray
+    freed: IntArray
+    taken: IntArray
+    """(a,) which activations, and the actions before which their D and R are."""
+    latest_freed: IntArray
+    earliest_taken: IntArray
+    """(a,) where D and R must be because nothing else keeps the limit, though the rank may wait there."""
+    held: FloatArray
+    """(n,) the most that the rank holds while an action runs or after it."""
+
+    @classmethod
+    def of(cls, rank: Rank) -> Plan:
+        """A plan without copies."""
+        a, n = len(rank.forward), len(rank.start)
+        return cls(
+            np.zeros(a, np.bool_),
+            np.zeros(a, np.int64),
+            np.zeros(a, np.int64),
+            np.full(a, n, np.int64),
+            np.zeros(a, np.int64),
+            np.zeros(n),
+        )
+
+
+def plan_copies(problem: Problem, orders: Orders) -> tuple[float, Orders] | None:
+    """The objective and the order with the copies that keep the memory limit; None if none were found.
+
+    ``orders`` has none, and is executable without a limit of memory.
+    """
+    best: tuple[float, Orders] | None = None
+    made = orders
+    for _ in range(ROUNDS):
+        found = _planned(problem, orders, *earliest_times(problem, made))
+        if found is None:
+            return best
+        made = found
+        orders, value = made.without_copies(), objective_of(problem, made)
+        if best is not None and value >= best[0]:
+            return best
+        best = value, made
+    return best
+
+
+def _planned(problem: Problem, orders: Orders, start: FloatArray, end: FloatArray) -> Orders | None:
+    """The order with copies, planned at the times of its actions.
+
+    What a W frees cannot be copied. Where only that is too much, W's run earlier.
+    """
+    rows: list[IntArray] = []
+    while len(rows) < problem.pp_degree:
+        rank = len(rows)
+        own = _rank_of(problem, orders, rank, start, end)
+        plan = Plan.of(own)
+        over = choose(own, plan)
+        if over == NEVER:
+            rows.append(_rows(orders, rank, own, plan))
+            continue
+        earlier = _with_earlier_weight(orders, rank, over)
+        if earlier is None:
+            return None
+        orders, rows = earlier, []
+        start, end = earliest_times(problem, orders)
+    copies = np.concatenate(rows)
+    return replace(orders, copies=copies) if len(copies) else orders
+
+
+def _with_earlier_weight(orders: Orders, rank: int, at: int) -> Orders | None:
+    """The order in which a rank runs its oldest waiting W before an index; None if no W waits there."""
+    part = orders.slice_of(rank)
+    letter, cell = orders.letter[part], np.column_stack([orders.stage[part], orders.microbatch[part]])
+    inputs = {tuple(each) for each in cell[:at][letter[:at] == I].tolist()}
+    waiting = [
+        place for place in np.flatnonzero(letter == W) if place > at and tuple(cell[place].tolist()) in inputs
+    ]
+    if not waiting:
+        return None
+    order = np.arange(len(orders))
+    order[part.start + at : part.start + waiting[0] + 1] = np.roll(
+        order[part.start + at : part.start + waiting[0] + 1], 1
+    )
+    return replace(
+        orders, stage=orders.stage[order], letter=orders.letter[order], microbatch=orders.microbatch[order]
+    )
+
+
+def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end: FloatArray) -> Rank:
+    part, arrays, copies = orders.slice_of(rank), problem.arrays, problem.copies
+    stage, letter, microbatch = orders.stage[part], orders.letter[part], orders.microbatch[part]
+    cell = stage * np.int64(problem.microbatches) + microbatch
+    forward, backward = np.flatnonzero(letter == F), np.flatnonzero((letter == I) | (letter == B))
+    of_cell = np.zeros(problem.n_stages * problem.microbatches, np.int64)
+    of_cell[cell[backward]] = backward
+    needed = of_cell[cell[forward]]
+    of = stage[forward]
+    limit = float(arrays.limit[rank])
+    host = np.inf if copies is None or copies.host_limit is None else copies.host_limit[rank]
+    moved, out, back = (
+        np.zeros(problem.n_stages) if copies is None else np.array(getattr(copies, name), dtype=np.float64)
+        for name in ("offloadable", "offload", "reload")
+    )
+    return Rank(
+        start[part],
+        end[part],
+        arrays.deltas(stage, letter, microbatch),
+        forward,
+        needed,
+        np.argsort(needed),
+        moved[of],
+        out[of],
+        back[of],
+        float(arrays.static[rank]),
+        limit + SEARCH_MEMORY * abs(limit) if np.isfinite(limit) else np.inf,
+        float(host),
+    )
+
+
+def _rows(orders: Orders, rank: int, own: Rank, plan: Plan) -> IntArray:
+    """The copies of a rank as :attr:`Orders.copies`: before an action, O's first, then D's, then R's."""
+    begin, rows = int(orders.offset[rank]), []
+    for which in np.flatnonzero(plan.chosen).tolist():
+        at = begin + int(own.forward[which])
+        stage, microbatch = int(orders.stage[at]), int(orders.microbatch[at])
+        for place, letter in ((at + 1, O), (begin + plan.freed[which], D), (begin + plan.taken[which], R)):
+            rows.append((int(place), letter, stage, microbatch, int(own.backward[which])))
+    order = {O: 0, D: 1, R: 2}
+    rows.sort(key=lambda row: (row[0], order[row[1]], row[4] if row[1] == R else 0))
+    return np.array([row[:4] for row in rows], np.int32).reshape(-1, 4)
+
+
+@compiled
+def choose(rank: Rank, plan: Plan) -> int:  # pragma: no cover - compiled
+    """Choose copies until the rank keeps its limit; returns where that is impossible, or NEVER."""
+    a, n, over = len(rank.forward), len(rank.start), NEVER
+    _place(rank, plan)
+    for _ in range(4 * a + n):
+        over = _first_over(rank, plan)
+        if over == NEVER:
+            _drop_needless(rank, plan)
+            return over
+        if not (_add_in_time(rank, plan, over) or _force(rank, plan, over)):
+            return over
+    return over
+
+
+@compiled
+def _place(rank: Rank, plan: Plan) -> bool:  # pragma: no cover - compiled
+    """Place D's and R's of the chosen copies, and compute what the rank holds; False if one is too late.
+
+    A copy that is too late has its R right after its D, or where it is forced to be.
+    """
+    in_time, free, n = True, -np.inf, len(rank.start)
+    for which in range(len(rank.forward)):
+        if not plan.chosen[which]:
+            continue
+        at = rank.forward[which]
+        free = max(free, rank.end[at]) + rank.offload[which]
+        place = at + 1
+        while place < rank.backward[which] and rank.end[place - 1] < free:
+            place += 1
+        in_time &= rank.end[place - 1] >= free or place > plan.latest_freed[which]
+        plan.freed[which] = min(place, max(at + 1, plan.latest_freed[which]))
+    free = np.inf
+    for number in range(len(rank.forward) - 1, -1, -1):
+        which = rank.by_backward[number]
+        if not plan.chosen[which]:
+            continue
+        at = rank.backward[which]
+        free = min(free, rank.start[at]) - rank.reload[which]
+        place = at
+        while place > plan.freed[which] and rank.end[place - 1] > free:
+            place -= 1
+        in_time &= rank.end[place - 1] <= free
+        plan.taken[which] = min(at, max(place, plan.earliest_taken[which]))
+    change = rank.delta.copy()
+    held = np.zeros(n + 1)
+    for which in range(len(rank.forward)):
+        if plan.chosen[which]:
+            held[plan.freed[which]] -= rank.amount[which]
+            held[plan.taken[which]] += rank.amount[which]
+    total = rank.static
+    for at in range(n):
+        total += held[at]
+        plan.held[at] = total + max(0.0, change[at])
+        total += change[at]
+    return in_time
+
+
+@compiled
+def _first_over(rank: Rank, plan: Plan) -> int:  # pragma: no cover - compiled
+    """The first action at which the rank holds more than its limit, or NEVER."""
+    for at in range(len(plan.held)):
+        if plan.held[at] > rank.limit:
+            return at
+    return NEVER
+
+
+@compiled
+def _fits_host(rank: Rank, plan: Plan) -> bool:  # pragma: no cover - compiled
+    """Whether the host has room for all copies at once; it keeps one until its backward."""
+    if rank.host == np.inf:
+        return True
+    change = np.zeros(len(rank.start) + 1)
+    for which in range(len(rank.forward)):
+        if plan.chosen[which]:
+            change[rank.forward[which] + 1] += rank.amount[which]
+            change[rank.backward[which]] -= rank.amount[which]
+    total = 0.0
+    for at in range(len(change)):
+        total += change[at]
+        if total > rank.host:
+            return False
+    return True
+
+
+@compiled
+def _add_in_time(rank: Rank, plan: Plan, over: int) -> bool:  # pragma: no cover - compiled
+    """Add the copy that is away while an action runs, and needed last; False if all would be late."""
+    a = len(rank.forward)
+    for number in range(a - 1, -1, -1):
+        which = rank.by_backward[number]
+        if rank.backward[which] <= over:
+            return False
+        if plan.chosen[which] or rank.forward[which] >= over or rank.amount[which] <= 0:
+            continue
+        plan.chosen[which] = True
+        in_time = _place(rank, plan)
+        if in_time and plan.freed[which] <= over < plan.taken[which] and _fits_host(rank, plan):
+            return True
+        plan.chosen[which] = False
+        _place(rank, plan)
+    return False
+
+
+@compiled
+def _force(rank: Rank, plan: Plan, over: int) -> bool:  # pragma: no cover - compiled
+    """Keep an activation away while an action runs, though the rank waits for it; False if there is none."""
+    for number in range(len(rank.forward) - 1, -1, -1):
+        which = rank.by_backward[number]
+        if rank.backward[which] <= over:
+            return False
+        is_away = plan.chosen[which] and plan.freed[which] <= over < plan.taken[which]
+        if is_away or rank.forward[which] >= over or rank.amount[which] <= 0:
+            continue
+        was = plan.chosen[which]
+        plan.chosen[which] = True
+        if not _fits_host(rank, plan):
+            plan.chosen[which] = was
+            continue
+        plan.latest_freed[which] = min(plan.latest_freed[which], over)
+        plan.earliest_taken[which] = max(plan.earliest_taken[which], over + 1)
+        _place(rank, plan)
+        return True
+    return False
+
+
+@compiled
+def _drop_needless(rank: Rank, plan: Plan) -> None:  # pragma: no cover - compiled
+    """Drop copies as long as the rank keeps its limit, those that are away for the shortest time first."""
+    a = len(rank.forward)
+    away = np.empty(a)
+    for which in range(a):
+        away[which] = rank.start[rank.backward[which]] - rank.end[rank.forward[which]]
+    for which in np.argsort(away):
+        if not plan.chosen[which]:
+            continue
+        is_needed = False
+        for at in range(plan.freed[which], plan.taken[which]):
+            is_needed |= plan.held[at] + rank.amount[which] > rank.limit
+        if is_needed:
+            continue
+        plan.chosen[which] = False
+        _place(rank, plan)
+        if _first_over(rank, plan) != NEVER:
+            plan.chosen[which] = True
+            _place(rank, plan)

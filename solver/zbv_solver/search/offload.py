@@ -1,0 +1,154 @@
+"""The search with copies to the host: orders for several amounts of memory, and copies that make them fit.
+
+An order for more memory is shorter, and needs more copies; which amount is best depends on the engines. So
+quick searches try several, and a longer one follows at the best of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zbv_solver.bounds import lower_bound
+from zbv_solver.construct.baselines import without_limit
+from zbv_solver.construct.dispatch import serial
+from zbv_solver.improve.copies import plan_copies
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import Plan, gap_of
+from zbv_solver.problem.problem import Problem
+from zbv_solver.search.assemble import compare, make_plan
+from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
+from zbv_solver.timing.start_times import objective_of
+from zbv_solver.verify.verifier import verify_orders
+
+SHARES = (1.0, 0.85, 0.7, 0.55, 0.45)
+"""Memory for which orders are searched, as shares of what 1F1B needs."""
+
+
+class CopySearch:
+    """The search of an order and its copies."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        options: SearchOptions,
+        on_progress: OnProgress | None,
+        cancelled: Cancelled | None,
+    ):
+        self.problem, self.options = problem, options
+        self.on_progress, self.cancelled = on_progress, cancelled
+        self.began = time.monotonic()
+        # Copies can make any amount of memory enough, so only bounds that ignore memory hold.
+        self.bound = lower_bound(without_limit(problem.without_copies())).value
+        self.best: tuple[float, Orders, str] | None = None
+
+    def try_orders(self, orders: Orders, method: str) -> float | None:
+        """Find the copies of an order; returns the objective, or None if no copies keep the limit."""
+        made = plan_copies(self.problem, orders)
+        if made is None:
+            return None
+        self.keep(*made, method)
+        return made[0]
+
+    def keep(self, value: float, orders: Orders, method: str) -> None:
+        """Keep an order if it is the best so far."""
+        if self.best is not None and value >= self.best[0]:
+            return
+        self.best = value, orders, method
+        if self.on_progress is not None:
+            gap = gap_of(value, self.bound)
+            self.on_progress(Progress(value, self.bound, gap, method, self.seconds, orders, self.problem))
+
+    @property
+    def seconds(self) -> float:
+        """Time since the search began."""
+        return time.monotonic() - self.began
+
+    def is_over(self) -> bool:
+        """Whether the bound is met, the time is up, or the search is cancelled."""
+        limit = self.options.time_limit
+        is_met = self.best is not None and self.best[0] <= self.bound
+        is_late = limit is not None and self.seconds >= limit
+        return is_met or is_late or (self.cancelled is not None and self.cancelled())
+
+    def run(self) -> None:
+        """Try orders for several amounts of memory, then one amount with the whole effort."""
+        first = serial(_at_limit(self.problem, None)).orders
+        self.try_orders(first, "one microbatch after another, with copies")
+        found: list[tuple[float, tuple[float, ...]]] = []
+        limits = list(_limits(self.problem))
+        quick = replace(self.options, effort="quick")
+        for number, limit in enumerate(limits):
+            if self.is_over():
+                return
+            plan = self._search(quick, limit, 1 / (2 * len(limits) - number))
+            value = self.try_orders(plan.orders, f"{plan.provenance.method}, with copies")
+            if value is not None:
+                found.append((value, limit))
+        if found and self.options.effort != "quick" and not self.is_over():
+            plan = self._search(self.options, min(found)[1], 1.0)
+            self.try_orders(plan.orders, f"{plan.provenance.method}, with copies")
+
+    def _search(self, options: SearchOptions, limit: tuple[float, ...], share: float) -> Plan:
+        """An order without copies for a memory limit, in a share of the time that is left."""
+        if options.time_limit is not None:
+            left = max(0.01, options.time_limit - self.seconds)
+            options = replace(options, time_limit=share * left)
+        return search(_at_limit(self.problem, limit), options, cancelled=self.cancelled)
+
+    def plan(self) -> Plan:
+        """The verified plan of the best order."""
+        if self.best is None:
+            raise RuntimeError("the search ended without an order; this is a bug in zbv, please report it.")
+        _, orders, method = self.best
+        return make_plan(
+            self.problem,
+            orders,
+            method=method,
+            lower_bound=self.bound,
+            seed=self.options.seed,
+            seconds=self.seconds,
+            extra={"effort": self.options.effort},
+        )
+
+
+def search_with_copies(
+    problem: Problem,
+    options: SearchOptions,
+    on_progress: OnProgress | None = None,
+    cancelled: Cancelled | None = None,
+    incumbent: Orders | None = None,
+) -> Plan:
+    """Find a plan of a problem with copies to the host; parameters and errors as in :func:`.search`."""
+    running = CopySearch(problem, options, on_progress, cancelled)
+    if incumbent is not None:
+        verify_orders(problem, incumbent)
+        running.keep(objective_of(problem, incumbent), incumbent, "resumed")
+    running.run()
+    return replace(running.plan(), baselines=compare(problem))
+
+
+def _at_limit(problem: Problem, limit: tuple[float, ...] | None) -> Problem:
+    """The problem without copies, with another memory limit; copies of what pairs keep are not planned."""
+    alone = problem.without_copies().without_pairs()
+    return replace(alone, memory=replace(problem.memory, limit=limit))
+
+
+def _limits(problem: Problem) -> Iterator[tuple[float, ...]]:
+    """Memory limits for orders that copies make fit: from what 1F1B needs down to the problem's own limit."""
+    own, static = problem.memory.limit, problem.memory.static
+    needed = problem.without_copies().smallest_limit
+    in_flight = min(problem.pp_degree, problem.microbatches)
+    full = [in_flight * (least - held) for least, held in zip(needed, static, strict=True)]
+    seen = set()
+    for share in SHARES:
+        limit = tuple(
+            max(mine, least, held + share * most)
+            for mine, least, held, most in zip(own or needed, needed, static, full, strict=True)
+        )
+        if limit not in seen:
+            seen.add(limit)
+            yield limit

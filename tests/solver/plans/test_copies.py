@@ -1,0 +1,250 @@
+"""Copies to the host: format, times, memory, the verifier, the smallest limit, and the search."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.orders import random_orders
+from support.problems import problems
+from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.improve.copies import plan_copies
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.plans.plan import plan_json
+from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.numeric import exceeds
+from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Copies
+from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
+from zbv_solver.timing.start_times import evaluate, memory_profile
+from zbv_solver.verify.verifier import verify, verify_orders
+
+TIMED = json.loads(Path(__file__).with_name("copies.json").read_text())
+"""Orders with copies, some with pairs, their makespan, span and peak memory."""
+SHARES = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+COSTS: dict[str, Any] = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1, "offload": 12}
+MEMORY: dict[str, Any] = {"forward": 2, "backward_input": -1, "backward_weight": -1}
+PROBLEM: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "costs": COSTS, "memory": MEMORY}
+
+
+@st.composite
+def with_copies(draw: st.DrawFn) -> Problem:
+    problem = draw(problems(max_p=3, max_m=4, kinds=("v", "loop", "single")))
+    out, back, moved = draw(st.tuples(SHARES, SHARES, SHARES))
+    costs = problem.costs
+    copies = Copies(
+        tuple(4 * out * each for each in costs.forward),
+        tuple(4 * back * each for each in costs.backward_input),
+        tuple(moved * each for each in problem.memory.forward),
+    )
+    return replace(problem, copies=copies)
+
+
+def copied_at_random(orders: Orders, random: Random) -> Orders:
+    """Some microbatches get an O, D and R at random places between their F and their I or B."""
+    ranks = []
+    for rank in range(orders.pp_degree):
+        entries = [str(action) for action in orders.actions(rank)]
+        for action in orders.actions(rank):
+            if action.letter == "F" or action.letter == "W" or random.random() < 0.5:
+                continue
+            name = f"{action.stage}{{}}{action.microbatch}"
+            first = entries.index(name.format("F")) + 1
+            for letter in "ODR":
+                last = entries.index(str(action))
+                first = random.randint(first, last)
+                entries.insert(first, name.format(letter))
+                first += 1
+        ranks.append(entries)
+    return Orders.from_text(ranks)
+
+
+def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, float]] | None:
+    """Start and end of every action, entry by entry; None if the order deadlocks."""
+    copies, costs = problem.copies, problem.costs
+    assert copies is not None
+    lists = [[Action.parse(text) for text in rank] for rank in orders.all_text()]
+    times: dict[Action, tuple[float, float]] = {}
+    clock, engines = [0.0] * len(lists), [{"O": 0.0, "R": 0.0} for _ in lists]
+    copied: dict[tuple[str, int, int], float] = {}
+    position, has_progress = [0] * len(lists), True
+    while has_progress:
+        has_progress = False
+        for rank, waiting in enumerate(lists):
+            while position[rank] < len(waiting):
+                entry = waiting[position[rank]]
+                stage, letter, j = entry
+                if letter in "OR":
+                    takes = (copies.offload if letter == "O" else copies.reload)[stage]
+                    engines[rank][letter] = max(clock[rank], engines[rank][letter]) + takes
+                    copied[letter, stage, j] = engines[rank][letter]
+                elif letter == "D":
+                    clock[rank] = max(clock[rank], copied["O", stage, j])
+                else:
+                    arrival = _arrival(problem, entry, times)
+                    if arrival is None:
+                        break
+                    arrived = copied.get(("R", stage, j), 0.0) if letter in "IB" else 0.0
+                    begin = max(clock[rank], arrival, arrived)
+                    by_letter = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+                    takes = costs.fused(stage) if letter == "B" else by_letter[letter][stage]
+                    clock[rank] = begin + takes
+                    times[entry] = begin, clock[rank]
+                position[rank] += 1
+                has_progress = True
+    return times if all(map(np.equal, position, map(len, lists))) else None
+
+
+def _arrival(problem: Problem, action: Action, times: dict[Action, tuple[float, float]]) -> float | None:
+    stage, letter, j = action
+    source = stage + (1 if letter in "IB" else -1)
+    if letter == "W" or not 0 <= source < problem.n_stages:
+        return 0.0
+    made = [
+        times[each][1]
+        for kind in ("F" if letter == "F" else "IB")
+        if (each := Action(source, kind, j)) in times
+    ]
+    rank_of, boundary = problem.placement.rank_of, min(stage, source)
+    transfer = 0.0 if rank_of[stage] == rank_of[source] else problem.costs.p2p[boundary]
+    return made[0] + transfer if made else None
+
+
+@given(with_copies(), st.integers(0, 2**32))
+def test_times_are_those_of_a_plain_simulation_and_no_bound_is_contradicted(
+    problem: Problem, seed: int
+) -> None:
+    random = Random(seed)
+    orders = copied_at_random(random_orders(problem, random), random)
+    expected = simulate(problem, orders)
+    assert expected is not None  # copies of a rank wait for nothing but its own list
+    plan = make_plan(replace(problem, memory=replace(problem.memory, limit=None)), orders, method="random")
+    timing = evaluate(problem, orders)
+    for rank in range(problem.pp_degree):
+        own = [expected[action] for action in orders.actions(rank)]
+        part = orders.slice_of(rank)
+        np.testing.assert_allclose(timing.start[part], [start for start, _ in own], rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(timing.end[part], [end for _, end in own], rtol=1e-9, atol=1e-9)
+    assert parse_plan(json.loads(json.dumps(plan_json(plan)))) == plan
+    assert max(memory_profile(problem, orders)[0], default=0) <= max(timing.peak_memory) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("vector", TIMED)
+def test_timed_orders(vector: dict[str, Any]) -> None:
+    problem, orders = parse_problem(vector["problem"]), Orders.from_text(vector["ranks"])
+    assert orders.all_text() == vector["ranks"]
+    assert parse_problem(problem_json(problem)) == problem
+    plan = make_plan(problem, orders, method="given")
+    assert plan.metrics.makespan == pytest.approx(vector["makespan"])
+    assert plan.metrics.span == pytest.approx(vector["span"])
+    assert plan.metrics.peak_memory == pytest.approx(vector["peak_memory"])
+    for factor in (0.999, 1.001):
+        wrong = replace(plan.metrics, span=plan.metrics.span * factor)
+        busy = 1 - plan.metrics.bubble_rate
+        with pytest.raises(InvalidPlan, match="span"):
+            verify(replace(plan, metrics=replace(wrong, bubble_rate=1 - busy / factor)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("0O0", "0F0"), "0B0 on rank 0"),
+        (("0F0", "0D0", "0R0", "0O0"), "0B0 on rank 0"),
+        (("0F0", "0O0", "0D0"), "0B0 on rank 0"),
+        (("0F0", "0O0", "0D0", "0R0", "0O0"), "0B0 on rank 0"),
+        (("0F0", "1O0", "1D0", "1R0"), "does not have stage 1"),
+    ],
+)
+def test_copies_out_of_place_are_refused(change: tuple[str, ...], message: str) -> None:
+    problem = parse_problem(PROBLEM | {"microbatches": 1})
+    ranks = [[*change, "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
+    orders = Orders.from_text(ranks)
+    with pytest.raises(InvalidPlan, match=message):
+        verify_orders(problem, orders)
+
+
+def test_a_copy_after_all_actions_of_a_rank_is_refused_where_it_is() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Orders.from_text([["0F0", "1F0", "1B0", "0B0", "0O0"]])
+    assert caught.value.issues[0].pointer == "/ranks/0/4"
+
+
+def test_the_host_has_a_limit() -> None:
+    problem = parse_problem(PROBLEM | {"microbatches": 1, "memory": MEMORY | {"host_limit": 1}})
+    ranks = [["0F0", "0O0", "0D0", "0R0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
+    with pytest.raises(InvalidPlan, match="host"):
+        verify_orders(problem, Orders.from_text(ranks))
+    with pytest.raises(InvalidPlan, match=r"costs\.offload"):
+        verify_orders(problem.without_copies(), Orders.from_text(ranks))
+
+
+@pytest.mark.parametrize(
+    ("costs", "memory", "pointer"),
+    [
+        ({"offload": -1}, {}, "/costs/offload"),
+        ({"offload": [1, 2, 3]}, {}, "/costs/offload"),
+        ({"reload": [1, 2, 3]}, {}, "/costs/reload"),
+        ({}, {"offloadable": 3}, "/memory/offloadable"),
+        ({}, {"host_limit": [1, 2, 3]}, "/memory/host_limit"),
+        ({"offload": None}, {"host_limit": 3}, "/memory/host_limit"),
+        ({"offload": None, "reload": 3}, {}, "/costs/reload"),
+        ({"offload": {"fixed": 1}}, {}, "/costs/offload"),
+    ],
+)
+def test_wrong_numbers_name_their_place(costs: dict[str, Any], memory: dict[str, Any], pointer: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_problem(PROBLEM | {"costs": COSTS | costs, "memory": MEMORY | memory})
+    assert [issue.pointer for issue in caught.value.issues] == [pointer]
+
+
+@given(with_copies())
+def test_the_smallest_limit_is_exact(problem: Problem) -> None:
+    """A plan exists at the smallest limit, and less is refused."""
+    least = problem.smallest_limit
+    at_least = replace(problem, memory=replace(problem.memory, limit=least))
+    plan = search(at_least, SearchOptions("quick"))
+    assert not any(map(exceeds, plan.metrics.peak_memory, least))
+    below = tuple(limit - 0.01 * max(abs(limit), 1e-3) for limit in least)
+    if any(each < 0 for each in below):
+        return
+    with pytest.raises(InfeasibleMemory):
+        search(replace(problem, memory=replace(problem.memory, limit=below)), SearchOptions("quick"))
+
+
+@given(with_copies(), st.floats(0, 1))
+@settings(max_examples=10)
+def test_plans_keep_the_limit_and_the_bound(problem: Problem, share: float) -> None:
+    least, whole = problem.smallest_limit, problem.without_copies().smallest_limit
+    limit = tuple(a + share * (2 * b - a) for a, b in zip(least, whole, strict=True))
+    plan = search(replace(problem, memory=replace(problem.memory, limit=limit)), SearchOptions("quick"))
+    verify(plan)
+    assert not any(map(exceeds, plan.metrics.peak_memory, limit))
+
+
+def test_copies_give_the_speed_of_more_memory_and_are_few() -> None:
+    def problem(limit: float, **costs: float) -> Problem:
+        memory = {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "limit": limit}
+        plain = {name: value for name, value in COSTS.items() if name != "offload"}
+        return parse_problem({"pp_degree": 4, "microbatches": 12, "costs": plain | costs, "memory": memory})
+
+    quick = SearchOptions("quick")
+    whole, half = search(problem(8), quick), search(problem(4), quick)
+    copied = search(problem(4, offload=12), quick)
+    gained = (half.objective - copied.objective) / (half.objective - whole.objective)
+    assert gained > 0.5
+    assert copied.orders.copies is not None
+    assert len(copied.orders.copies) // 3 < 4 * 12
+    never = search(problem(8, offload=12), quick)
+    assert never.orders.copies is None
+    assert plan_copies(problem(8, offload=12), whole.orders) == (whole.objective, whole.orders)

@@ -46,6 +46,7 @@ PRECISIONS = {
 """``mixed``: Rajbhandari et al. 2020, §3.1. ``bf16-states``: DeepSeek-AI 2024b, §3.3.2."""
 PRECISION_OF = {"bfloat16": "mixed-fp32-gradients", "float16": "mixed", "float32": "single"}
 """The precision of a model's type, if none is given: that of Megatron-LM with ``--bf16`` and ``--fp16``."""
+Pairs = Literal["none", "experts", "all"]
 PrecisionName = Literal[
     "mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "float8-gather", "single", "half"
 ]
@@ -98,7 +99,7 @@ class ParallelConfig(ConfigSection):
         ("core_attn",),
         description="what selective recomputation repeats: Megatron-LM's modules, or op (torchtitan)",
     )
-    pairs: Literal["none", "experts", "all"] = Field(
+    pairs: Pairs = Field(
         "none",
         description="what a forward and a backward that run together hide of each other: the all-to-all of "
         "experts, or all collectives of a microbatch",

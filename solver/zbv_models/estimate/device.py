@@ -121,8 +121,8 @@ class Device(ConfigSection):
     data_parallel_overlap: Share = Field(0.0, description="share of them that compute hides")
     pair_factor: Annotated[float, Field(strict=True, ge=1, le=100)] | None = Field(
         None,
-        description="what a forward and a backward that run as a pair cost each other, at least 1; null: by the "
-        "processors that their all-to-all needs",
+        description="what a forward and a backward that run as a pair cost each other, at least 1; null: by "
+        "the processors that their all-to-all needs",
     )
     memory_limit: Amount | None = Field(None, description="bytes; null: no limit")
     reserved: Amount = Field(0.0, description="bytes that a device needs in addition to the layers")

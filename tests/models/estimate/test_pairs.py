@@ -39,7 +39,8 @@ def test_the_all_to_all_of_deepseek_v3_is_what_its_routing_sends() -> None:
     assert between / TOKENS == 50_176
     config = deepseek("experts")
     network, nvlink = config.device.link_bandwidth, config.device.tensor_parallel_bandwidth
-    assert network is not None and nvlink is not None
+    assert network is not None
+    assert nvlink is not None
     # GB/s are bytes per nanosecond. Dispatch and combine are calls of their own.
     one = max(between / network, within / nvlink) / 1e3 + config.device.link_latency
     hidden = moe(config).plain.hidden
@@ -103,7 +104,7 @@ def test_stating_communication_changes_no_cost_and_is_a_part_of_each(config: Est
             # What no plan is shorter than: less than alone, unless nothing is hidden.
             least = [each.shortest.total for each in running]
             assert least == sorted(least, reverse=True)
-            assert 0 < least[-1] or times.total == 0
+            assert least[-1] > 0 or times.total == 0
 
 
 def estimate_layers_of(config: EstimateConfig) -> tuple[LayerEstimate, ...]:
@@ -117,7 +118,8 @@ def estimate_layers_of(config: EstimateConfig) -> tuple[LayerEstimate, ...]:
 def test_the_problem_has_the_communication_of_its_layers() -> None:
     config = deepseek("experts")
     plain, problem = (parse_any_problem(problem_document(each)) for each in (deepseek("none"), config))
-    assert isinstance(plain, LayeredProblem) and isinstance(problem, LayeredProblem)
+    assert isinstance(plain, LayeredProblem)
+    assert isinstance(problem, LayeredProblem)
     assert (plain.has_pairs, problem.has_pairs) == (False, True)
     assert problem.pair_factor == pytest.approx(132 / 112, rel=1e-5)
     for before, layer in zip(plain.model.layers, problem.model.layers, strict=True):

@@ -41,7 +41,7 @@ def test_the_all_to_all_of_deepseek_v3_is_what_its_routing_sends() -> None:
     network, nvlink = config.device.link_bandwidth, config.device.tensor_parallel_bandwidth
     assert network is not None
     assert nvlink is not None
-    # GB/s are bytes per nanosecond. Dispatch and combine are calls of their own.
+    # GB/s are bytes per nanosecond. Dispatch and combination are two calls.
     one = max(between / network, within / nvlink) / 1e3 + config.device.link_latency
     hidden = moe(config).plain.hidden
     assert (hidden.forward, hidden.backward_input) == pytest.approx((2 * one, 2 * one))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zbv_solver.construct.pairs import joined, starts
 from zbv_solver.errors import InvalidInput
+from zbv_solver.export.report.figures import cards_of
 from zbv_solver.export.timeline import pair_savings
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
@@ -61,7 +62,7 @@ def test_documents_of_layers_and_of_their_plans_say_what_pairs_hide() -> None:
     assert layered(json.loads(json.dumps(any_problem_json(problem)))) == problem
     cut = problem.cut_into(problem.placements[0], Cut.at((0, 1, 4, 7, 9)))
     assert cut.communication is not None
-    assert cut.communication.forward == (0, 12, 18, 6)  # dense layers and the head hide nothing
+    assert list(cut.communication.forward) == [0, 12, 18, 6]  # dense layers and the head hide nothing
     assert cut.pair_factor == 1.1
     document = any_problem_json(cut)
     assert parse_any_problem(document) == cut
@@ -197,3 +198,5 @@ def test_what_pairs_save_is_the_difference_to_the_same_order_without_them(plan: 
     assert found.saved == pytest.approx(alone.span - plan.metrics.span)
     assert found.saved > 0
     assert f"{found.paired} of {forwards} forwards" in found.text(plan.problem.units)
+    cards = {card.label: card.value for card in cards_of(plan)}
+    assert cards["Pairs"] == f"{found.paired} of {forwards}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from zbv_models.estimate.config import Optimizer, PrecisionName
+from zbv_models.estimate.config import Optimizer, Pairs, PrecisionName
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.cluster import parse_cluster
 from zbv_models.layouts.executor_rules import FREE, require_runnable
@@ -34,7 +34,7 @@ MAX_BATCH = 65_536
 """Largest cluster and global batch: the number of layouts grows with their divisors."""
 MAX_TOP = 20
 MAX_PROFILES = 20
-KEPT = ("precision", "optimizer", "recompute_modules")
+KEPT = ("precision", "optimizer", "recompute_modules", "pairs")
 """Keys that replace those of the model's section ``parallel``."""
 Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] | None
 
@@ -80,6 +80,11 @@ class LayoutRequest(RequestDocument):
     )
     recompute_modules: list[Recomputed] | None = Field(
         None, description="What selective recomputation repeats; null: as the model says, or what is best."
+    )
+    pairs: Pairs | None = Field(
+        None,
+        description="What a forward and a backward that run together hide of each other: the all-to-all of "
+        "experts, or all collectives; null: as the model says.",
     )
     profiles: Annotated[list[dict[str, Any]], Field(max_length=MAX_PROFILES)] = Field(
         [], description="Problems of `zbv-worker profile`: measured layers replace estimates."

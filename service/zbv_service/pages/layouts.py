@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from zbv_models.estimate.config import Optimizer, PrecisionName
+from zbv_models.estimate.config import Optimizer, Pairs, PrecisionName
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue
@@ -93,6 +93,7 @@ class LayoutForm:
     states: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "precision": get_args(PrecisionName),
         "optimizer": get_args(Optimizer),
+        "pairs": get_args(Pairs),
     }
     """What training keeps, chosen from lists; these replace what the model says."""
     modules: ClassVar[tuple[str, ...]] = get_args(Recomputed)

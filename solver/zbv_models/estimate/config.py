@@ -46,6 +46,7 @@ PRECISIONS = {
 """``mixed``: Rajbhandari et al. 2020, §3.1. ``bf16-states``: DeepSeek-AI 2024b, §3.3.2."""
 PRECISION_OF = {"bfloat16": "mixed-fp32-gradients", "float16": "mixed", "float32": "single"}
 """The precision of a model's type, if none is given: that of Megatron-LM with ``--bf16`` and ``--fp16``."""
+Pairs = Literal["none", "experts", "all"]
 PrecisionName = Literal[
     "mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "float8-gather", "single", "half"
 ]
@@ -97,6 +98,11 @@ class ParallelConfig(ConfigSection):
     recompute_modules: tuple[Recomputed, ...] = Field(
         ("core_attn",),
         description="what selective recomputation repeats: Megatron-LM's modules, or op (torchtitan)",
+    )
+    pairs: Pairs = Field(
+        "none",
+        description="what a forward and a backward that run together hide of each other: the all-to-all of "
+        "experts, or all collectives of a microbatch",
     )
     fused_gradients: Flag = Field(
         True, description="products of W add their results to the accumulated gradients; false: a kernel does"
@@ -153,6 +159,7 @@ class EstimateConfig(ConfigSection):
             ends_share_rank=self.placement == "v",
             by_halves=self.parallel.granularity == "half",
             fused_gradients=self.parallel.fused_gradients,
+            pairs=self.parallel.pairs,
         )
 
     @property
@@ -254,8 +261,11 @@ BYTES_PER_MICROSECOND = 1e3
 
 
 def estimate_config(config: EstimateConfig) -> ModelEstimate:
-    """The estimate of a configuration."""
-    return estimate_model(
+    """The estimate of a configuration.
+
+    Raises :class:`InvalidInput` if it asks for pairs that have nothing to hide.
+    """
+    found = estimate_model(
         config.model,
         config.degrees,
         config.device,
@@ -263,6 +273,15 @@ def estimate_config(config: EstimateConfig) -> ModelEstimate:
         config.training,
         config.model.microbatch_size,
     )
+    pairs, device = config.parallel.pairs, config.device
+    if pairs != "none" and not any(layer.plain.hidden.total for layer in found.layers):
+        what = "all-to-all of experts" if pairs == "experts" else "collectives"
+        remedy = f"Share experts (expert_parallel, found {config.parallel.expert_parallel})"
+        if device.expert_parallel_overlap == 1:
+            remedy = "Set expert_parallel_overlap, which is 1, to what compute hides without pairs, such as 0"
+        detail = f"found {pairs}; no F or I waits for {what}. {remedy}, or leave out the pairs."
+        raise InvalidInput.at("/parallel/pairs", detail)
+    return found
 
 
 def estimate_layers(config: EstimateConfig) -> tuple[LayerEstimate, ...]:
@@ -290,6 +309,8 @@ def problem_document(config: EstimateConfig, layers: Sequence[LayerEstimate] | N
     if device.link_bandwidth is not None:
         bandwidth = number(device.link_bandwidth * BYTES_PER_MICROSECOND)
         document["costs"] = {"link": {"latency": number(device.link_latency), "bandwidth": bandwidth}}
+    if parallel.pairs != "none":
+        document["costs"]["pair_factor"] = _shortened(device.cost_of_pairs)
     if device.memory_limit is not None:
         document["memory"]["limit"] = number(device.memory_limit)
     return document
@@ -308,11 +329,17 @@ def _layer(layer: LayerEstimate, recompute: str) -> dict[str, Any]:
 
 
 def _costs(running: Running, static: float) -> dict[str, Any]:
-    times = running.times
+    times, hidden = running.times, running.hidden
+    communication = {
+        "forward": _shortened(hidden.forward),
+        "backward_input": _shortened(hidden.backward_input),
+        "backward": _shortened(hidden.backward_input),
+    }
     return {
         "forward": _shortened(times.forward),
         "backward_input": _shortened(times.backward_input),
         "backward_weight": _shortened(times.backward_weight),
+        **({"communication": communication} if hidden.total else {}),
         "memory": {
             "forward": running.after_forward,
             "backward_input": running.after_input - running.after_forward,

@@ -10,6 +10,9 @@ from pydantic import Field
 from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Share, Size
 from zbv_models.estimate.shapes import NONE, PerAction
 
+COMMUNICATING, HOPPER_PROCESSORS = 20, 132
+"""Streaming multiprocessors that the all-to-all of experts needs, of those of an H800 (DeepSeek-AI 2024b,
+§3.2.2 and §3.5.1)."""
 MICROSECONDS = 1e6
 GIGA = 1e9
 TERA = 1e12
@@ -116,6 +119,11 @@ class Device(ConfigSection):
     )
     data_parallel_latency: Amount = Field(0.0, description="us, of each collective of replicas")
     data_parallel_overlap: Share = Field(0.0, description="share of them that compute hides")
+    pair_factor: Annotated[float, Field(strict=True, ge=1, le=100)] | None = Field(
+        None,
+        description="what a forward and a backward that run as a pair cost each other, at least 1; null: by "
+        "the processors that their all-to-all needs",
+    )
     memory_limit: Amount | None = Field(None, description="bytes; null: no limit")
     reserved: Amount = Field(0.0, description="bytes that a device needs in addition to the layers")
 
@@ -123,6 +131,21 @@ class Device(ConfigSection):
         """TFLOP/s of linear layers with operands of a type."""
         narrow = {"fp8": self.fp8_tflops, "fp4": self.fp4_tflops}.get(product_dtype or "")
         return narrow or self.achieved_tflops
+
+    @property
+    def cost_of_pairs(self) -> float:
+        """What the two actions of a pair cost each other, at least 1.
+
+        While one communicates, the other computes with the remaining processors. In a profile of DualPipe
+        (github.com/deepseek-ai/profile-data, ``train.json``), products have 112 of 132 processors, and a
+        pair takes as long as its kernels on these: nothing of its all-to-all is left. That all parts of
+        both actions are slower is cautious: norms are bound by memory, and DeepEP's second version needs
+        4 to 6 processors (github.com/deepseek-ai/DeepEP, README).
+        """
+        if self.pair_factor is not None:
+            return self.pair_factor
+        known = self.processors or HOPPER_PROCESSORS
+        return known / max(known - COMMUNICATING, known / 2)
 
     def moving(self, size: float) -> float:
         """Time to move bytes through memory."""

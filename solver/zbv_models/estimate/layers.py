@@ -34,6 +34,7 @@ from zbv_models.estimate.times import (
     buffer_bytes,
     compute_times,
     exchange_times,
+    hidden_times,
     is_known,
     microbatch_times,
     repeated_time,
@@ -63,15 +64,29 @@ class Running:
     """Additional bytes while an action runs."""
     fused: float | None = None
     """Microseconds of B, which may be shorter than I and W, if it was measured; None for I + W."""
+    hidden: PerAction = NONE
+    """Of F and I, what the other action of a pair hides; B has as much as I."""
+    pair_factor: float = 1.0
+    """What the two actions of a pair cost each other, at least 1."""
 
     @property
     def shortest(self) -> PerAction:
-        """The same, with a backward that is as short as either I and W or B: no plan has a shorter one."""
-        times = self.times
-        if self.fused is None or self.fused >= times.backward_input + times.backward_weight:
-            return times
-        both = min(times.backward_input, self.fused)
-        return PerAction(times.forward, both, self.fused - both)
+        """The least that F, I and W add to a rank's time: with pairs, and with the shorter of I + W and B.
+
+        :meth:`~zbv_solver.problem.layer.LayerCosts.with_communication_hidden` has the proof.
+        """
+        times, hidden = self.times, self.hidden
+
+        def least(duration: float, of: float) -> float:
+            return min(duration, self.pair_factor * (duration - of)) if of else duration
+
+        forward = least(times.forward, hidden.forward)
+        inputs, weights = least(times.backward_input, hidden.backward_input), times.backward_weight
+        fused = inputs + weights if self.fused is None else least(self.fused, hidden.backward_input)
+        if fused >= inputs + weights:
+            return PerAction(forward, inputs, weights)
+        both = min(inputs, fused)
+        return PerAction(forward, both, fused - both)
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,8 @@ class Training:
     (``gradient_accumulation_fusion``); otherwise W has a kernel for that."""
     keeps_gathered: bool = False
     """As in :class:`~zbv_models.estimate.shapes.Degrees`."""
+    pairs: str = "none"
+    """What a pair of a forward and a backward hides, a key of :data:`~zbv_models.estimate.times.HIDDEN`."""
 
     def shares(self, parameters: Parameters, degrees: Degrees) -> tuple[Share, ...]:
         """The parameters of a layer by their replicas and states."""
@@ -185,6 +202,7 @@ def estimate_model(
         training.modules,
         accumulated,
         training.fused_gradients,
+        training.pairs,
     )
     # Tensor parallelism casts operands before it gathers them, if parameters are gathered in float8, too.
     is_narrow = training.state.gathered > 0 and degrees.tensor > 1
@@ -227,6 +245,7 @@ class Inside:
     """What selective recomputation repeats."""
     gradient_bytes: float
     fused_gradients: bool
+    pairs: str
     """As in :class:`Training`."""
 
 
@@ -239,6 +258,8 @@ class Computed:
     """Compute and exchanges."""
     exchanged: PerAction
     """Of these, exchanges."""
+    hidden: PerAction
+    """Of these, what a pair hides."""
     shares: TimeShares
     dropped: int
     again: float
@@ -260,6 +281,7 @@ def _computed(half: Kind, shapes: Shapes, inside: Inside) -> Computed:
         part,
         compute + exchanged + added,
         exchanged,
+        hidden_times(part.exchanges, inside.links, inside.pairs),
         shares + of_exchanges + TimeShares(memory_traffic=added.total),
         dropped,
         again,
@@ -304,14 +326,20 @@ def _layer(
     elif kind.can_recompute and training.modules == OPERATIONS and not training.by_halves and is_known(held):
         again = sum(each.times.forward for each in parts) - saved_time(held, stream, device)
         selective = _repeating(plain, _later([plain.times], [again]), saved_bytes(held))
+    hidden = sum((each.hidden for each in parts), NONE)
+
+    def with_pairs(running: Running) -> Running:
+        # What recomputation exchanges again does not count: Megatron-LM refuses pairs that repeat it.
+        return replace(running, hidden=hidden, pair_factor=device.cost_of_pairs) if hidden.total else running
+
     waiting = [each.exchanged + more for each, more in zip(parts, replicas, strict=True)]
     of_replicas = TimeShares(data_parallel=sum(each.total for each in replicas))
     return LayerEstimate(
         name="",
         flops=sum((each.flops for each in held), NONE),
-        plain=plain,
-        full=full,
-        selective=selective,
+        plain=with_pairs(plain),
+        full=full and with_pairs(full),
+        selective=selective and with_pairs(selective),
         parameters=sum(each.parameters.on_device(degrees) for each in held),
         static=sum(map(static_of, shares), StaticBytes()),
         passing=sum(map(passing_of, shares)),

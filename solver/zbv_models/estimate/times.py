@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from zbv_models.estimate.device import GIGA, MICROSECONDS, TERA, Device, GroupLink, GroupLinks
-from zbv_models.estimate.part import Exchange, Linear, Part, Product
+from zbv_models.estimate.part import Exchange, Group, Linear, Part, Product
 from zbv_models.estimate.shapes import NONE, PRODUCT_BYTES, PerAction, Stream, Summed
 from zbv_models.estimate.states import FLOAT32_BYTES, HeldBytes, Share
 
@@ -202,6 +202,25 @@ def exchange_times(exchanges: tuple[Exchange, ...], links: GroupLinks) -> tuple[
         tensor_parallel=tensor.total, context_parallel=context.total, expert_parallel=experts.total
     )
     return tensor + context + experts, shares
+
+
+HIDDEN: dict[str, frozenset[Group]] = {
+    "none": frozenset(),
+    "experts": frozenset(("expert", "expert_in_node")),
+    "all": frozenset(("expert", "expert_in_node", "tensor", "context")),
+}
+"""The groups whose exchanges a pair of a forward and a backward hides, by what is asked for.
+
+DualPipe hides the all-to-all of experts (DeepSeek-AI 2024b, §3.2.1), and so do Megatron-LM
+(``--overlap-moe-expert-parallel-comm``) and torchtitan's DualPipeV. None of them hides collectives of
+tensor or context parallelism in this way. Two streams could: then it is ``all``.
+"""
+
+
+def hidden_times(exchanges: tuple[Exchange, ...], links: GroupLinks, pairs: str) -> PerAction:
+    """The part of F and I that is exchanges which a pair hides."""
+    found, _ = exchange_times(tuple(each for each in exchanges if each.group in HIDDEN[pairs]), links)
+    return PerAction(found.forward, found.backward_input)
 
 
 OPERATIONS = frozenset(("op",))

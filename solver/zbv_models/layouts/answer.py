@@ -7,6 +7,9 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from zbv_solver.documents.files import plain
+from zbv_solver.export.timeline import pair_savings
+from zbv_solver.plans.orders import durations
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.search.incumbent import Cancelled
@@ -24,6 +27,7 @@ from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import PARTS, Layout
 from zbv_models.layouts.measured_layers import ORIGINS, Origin, Origins
+from zbv_models.layouts.paired_layout import PairedLayout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking
 from zbv_models.layouts.sensitivity import Outcome, sensitivity_json
@@ -31,6 +35,8 @@ from zbv_models.layouts.setting import SECONDS, Setting
 
 FLOPS_PER_TFLOP = 1e12
 EXCHANGES = ("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel")
+HIDEABLE = {"none": (), "experts": ("expert_parallel",), "all": EXCHANGES[:3]}
+"""The exchanges that pairs hide, by what is asked for."""
 
 
 def ranking_json(
@@ -79,6 +85,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         **_recomputed_json(layout),
         "placement": layout.placement,
         **_executor_json(planned),
+        **_pairs_json(planned),
         "step_time": planned.step_time,
         "lower_bound": planned.lower_bound,
         "model_flops_utilisation": utilisation(planned, request),
@@ -143,6 +150,22 @@ def _executor_json(planned: PlannedLayout) -> dict[str, Any]:
     }
 
 
+def _pairs_json(planned: PlannedLayout) -> dict[str, Any]:
+    """What pairs save, and the steps that they are compared with, in seconds; empty without pairs."""
+    if not isinstance(planned, PairedLayout) or (found := pair_savings(planned.plan)) is None:
+        return {}
+    return {
+        "pairs": {
+            "paired": found.paired,
+            "forwards": found.forwards,
+            "saved": found.saved * SECONDS,
+            "factor": planned.plan.problem.pair_factor,
+            "step_time_without": planned.alone and planned.alone.step_time,
+            "baselines": plain(planned.baselines),
+        }
+    }
+
+
 def costs_of(planned: PlannedLayout) -> dict[Origin, dict[str, int]]:
     """Where the costs of a plan's layers come from: by origin, the number of layers of each kind.
 
@@ -203,10 +226,10 @@ def composition(planned: PlannedLayout) -> dict[str, float]:
 
     ``forward``, ``backward_input`` and ``backward_weight`` are compute without exchanges, and
     ``recomputation`` is all that recomputed stages add. The exchanges of every microbatch are those that
-    compute does not hide. ``transfers`` is how much shorter the step would be in the same order if transfers
-    between ranks took no time; even so a rank waits ``idle`` for another one to compute, the bubble. The
-    parts up to here are those of the rank that computes longest. The last four, once per step, are those of
-    the rank that needs longest for them.
+    compute does not hide, in the same action or in the other one of a pair. ``transfers`` is how much
+    shorter the step would be in the same order if transfers between ranks took no time; even so a rank waits
+    ``idle`` for another one to compute, the bubble. The parts up to here are those of the rank that computes
+    longest. The last four, once per step, are those of the rank that needs longest for them.
     """
     plan, estimated = planned.plan, planned.estimated
     model = plan.problem.model
@@ -232,7 +255,11 @@ def composition(planned: PlannedLayout) -> dict[str, float]:
     forward, inputs, weights = (compute * scale).tolist()
     part = plan.orders.slice_of(rank)
     actions = (plan.orders.stage[part], plan.orders.letter[part], plan.orders.microbatch[part])
-    busy = float(at_once.arrays.durations(*actions).sum()) * SECONDS
+    alone = float(at_once.arrays.durations(*actions).sum()) * SECONDS
+    busy = float(durations(at_once, plan.orders)[part].sum()) * SECONDS
+    hideable = HIDEABLE[estimated.setting.training.pairs]
+    if total := sum(map(shares.__getitem__, hideable)):
+        shares |= {name: shares[name] * (1 - (alone - busy) / total) for name in hideable}
     # Fused backwards may be shorter than I and W.
     saved = forward + inputs + weights + again * scale + sum(shares.values()) - busy
     kept = 1 - saved / (inputs + weights) if inputs + weights > 0 else 1.0

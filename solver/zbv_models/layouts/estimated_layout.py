@@ -13,7 +13,7 @@ from zbv_solver.partition.cut_space import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
+from zbv_solver.problem.layer import Layer, LayerCommunication, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.search.incumbent import Cancelled
@@ -133,10 +133,11 @@ class EstimatedLayout:
         Lemmas 31-33, 35, 37, 56 and 57.
         """
         problem = self.problem
-        tables = CutTables.of(problem)
+        hidden = problem.with_communication_hidden()
+        tables = CutTables.of(hidden)
         if surely_lacking(tables._replace(room=tables.most_room)) > 0:
             return math.inf
-        least = least_worst_load(problem, tables) * problem.microbatches
+        least = least_worst_load(hidden, tables) * problem.microbatches
         return least * SECONDS + self.least_once
 
     @cached_property
@@ -188,7 +189,13 @@ class EstimatedLayout:
             links=tuple(map(transfer, links)) if is_mixed else (),
             units=UNITS,
             devices=tuple(names[kind] for kind in self.kind_of) if is_mixed else (),
+            pair_factor=self.pair_factor,
         )
+
+    @property
+    def pair_factor(self) -> float:
+        """What the two actions of a pair cost each other: that of the device where it is largest."""
+        return max(layer.plain.pair_factor for layers in self.layers for layer in layers)
 
     @property
     def passing(self) -> dict[str, int]:
@@ -353,7 +360,7 @@ def _both_costs(layer: LayerEstimate, recompute: str) -> tuple[LayerCosts, Layer
 
 
 def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
-    times = running.times
+    times, hidden = running.times, running.hidden
     return LayerCosts(
         times.forward,
         times.backward_input,
@@ -366,6 +373,9 @@ def _costs(running: Running, layer: LayerEstimate) -> LayerCosts:
             layer.static.total,
             running.workspace,
         ),
+        LayerCommunication(hidden.forward, hidden.backward_input, hidden.backward_input)
+        if hidden.total
+        else None,
     )
 
 

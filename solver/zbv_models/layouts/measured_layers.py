@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
@@ -213,11 +213,12 @@ class _Replacement:
         of_exchanges = 1.0
         if self.profile.tensor > 1 and whole.plain.times.total:
             of_exchanges = plain.times.total / whole.plain.times.total
+        in_pairs = partial(_in_pairs, whole.plain.hidden.scaled(of_exchanges), whole.plain.pair_factor)
         layer = replace(
             whole,
-            plain=plain,
-            full=full,
-            selective=whole.selective and _recomputed(plain, whole, whole.selective),
+            plain=in_pairs(plain),
+            full=full and in_pairs(full),
+            selective=whole.selective and in_pairs(_recomputed(plain, whole, whole.selective)),
             shares=whole.shares.scaled(of_exchanges),
             exchanged=whole.exchanged.scaled(of_exchanges),
             static=StaticBytes(*(round(value * static) for value in vars(whole.static).values())),
@@ -276,6 +277,14 @@ def _recomputed(plain: Running, whole: LayerEstimate, estimated: Running) -> Run
         bytes_of(lambda of: of.workspace),
         None if plain.fused is None else plain.fused + added.backward_input + added.backward_weight,
     )
+
+
+def _in_pairs(hidden: PerAction, pair_factor: float, running: Running) -> Running:
+    """Costs with what pairs hide of them, which is no more than the actions take."""
+    times, inputs = running.times, running.times.backward_input
+    most = inputs if running.fused is None else min(inputs, running.fused)
+    within = PerAction(min(hidden.forward, times.forward), min(hidden.backward_input, most))
+    return replace(running, hidden=within, pair_factor=pair_factor)
 
 
 def _each(here: PerAction, measured: PerAction, there: PerAction, size: float) -> PerAction:

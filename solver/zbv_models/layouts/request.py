@@ -32,7 +32,7 @@ from zbv_models.layouts.setting import OP, Modules, Setting, cheap_modules, drop
 
 KEPT = (
     *("optimizer", "precision", "offloaded_states"),
-    *("context_exchange", "fused_gradients", "recompute_modules"),
+    *("context_exchange", "fused_gradients", "recompute_modules", "pairs"),
 )
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
 NARROWING = ("tensor_parallel", "expert_parallel", "microbatch_size", "zero_stage", "placement")
@@ -168,6 +168,13 @@ class Request:
         """Raise :class:`InvalidInput` if the executor has no such states, or recomputes no such layers."""
         if self.executor == FREE and (refusal := STATES[FREE].refusal(self.config.state)):
             raise InvalidInput.at("/parallel/precision", f"{FREE} requires {refusal}.")
+        pairs = self.config.parallel.pairs
+        if pairs != "none" and self.executor != FREE:
+            detail = f"found {pairs} and executor {self.executor}; only orders of {FREE} have pairs here."
+            raise InvalidInput.at("/parallel/pairs", f"{detail} Leave one of them out.")
+        if pairs == "experts" and self.config.model.experts is None:
+            detail = "found experts; the model has none, so there is no all-to-all to hide. Leave it out."
+            raise InvalidInput.at("/parallel/pairs", detail)
         layers, recompute = self.fixed.recompute_layers, self.fixed.recompute
         if layers is not None and recompute not in (None, "full"):
             detail = f"found {layers} recomputed layers and recompute {recompute}; it is full then."

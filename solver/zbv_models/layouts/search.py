@@ -25,6 +25,7 @@ from zbv_solver.search.options import SearchOptions
 
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, with_plan
 from zbv_models.layouts.layout import Layout, LayoutFamily
+from zbv_models.layouts.paired_layout import compared
 from zbv_models.layouts.progress import LayoutProgress, Poll
 from zbv_models.layouts.scheduled_layout import ScheduledLayout
 from zbv_models.layouts.setting import SECONDS, Setting
@@ -347,7 +348,9 @@ class LayoutSearch:
         """A planned layout with all that an answer lists."""
         if not isinstance(node.of, PlannedLayout):
             raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
-        return node.of
+        if self.setting.training.pairs == "none":
+            return node.of
+        return compared(node.of, self.options, self.cancelled)
 
 
 def _better(planned: PlannedLayout, plan: Plan) -> PlannedLayout:

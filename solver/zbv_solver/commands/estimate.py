@@ -51,10 +51,10 @@ def estimate(arguments: argparse.Namespace) -> None:
             document = {"model": from_transformers(document)}
             _require_sequence(with_presets({}, arguments.preset, overrides))
         config = parse_config(with_presets(document, arguments.preset, overrides))
+        estimated = estimate_config(config)
     except InvalidInput as error:
         issues = [_named(issue, overrides, arguments.config) for issue in error.issues]
         raise InvalidInput(issues, error.more, error.is_partial) from None
-    estimated = estimate_config(config)
     layers = estimated.layers
     write(arguments.output, json.dumps(problem_document(config, layers), indent=1) + "\n")
     if arguments.table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 from rich.table import Table
@@ -11,13 +12,15 @@ from zbv_models.layouts.estimated_layout import PlannedLayout
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import Layout
+from zbv_models.layouts.paired_layout import PairedLayout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import Ranking
 from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome
 
 from zbv_solver.commands.cut_score import with_group
 from zbv_solver.commands.model_flags import FLAGS
-from zbv_solver.export.quantities import SECONDS, counted, figure, gigabytes, percent, time, timer
+from zbv_solver.export.quantities import SECONDS, counted, figure, gigabytes, percent, relative, time, timer
+from zbv_solver.export.timeline import pair_savings
 
 ROWS = (
     *(name.replace("_", " ") for name in FLAGS[:5]),
@@ -26,6 +29,7 @@ ROWS = (
 )
 
 EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
+PAIR_ROWS = ("forwards in pairs", "step without pairs")
 LEAST_SHARE = 5e-5
 """Parts below this share of the step are not shown."""
 SHORT = {
@@ -46,6 +50,9 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
     has_executors = any(isinstance(each, ExecutorLayout) for each in ranking.best)
     rows, columns = ROWS + (("groups of ranks",) if len(request.cluster.groups) > 1 else ()), []
     rows += EXECUTOR_ROWS if has_executors else ()
+    paired = [each for each in ranking.best if isinstance(each, PairedLayout)]
+    baselines = tuple(dict.fromkeys(row.name for each in paired for row in each.baselines))
+    rows += (*PAIR_ROWS, *(f"step of {name}" for name in baselines)) if paired else ()
     seconds = timer(ranking.best[0].step_time, SECONDS)
     for each in ranking.best:
         table.add_column(justify="right")
@@ -65,6 +72,7 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
                 gigabytes(reserved_memory(each)),
                 *([_ranks_of_groups(layout)] if layout.groups else []),
                 *(_executor_cells(each) if has_executors else ()),
+                *(_pair_cells(each, baselines) if isinstance(each, PairedLayout) else ()),
             ]
         )
     for name, values in zip(rows, zip(*columns, strict=True), strict=True):
@@ -117,6 +125,22 @@ def _executor_cells(planned: PlannedLayout) -> tuple[str, str, str]:
     gain = 1 - planned.free.step_time / planned.step_time
     shorter = f" (−{percent(gain, 1)})" if gain >= 0.0005 else ""
     return planned.executor, name, f"{time(planned.free.step_time, SECONDS)}{shorter}"
+
+
+def _pair_cells(planned: PairedLayout, baselines: tuple[str, ...]) -> Iterator[str]:
+    """Forwards in pairs, and the steps that the plan is compared with: how much longer they are."""
+    pairs = pair_savings(planned.plan)
+    yield f"{figure(pairs.paired, 12)} of {figure(pairs.forwards, 12)}" if pairs else "none"
+    steps = {row.name: row for row in planned.baselines}
+    yield "does not fit" if planned.alone is None else _longer(planned.alone.step_time, planned)
+    for name in baselines:
+        row = steps.get(name)
+        too_large = "" if row is None or row.fits else ", does not fit"
+        yield "–" if row is None else _longer(row.step_time, planned) + too_large
+
+
+def _longer(step: float, planned: PlannedLayout) -> str:
+    return f"{time(step, SECONDS)} ({relative(step, planned.step_time)})"
 
 
 def memory_text(cluster: AnyCluster) -> str:

@@ -18,6 +18,7 @@ from zbv_solver.commands.messages import named_flags, print_json, print_whole, s
 from zbv_solver.documents.files import output, plain, write
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export import quantities
+from zbv_solver.export.timeline import pair_savings
 from zbv_solver.frontiers.frontier import FrontierPoint, frontier_points, point_json
 from zbv_solver.packing.batch import Batch, load_batch
 from zbv_solver.packing.packing import Packing, packing_json
@@ -178,13 +179,15 @@ def _jitter(arguments: argparse.Namespace, problem: AnyProblem) -> Jitter | None
 
 def _verdict(plan: Plan) -> str:
     """What the plan achieves, in one line."""
-    metrics = plan.metrics
+    metrics, units = plan.metrics, quantities.stated(plan.problem.units)
+    pairs = pair_savings(plan)
     above = f"at most {quantities.percent(metrics.gap)} above optimal"
     proved = "proved optimal" if metrics.status == "optimal" else above
     return (
-        f"{plan.problem.objective} {quantities.time(plan.objective, quantities.stated(plan.problem.units))} "
+        f"{plan.problem.objective} {quantities.time(plan.objective, units)} "
         f"({proved}), bubble rate {quantities.percent(metrics.bubble_rate)}, found in "
         f"{quantities.time(plan.provenance.seconds, quantities.SECONDS)}, plan {plan.plan_id[:12]}"
+        f"{f'; {pairs.text(units)}' if pairs else ''}"
     )
 
 

@@ -19,7 +19,8 @@ from zbv_solver.export.palette import KIND_FILLS, PALETTE_SHADES, rgb
 from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.plans.orders import durations
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import LETTERS, F, Problem
+from zbv_solver.problem.problem import LETTERS, F, Problem, Units
+from zbv_solver.timing.start_times import objective_of
 
 MAX_GLYPHS = 8_000
 """With more visible actions the script draws an image of them, otherwise a bar for each."""
@@ -170,6 +171,37 @@ def idle_shares(plan: Plan) -> list[float]:
         orders.rank_index(), weights=durations(plan.problem, orders), minlength=orders.pp_degree
     )
     return [float(share) for share in 1 - busy / span]
+
+
+@dataclass(frozen=True)
+class PairSavings:
+    """What pairs do for a plan."""
+
+    paired: int
+    forwards: int
+    """F's in pairs, and all of them."""
+    saved: float
+    alone: float
+    """How much shorter the objective is than if the actions of all pairs ran one after the other in this
+    order, and that objective."""
+
+    def text(self, units: Units) -> str:
+        """A sentence."""
+        paired, forwards = quantities.figure(self.paired, 12), quantities.figure(self.forwards, 12)
+        time = quantities.timer(self.alone, units)
+        saved = f", which saves {time(self.saved)} of {time(self.alone)}" if self.paired else ""
+        return f"{paired} of {forwards} forwards run together with a backward{saved}"
+
+
+def pair_savings(plan: Plan) -> PairSavings | None:
+    """What pairs save; None if the problem has no pairs."""
+    problem, orders = plan.problem, plan.orders
+    if problem.communication is None:
+        return None
+    paired = 0 if orders.paired is None else int(np.count_nonzero(orders.paired))
+    alone = objective_of(problem, orders.without_pairs()) if paired else plan.objective
+    forwards = int(np.count_nonzero(orders.letter == F))
+    return PairSavings(paired, forwards, alone - plan.objective, alone)
 
 
 def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = False) -> dict[str, Any]:

@@ -167,6 +167,14 @@ class LayerMemoryDocument(Document):
     workspace: Number = 0.0
 
 
+class LayerCommunicationDocument(Document):
+    """What the other action of a pair can hide of a layer, at most the layer's times."""
+
+    forward: Number = 0.0
+    backward_input: Number = 0.0
+    backward: Number = Field(0.0, description="Of the fused backward.")
+
+
 class RecomputeDocument(Document):
     """Costs of a layer when its stage is recomputed; absent keys keep the layer's values."""
 
@@ -177,6 +185,7 @@ class RecomputeDocument(Document):
         None, description="Absent: the layer's own fused backward plus the increase of I and W."
     )
     memory: LayerMemoryDocument | None = None
+    communication: LayerCommunicationDocument | None = None
 
 
 class OnDeviceDocument(RecomputeDocument):
@@ -196,6 +205,9 @@ class LayerDocument(Document):
     backward_weight: Number
     backward: Number | None = Field(None, description="Fused backward; null means I + W.")
     memory: LayerMemoryDocument | None = None
+    communication: LayerCommunicationDocument | None = Field(
+        None, description="Of a forward and a backward that may run as a pair."
+    )
     parameters_bytes: Number = 0.0
     output_bytes: Number = 0.0
     repeat: Count | None = None
@@ -203,6 +215,14 @@ class LayerDocument(Document):
     on: Annotated[dict[Name, OnDeviceDocument], Field(max_length=MAX_DEVICES)] | None = Field(
         None, description="Costs on devices where they differ, by the names in `devices`."
     )
+
+
+class StageCommunicationDocument(Document):
+    """The communication of a partition's stages, which is that of their layers."""
+
+    forward: NumberOrList | None = None
+    backward_input: NumberOrList | None = None
+    backward: NumberOrList | None = None
 
 
 class LayeredCostsDocument(Document):
@@ -225,6 +245,10 @@ class LayeredCostsDocument(Document):
     backward_input: NumberOrList | None = None
     backward_weight: NumberOrList | None = None
     backward: NumberOrList | None = None
+    communication: StageCommunicationDocument | None = None
+    pair_factor: Number = Field(
+        1.0, description="What the two actions of a pair cost each other, at least 1."
+    )
 
 
 class LayeredMemoryDocument(Document):

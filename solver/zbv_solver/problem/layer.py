@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from zbv_solver.errors import InvalidInput, Issue
-from zbv_solver.problem.numeric import MAX_LAYERS, broken_rule, delta_rule
+from zbv_solver.problem.numeric import COMMUNICATION_ROUNDING, MAX_LAYERS, MIN_NUMBER, broken_rule, delta_rule
 
 Recomputed = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe", "op"]
 """What selective recomputation may repeat, by the names of Megatron-LM's ``--recompute-modules``.
@@ -58,6 +58,21 @@ class LayerMemory:
 
 
 @dataclass(frozen=True)
+class LayerCommunication:
+    """How much of a layer's F, I and B the other action of a pair can hide, at most its duration.
+
+    As in :class:`~zbv_solver.problem.stages.Communication`, which has the sums of the layers of a stage.
+    """
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward: float = 0.0
+
+
+NOTHING_HIDDEN = LayerCommunication()
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """Durations and memory of a layer. ``backward`` is the fused backward; None means I + W."""
 
@@ -66,6 +81,40 @@ class LayerCosts:
     backward_weight: float
     backward: float | None = None
     memory: LayerMemory = LayerMemory()
+    communication: LayerCommunication | None = None
+    """None: a pair hides nothing of this layer, and makes no pairs possible."""
+
+    @property
+    def hidden(self) -> LayerCommunication:
+        """What a pair can hide."""
+        return self.communication or NOTHING_HIDDEN
+
+    def with_communication_hidden(self, pair_factor: float) -> LayerCosts:
+        """The least that the layer adds to the time of a rank's entries, alone or in pairs.
+
+        Let X' be the least of the time X of an action and ``pair_factor`` (X - x), x of which is
+        communication. A pair of F and X takes at least ``pair_factor`` ((F - f) + (X - x)), so F' and then X'
+        fit into its time, start no earlier than its inputs are there, and end no later than it does. While
+        they run, the rank holds no more than the pair does. So every plan with pairs, with each of them
+        replaced in this way and all other actions shortened, is one without pairs that is no longer. Sums
+        of X' over the layers of a stage are at most the X' of their sums, so this holds for any cut.
+        """
+        if self.communication is None:
+            return self
+
+        def least(duration: float, hidden: float) -> float:
+            shorter = pair_factor * (duration - hidden)
+            return min(duration, shorter) if shorter >= MIN_NUMBER else 0.0
+
+        inputs = least(self.backward_input, self.hidden.backward_input)
+        fused = least(self.fused, self.hidden.backward)
+        return replace(
+            self,
+            forward=least(self.forward, self.hidden.forward),
+            backward_input=inputs,
+            backward=fused if fused < inputs + self.backward_weight else None,
+            communication=None,
+        )
 
     @property
     def split(self) -> float:
@@ -157,6 +206,9 @@ class LayerColumns(NamedTuple):
     after_weight: list[float]
     static: list[float]
     workspace: list[float]
+    hidden_forward: list[float]
+    hidden_input: list[float]
+    hidden_fused: list[float]
 
     @classmethod
     def of(cls, layers: Sequence[LayerCosts]) -> LayerColumns:
@@ -167,6 +219,7 @@ class LayerColumns(NamedTuple):
                 each.backward is not None,
                 *(each.memory.forward, each.memory.backward_input, each.memory.backward_weight),
                 *(each.memory.static, each.memory.workspace),
+                *(each.hidden.forward, each.hidden.backward_input, each.hidden.backward),
             )
             for each in layers
         )
@@ -234,6 +287,13 @@ class Model:
         """Whether any layer can be recomputed."""
         return any(layer.recompute is not None for layer in self.layers)
 
+    @cached_property
+    def has_communication(self) -> bool:
+        """Whether any layer states communication, so that there are pairs."""
+        return any(
+            costs.communication is not None for layer in self.layers for _, costs in layer.costs_by_pointer()
+        )
+
     def columns(self, recomputed: bool, device: str | None = None) -> LayerColumns:
         """Costs of all layers in stages that are recomputed, or in others, on a device."""
         known = self._columns
@@ -290,10 +350,29 @@ def _cost_issues(at: str, costs: LayerCosts) -> Iterator[Issue]:
         *_number_issues(f"{at}/memory", memory, ("forward", "static", "workspace")),
         *_number_issues(f"{at}/memory", memory, ("backward_input", "backward_weight"), signed=True),
     ]
+    if not issues:
+        issues = [*_communication_issues(at, costs)]
     yield from issues
     broken = delta_rule(memory.forward, memory.backward_input, memory.backward_weight) if not issues else None
     if broken is not None:
         yield Issue(f"{at}/memory{broken[0]}", broken[1])
+
+
+def _communication_issues(at: str, costs: LayerCosts) -> Iterator[Issue]:
+    hidden = costs.hidden
+    at = f"{at}/communication"
+    yield from _number_issues(at, hidden, ("forward", "backward_input", "backward"))
+    for name, duration in (
+        ("forward", costs.forward),
+        ("backward_input", costs.backward_input),
+        ("backward", costs.fused),
+    ):
+        if (found := getattr(hidden, name)) > duration * (1 + COMMUNICATION_ROUNDING):
+            yield Issue(
+                f"{at}/{name}",
+                f"found {found:.15g}, where the action takes {duration:.15g}. Communication is a part of an "
+                f"action: it must not be longer.",
+            )
 
 
 def _number_issues(at: str, of: object, names: tuple[str, ...], *, signed: bool = False) -> Iterator[Issue]:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
-from zbv_solver.problem.layer import Model
+from zbv_solver.problem.layer import Layer, Model
 from zbv_solver.problem.numeric import MAX_DEVICES, MAX_NUMBER, broken_rule, first_broken
 from zbv_solver.problem.problem import Objective, Problem, Units, basic_rules
-from zbv_solver.problem.stages import PLACEMENT_KINDS, Costs, Memory, Placement
+from zbv_solver.problem.rules import MAX_PAIR_FACTOR
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Communication, Costs, Memory, Placement
 
 PlacementChoice = Literal["auto", "v", "loop", "single"]
 
@@ -67,6 +68,9 @@ class LayeredProblem:
     """Whether transfers keep both ranks waiting instead of overlapping with their actions. The costs of a
     cut's stages then include them: those of an F that of its output, and those of a backward that of the
     gradient it returns."""
+    pair_factor: float = 1.0
+    """What the two actions of a pair cost each other, at least 1; there are pairs if a layer states
+    communication."""
 
     def __post_init__(self) -> None:
         issues = (
@@ -91,6 +95,26 @@ class LayeredProblem:
         if p == 1:  # then all placements are the same
             candidates = (candidates[-1],)
         return tuple(placement for placement in candidates if self.has_room(placement.n_stages))
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether an F and a backward may run as a pair."""
+        return self.model.has_communication
+
+    def with_communication_hidden(self) -> LayeredProblem:
+        """A problem without pairs whose best plan is no longer than the best one with pairs.
+
+        Every bound of its plans over all cuts is one of this problem's, by the proof of
+        :meth:`~zbv_solver.problem.layer.LayerCosts.with_communication_hidden`.
+        """
+        if not self.has_pairs:
+            return self
+
+        def hidden(layer: Layer) -> Layer:
+            return layer.with_costs(lambda costs: costs.with_communication_hidden(self.pair_factor))
+
+        model = replace(self.model, layers=tuple(map(hidden, self.model.layers)))
+        return replace(self, model=model, pair_factor=1.0)
 
     @cached_property
     def kinds(self) -> tuple[str | None, ...]:
@@ -181,6 +205,10 @@ class LayeredProblem:
             units=self.units,
             model=model,
             measured=self.measured,
+            communication=Communication(total("hidden_forward"), total("hidden_input"), total("hidden_fused"))
+            if self.has_pairs
+            else None,
+            pair_factor=self.pair_factor if self.has_pairs else 1.0,
         )
 
     def as_cut_in(self, other: Problem) -> Problem:
@@ -258,6 +286,7 @@ def uncut(problem: Problem, placement: PlacementChoice | Placement | None = None
         units=problem.units,
         measured=problem.measured,
         blocking=cut.blocking,
+        pair_factor=problem.pair_factor,
     )
 
 
@@ -302,6 +331,9 @@ def _number_issues(problem: LayeredProblem) -> Iterator[Issue]:
     for at, each in _links(problem):
         if not 0 < each.bandwidth < math.inf:
             yield Issue(f"{at}/bandwidth", f"found {each.bandwidth:.15g}; must be positive and finite.")
+    if not 1 <= problem.pair_factor <= MAX_PAIR_FACTOR:
+        rule = f"found {problem.pair_factor:.15g}; must be a number from 1 to {MAX_PAIR_FACTOR:g}."
+        yield Issue("/costs/pair_factor", rule)
     for pointer, values in (
         ("/costs/p2p", (problem.p2p,)),
         ("/memory/static", problem.static),

@@ -14,6 +14,7 @@ from zbv_solver.problem.cut import Cut, CutRules, Link, cut_of_partition
 from zbv_solver.problem.documents import (
     CommunicationDocument,
     CostsDocument,
+    LayerCommunicationDocument,
     LayerDocument,
     LayeredCostsDocument,
     LayeredMemoryDocument,
@@ -23,7 +24,14 @@ from zbv_solver.problem.documents import (
     ProblemDocument,
     RecomputeDocument,
 )
-from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model, OnDevice
+from zbv_solver.problem.layer import (
+    Layer,
+    LayerCommunication,
+    LayerCosts,
+    LayerMemory,
+    Model,
+    OnDevice,
+)
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.numeric import exceeds, first_broken
 from zbv_solver.problem.problem import Problem, Units, size_rule
@@ -275,8 +283,9 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         raise InvalidInput.at("/costs", "found both p2p and link; give one of them.")
     if document.partition is None and (issues := [*_stage_issues(document)]):
         raise InvalidInput(issues)
+    model = Model(tuple(map(_layer, document.layers)), tuple(document.recompute_modules or ()))
     return LayeredProblem(
-        model=Model(tuple(map(_layer, document.layers)), tuple(document.recompute_modules or ())),
+        model=model,
         pp_degree=p,
         microbatches=document.microbatches,
         static=_per_rank(static, p),
@@ -292,6 +301,7 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         units=document.units or Units(),
         measured=tuple(sorted((document.measured or {}).items())),
         blocking=costs.blocking,
+        pair_factor=costs.pair_factor if model.has_communication else 1.0,
     )
 
 
@@ -303,6 +313,7 @@ def _layer(document: LayerDocument) -> Layer:
         document.backward_weight,
         document.backward,
         _layer_memory(document.memory, document.parameters_bytes),
+        _layer_communication(document.communication),
     )
     on = (
         (name, _changed(costs, each) or costs, each.recompute) for name, each in (document.on or {}).items()
@@ -324,16 +335,22 @@ def _layer_memory(document: LayerMemoryDocument | None, static: float) -> LayerM
     return LayerMemory(**{"static": static, **given})
 
 
+def _layer_communication(document: LayerCommunicationDocument | None) -> LayerCommunication | None:
+    return None if document is None else LayerCommunication(**document.model_dump())
+
+
 def _changed(plain: LayerCosts, change: RecomputeDocument | None) -> LayerCosts | None:
     """Costs of a recomputed layer, or of one on another device; None without a change."""
     if change is None:
         return None
-    given = change.model_dump(exclude_none=True, exclude={"memory", "recompute"})
+    given = change.model_dump(exclude_none=True, exclude={"memory", "communication", "recompute"})
     costs = replace(plain, **given)
     if change.backward is None and plain.backward is not None:
         costs = replace(costs, backward=max(0.0, plain.backward + (costs.split - plain.split)))
     if change.memory is not None:
         costs = replace(costs, memory=_layer_memory(change.memory, plain.memory.static))
+    if change.communication is not None:
+        costs = replace(costs, communication=_layer_communication(change.communication))
     return costs
 
 
@@ -386,7 +403,7 @@ def _require_possible_chunks(placement: str, chunks: int | None) -> None:
 def _stage_issues(document: LayeredProblemDocument) -> Iterator[Issue]:
     """Costs of stages that are given although no partition defines the stages."""
     for at, section in (("/costs", document.costs), ("/memory", document.memory)):
-        for name in (*_BY_STAGE, "backward", "static_beside_layers"):
+        for name in (*_BY_STAGE, "backward", "communication", "static_beside_layers"):
             if getattr(section, name, None) is not None:
                 yield Issue(
                     f"{at}/{name}", "found together with layers, which determine it. Remove this key."
@@ -399,21 +416,23 @@ def _stage_issues(document: LayeredProblemDocument) -> Iterator[Issue]:
 
 def _disagreements(document: LayeredProblemDocument, problem: Problem) -> Iterator[Issue]:
     """Stated values of stages that differ from those of their layers."""
+    stated = None if document.costs is None else document.costs.communication
     for at, given, found in (
         ("/costs", document.costs, problem.costs),
+        (f"/{COMMUNICATION}", stated, problem.communication),
         ("/memory", document.memory, problem.memory),
     ):
         for name in (*_BY_STAGE, "backward", "p2p", "static"):
-            stated = getattr(given, name, None)
-            if not isinstance(stated, list):
+            values = getattr(given, name, None)
+            if not isinstance(values, list):
                 continue
             if name == "static" and getattr(given, "static_beside_layers", None) is None:
                 continue  # a list of what ranks hold in addition to the layers
-            computed = getattr(found, name) or ()
-            if len(stated) != len(computed) or any(map(_differ, stated, computed)):
+            computed = getattr(found, name, None) or ()
+            if len(values) != len(computed) or any(map(_differ, values, computed)):
                 yield Issue(
                     f"{at}/{name}",
-                    f"found {_brief(stated)}; the layers of the partition give {_brief(computed)}. Correct "
+                    f"found {_brief(values)}; the layers of the partition give {_brief(computed)}. Correct "
                     f"the layers, or remove this key.",
                 )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from zbv_solver.documents.files import number, plain
 from zbv_solver.problem.cut import CutModel
-from zbv_solver.problem.layer import Layer, OnDevice
+from zbv_solver.problem.layer import Layer, LayerCosts, OnDevice
 from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import COMMUNICATION, FIXED
@@ -49,7 +49,9 @@ def problem_json(problem: Problem) -> dict[str, Any]:
 
 def layered_json(problem: LayeredProblem) -> dict[str, Any]:
     """A layered problem, normalised: every key present, layers as given."""
-    costs = {} if problem.links or problem.link else {"p2p": number(problem.p2p)}
+    costs: dict[str, Any] = {} if problem.links or problem.link else {"p2p": number(problem.p2p)}
+    if problem.has_pairs:
+        costs["pair_factor"] = number(problem.pair_factor)
     memory = {"static": plain(problem.static), "limit": plain(problem.limit)}
     return _document(problem, problem.placement, problem.chunks or 2, costs, memory, problem)
 
@@ -107,5 +109,13 @@ def _layer_json(layer: Layer) -> dict[str, Any]:
 
 
 def _costs_json(of: Layer | OnDevice) -> dict[str, Any]:
-    again = {} if of.recompute is None else {"recompute": plain(of.recompute)}
-    return {**plain(of.costs), **again}
+    again = {} if of.recompute is None else {"recompute": _own_costs_json(of.recompute)}
+    return {**_own_costs_json(of.costs), **again}
+
+
+def _own_costs_json(costs: LayerCosts) -> dict[str, Any]:
+    """The costs without the key that only layers with communication have."""
+    document: dict[str, Any] = plain(costs)
+    if costs.communication is None:
+        del document["communication"]
+    return document

@@ -34,7 +34,7 @@ from zbv_solver.kernels.jit import FloatArray
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Baseline, CutCertificate, Metrics, Plan, Provenance, certify
 from zbv_solver.problem.cut import Cut, Link
-from zbv_solver.problem.layer import Layer, LayerCosts, Model
+from zbv_solver.problem.layer import Layer, LayerCommunication, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import MIN_NUMBER, SEARCH_MEMORY, exceeds, integer_scale, rounded_to_bits
 from zbv_solver.problem.problem import B, I, Problem, W, objective_value, require_same_problem
@@ -100,14 +100,18 @@ def classical(name: str, problem: Problem) -> tuple[Problem, Orders]:
         For a name that the problem's baselines do not have.
     """
     if problem.model is None or not problem.is_equal:
-        placed, orders = baseline(name, problem)
-        if placed.communication is None:
-            return placed, orders
-        from zbv_solver.construct.pairs import joined  # few problems need it
-
-        return placed, joined(placed, orders)
+        return _with_pairs(*baseline(name, problem))
     require_baseline(name, problem)
     return _recut(name, problem)
+
+
+def _with_pairs(problem: Problem, orders: Orders) -> tuple[Problem, Orders]:
+    """An order with pairs where it is shorter with them, if the problem has pairs."""
+    if problem.communication is None:
+        return problem, orders
+    from zbv_solver.construct.pairs import joined  # few problems need it
+
+    return problem, joined(problem, orders)
 
 
 @lru_cache(maxsize=CACHED)
@@ -118,8 +122,11 @@ def _recut(name: str, problem: Problem) -> tuple[Problem, Orders]:
     for placement in placements_of(name, problem):
         orders = order_of(name, placement, problem.microbatches)
         layers = OwnUnit.of(uncut(problem, placement))
-        cut = cut_for_order(layers.problem, orders, _own_cut(problem, placement.n_stages))
-        cuts.append((layers.given.cut_into(placement, cut), orders))
+        own, given = _own_cut(problem, placement.n_stages), layers.given
+        # Cuts are searched for single actions: as they are, and as if pairs hid all communication.
+        for costs in dict.fromkeys((layers.problem, layers.problem.with_communication_hidden())):
+            cut = cut_for_order(costs, orders, own)
+            cuts.append(_with_pairs(given.cut_into(placement, cut), orders))
     if len(cuts) == 1:
         return cuts[0]
 
@@ -146,7 +153,8 @@ def stated(row: Baseline, problem: Problem) -> tuple[Problem, Orders]:
     for placement in placements_of(row.name, problem):
         if placement.n_stages == stages == len(recompute) and bounds[-1] == layers:
             orders = order_of(row.name, placement, problem.microbatches)
-            return uncut(problem, placement).cut_into(placement, Cut.at(bounds, recompute)), orders
+            placed = uncut(problem, placement).cut_into(placement, Cut.at(bounds, recompute))
+            return _with_pairs(placed, orders)
     raise InvalidPlan(
         f"the stated cut of baseline {row.name} has {stages} stages with {bounds[-1]} layers, which the "
         f"schedule cannot have; the problem has {layers} layers on {problem.pp_degree} ranks."
@@ -351,9 +359,13 @@ def _same_cut(problem: LayeredProblem, other: Problem) -> Problem:
 
 
 def _times(costs: LayerCosts) -> list[float]:
-    return [costs.forward, costs.backward_input, costs.backward_weight, costs.fused]
+    hidden = costs.hidden
+    own = [costs.forward, costs.backward_input, costs.backward_weight, costs.fused]
+    return [*own, hidden.forward, hidden.backward_input, hidden.backward]
 
 
 def _converted(costs: LayerCosts, unit: SearchUnit) -> LayerCosts:
-    forward, inputs, weights, fused = unit.converted(_times(costs))
-    return LayerCosts(forward, inputs, weights, None if costs.backward is None else fused, costs.memory)
+    forward, inputs, weights, fused, *hidden = unit.converted(_times(costs))
+    communication = None if costs.communication is None else LayerCommunication(*hidden)
+    backward = None if costs.backward is None else fused
+    return LayerCosts(forward, inputs, weights, backward, costs.memory, communication)

@@ -156,9 +156,11 @@ class _LayersSearch:
         self.problem, self.options, self.is_first = problem, options, is_first
         self.on_progress, self.cancelled = on_progress, cancelled
         self.began = time.monotonic()
-        tables = CutTables.of(problem)
-        self.spaces = [CutSpace(problem, placement, tables) for placement in problem.placements]
-        self.least = least_worst_load(problem, tables)
+        # Bounds over all cuts must hold for plans with pairs, in which most of the steady state is.
+        hidden = problem.with_communication_hidden()
+        tables = CutTables.of(hidden)
+        self.spaces = [CutSpace(hidden, placement, tables) for placement in problem.placements]
+        self.least = least_worst_load(hidden, tables)
         self.floors: dict[Placement, float] = {}
         self.best: Plan | None = None
         self.useless = np.inf

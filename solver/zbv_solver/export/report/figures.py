@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from zbv_solver.export import quantities
-from zbv_solver.export.timeline import accounts_for_memory, idle_shares
+from zbv_solver.export.timeline import accounts_for_memory, idle_shares, pair_savings
 from zbv_solver.plans.plan import Baseline, Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC, exceeds
 from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, Units, W, objective_value
@@ -100,6 +100,16 @@ def cards_of(plan: Plan) -> list[Card]:
             "good" if optimal else "",
         ),
     ]
+    if (pairs := pair_savings(plan)) is not None:
+        time = quantities.timer(pairs.alone, units)
+        saved = f"forwards run with a backward; saves {time(pairs.saved)} of {time(pairs.alone)}"
+        cards.append(
+            Card(
+                "Pairs",
+                f"{pairs.paired} of {pairs.forwards}",
+                saved if pairs.paired else "forwards run with a backward",
+            )
+        )
     peak = quantities.memory(max(metrics.peak_memory, default=0.0), units)
     if limits is not None:
         use = max(map(_use, metrics.peak_memory, limits), default=0.0)

@@ -179,7 +179,7 @@ def started(installed: Installed) -> Iterator[Started]:
 
 def answers(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5).status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 

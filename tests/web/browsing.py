@@ -157,7 +157,7 @@ class Service:
         """GET a document, or POST one."""
         fields = {"Authorization": f"Bearer {find(self.url)}"}
         method = "GET" if body is None else "POST"
-        answer = httpx.request(method, self.url + path, json=body, headers=fields, timeout=30)
+        answer = httpx.request(method, self.url + path, json=body, headers=fields, timeout=120)
         assert answer.is_success, answer.text
         return answer.json()
 
@@ -167,7 +167,9 @@ def serving(directory: Path) -> Iterator[Service]:
     """A service with its state in a directory; its thorough searches with a seed wait without work."""
     with ExitStack() as stack:
         flags = ("--port", "0", "--searches", "1")
-        (served,) = start_services(stack, directory, 1, *flags, variables={SEARCHES_PRELOAD: ""})
+        # Tests that play agents do not give signs of life all the time.
+        variables = {SEARCHES_PRELOAD: "", "ZBV_AGENT_TIMEOUT_SECONDS": "3600"}
+        (served,) = start_services(stack, directory, 1, *flags, variables=variables)
         yield Service(served.address, stack.enter_context(AgentClient(served.address)))
 
 

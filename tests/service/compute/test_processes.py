@@ -38,7 +38,8 @@ def test_no_signal_loses_a_search_or_leaves_a_process(
         served = serve()
         before = begun(served.client)
         token = tokens.find(served.address)
-        polling = httpx.Client(base_url=served.address, headers={"Authorization": f"Bearer {token}"})
+        fields = {"Authorization": f"Bearer {token}"}
+        polling = httpx.Client(base_url=served.address, headers=fields, timeout=60)
         other = served.client.submit(PROBLEM, {"effort": "standard", "seed": 2})
         for attempt, number in enumerate((signal.SIGKILL, signal.SIGTERM), start=2):
             below = served.children

@@ -44,15 +44,15 @@ def test_both_directions_are_measured_by_the_first_rank_and_answered_by_the_othe
 
     def rank_main(rank: int) -> None:
         transport = hub.transport(rank)
-        transport.open([ChannelKey(0, 1), ChannelKey(1, 0)], 5)
-        profiler = LinkProfiler(transport, torch.device("cpu"), 5, lambda: None)
+        transport.open([ChannelKey(0, 1), ChannelKey(1, 0)], 60)
+        profiler = LinkProfiler(transport, torch.device("cpu"), 60, lambda: None)
         found[rank] = list(profiler.links(0, 1, 12_000))
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert [(link.sender, link.receiver) for link in found[0]] == [(0, 1), (1, 0)]
     assert found[1] == found[2] == []
     for link in found[0]:

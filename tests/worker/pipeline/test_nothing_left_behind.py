@@ -139,7 +139,7 @@ def test_a_process_of_a_data_loader_outlives_the_garbage_of_a_pipeline(plan: Pla
     del garbage
     child = multiprocessing.get_context("fork").Process(target=gc.collect)
     child.start()
-    child.join(timeout=60)
+    child.join(timeout=240)
     child.kill()
     assert child.exitcode == 0
 

@@ -20,11 +20,11 @@ import httpx
 import pytest
 from support.containers import Container, Dockerfile, compose, containers
 from support.paths import ROOT
+from support.processes import DEADLINE
 from zbv_solver import __version__
 from zbv_worker.host.local_ranks import free_port
 
 PACKAGES = [ROOT / "solver" / "zbv_solver", ROOT / "service" / "zbv_service", ROOT / "worker" / "zbv_worker"]
-DEADLINE = 120.0
 STACK = containers(compose("compose.yaml"))
 
 

@@ -159,7 +159,7 @@ def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
     os.environ.update(changed)
     try:
         with ExitStack() as stack:
-            service = stack.enter_context(LocalService(folder / "service", 0, start_timeout=DEADLINE))
+            service = stack.enter_context(LocalService(folder / "service", port=0))
             client = Client(service.address)
             stack.callback(client.close)
             yield Cluster(folder, service.address, client, _service(), stack)

@@ -15,7 +15,7 @@ from support.plans import unit_problem, write_plan
 from support.processes import DEADLINE, wait_until
 from support.selfcheck import random_orders
 
-TIMEOUT = 6.0
+TIMEOUT = 10.0
 
 
 def started(folder: Path, ranks: int, backend: Backend = "gloo", **model: object) -> LocalRanks:

@@ -39,8 +39,8 @@ BROWSER_FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-SEARCH_SECONDS = 120.0
-SOON_SECONDS = 2 * SEARCH_SECONDS
+SEARCH_SECONDS = 240.0
+SOON_SECONDS = 300.0
 """A page may wait for several searches."""
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 # A message about the speed of the machine.
@@ -75,7 +75,7 @@ class Look:
         while True:
             self.page.clock.fast_forward(3000)
             try:
-                wanted.wait_for(state=state, timeout=50)
+                wanted.wait_for(state=state, timeout=200)
                 return
             except TimeoutError:
                 if time.monotonic() > until:

@@ -30,6 +30,11 @@ def test_neither_latency_nor_time_per_byte_is_negative(seconds: list[float]) -> 
     assert latency + per_byte > 0
 
 
+def test_a_transfer_whose_time_was_hidden_by_a_disturbance_does_not_count() -> None:
+    assert fit([8192, 1e3, 1e5], [0.0, 1e-4, 2e-4]) == fit([1e3, 1e5], [1e-4, 2e-4])
+    assert fit([1e3], [0.0]) == (0.0, 0.0)
+
+
 def test_a_link_whose_large_transfers_take_no_longer_has_no_bandwidth() -> None:
     assert link_of(0, 1, {1000: [1e-4], 1_000_000: [0.9e-4]}).bandwidth is None
 

@@ -166,10 +166,8 @@ class Service:
 def serving(directory: Path) -> Iterator[Service]:
     """A service with its state in a directory; its thorough searches with a seed wait without work."""
     with ExitStack() as stack:
-        flags = ("--port", "0", "--searches", "1")
-        # Tests that play agents do not give signs of life all the time.
-        variables = {SEARCHES_PRELOAD: "", "ZBV_AGENT_TIMEOUT_SECONDS": "3600"}
-        (served,) = start_services(stack, directory, 1, *flags, variables=variables)
+        variables = {SEARCHES_PRELOAD: "", "ZBV_AGENT_TIMEOUT_SECONDS": "3600"}  # tests play the agents
+        (served,) = start_services(stack, directory, 1, *("--port=0", "--searches=1"), variables=variables)
         yield Service(served.address, stack.enter_context(AgentClient(served.address)))
 
 

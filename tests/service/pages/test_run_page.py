@@ -195,10 +195,9 @@ async def test_a_browser_takes_an_offer(service: Service) -> None:
     until = time.monotonic() + DEADLINE
     while (offered := (await service.run(run.id))["offer"]) is None and time.monotonic() < until:
         await replanner.step()
-    offer = offered["plan_id"]
-    seen = await service.page(run.url)
-    assert f'name="plan_id" value="{offer}"' in seen
-    assert f"/plans/{run.plan_id}/compare?with={offer}" in seen
+    offer, seen = offered["plan_id"], await service.page(run.url)
+    for wanted in (f'name="plan_id" value="{offer}"', f"/plans/{run.plan_id}/compare?with={offer}"):
+        assert wanted in seen
     assert (await run.post("/plan", plan_id="0" * 64))[0] == 422
     assert await run.post("/plan", plan_id=offer) == (303, run.url)
     assert (await service.run(run.id))["target_plan_id"] == offer

@@ -12,18 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import (
-    AGENT_TIMEOUT,
-    DEADLINE,
-    FACTORY,
-    MODEL,
-    AgentProcess,
-    Cluster,
-    a_plan,
-    cluster,
-    until,
-)
-from support.processes import is_alive
+from support.agents import AGENT_TIMEOUT, FACTORY, MODEL, AgentProcess, Cluster, a_plan, cluster, until
+from support.processes import DEADLINE, is_alive
 from zbv_service.client import NotFound, Run
 from zbv_solver.plans.plan import plan_json
 from zbv_worker.checkpoints.checkpoint import newest_checkpoint

@@ -44,7 +44,7 @@ class LocalService:
         0 for any free port.
     """
 
-    def __init__(self, folder: Path, port: int, start_timeout: float = 60.0):
+    def __init__(self, folder: Path, port: int, start_timeout: float = 240.0):
         self.database = f"sqlite:///{folder / 'zbv.db'}"
         self._folder = folder
         self._port = port

@@ -20,11 +20,11 @@ import httpx
 import pytest
 from support.containers import Container, Dockerfile, compose, containers
 from support.paths import ROOT
+from support.processes import DEADLINE
 from zbv_solver import __version__
 from zbv_worker.host.local_ranks import free_port
 
 PACKAGES = [ROOT / "solver" / "zbv_solver", ROOT / "service" / "zbv_service", ROOT / "worker" / "zbv_worker"]
-DEADLINE = 120.0
 STACK = containers(compose("compose.yaml"))
 
 
@@ -179,7 +179,7 @@ def started(installed: Installed) -> Iterator[Started]:
 
 def answers(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5).status_code == 200
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from support.agents import MODEL, a_plan
 from support.paths import ROOT
+from support.processes import DEADLINE
 from support.trained import train_in_threads
 from zbv_service.commands.cli import _parser as service_parser
 from zbv_solver import __version__
@@ -30,7 +31,6 @@ from zbv_worker.run.options import TrainingOptions
 
 SCRIPT = ROOT / "examples" / "slurm.sbatch"
 BIN = Path(sys.executable).parent
-DEADLINE = 120.0
 BEGUN, ALL = 2, 4
 """Steps: the Slurm job runs the first ones, and the Kubernetes job resumes from its checkpoint."""
 

@@ -156,7 +156,7 @@ def test_programs_accept_the_command_lines_of_their_containers(
             case ["dask", "worker", *rest]:
                 assert dask_worker.make_context("worker", rest).params["scheduler"]
             case ["sh", "-euc", script]:
-                subprocess.run(["sh", "-n", "-c", script], check=True, timeout=10)
+                subprocess.run(["sh", "-n", "-c", script], check=True, timeout=60)
             case []:
                 assert container.image is None
                 continue
@@ -326,7 +326,7 @@ def test_the_password_is_created_once_and_private(tmp_path: Path) -> None:
     assert found == folder
 
     def start() -> tuple[str, str]:
-        subprocess.run([*shell, script.replace(folder, str(tmp_path))], check=True, timeout=30)
+        subprocess.run([*shell, script.replace(folder, str(tmp_path))], check=True, timeout=60)
         return (tmp_path / "password").read_text().strip(), (tmp_path / "pgpass").read_text().strip()
 
     password, entry = start()

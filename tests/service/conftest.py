@@ -128,6 +128,7 @@ def settings(directory: Path, database_url: str) -> Settings:
         database=database_url,
         searches=2,
         heartbeat_seconds=0.2,
+        computation_seconds=DEADLINE,
         max_body_bytes=100_000,
         max_plan_bytes=200_000,
         max_cells=10_000,

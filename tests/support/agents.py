@@ -22,15 +22,13 @@ from examples.demo.local_service import LocalService
 from support.forked_ranks import ForkedProcess, fork_module
 from support.paths import TESTS
 from support.plans import random_plan
-
-DEADLINE = 240.0
-"""Generous: no test is about speed."""
+from support.processes import DEADLINE as DEADLINE
 
 FACTORY = "support.unhurried_gpt:gpt"
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
 ENDLESS = 1_000_000
-AGENT_TIMEOUT = 5.0
-"""Seconds after which the service considers an agent lost."""
+AGENT_TIMEOUT = 12.0
+"""Seconds after which the service considers an agent lost: more than a busy machine withholds from one."""
 
 
 def a_plan() -> Plan:
@@ -120,7 +118,7 @@ class Cluster:
         plan = a_plan()
         self.client.import_plan(plan_json(plan))
         what = {"factory": FACTORY, "arguments": MODEL | dict(model or {})}
-        chosen = {"threads": 1, "timeout": 20, "retries": 0, **options}
+        chosen = {"threads": 1, "timeout": DEADLINE, "retries": 0, **options}
         return self.client.submit_run(plan.plan_id, what, nodes=nodes, steps=steps, options=chosen)
 
     def until_step(self, run: Run, step: int) -> None:

@@ -55,7 +55,7 @@ class Runs:
         command = python_command(
             module,
             *("run", "--plan-file", str(plan), "--model", "zbv_worker.models.gpt:gpt", "--threads", "1"),
-            *("--model-args", json.dumps(MODEL | model), "--steps", str(steps), "--timeout", "20"),
+            *("--model-args", json.dumps(MODEL | model), "--steps", str(steps), "--timeout", "120"),
             *("--result-dir", str(self.results), *more),
         )
         return LocalRanks([command] * ranks, self._folder / f"logs-{self._count}", environment)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from zbv_worker.host.local_ranks import free_port
+
 from support.forked_ranks import SERVICES, ForkedProcess, fork_module
 from support.processes import DEADLINE, wait_for_line
 
@@ -32,7 +34,7 @@ class DaskCluster:
 
     def start_scheduler(self) -> ForkedProcess:
         """Start a scheduler on a free port; later schedulers use the same port."""
-        port = self.address.rpartition(":")[2] or "0"
+        port = self.address.rpartition(":")[2] or str(free_port())
         address = ("--host", "127.0.0.1", "--port", port)
         process, log = self._start(SCHEDULER, *address, "--no-dashboard", "--no-show")
         self.address = wait_for_line(process, log, r"Scheduler at:\s+(tcp://\S+)")

@@ -8,15 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
-from zbv_worker.failures.failures import LEAVE_SECONDS
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.transport.world import Backend
 
 from support.plans import unit_problem, write_plan
-from support.processes import wait_until
+from support.processes import DEADLINE, wait_until
 from support.selfcheck import random_orders
 
-TIMEOUT = 6.0
+TIMEOUT = 10.0
 
 
 def started(folder: Path, ranks: int, backend: Backend = "gloo", **model: object) -> LocalRanks:
@@ -24,14 +23,14 @@ def started(folder: Path, ranks: int, backend: Backend = "gloo", **model: object
     problem = unit_problem(ranks, 8)
     plan = write_plan(folder / "plan.json", problem, random_orders(problem, Random(3)))
     arguments = ["--model", "support.failing_model:failing", "--model-args", json.dumps(model)]
-    numbers = ["--steps", "1000000", "--timeout", str(TIMEOUT), "--startup-timeout", "60", "--threads", "1"]
+    numbers = ["--steps", "1000000", "--timeout", str(TIMEOUT), "--startup-timeout", "240", "--threads", "1"]
     command = ["run", "--plan-file", str(plan), "--backend", backend, *arguments, *numbers]
     return LocalRanks([python_command("zbv_worker.commands.cli", *command)] * ranks, folder / "logs")
 
 
 def ended(ranks: LocalRanks, others: Iterable[int], since: float) -> float:
     """Wait until these ranks have ended by themselves; returns the seconds that took."""
-    deadline = time.monotonic() + TIMEOUT + LEAVE_SECONDS
+    deadline = time.monotonic() + DEADLINE
     while any(ranks.processes[rank].poll() is None for rank in others):
         assert time.monotonic() < deadline, all_logs(ranks)
         time.sleep(0.02)

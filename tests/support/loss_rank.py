@@ -90,7 +90,7 @@ def loss_parameters(kind: str, mesh: DeviceMesh | None, *, is_tied: bool) -> Fou
     """Two steps, after an evaluation in inference mode; gradients in one buffer of the user."""
     reference, layers = model(), model()
     plain, loss = (Scaled(module[0] if is_tied else None) for module in (reference, layers))  # type: ignore[arg-type]
-    with zbv.Pipeline(PLANS[kind], layers, loss, mesh=mesh, backend="gloo", timeout=30) as pipe:
+    with zbv.Pipeline(PLANS[kind], layers, loss, mesh=mesh, backend="gloo", timeout=60) as pipe:
         with torch.inference_mode():
             pipe.evaluate(*batch(mesh))
         parameters = [*pipe.parameters()]
@@ -123,7 +123,7 @@ def kept_ties(mesh: DeviceMesh | None) -> Found:
     reference, layers = model(), model()
     for module in (reference, layers):
         module[3].weight = module[0].weight
-    with zbv.Pipeline(PLANS["single"], layers, nnf.mse_loss, mesh=mesh, backend="gloo", timeout=30) as pipe:
+    with zbv.Pipeline(PLANS["single"], layers, nnf.mse_loss, mesh=mesh, backend="gloo", timeout=60) as pipe:
         own = {name: torch.ones_like(p) for name, p in pipe.named_parameters()}
         for name, parameter in pipe.named_parameters():
             parameter.grad = own[name]
@@ -145,7 +145,7 @@ def outer_inputs(mesh: DeviceMesh | None) -> Found:
     plain, own = outer(), outer()
     inputs, targets = whole_batch()
     torch.autograd.backward(mean(Scaled(), model()(plain(inputs)), targets))
-    pipe = zbv.Pipeline(PLANS["single"], model(), Scaled(), mesh=mesh, backend="gloo", timeout=30)
+    pipe = zbv.Pipeline(PLANS["single"], model(), Scaled(), mesh=mesh, backend="gloo", timeout=60)
     mine, goals = batch(mesh)
     pipe.step(own(mine) if 0 in pipe.modules else None, goals)
     gradient, expected = own.weight.grad, plain.weight.grad
@@ -169,7 +169,7 @@ def outer_inputs_of_one_rank() -> Found:
     for source in (0, 1):
         own = outer()
         with zbv.Pipeline(
-            PLANS["single"], model(), nnf.mse_loss, data_rank=source, backend="gloo", timeout=30
+            PLANS["single"], model(), nnf.mse_loss, data_rank=source, backend="gloo", timeout=60
         ) as pipe:
             given = (own(inputs), targets) if source == RANK else ()
             found[f"from {source}"] = error_of(partial(pipe.step, *given))
@@ -187,11 +187,11 @@ def refused() -> Found:
     pairs = batch(None)
 
     def step(loss: Any, layers: nn.Module | None = None, **more: Any) -> str:
-        pipe = zbv.Pipeline(PLANS["single"], layers or model(), loss, backend="gloo", timeout=30)
+        pipe = zbv.Pipeline(PLANS["single"], layers or model(), loss, backend="gloo", timeout=60)
         return error_of(lambda: pipe.step(*pairs, **more))
 
     def searched() -> None:
-        with zbv.Pipeline(PLANS["v"], model(), nnf.mse_loss, backend="gloo", timeout=30) as pipe:
+        with zbv.Pipeline(PLANS["v"], model(), nnf.mse_loss, backend="gloo", timeout=60) as pipe:
             optimizer = torch.optim.AdamW(pipe.parameters())
             optimizer.step(lambda: pipe.step(*pairs))
             torch.optim.LBFGS(pipe.parameters()).step(lambda: pipe.step(*pairs))  # type: ignore[no-untyped-call]

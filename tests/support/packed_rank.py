@@ -20,7 +20,7 @@ import zbv_worker as zbv
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-WORDS, WIDTH, BLOCKS, TIMEOUT = 11, 8, 6, 30.0
+WORDS, WIDTH, BLOCKS, TIMEOUT = 11, 8, 6, 60.0
 
 
 class Block(nn.Module):

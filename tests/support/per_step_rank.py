@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from support.packed_rank import PackedBatch, gradients_apart, loss_sum, model, shape_of, trained_alone
 
-MICROBATCHES, TIMEOUT = 4, 30.0
+MICROBATCHES, TIMEOUT = 4, 60.0
 UNPLANNED = 3
 """The step that the loader does not plan."""
 

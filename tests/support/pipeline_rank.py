@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.utils.checkpoint import checkpoint
 
-ROWS, WIDTH, TIMEOUT = 8, 6, 30.0
+ROWS, WIDTH, TIMEOUT = 8, 6, 60.0
 Found = dict[str, Any]
 
 

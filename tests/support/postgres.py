@@ -20,7 +20,7 @@ from pathlib import Path
 
 from support.paths import ROOT, TESTS
 
-START_SECONDS = 60
+START_SECONDS = 120
 SERVER_USER = "postgres"
 """The account that runs the server when we are root, because PostgreSQL refuses to run as root."""
 SETTINGS = {

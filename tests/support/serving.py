@@ -113,7 +113,7 @@ class Service:
 
     async def work(self, agent: str) -> Document:
         """What an agent is to run."""
-        found: Document = await self.get(f"/v1/agents/{agent}/work", wait=5)
+        found: Document = await self.get(f"/v1/agents/{agent}/work", wait=30)
         return found
 
     async def beat(self, agent: str, run_id: str, step: int | None = None) -> Document:

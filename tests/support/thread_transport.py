@@ -50,7 +50,7 @@ class ThreadHub:
         """The transport of one rank."""
         return ThreadTransport(self, rank)
 
-    def run(self, work: Callable[[ThreadTransport], Result], seconds: float = 120.0) -> list[Result]:
+    def run(self, work: Callable[[ThreadTransport], Result], seconds: float = 240.0) -> list[Result]:
         """What ``work`` returns on every rank's thread.
 
         If it fails on a rank, the others lose that rank, and the first error of any is raised.

@@ -21,7 +21,7 @@ from zbv_worker.stage.split_backward import Queueing
 from examples.torchtitan.hook import with_plan
 from support import titan
 
-MICROBATCHES, LENGTH, TIMEOUT = 4, 6, 30.0
+MICROBATCHES, LENGTH, TIMEOUT = 4, 6, 60.0
 CASES = {
     "float32": ("plan.json", "float32"),
     "bfloat16": ("plan.json", "bfloat16"),

@@ -75,7 +75,7 @@ def train_in_threads(
     hub = ThreadHub(problem.pp_degree, options.replicas)
     plan_id = identity(problem_json(problem), orders.all_text())
     models = [model(**arguments) for _ in range(hub.layout.world_size)]
-    run_options = RunOptions((), spec, steps, timeout=30.0, training=options)
+    run_options = RunOptions((), spec, steps, timeout=60.0, training=options)
 
     def report_of(transport: ThreadTransport) -> RankReport:
         plan = RankPlan.of(plan_id, problem, orders, transport.pp_rank)

@@ -84,5 +84,5 @@ if __name__ == "__main__":
     else:
         command = python_command("support.walked_rank", *sys.argv[1:])
         with TemporaryDirectory() as logs, LocalRanks([command] * 2, Path(logs)) as ranks:
-            ranks.wait(timeout=120)
+            ranks.wait(timeout=240)
             sys.stdout.write(ranks.log(0))

@@ -67,7 +67,7 @@ def look(browser: Browser, profiles: list[Look], signed_in: dict[str, StorageSta
         known = signed_in.get(origin) if is_known else None
         chosen = {"viewport": {"width": 1280, "height": 900}, "storage_state": known, **options}
         context = browser.new_context(**chosen)
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(120_000)
         found = Look(context.new_page(), origin)
         page = found.page
         if has_clock:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from support.rank_traces import trace_documents
-from zbv_service.client import AgentClient, AgentGone, NodeWork
+from zbv_service.client import AgentClient, NodeWork
 from zbv_solver.plans.plan import Plan, plan_json
 
 from web.browsing import Service
@@ -50,11 +49,10 @@ class PlayedRun:
         self.client.put_log(agent, work, rank, text.encode())
 
     def stop(self) -> None:
-        """All nodes stop, and their agents leave. Agents that were silent for long are lost already."""
+        """All nodes stop, and their agents leave."""
         for agent, _ in self.agents:
-            with suppress(AgentGone):
-                end = {"run_id": self.id, "generation": 0, "outcome": "stopped", "failures": []}
-                self.client.report_end(agent, end)
+            end = {"run_id": self.id, "generation": 0, "outcome": "stopped", "failures": []}
+            self.client.report_end(agent, end)
             self.client.remove_agent(agent)
 
 

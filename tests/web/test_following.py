@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from playwright.sync_api import Page
+from support.processes import wait_until
 from zbv_service.client import NotFound
 from zbv_solver.plans.plan import Plan
 
@@ -37,6 +38,7 @@ def going_on(service: Service, microbatches: int | None = None) -> Iterator[str]
     """A search that runs until it is stopped: it improves, or with a number of microbatches it waits."""
     waiting = {"microbatches": microbatches} if microbatches else {}
     search_id = ask(service, {**LONG, **waiting}, effort="thorough", seed=1 if waiting else 0)
+    wait_until(lambda: service.client.search(search_id).state == "running", "the search begins")
     yield search_id
     with suppress(NotFound):
         service.client.cancel(search_id)

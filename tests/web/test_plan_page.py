@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from support.processes import wait_until
 from zbv_solver.export import export, quantities
 from zbv_solver.export.palette import KIND_FILLS, rgb
 from zbv_solver.export.timeline import idle_shares, timeline
@@ -277,8 +278,7 @@ def test_the_legend_hides_memory_lines_and_a_tooltip_names_them(opened: Look) ->
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
     page.mouse.move(0, 0)
-    page.wait_for_timeout(100)
-    assert canvas.screenshot() != before
+    wait_until(lambda: canvas.screenshot() != before, "the rank's line is gone")
     button.click()
     held, y = page.evaluate(
         """() => {
@@ -343,8 +343,7 @@ def test_dark_mode_follows_a_change_also_with_reduced_motion(
     assert found.colour_at(*corner) == (11, 14, 20)
     found.page.emulate_media(color_scheme="light")
     found.page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
-    found.page.wait_for_timeout(100)
-    assert found.colour_at(*corner) == (255, 255, 255)
+    wait_until(lambda: found.colour_at(*corner) == (255, 255, 255), "the light chart")
     assert found.complaints == []
 
 

@@ -96,6 +96,7 @@ async def test_concurrent_requests_share_one_ping(serving: Serving, monkeypatch:
         await go_on.wait()
 
     monkeypatch.setattr(Database, "ping", ping)
+    monkeypatch.setattr(readiness, "FRESH_SECONDS", 3600.0)
     async with serving("honest") as service:
         asked = [asyncio.create_task(service.http.get("/readyz")) for _ in range(50)]
         await until(lambda: pings > 0, "the database is pinged")

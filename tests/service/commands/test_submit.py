@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, problem: Path) -> None:
         process, left = interrupted(live, problem, "--seed", "4")
         with process:
             address = f"{live.address}/v1/searches/{left.id}"
-            wait_until(lambda: httpx.get(address).json()["cancel_requested"], "the cancellation")
+            wait_until(lambda: httpx.get(address, timeout=60).json()["cancel_requested"], "the cancellation")
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=DEADLINE)
         assert (process.returncode, out) == (130, "")
@@ -150,7 +150,7 @@ def test_layout_writes_the_answer_and_names_what_is_wrong(
     best, *_ = json.loads(answer.read_text())["layouts"]
     assert (status, best["plan_id"] in err, " units" in err) == (0, True, False)
     (search,) = client.searches(1, kind="layouts")
-    asked = httpx.get(f"{live.address}/v1/searches/{search.id}/problem").json()
+    asked = httpx.get(f"{live.address}/v1/searches/{search.id}/problem", timeout=60).json()
     assert (asked["executor"], asked["recompute_modules"]) == ("megatron", ["core_attn"])
     assert (asked["fixed"]["recompute"], asked["options"]["time_limit"]) == ("selective", 60.0)
     assert (asked["fixed"]["pipeline_parallel"], asked["points"]) == (2, False)

@@ -16,6 +16,7 @@ from support.served import Served, begun, start_services
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import tokens
 from zbv_solver.verify.verifier import verify
+from zbv_worker.host.local_ranks import free_port
 
 
 def none_lives(process_ids: list[int]) -> bool:
@@ -27,9 +28,8 @@ def test_no_signal_loses_a_search_or_leaves_a_process(
 ) -> None:
     """Three services, one after the other, with one directory, port, search and client."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
     with ExitStack() as stack:
+        port = str(free_port())
 
         def serve() -> Served:
             (served,) = start_services(stack, tmp_path, 1, "--port", port, "--searches", "2")
@@ -38,7 +38,8 @@ def test_no_signal_loses_a_search_or_leaves_a_process(
         served = serve()
         before = begun(served.client)
         token = tokens.find(served.address)
-        polling = httpx.Client(base_url=served.address, headers={"Authorization": f"Bearer {token}"})
+        fields = {"Authorization": f"Bearer {token}"}
+        polling = httpx.Client(base_url=served.address, headers=fields, timeout=60)
         other = served.client.submit(PROBLEM, {"effort": "standard", "seed": 2})
         for attempt, number in enumerate((signal.SIGKILL, signal.SIGTERM), start=2):
             below = served.children

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from math import inf
 from typing import Any
 
 import pytest
 from support.fake_searches import orders_of
 from support.rank_traces import trace_documents
-from support.serving import PROBLEM, Service, Serving
+from support.serving import DEADLINE, PROBLEM, Service, Serving
 from support.two_ranks import TwoRanks
 from zbv_service.pages import run as pages
 from zbv_service.pages.charts import MOST_DRAWN
@@ -191,14 +192,12 @@ async def test_a_browser_takes_an_offer(service: Service) -> None:
         await service.beat(agent, run.id, 0)
     await run.measured(SLOW, steps=3)
     replanner = service.app.state.application.dispatcher.replanner
-    for _ in range(200):
+    until = time.monotonic() + DEADLINE
+    while (offered := (await service.run(run.id))["offer"]) is None and time.monotonic() < until:
         await replanner.step()
-        if (await service.run(run.id))["offer"]:
-            break
-    offer = (await service.run(run.id))["offer"]["plan_id"]
-    seen = await service.page(run.url)
-    assert f'name="plan_id" value="{offer}"' in seen
-    assert f"/plans/{run.plan_id}/compare?with={offer}" in seen
+    offer, seen = offered["plan_id"], await service.page(run.url)
+    for wanted in (f'name="plan_id" value="{offer}"', f"/plans/{run.plan_id}/compare?with={offer}"):
+        assert wanted in seen
     assert (await run.post("/plan", plan_id="0" * 64))[0] == 422
     assert await run.post("/plan", plan_id=offer) == (303, run.url)
     assert (await service.run(run.id))["target_plan_id"] == offer

@@ -18,7 +18,7 @@ from distributed.core import Status
 from distributed.scheduler import KilledWorker
 from pydantic import ValidationError
 from support.fake_searches import orders_of, plan_of, stages_of
-from support.serving import PROBLEM
+from support.serving import DEADLINE, PROBLEM
 from zbv_service.documents.problems import pack, question_json
 from zbv_service.records.searches import Claim, Update
 from zbv_service.searches.executors.cluster import worker
@@ -58,7 +58,7 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
         Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler,
         Worker(scheduler.address, nthreads=1, dashboard=False) as dask_worker,
     ):
-        cluster = DaskExecutor(scheduler.address, None, patience=1.0)
+        cluster = DaskExecutor(scheduler.address, None, patience=DEADLINE)
         await cluster.connect()
         yield Site(scheduler, dask_worker, cluster, exits)
         await cluster.disconnect("the test is over")

@@ -27,7 +27,7 @@ def database(postgres: PostgresDatabases) -> Iterator[str]:
 def services(database: str, tmp_path: Path) -> Iterator[list[Served]]:
     """Two services with one slot for searches each."""
     settings = {"ZBV_AUTH": "none", "ZBV_DATABASE": database, "ZBV_SEARCHES": "1"}
-    times = {"ZBV_LEASE_SECONDS": "2.0", "ZBV_HEARTBEAT_SECONDS": "0.3"}
+    times = {"ZBV_LEASE_SECONDS": "6.0", "ZBV_HEARTBEAT_SECONDS": "0.5"}
     with ExitStack() as stack:
         yield start_services(stack, tmp_path, 2, variables=settings | times)
 

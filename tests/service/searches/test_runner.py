@@ -147,7 +147,7 @@ async def test_a_search_that_was_requeued_and_claimed_again_runs_once(
 async def test_a_search_past_its_time_limit_that_does_not_stop_is_killed_and_its_plan_kept(
     serving: Serving, directory: Path
 ) -> None:
-    async with serving("deaf", stop_seconds=0.2) as service:
+    async with serving("deaf", stop_seconds=2.0) as service:  # enough time for its first report
         ended = await service.done(time_limit=0.1)
         assert (ended["state"], ended["attempts"], ended["error"]) == ("done", 1, None)
         plan = await service.get(f"/v1/plans/{ended['plan_id']}")

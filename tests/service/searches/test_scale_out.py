@@ -44,7 +44,7 @@ class Site:
         self.workers = [self.cluster.start_worker() for _ in range(2)]
         executor = self.cluster.address.replace("tcp:", "dask:")
         settings = {"ZBV_AUTH": "none", "ZBV_DATABASE": database, "ZBV_EXECUTOR": executor}
-        times = {"ZBV_LEASE_SECONDS": "2.0", "ZBV_HEARTBEAT_SECONDS": "0.5"}
+        times = {"ZBV_LEASE_SECONDS": "6.0", "ZBV_HEARTBEAT_SECONDS": "0.5"}
         self.services = start_services(stack, folder, 2, variables=settings | times, modules=MODULES)
 
     def owner(self, search: Search) -> Served:
@@ -76,7 +76,7 @@ def begun_layouts(service: Served) -> Search:
 
 
 def readiness(service: Served) -> httpx.Response:
-    return httpx.get(f"{service.address}/readyz")
+    return httpx.get(f"{service.address}/readyz", timeout=60)
 
 
 def ended_by_cancellation(client: Client, asked: Search) -> Search:

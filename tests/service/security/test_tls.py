@@ -62,7 +62,7 @@ def address(certificates: Certificates) -> Iterator[str]:
     """A service that requires client certificates and has short timeouts."""
     (chain, key), folder = certificates.server, certificates.folder
     flags = ["--tls-cert", str(chain), "--tls-key", str(key), "--tls-ca", str(certificates.ca)]
-    flags += ["--database", f"sqlite:///{folder}/zbv.db", "--request-seconds", "2", "--searches", "1"]
+    flags += ["--database", f"sqlite:///{folder}/zbv.db", "--request-seconds", "5", "--searches", "1"]
     with subprocess.Popen(
         [*COMMAND, "serve", "--port", "0", *flags], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -73,14 +73,14 @@ def address(certificates: Certificates) -> Iterator[str]:
             yield found[1]
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=60)
 
 
 def test_a_client_with_a_certificate_is_served_if_it_has_a_token(
     certificates: Certificates, address: str
 ) -> None:
     context = certificates.context(certificates.client)
-    with httpx.Client(base_url=address, verify=context) as http:
+    with httpx.Client(base_url=address, verify=context, timeout=60) as http:
         assert http.get("/v1/searches").status_code == 401
         answer = http.get("/healthz")
     assert answer.status_code == 200

@@ -568,7 +568,7 @@ def test_a_pipeline_computes_the_balancing_loss_of_a_batch_with_padding() -> Non
 def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
     command = python_command("support.run_script", str(ROOT / "examples" / "llama.py"))
     with LocalRanks([command] * 2, tmp_path) as ranks:
-        ranks.wait(120)
+        ranks.wait(240)
     logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
     losses = [float(line.split()[1]) for line in logs.splitlines() if line.startswith("loss ")]
     assert len(losses) == 10

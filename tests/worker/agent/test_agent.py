@@ -72,7 +72,7 @@ def test_a_run_waits_while_no_agent_allows_its_model(started: Cluster) -> None:
 
 def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> None:
     started = pair.started
-    run = pair.submit(timeout=6)
+    run = pair.submit(timeout=15)
     started.until_step(run, 2)
     os.kill(pair.two.rank(), signal.SIGSTOP)
     ended = started.client.wait_run(run.id, DEADLINE)
@@ -86,7 +86,7 @@ def test_a_rank_that_hangs_is_named_by_the_one_that_waits_for_it(pair: Pair) -> 
 
 def test_a_run_survives_an_outage_of_the_service_and_a_drained_agent(pair: Pair) -> None:
     """The last test with these two agents, because they leave."""
-    started, steps = pair.started, 40
+    started, steps = pair.started, 60
     run = pair.submit(steps=steps, model={"pause": 0.1})  # still running after the outage
     started.until_step(run, 2)
     with started.service_away():

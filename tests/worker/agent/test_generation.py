@@ -7,17 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import is_alive, wait_until
+from support.processes import DEADLINE, is_alive, wait_until
 from zbv_service.client import NodeWork
 from zbv_worker.agent import generation as generation_module
 from zbv_worker.agent.generation import Generation
 from zbv_worker.agent.heartbeat import Pulse
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.failures.liveness import ABANDONED
+from zbv_worker.host.state_files import PULSE
 
 WORK = NodeWork("r", 0, 1, 2, 2, "127.0.0.1:1", "p", "a:b", {})
 """Node 1 of two with two ranks each: ranks 2 and 3."""
@@ -144,7 +146,10 @@ def test_an_agent_that_was_silent_for_too_long_ends_its_ranks_and_says_why(launc
     generation.kill()
 
 
-def test_a_node_may_report_its_own_failure_before_it_is_stopped(launching: Any) -> None:
+def test_a_node_may_report_its_own_failure_before_it_is_stopped(
+    launching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_module, "_REPORT_SECONDS", DEADLINE)
     generation = launching("sleep 0.5; " + outcome_of(**{"2": -9}))
     generation.stop(failed_elsewhere=True)
     assert ended(generation).outcome == "failed"
@@ -155,23 +160,27 @@ def test_a_rank_ends_when_its_agent_is_stopped_and_not_before(tmp_path: Path) ->
     rank = (
         "import pathlib, sys, time; from zbv_worker.failures.liveness import AgentWatch, Liveness; "
         "folder = pathlib.Path(sys.argv[1]); "
-        "watch = AgentWatch(folder, 1.5, lambda silent: (folder / 'said').write_text(str(silent))); "
+        "watch = AgentWatch(folder, 60.0, lambda silent: (folder / 'said').write_text(str(silent))); "
         "Liveness().add(watch.look); "
         "(folder / 'ready').touch(); time.sleep(600)"
     )
-    pulse = Pulse(tmp_path, 60.0, lambda _: None)
+    pulse = Pulse(tmp_path, DEADLINE, lambda _: None)
     pulse.start()
     process = subprocess.Popen([sys.executable, "-c", rank, str(tmp_path)])
     try:
         wait_until((tmp_path / "ready").exists, "the rank watches its agent")
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=2.5)
+        first = (tmp_path / PULSE).read_text()
+        wait_until(lambda: (tmp_path / PULSE).read_text() != first, "the agent's pulse goes on")
+        time.sleep(1)
+        assert process.poll() is None
         pulse.stop()
-        assert process.wait(timeout=60) == ABANDONED
+        pulse._at -= 70.0
+        pulse._write()
+        assert process.wait(timeout=DEADLINE) == ABANDONED
     finally:
         process.kill()
         pulse.stop()
-    assert float((tmp_path / "said").read_text()) > 1.5
+    assert float((tmp_path / "said").read_text()) > 60.0
 
 
 def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) -> None:
@@ -185,5 +194,5 @@ def test_a_child_dies_with_its_parent_even_when_it_is_stopped(tmp_path: Path) ->
     pid = int((tmp_path / "pid").read_text())
     os.kill(pid, signal.SIGSTOP)
     process.kill()
-    process.wait(timeout=10)
+    process.wait(timeout=DEADLINE)
     wait_until(lambda: not is_alive(pid), "the child dies")

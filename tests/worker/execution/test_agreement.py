@@ -22,7 +22,7 @@ def statement(rank: int, ranks: int = 3) -> Statement:
 def outcomes(statements: list[Statement]) -> list[tuple[ChannelKey, ...] | str]:
     def outcome(transport: ThreadTransport) -> tuple[ChannelKey, ...] | str:
         try:
-            return agree(transport, statements[transport.rank], timeout=10)
+            return agree(transport, statements[transport.rank], timeout=60)
         except Disagreement as error:
             return str(error)
 

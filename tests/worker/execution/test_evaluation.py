@@ -43,7 +43,7 @@ class Pipeline:
             stages = build_stages(self.model, plan, CPU)
             self.stages.append(stages)
             self.executors.append(
-                Executor(plan, stages, self.model, transport, device=CPU, timeout=20, options=options)
+                Executor(plan, stages, self.model, transport, device=CPU, timeout=60, options=options)
             )
 
     def all(self, work: Callable[[Executor], Any]) -> list[Any]:

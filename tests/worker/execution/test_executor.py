@@ -102,20 +102,20 @@ def test_a_missing_gradient_is_named_by_its_producer() -> None:
                 inbox._timeout = 0.1
 
     hub, progress = ThreadHub(2), CurrentProgress()
-    executor = executor_of(0, hub.transport(0), timeout=20, progress=progress)
+    executor = executor_of(0, hub.transport(0), timeout=60, progress=progress)
     executor._check = wait_no_longer_for_gradients
-    peer = executor_of(1, Mute(hub, 1), timeout=20)
+    peer = executor_of(1, Mute(hub, 1), timeout=60)
     thread = threading.Thread(target=peer.step, args=(0,))
     thread.start()
     with pytest.raises(ChannelTimeout, match="at 0I0 for the gradient of stage 1, microbatch 0 from rank 1"):
         executor.step(0)
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 
 def test_a_step_reports_every_action_in_order_and_losses_where_the_last_stage_is() -> None:
     hub = ThreadHub(2)
-    executors = [executor_of(rank, hub.transport(rank), timeout=20) for rank in (0, 1)]
+    executors = [executor_of(rank, hub.transport(rank), timeout=60) for rank in (0, 1)]
     results = hub.run(lambda transport: [executors[transport.rank].step(step) for step in range(3)])
     for rank, reported in enumerate(results):
         assert [result.step for result in reported] == [0, 1, 2]

@@ -40,7 +40,7 @@ class Source:
         return torch.tensor([float(step), index]), torch.tensor(-1.0)
 
 
-def fetching(source: Source, ahead: int = 2, last_step: int | None = 10, timeout: float = 10.0) -> FetchAhead:
+def fetching(source: Source, ahead: int = 2, last_step: int | None = 10, timeout: float = 60.0) -> FetchAhead:
     return FetchAhead(source.microbatch, (1, 0, 2), ahead, torch.clone, timeout, last_step)
 
 
@@ -136,7 +136,7 @@ def test_tensors_are_pinned_on_the_thread() -> None:
         pinned.append(threading.current_thread().name)
         return tensor + 0
 
-    data = FetchAhead(Source().microbatch, (0, 1), 2, pin, 10.0, 0)
+    data = FetchAhead(Source().microbatch, (0, 1), 2, pin, 60.0, 0)
     fetch = data.begin(0)
     fetch(0, 0), fetch(0, 1)
     assert pinned == ["zbv-data_0"] * 2  # input and target
@@ -168,7 +168,7 @@ def executor_of(source: Source, ahead: int) -> Executor:
         source,
         ThreadHub(1).transport(0),
         device=CPU,
-        timeout=5,
+        timeout=60,
         options=ExecutorOptions(fetch_ahead=ahead, last_step=9),
     )
 

@@ -85,7 +85,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         write_plan(folder / f"{name}.plan.json", problem, orders)
     command = python_command("support.selfcheck", str(folder), "60")
     with LocalRanks([command] * p, folder / "logs") as ranks:
-        ranks.wait(timeout=120)
+        ranks.wait(timeout=240)
     return folder, p
 
 

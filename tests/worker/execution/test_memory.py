@@ -17,7 +17,7 @@ def test_the_memory_of_microbatches_of_different_lengths_follows_the_plan(
 ) -> None:
     """The account is a fixed part and one per token."""
     with LocalRanks([python_command("support.memory_rank", str(tmp_path))] * p, tmp_path / "logs") as ranks:
-        ranks.wait(100)
+        ranks.wait(240)
     for rank in range(p):
         for found in json.loads((tmp_path / f"rank-{rank}.json").read_text()):
             largest = max(found["expected"])

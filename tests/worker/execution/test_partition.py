@@ -241,7 +241,7 @@ def train_in_two_cuts(folder: Path) -> Path:
         with LocalRanks(
             [python_command("zbv_worker.commands.cli", *arguments)] * 2, folder / f"{name}-logs"
         ) as ranks:
-            ranks.wait(timeout=90)
+            ranks.wait(timeout=240)
     return checkpoints
 
 

@@ -25,7 +25,7 @@ def test_each_duty_goes_on_until_it_ends_or_is_removed() -> None:
         return True
 
     liveness.add(short, long)
-    assert twice.wait(20)
+    assert twice.wait(60)
     liveness.remove(long)
     before = calls.count("long")
     time.sleep(0.05)
@@ -46,7 +46,7 @@ def test_a_duty_does_not_run_any_more_once_it_is_removed() -> None:
         return True
 
     liveness.add(slow)
-    assert begun.wait(20)
+    assert begun.wait(60)
     liveness.remove(slow)
     assert done == [True]
     liveness.stop()

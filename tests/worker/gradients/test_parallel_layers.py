@@ -30,7 +30,7 @@ def found(folder: Path) -> Found:
     """By rank and case."""
     command = python_command("support.parallel_rank", str(folder))
     with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=200)
+        ranks.wait(timeout=240)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in RANKS]
 
 

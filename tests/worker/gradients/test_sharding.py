@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("sharded")
     command = python_command("support.sharded_rank", str(folder))
     with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=120)
+        ranks.wait(timeout=240)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in RANKS]
 
 

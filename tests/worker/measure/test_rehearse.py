@@ -185,10 +185,10 @@ def test_a_tensor_that_does_not_come_in_time_names_rank_action_and_peer(
 ) -> None:
     """Rank 0 sleeps for much longer than rank 1 waits for its first input."""
     path = write_plan(tmp_path / "plan.json", problem_of(2, 1), seed=0)
-    finished = rehearse("--plan-file", path, "--scale", 5, "--timeout", 1)
+    finished = rehearse("--plan-file", path, "--scale", 60, "--timeout", 5)
     assert finished.returncode == 1
     assert re.search(
-        r"rank 1 waited 1 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
+        r"rank 1 waited 5 s at 1F0 for the activation of 0F0 from rank 0, which did not arrive",
         finished.stderr,
     )
     assert "Traceback" not in finished.stderr

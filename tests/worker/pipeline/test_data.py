@@ -58,7 +58,7 @@ class World:
         queues: dict[tuple[int, int], Queue[Tensor]] = {(a, b): Queue() for a in ranks for b in ranks}
         self.sent: list[list[int]] = [[] for _ in ranks]
         options = PipelineOptions(
-            "plan", None, None, None, None, "float32", False, 5.0, 5.0, None, data_rank=data_rank
+            "plan", None, None, None, None, "float32", False, 60.0, 60.0, None, data_rank=data_rank
         )
         self._shared = []
         for rank in ranks:

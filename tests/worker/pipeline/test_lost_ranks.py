@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.leaving_pipeline_rank import TIMEOUT
+from support.failing_ranks import ended
 from support.plans import searched, unit_problem
-from zbv_worker.failures.failures import LEAVE_SECONDS
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 P = 3
@@ -26,10 +25,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_other_ranks_name_the_rank_that_has_left_and_end(plan: Path, tmp_path: Path, way: str) -> None:
     command = python_command("support.leaving_pipeline_rank", str(plan), way)
     with LocalRanks([command] * P, tmp_path / "logs") as ranks:
-        deadline = time.monotonic() + 60 + 4 * TIMEOUT + LEAVE_SECONDS
-        while any(ranks.processes[rank].poll() is None for rank in range(P) if rank != LOST):
-            assert time.monotonic() < deadline, "\n".join(ranks.log(rank) for rank in range(P))
-            time.sleep(0.05)
+        ended(ranks, set(range(P)) - {LOST}, time.monotonic())
         for rank in range(P):
             log = ranks.log(rank)
             if rank != LOST:

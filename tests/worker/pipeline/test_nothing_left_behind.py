@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zbv_worker as zbv
+from support.processes import DEADLINE, wait_until
 from torch import nn
 from torch.nn import functional as nnf
 from zbv_solver.plans.plan import Plan
@@ -117,7 +118,7 @@ def test_threads_of_torch_end_with_the_pipeline(plan: Plan) -> None:
     with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
         pipe.step(*batch())
         before = threads()
-    assert threads() < before
+    wait_until(lambda: threads() < before, "torch's threads end")
 
 
 @pytest.mark.usefixtures("no_collection")
@@ -128,7 +129,7 @@ def test_threads_of_torch_end_where_the_user_has_destroyed_all_groups_before() -
     transport = connect(World(0, 1, 0), "gloo", torch.device("cpu"), 60.0)
     dist.destroy_process_group()
     transport.close()
-    assert threads() == before
+    wait_until(lambda: threads() == before, "torch's threads end")
 
 
 @pytest.mark.usefixtures("no_collection")
@@ -139,7 +140,7 @@ def test_a_process_of_a_data_loader_outlives_the_garbage_of_a_pipeline(plan: Pla
     del garbage
     child = multiprocessing.get_context("fork").Process(target=gc.collect)
     child.start()
-    child.join(timeout=60)
+    child.join(timeout=DEADLINE)
     child.kill()
     assert child.exitcode == 0
 

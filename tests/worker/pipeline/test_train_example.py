@@ -17,7 +17,7 @@ def test_it_learns_and_resumes_on_two_ranks(tmp_path: Path) -> None:
     saved = ["--checkpoints", str(tmp_path / "saved")]
     arguments = ["--steps", "10", *saved, "+", "--steps", "13", *saved]
     with LocalRanks([python_command("support.run_script", str(EXAMPLE), *arguments)] * 2, tmp_path) as ranks:
-        ranks.wait(120)
+        ranks.wait(240)
         logs = [ranks.log(rank) for rank in range(2)]
     assert re.findall(r"step (\d+): loss", "".join(logs)) == ["10"]
     first, second = (float(loss) for log in logs for loss in re.findall(r"held-out text: (\S+)", log))
@@ -33,4 +33,4 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("short")
     command = python_command("support.run_script", str(EXAMPLE), "--text", str(tmp_path / "short.txt"))
     with pytest.raises(LaunchError, match="found 5 bytes of text"), LocalRanks([command], tmp_path) as ranks:
-        ranks.wait(60)
+        ranks.wait(240)

@@ -265,7 +265,7 @@ def test_a_plan_that_arrives_while_another_is_taken_is_not_dropped() -> None:
     watched.look()
     watched._is_armed = True
     first = watched.take()
-    watched._finder.join(10)
+    watched._finder.join(60)
     second = watched.take()
     assert [plan.plan_id for plan in (first, second) if plan is not None] == ["a", "b"]
 

@@ -35,7 +35,7 @@ def plan_file(tmp_path: Path) -> Path:
     return write_plan(tmp_path / "random.json", *PLAN)
 
 
-def run_arguments(plan: Path, *more: str, timeout: float = 20) -> list[str]:
+def run_arguments(plan: Path, *more: str, timeout: float = 120) -> list[str]:
     model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
     return ["run", "--plan-file", str(plan), *model, "--steps", "3", "--timeout", str(timeout), *more]
 

@@ -56,7 +56,7 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(
         "zbv_worker",
         *("run", "--server", service.address, "--plan", plan.plan_id, "--steps", "2", "--threads", "1"),
         *("--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)),
-        *("--timeout", "30", "--pin", "--result-dir", str(tmp_path / "results")),
+        *("--timeout", "120", "--pin", "--result-dir", str(tmp_path / "results")),
     )
     with LocalRanks([command] * 2, tmp_path / "logs") as ranks:
         ranks.wait(timeout=240)

@@ -67,7 +67,7 @@ class Reader:
     def _ranks(self, line: str, count: int, module: str, *arguments: str) -> None:
         logs = self._folder / f"logs-{len(self.logs)}"
         with LocalRanks([python_command(module, *arguments)] * count, logs) as ranks:
-            ranks.wait(timeout=120)
+            ranks.wait(timeout=240)
             self.logs[line] = "".join(map(ranks.log, range(count)))
 
 

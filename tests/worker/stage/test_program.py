@@ -55,7 +55,7 @@ def test_a_run_warns_of_a_plan_that_was_measured_with_another_program(tmp_path: 
         plan = write_plan(tmp_path / f"{precision}.json", replace(problem, measured=measured), orders)
         arguments += ["--plan-file", str(plan)]
     with LocalRanks([python_command("zbv_worker.commands.cli", *arguments)], tmp_path) as started:
-        started.wait(timeout=120)
+        started.wait(timeout=240)
         said = started.log(0)
     (warning,) = [line for line in said.splitlines() if "its costs were measured with" in line]
     assert "measured with precision bfloat16 (here: float32). The step may take longer" in warning

@@ -170,7 +170,7 @@ def activations_peak(model: GPT, problem: Problem, orders: Orders) -> int:
     """The largest number of live bytes in a step, with gradients present from the start."""
     plan = RankPlan.of("plan", problem, orders, 0)
     stages = build_stages(model, plan, CPU)
-    executor = Executor(plan, stages, model, ThreadHub(1).transport(0), device=CPU, timeout=5)
+    executor = Executor(plan, stages, model, ThreadHub(1).transport(0), device=CPU, timeout=60)
     executor.step(0)
     with LiveBytes() as live:
         executor.step(1)

@@ -89,7 +89,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholePlan, dict[st
     problem, orders = random_plan(3, 3, seed=5)
     plan = WholePlan("aa", problem, orders, objective_value=18.0)
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    options = RehearseOptions(PlanSource(), steps=2, scale=1e-3, transfer_bytes=100, timeout=20, trace=path)
+    options = RehearseOptions(PlanSource(), steps=2, scale=1e-3, transfer_bytes=100, timeout=60, trace=path)
     hub = ThreadHub(3)
 
     def rehearse(rank: int) -> object:

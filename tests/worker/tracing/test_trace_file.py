@@ -63,7 +63,7 @@ def test_the_newest_steps_are_those_of_one_plan() -> None:
 def test_the_newest_steps_are_written_to_a_file_with_the_ranks_own_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = TraceFile(tmp_path, ThreadHub(1).transport(0), timeout=5.0)
+    writer = TraceFile(tmp_path, ThreadHub(1).transport(0), timeout=60.0)
     writer.update(RankReport("a", 0), is_last=True)
     writer.update(report(*["a"] * 4))
     assert not trace_file(tmp_path, 0).exists()  # no steps, or not after every fifth step
@@ -88,7 +88,7 @@ def test_the_newest_steps_are_written_to_a_file_with_the_ranks_own_times(
 
 
 def test_the_curve_has_all_steps_of_a_short_run_and_evenly_some_of_a_long_one(tmp_path: Path) -> None:
-    writer = TraceFile(tmp_path, ThreadHub(1).transport(0), timeout=5.0)
+    writer = TraceFile(tmp_path, ThreadHub(1).transport(0), timeout=60.0)
     made = report(*["a"] * 3)
     writer.update(made, is_last=True)
     curve = json.loads(trace_file(tmp_path, 0).read_text())["curve"]
@@ -110,7 +110,7 @@ def test_ranks_that_compute_a_replica_together_send_a_trace_each(tmp_path: Path)
     hub.layout = Layout(1, replicas=2, inner=2)
 
     def write(rank: int) -> int:
-        TraceFile(tmp_path, hub.transport(rank), timeout=5.0).update(report("a"), is_last=True)
+        TraceFile(tmp_path, hub.transport(rank), timeout=60.0).update(report("a"), is_last=True)
         return int(json.loads(trace_file(tmp_path, rank).read_text())["replica"])
 
     with ThreadPoolExecutor(4) as pool:

@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("connected")
     command = python_command("support.connecting_rank", str(folder))
     with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=120)
+        ranks.wait(timeout=240)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS]
 
 

@@ -32,7 +32,7 @@ class FakeWork:
         self.failure: Exception | None = None
 
     def wait(self, timeout: timedelta = timedelta()) -> None:
-        assert self.taken.wait(20)
+        assert self.taken.wait(60)
         if self.failure is not None:
             raise self.failure
 
@@ -61,7 +61,7 @@ def sender_to_3(wire: Any, failures: SendFailures, staging: Staging | None = Non
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
     return condition()

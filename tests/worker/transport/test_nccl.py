@@ -382,7 +382,7 @@ def test_another_thread_may_not_issue_operations() -> None:
 
     thread = threading.Thread(target=send, name="loader")
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert len(said) == 1
     assert "thread 'loader' issued an NCCL operation" in said[0]
     assert rank.works(ChannelKey(1, 2)) == []
@@ -412,7 +412,7 @@ def test_aborts_run_at_the_same_time_and_one_that_hangs_does_not_hold_the_rank()
     rank = rank_of_v()
     rank.api.groups[0].abort_takes, rank.api.groups[1].abort_fails = 3600.0, True
     assert not rank.transport.abort(0.2)
-    deadline = time.monotonic() + 20  # a busy machine may start a thread late
+    deadline = time.monotonic() + 60  # a busy machine may start a thread late
     while not all(group.is_aborted for group in rank.api.groups[2:]) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert [group.is_aborted for group in rank.api.groups] == [False, False, True, True]

@@ -32,6 +32,7 @@ from zbv_worker.agent.heartbeat import Heartbeat
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host import inventory
+from zbv_worker.host.local_ranks import free_port
 from zbv_worker.host.state_files import remove_old
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Agent:
     def __init__(self, options: AgentOptions):
         self._options = options
         self._id = ""
-        self._port = options.port or inventory.free_port_at(options.address)
+        self._port = options.port or free_port(options.address)
         self._heartbeat_seconds, self._timeout_seconds = 1.0, 15.0  # the service's answer replaces these
         self._pause = _BACK_OFF_SECONDS[0]
         self._next_sweep = 0.0
@@ -145,7 +146,7 @@ class Agent:
                 return
 
     def _wait_for_work(self) -> NodeWork | None:
-        fresh = self._options.port or inventory.free_port_at(self._options.address, self._port)
+        fresh = self._options.port or free_port(self._options.address, self._port)
         if fresh != self._port:
             self._client.heartbeat(self._id, {"port": fresh})
             self._port = fresh

@@ -55,7 +55,7 @@ class FolderSync:
         self._folder = folder
         self._connect = connect
         self._pause = pause
-        self._sent: dict[Path, int] = {}
+        self._sent: dict[Path, tuple[int, int]] = {}
         self._wanted_plan: str | None = None
         self._known_plan = work.plan_id
         self._is_finishing = False
@@ -110,7 +110,9 @@ class FolderSync:
     def _send_changed(self, path: Path, put: Callable[[bytes], None]) -> bool:
         """Send a rank's file if it has changed; returns False if the service did not answer."""
         try:
-            changed = path.stat().st_mtime_ns
+            found = path.stat()
+            # Each writing makes a new file, and two of them may fall into one tick of the clock.
+            changed = (found.st_ino, found.st_mtime_ns)
             if self._sent.get(path) == changed:
                 return True
             text = path.read_bytes()

@@ -73,18 +73,3 @@ def address_towards(server: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
-
-
-def free_port_at(address: str, wanted: int | None = None) -> int:
-    """A free port: the wanted one if it is free, else any."""
-    for port in (*([] if wanted is None else [wanted]), 0):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            found: int = probe.getsockname()[1]
-            return found
-    raise OSError("no free TCP port on this host.")

@@ -6,6 +6,7 @@ For profiling, rehearsals, the demonstration and tests on one machine. No rank o
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from zbv_worker.errors import WorkerError
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3.0
 _TAIL_LINES = 30
+_PORTS = range(10_000, 32_768)
+_PORT_ATTEMPTS = 20
 
 
 class LaunchError(WorkerError):
@@ -36,12 +39,24 @@ class LaunchError(WorkerError):
         self.status = status
 
 
-def free_port() -> int:
-    """A free TCP port of the loopback interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(address: str = "127.0.0.1", wanted: int | None = None) -> int:
+    """A free TCP port of this host: the wanted one if it is free, else any.
+
+    Most systems choose the ports of connections above ``_PORTS``. A port from there could be taken before
+    the process for which it is meant listens.
+    """
+    chosen = [random.SystemRandom().choice(_PORTS) for _ in range(_PORT_ATTEMPTS)]
+    for port in (*([] if wanted is None else [wanted]), *chosen, 0):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("no free TCP port on this host.")
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

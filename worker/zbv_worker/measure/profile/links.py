@@ -103,9 +103,13 @@ def link_of(sender: int, receiver: int, one_way: dict[int, list[float]]) -> Link
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Latency and seconds per byte: least squares of relative errors, so that small transfers count.
 
-    A negative coefficient would promise transfers that take no time, so it is replaced by 0.
+    A negative coefficient would promise transfers that take no time, so it is replaced by 0. A time of 0 is
+    one that disturbances have hidden, so it does not count.
     """
-    x, y = np.asarray(sizes, dtype=float), np.maximum(np.asarray(seconds, dtype=float), 1e-9)
+    x, y = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    x, y = x[y > 0], y[y > 0]
+    if not len(x):
+        return 0.0, 0.0
     rows = np.column_stack([1 / y, x / y])
     (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones(len(x)), rcond=None)
     if latency < 0:

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from zbv_solver.construct.pairs import joined, starts
 from zbv_solver.problem.reading import parse_problem
-from zbv_worker.errors import ModelError
 from zbv_worker.execution.turns import Half
 
 EXPERTS, LAYERS, MICROBATCHES, ROWS, WIDTH, STEPS = 2, 4, 6, 5, 8, 3
@@ -81,15 +80,15 @@ def expert(index: int, layer: int) -> nn.Module:
 class Experts(nn.Module):
     """Every row goes to the expert that a gate chooses; without a place, all experts are here."""
 
-    def __init__(self, layer: int, place: Place | None, *, dropout: float, is_checkpointed: bool):
+    def __init__(self, layer: int, place: Place | None, case: Case):
         super().__init__()
-        self.place, self.is_checkpointed = place, is_checkpointed
+        self.place, self.is_checkpointed = place, case.is_checkpointed
         mine = range(EXPERTS) if place is None else [dist.get_rank(place.group)]
         self.experts = nn.ModuleDict({str(index): expert(index, layer) for index in mine})
         torch.manual_seed(layer)
         self.gate = nn.Linear(WIDTH, EXPERTS)
-        self.dropout = nn.Dropout(dropout)
-        self.register_buffer("seen", torch.zeros(()))
+        self.dropout = nn.Dropout(case.dropout)
+        self.register_buffer("seen", torch.zeros(()) if case.counts else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, width), same shape."""
@@ -99,7 +98,8 @@ class Experts(nn.Module):
         return self._computed(x)
 
     def _computed(self, x: Tensor) -> Tensor:
-        self.seen += 1
+        if self.seen is not None:
+            self.seen += 1
         scores = self.gate(x).softmax(-1)
         weight, chosen = scores.max(-1)
         order = chosen.argsort(stable=True)
@@ -120,13 +120,15 @@ class Experts(nn.Module):
     def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
         place = self.place
         assert place is not None
-        of_others = torch.empty_like(counts)
-        dist.all_to_all_single(of_others, counts, group=place.group)
+        each = [1] * EXPERTS
+        of_others = place.exchange(counts, each, each, "counts")
         sent, received = counts.tolist(), of_others.tolist()
         here = Exchange.apply(rows, sent, received, place)
         place.note("computes", "expert")
         place.dawdle()
         out = self._of_expert(dist.get_rank(place.group), here)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: place.note("computes", "expert's gradient"))
         found: Tensor = Exchange.apply(out, received, sent, place)
         return found
 
@@ -145,26 +147,29 @@ class Case:
     """Whether the stages are recomputed."""
     precision: Any = "float32"
     delay: float = 0.0
-    is_scaled: bool = False
-    """Whether a layer outside of the pipeline takes part, and a context of autocast is around the step."""
+    is_autocast: bool = False
+    """Whether the caller's own autocast is around the step."""
+    counts: bool = False
+    """Whether layers count their calls in a buffer."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients are those of one process in float32."""
+        return not self.dropout and self.precision == "float32" and not self.is_autocast
 
 
 CASES = {
-    "v": Case(),
-    "v, I": Case(is_split=True),
-    "one stage per rank": Case("single"),
-    "one stage per rank, I": Case("single", is_split=True),
-    "loop": Case("loop", is_split=True),
-    "delays": Case(is_split=True, delay=0.01),
+    "V, random delays": Case(is_split=True, delay=0.004),
+    "V, full backwards": Case(),
+    "one stage per rank": Case("single", is_split=True, counts=True),
     "dropout, recomputed": Case("single", is_split=True, dropout=0.3, is_recomputed=True),
-    "dropout, checkpointed": Case("single", dropout=0.3, is_checkpointed=True),
-    "dropout": Case(is_split=True, dropout=0.3),
-    "bfloat16": Case("single", precision="bfloat16", is_checkpointed=True, is_split=True),
-    "float16": Case(precision="float16", is_recomputed=True),
-    "outer autocast": Case("single", is_scaled=True, is_checkpointed=True, dropout=0.3),
+    "dropout, checkpointed, bfloat16": Case(
+        "single", is_split=True, dropout=0.3, is_checkpointed=True, precision="bfloat16"
+    ),
+    "buffers, recomputed": Case("single", is_split=True, is_recomputed=True, counts=True),
+    "float16": Case(precision="float16", is_recomputed=True, counts=True),
+    "the caller's autocast": Case("loop", is_split=True, is_autocast=True, is_checkpointed=True),
 }
-PLAIN = ("v", "v, I", "one stage per rank", "one stage per rank, I", "loop", "delays")
-"""Cases whose gradients are those of one process."""
 
 
 def plan_of(case: Case) -> dict[str, Any]:
@@ -195,8 +200,7 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def layers(case: Case, place: Place | None) -> list[Callable[[], nn.Module]]:
-    options = {"dropout": case.dropout, "is_checkpointed": case.is_checkpointed}
-    return [partial(Experts, index, place, **options) for index in range(LAYERS)]
+    return [partial(Experts, index, place, case) for index in range(LAYERS)]
 
 
 def one_by_one(forward: Half, backward: Half) -> None:
@@ -224,7 +228,7 @@ def trained(case: Case, mesh: Any, overlap: Any) -> dict[str, Any]:
         for step in range(STEPS):
             log.clear()
             x, y = batch(dist.get_rank(place.group), step)
-            with torch.autocast("cpu", torch.bfloat16, enabled=case.is_scaled):
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.is_autocast):
                 found["losses"].append(pipe.step(x, y))
             found["gradients"].append({n: p.grad.clone() for n, p in pipe.named_parameters()})
             for parameter in pipe.parameters():
@@ -238,29 +242,31 @@ def trained(case: Case, mesh: Any, overlap: Any) -> dict[str, Any]:
     return found
 
 
-def failing(mesh: Any, letter: str) -> str:
-    """The error when a half fails in the second step of a pipeline."""
-    failed = []
-
-    def fails(*_: object) -> None:
-        if threading.current_thread().name.startswith("zbv-pair") == (letter == "B"):
-            failed.append(1)
-            raise ArithmeticError(f"no luck in {letter}")
-
+def failing(mesh: Any, in_backward: bool) -> dict[str, Any]:
+    """What the ranks of the second position see when one half of a pair fails in the second step."""
     place = Place(mesh["ep"].get_group(), [], Random(0))
-    made = layers(Case(), place)
-    with zbv.Pipeline(plan_of(Case()), made, nn.functional.mse_loss, mesh=mesh, timeout=TIMEOUT) as pipe:
-        x, y = batch(dist.get_rank(place.group), 0)
-        pipe.step(x, y)
-        original, place.note = place.note, fails  # type: ignore[method-assign]
-        before = threading.active_count()
-        try:
+    x, y = batch(dist.get_rank(place.group), 0)
+    is_late = mesh.get_local_rank("pp") == 1
+
+    def note(event: str, what: str) -> None:
+        if _in_pair(threading.current_thread()) == in_backward and is_late:
+            raise ArithmeticError("no luck")
+
+    try:
+        made = layers(CASES["V, full backwards"], place)
+        with zbv.Pipeline(plan_of(Case()), made, nn.functional.mse_loss, mesh=mesh, timeout=TIMEOUT) as pipe:
             pipe.step(x, y)
-        except ArithmeticError as error:
-            place.note = original  # type: ignore[method-assign]
-            alive = [each.name for each in threading.enumerate() if each.name.startswith("zbv-pair")]
-            return f"{error}; {error.__notes__}; {alive}; {before > 0}"
-        raise ModelError("nothing failed")
+            place.note = note  # type: ignore[method-assign]
+            pipe.step(x, y)
+    except (ArithmeticError, zbv.WorkerError) as error:
+        place.note = lambda event, what: None  # type: ignore[method-assign]
+        alive = [each.name for each in threading.enumerate() if _in_pair(each)]
+        return {"kind": type(error).__name__, "notes": getattr(error, "__notes__", []), "alive": alive}
+    raise RuntimeError("nothing failed")
+
+
+def _in_pair(thread: threading.Thread) -> bool:
+    return thread.name == "zbv-pair"
 
 
 def main(folder: Path) -> None:
@@ -274,6 +280,7 @@ def main(folder: Path) -> None:
             "pairs": trained(case, mesh, None),
             "one by one": trained(case, mesh, one_by_one),
         }
+    found["failing"] = {letter: failing(mesh, letter == "B") for letter in "FB"}
     torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

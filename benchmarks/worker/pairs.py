@@ -154,8 +154,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, width), same shape."""
-        here: Tensor = Exchange.apply(Sleep.apply(x, self._nanoseconds), self._wire)
-        found: Tensor = Exchange.apply(self.expert(Sleep.apply(here, self._nanoseconds)), self._wire)
+        here: Tensor = Exchange.apply(Sleep.apply(x, self._nanoseconds), self._wire)  # type: ignore[no-untyped-call]
+        found: Tensor = Exchange.apply(self.expert(Sleep.apply(here, self._nanoseconds)), self._wire)  # type: ignore[no-untyped-call]
         return found
 
 

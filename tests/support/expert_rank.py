@@ -88,6 +88,7 @@ class Experts(nn.Module):
         torch.manual_seed(layer)
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.dropout = nn.Dropout(case.dropout)
+        self.seen: Tensor | None
         self.register_buffer("seen", torch.zeros(()) if case.counts else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class Experts(nn.Module):
         counts = torch.bincount(chosen, minlength=EXPERTS)
         rows = x[order]
         if self.place is None:
-            parts = rows.split(counts.tolist())
+            parts = torch.split(rows, counts.tolist())
             out = torch.cat([self._of_expert(index, part) for index, part in enumerate(parts)])
         else:
             out = self._exchanged(rows, counts)
@@ -123,13 +124,13 @@ class Experts(nn.Module):
         each = [1] * EXPERTS
         of_others = place.exchange(counts, each, each, "counts")
         sent, received = counts.tolist(), of_others.tolist()
-        here = Exchange.apply(rows, sent, received, place)
+        here = Exchange.apply(rows, sent, received, place)  # type: ignore[no-untyped-call]
         place.note("computes", "expert")
         place.dawdle()
         out = self._of_expert(dist.get_rank(place.group), here)
         if out.requires_grad:
-            out.register_hook(lambda gradient: place.note("computes", "expert's gradient"))
-        found: Tensor = Exchange.apply(out, received, sent, place)
+            out.register_hook(lambda gradient: place.note("computes", "expert's gradient"))  # type: ignore[no-untyped-call]
+        found: Tensor = Exchange.apply(out, received, sent, place)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -230,7 +231,9 @@ def trained(case: Case, mesh: Any, overlap: Any) -> dict[str, Any]:
             x, y = batch(dist.get_rank(place.group), step)
             with torch.autocast("cpu", torch.bfloat16, enabled=case.is_autocast):
                 found["losses"].append(pipe.step(x, y))
-            found["gradients"].append({n: p.grad.clone() for n, p in pipe.named_parameters()})
+            found["gradients"].append(
+                {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+            )
             for parameter in pipe.parameters():
                 parameter.grad = None
         found["trace"] = pipe.trace()

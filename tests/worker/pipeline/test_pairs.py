@@ -32,7 +32,7 @@ def alone(name: str, step: int) -> dict[str, Tensor]:
     """The gradients in one process with all experts."""
     model = nn.Sequential(*(build() for build in layers(CASES[name], None)))
     parts = [batch(rank, step) for rank in range(EXPERTS)]
-    torch.stack([nn.functional.mse_loss(model(x), y) for x, y in parts]).mean().backward()
+    torch.stack([nn.functional.mse_loss(model(x), y) for x, y in parts]).mean().backward()  # type: ignore[no-untyped-call]
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

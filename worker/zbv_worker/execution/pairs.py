@@ -83,10 +83,12 @@ class Pairs:
         halves = [self._half(bound, patience) for bound in pair]
         forward, backward = halves
         overlap = self._overlap
+        is_new = any(_kind(half) not in self._communicating for half in halves)
         if overlap is None:
             overlaps = forward.has_collectives and backward.has_collectives
             overlap = in_turns if overlaps else _one_by_one
-        streams = None if overlap is _one_by_one else self._streams
+        # The first pairs already use the memory of both streams, as long as tensors pass through the host.
+        streams = None if overlap is _one_by_one and not is_new else self._streams
         with nullcontext() if streams is None else streams.dividing(walk, forward, backward):
             overlap(forward, backward)
         for half in halves:
@@ -122,7 +124,7 @@ class Pairs:
     def _completed(self, half: Half, walk: int, step: int, patience: Patience) -> Record:
         """Pass an output on."""
         instruction, action = half.bound.instruction, half.action
-        self._communicating[action.stage, action.letter] = half.collectives > 0
+        self._communicating[_kind(half)] = half.collectives > 0
         if self._queued is not None:
             self._queued.add(QueuedWork(walk, step, instruction, half.start, half.end, patience))
         if half.bound.pass_on is not None:
@@ -182,6 +184,10 @@ class _Streams:
         event = self.cuda.Event(enable_timing=False)
         event.record(earlier)
         later.wait_event(event)
+
+
+def _kind(half: Half) -> tuple[int, str]:
+    return half.action.stage, half.action.letter
 
 
 def _cell(half: Half) -> tuple[int, int]:

@@ -139,7 +139,7 @@ class Half:
                 _RUNNING.remove(self)
         self.is_done = True
 
-    def collective_started(self, coalesced: int) -> None:
+    def started(self, coalesced: int) -> None:
         """Let the other half run. Collectives that become one (``coalesced``) hand over once."""
         self._coalescing += coalesced
         if not self._coalescing:
@@ -179,19 +179,20 @@ def hand_over(x: Tensor) -> Tensor:
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        _started()
+        collective_started()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        _started()
+        collective_started()
         return gradients[0]
 
 
-def _started(coalesced: int = 0) -> None:
+def collective_started(coalesced: int = 0) -> None:
+    """Let the other half of a pair run, if a half calls this."""
     half = _calling_half()
     if half is not None:
-        half.collective_started(coalesced)
+        half.started(coalesced)
 
 
 def notice_collectives() -> None:
@@ -220,7 +221,7 @@ class _EndingTurn:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         work = self._original(*arguments, **options)
         if _RUNNING or _HERE.half is not None:
-            _started(self._coalesced)
+            collective_started(self._coalesced)
         return work
 
 

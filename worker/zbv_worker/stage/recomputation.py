@@ -247,7 +247,7 @@ def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
     if device.type != "cuda":
         return (torch.default_generator,)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.default_generator, torch.cuda.default_generators[index]
+    return torch.default_generator, *torch.cuda.default_generators[index : index + 1]
 
 
 def _states(generators: Sequence[torch.Generator]) -> tuple[Tensor, ...]:

@@ -33,14 +33,14 @@ ROWS, WIDTH = 4, 8
 class PairsWorkload(Workload):
     """Stages of equal layers, each of attention, an exchange, experts, and an exchange."""
 
-    microbatches: int = 8
+    microbatches: int = 6
     layers: int = 2
     """Per stage."""
-    action_ms: float = 60.0
+    action_ms: float = 240.0
     """F and I of a stage, communication included; W takes none of it."""
     communication: float = 1 / 3
     """The part of F and I that is exchanges."""
-    steps: int = 3
+    steps: int = 2
     """Measured steps, after two to warm up."""
 
 

@@ -245,33 +245,6 @@ def trained(case: Case, mesh: Any, overlap: Any) -> dict[str, Any]:
     return found
 
 
-def failing(mesh: Any, in_backward: bool) -> dict[str, Any]:
-    """What the ranks of the second position see when one half of a pair fails in the second step."""
-    place = Place(mesh["ep"].get_group(), [], Random(0))
-    x, y = batch(dist.get_rank(place.group), 0)
-    is_late = mesh.get_local_rank("pp") == 1
-
-    def note(event: str, what: str) -> None:
-        if _in_pair(threading.current_thread()) == in_backward and is_late:
-            raise ArithmeticError("no luck")
-
-    try:
-        made = layers(CASES["V, full backwards"], place)
-        with zbv.Pipeline(plan_of(Case()), made, nn.functional.mse_loss, mesh=mesh, timeout=TIMEOUT) as pipe:
-            pipe.step(x, y)
-            place.note = note  # type: ignore[method-assign]
-            pipe.step(x, y)
-    except (ArithmeticError, zbv.WorkerError) as error:
-        place.note = lambda event, what: None  # type: ignore[method-assign]
-        alive = [each.name for each in threading.enumerate() if _in_pair(each)]
-        return {"kind": type(error).__name__, "notes": getattr(error, "__notes__", []), "alive": alive}
-    raise RuntimeError("nothing failed")
-
-
-def _in_pair(thread: threading.Thread) -> bool:
-    return thread.name == "zbv-pair"
-
-
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -283,7 +256,6 @@ def main(folder: Path) -> None:
             "pairs": trained(case, mesh, None),
             "one by one": trained(case, mesh, one_by_one),
         }
-    found["failing"] = {letter: failing(mesh, letter == "B") for letter in "FB"}
     torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -155,6 +155,24 @@ def test_a_users_function_gets_both_halves_of_every_pair() -> None:
     assert all(torch.equal(gradient, found[name]) for name, gradient in plain.items())
 
 
+@pytest.mark.parametrize(("letter", "action"), [("F", "0F3"), ("B", "0I2")])
+def test_an_error_in_one_half_ends_the_step_and_the_other_half(letter: str, action: str) -> None:
+    pairs = 0
+
+    def fail(where: str) -> None:
+        nonlocal pairs
+        in_second = threading.current_thread().name == "zbv-pair"
+        pairs += in_second
+        if pairs and in_second == (letter == "B"):
+            raise ArithmeticError("no luck")
+
+    # The third pair of the first step is the first one with actions that are known to have collectives.
+    with pytest.raises(ArithmeticError, match="no luck") as found:
+        stepped(fail)
+    assert any(f"step 0, action {action}" in note for note in found.value.__notes__)
+    assert not [thread for thread in threading.enumerate() if thread.name == "zbv-pair"]
+
+
 def _forward_only(forward: Half, backward: Half) -> None:
     forward()
 

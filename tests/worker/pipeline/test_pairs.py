@@ -94,16 +94,3 @@ def test_a_trace_has_both_halves_of_a_pair_which_overlap(name: str, found: Found
         for first, second in (entry.split("+") for entry in entries if "+" in entry):
             assert times[first][START] < times[second][END]
             assert times[second][START] < times[first][END]
-
-
-@pytest.mark.parametrize("letter", "FB")
-def test_an_error_in_one_half_ends_the_step_and_the_other_half(letter: str, found: Found) -> None:
-    for rank in (2, 3):
-        seen = found[rank]["failing"][letter]
-        assert seen["kind"] == "ArithmeticError"
-        assert seen["alive"] == []
-        (note,) = (note for note in seen["notes"] if "action" in note)
-        assert "step 1" in note
-        assert letter in note.rpartition(" ")[2]
-    for rank in (0, 1):
-        assert found[rank]["failing"][letter]["kind"] in ("PeerLost", "ChannelTimeout")

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
 
-from support.fake_nccl.families import FAMILIES, Plan, stated_kernels
+from support.fake_nccl.families import FAMILIES, PAIRED_FAMILIES, Plan, stated_kernels
 from support.fake_nccl.pipeline import FIRST_TIMES, ModelRun, run_plan
 from support.fake_nccl.simulation import Deadlock
 
@@ -31,6 +31,8 @@ class NcclModelWorkload(Workload):
     seeds: int = 2
     """Runs of each plan, with other durations."""
     replicas: int = 1
+    experts: bool = False
+    """Whether the stages of replicas exchange what they compute."""
     sharded: bool = False
     """Whether the replicas divide the parameters."""
     look_ahead: int = 1
@@ -45,8 +47,8 @@ def measure(workload: NcclModelWorkload) -> list[Finding]:
 
 
 def _family(name: str, workload: NcclModelWorkload) -> Finding:
-    plans = [FAMILIES[name](p, m) for p, m in workload.sizes]
-    stated = max(stated_kernels(plan, workload.replicas) for plan in plans)
+    plans = [{**FAMILIES, **PAIRED_FAMILIES}[name](p, m) for p, m in workload.sizes]
+    stated = max(stated_kernels(plan, workload.replicas) for plan in plans) + workload.experts
     ended = dict.fromkeys(sorted({*workload.kernels, stated}), 0)
     unsent = runs = 0
     for plan in plans:
@@ -73,6 +75,7 @@ def _run(plan: Plan, kernels: int, seed: int, workload: NcclModelWorkload) -> in
     how = ModelRun(
         seed=seed,
         replicas=workload.replicas,
+        has_experts=workload.experts,
         is_sharded=workload.sharded,
         look_ahead=workload.look_ahead,
         device=replace(FIRST_TIMES, kernel_slots=kernels),

@@ -104,7 +104,8 @@ def watch(executor: Executor, live: LiveBytes) -> list[int]:
 
         return bound._replace(run=run)
 
-    executor._program = tuple(map(watched, executor._program))
+    program = [bound for bound in executor._program if isinstance(bound, Bound)]
+    executor._program = tuple(map(watched, program))
     return seen
 
 

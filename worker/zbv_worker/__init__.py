@@ -31,6 +31,7 @@ from zbv_worker.errors import (
 
 if TYPE_CHECKING:
     from zbv_worker.adapters.transformers import from_transformers
+    from zbv_worker.execution.turns import hand_over, in_turns
     from zbv_worker.model.model import Model
     from zbv_worker.model.protocol import Microbatch, Whole
     from zbv_worker.pipeline.agent_run import run_plan
@@ -51,6 +52,8 @@ __all__ = [
     "WorkerError",
     "add_auxiliary_loss",
     "from_transformers",
+    "hand_over",
+    "in_turns",
     "run_plan",
 ]
 
@@ -61,6 +64,8 @@ _HOMES = {
     "Whole": "model.protocol",
     "add_auxiliary_loss": "stage.loss",
     "from_transformers": "adapters.transformers",
+    "hand_over": "execution.turns",
+    "in_turns": "execution.turns",
     "run_plan": "pipeline.agent_run",
 }
 

@@ -141,6 +141,8 @@ class RankPlan:
     """The program whose costs were planned with; empty when the plan does not say."""
     features: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """The values of every feature, by microbatch; empty when all microbatches are equal."""
+    pairs: tuple[int, ...] = ()
+    """The places in ``actions`` of the F's that run as a pair with the action after them."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,12 @@ def read_rank(answer: Any) -> RankPlan:
     actions = parse(tuple[str, ...], member(answer, "actions"))
     try:
         channels = tuple(channel.seen_from(rank) for channel in found)
-        parsed = {"actions": tuple(Orders.from_text([actions]).actions(0)), "channels": channels}
+        orders = Orders.from_text([actions])
+        parsed = {
+            "actions": tuple(orders.actions(0)),
+            "pairs": orders.pairs(0),
+            "channels": channels,
+        }
     except InvalidInput as error:
         raise InvalidAnswer(f"cannot read the answer for a rank: {error}") from error
     return parse(RankPlan, {**answer, **parsed})

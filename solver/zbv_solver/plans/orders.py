@@ -205,6 +205,12 @@ class Orders:
             )
         ]
 
+    def pairs(self, rank: int) -> tuple[int, ...]:
+        """The places in :meth:`actions` of the F's that run as a pair with the action after them."""
+        if self.paired is None:
+            return ()
+        return tuple(np.flatnonzero(self.paired[self.slice_of(rank)]).tolist())
+
     def text_at(self, index: int) -> str:
         """The action at an index of the flat arrays as text, for messages; letter codes may be invalid."""
         code = int(self.letter[index])

@@ -10,13 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from zbv_worker.transport.torch_api import GroupOptions
 from zbv_worker.transport.world import Layout
 
 from support.fake_nccl.communicators import Communicators, FakeGroup, NcclModes
 from support.fake_nccl.control import ControlState, FakeControl
 from support.fake_nccl.cuda import FakeCuda, OnDevice
-from support.fake_nccl.device import Device, DeviceModes
+from support.fake_nccl.device import Device, DeviceModes, FakeStream
 from support.fake_nccl.simulation import FakeClock, ModelError, Simulation
 
 
@@ -75,6 +76,10 @@ class FakeRank:
     clock: FakeClock
 
 
+def _record_stream(tensor: Tensor, stream: FakeStream) -> None:
+    stream.device.memory.record_stream(tensor, stream)
+
+
 class Cluster:
     """Ranks with a fake GPU each.
 
@@ -127,7 +132,10 @@ class Cluster:
             return body
 
         # A rank's thread has one device, so to choose it does nothing.
-        with patch.object(torch.cuda, "device", lambda device: nullcontext()):
+        with (
+            patch.object(torch.cuda, "device", lambda device: nullcontext()),
+            patch.object(torch.Tensor, "record_stream", _record_stream),  # which takes no other streams
+        ):
             found = self.simulation.run({rank: on(rank) for rank in self.devices})
         return [found[rank] for rank in self.devices]
 

@@ -103,6 +103,7 @@ _KERNELS = {
     "cat",
     "__add__",
     "__mul__",
+    "__sub__",
     "square",
     "isfinite",
     "all",

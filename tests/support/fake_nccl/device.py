@@ -6,6 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -273,7 +274,7 @@ class Device:
         self._pools: dict[bool, list[FakeStream]] = {False: [], True: []}
         self._handed_out = {False: 0, True: 0}
         self.default = self._new_stream()
-        self.current = self.default
+        self._current = ContextVar(f"stream of rank {rank}", default=self.default)
         self.computing = 0
         self.connected_bytes = 0
         self.running: list[Item] = []
@@ -283,6 +284,15 @@ class Device:
         self._communication: list[Item] = []
         self._unstarted: dict[int, deque[Item]] = {}
         self._loaded: set[str] = set()
+
+    @property
+    def current(self) -> FakeStream:
+        """The stream on which this thread queues."""
+        return self._current.get()
+
+    @current.setter
+    def current(self, stream: FakeStream) -> None:
+        self._current.set(stream)
 
     def host(self) -> Host:
         """This thread's host; raises :class:`ModelError` if it is another rank's, or none."""

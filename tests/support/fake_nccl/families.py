@@ -9,9 +9,11 @@ from typing import cast
 
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.construct.greedy_v import get_v_schedule
+from zbv_solver.construct.pairs import joined, starts
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
@@ -72,6 +74,30 @@ FAMILIES: dict[str, Callable[[int, int], Plan]] = {
     "loop of 4 chunks, searched": partial(_searched, "loop", 4),
 }
 """A family makes a plan for p ranks and m microbatches."""
+
+
+def _paired(kind: str, p: int, m: int) -> Plan:
+    """The orders that are made for pairs, with I and W, and with a pair of all neighbours that gain by it."""
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1, "p2p": 0.2}
+    communication = {"forward": 0.4, "backward_input": 0.4}
+    problem = parse_problem(
+        {
+            "pp_degree": p,
+            "microbatches": m,
+            "placement": kind,
+            "costs": {**costs, "communication": communication},
+        }
+    )
+    *_, (_, orders) = starts(problem)
+    return problem, joined(problem, orders)
+
+
+PAIRED_FAMILIES: dict[str, Callable[[int, int], Plan]] = {
+    "V, pairs": partial(_paired, "v"),
+    "one chunk, pairs": partial(_paired, "single"),
+    "loop of 2 chunks, pairs": partial(_paired, "loop"),
+}
+"""Families whose forwards run together with backwards."""
 
 
 def stated_kernels(

@@ -8,6 +8,7 @@ missing wait is found in every run, and not only when timing is unlucky.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -145,6 +146,7 @@ class DeviceMemory:
         self._fail = fail
         self._grow = grow
         self._blocks: dict[int, Block] = {}
+        self._unordered: defaultdict[int, list[Block]] = defaultdict(list)
         self.device, self.pinned = Account(), Account()
 
     def allocate(
@@ -155,6 +157,8 @@ class DeviceMemory:
         place: Literal["device", "pinned", "pageable"] = "device",
     ) -> Tensor:
         """A poisoned tensor of new memory."""
+        for block in self._unordered.pop(owner, ()):
+            self._require_ordered(block)
         numel = max(1, int(np.prod(shape, dtype=np.int64)))
         words = np.full(numel * dtype.itemsize, _POISON, dtype=np.uint8)
         account = {"device": self.device, "pinned": self.pinned, "pageable": None}[place]
@@ -205,10 +209,17 @@ class DeviceMemory:
     def _free(self, address: int, block: Block) -> None:
         self._blocks.pop(address, None)
         block.is_freed = True
-        use = block.unordered_at_free(self._knows(block.owner)) if block.is_on_device else None
+        if block.is_on_device and block.owner:
+            # Only the next allocation for that stream can reuse it, and the stream may wait before.
+            self._unordered[block.owner].append(block)
+        elif block.is_on_device:
+            self._require_ordered(block)
+        self._settle(block)
+
+    def _require_ordered(self, block: Block) -> None:
+        use = block.unordered_at_free(self._knows(block.owner))
         if use is not None:
             self._fail(ModelError(f"memory is freed, and may be reused, while {use.label} still uses it"))
-        self._settle(block)
 
     def _settle(self, block: Block) -> None:
         if block.is_freed and block.pending == 0 and block.account is not None:

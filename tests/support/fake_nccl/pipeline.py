@@ -15,6 +15,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.timeline import CudaTimeline, Launched
+from zbv_worker.execution.turns import Overlap
 from zbv_worker.transport.channels import Reduction, key_of
 from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.nccl_operations import NCCL_LOOK_AHEAD
@@ -23,6 +24,7 @@ from zbv_worker.values.structure import Structure, TensorSpec
 from support.fake_nccl.cluster import Cluster, FakeRank
 from support.fake_nccl.communicators import CONNECTION_BYTES, NcclModes
 from support.fake_nccl.device import DeviceModes
+from support.fake_nccl.experts import exchange_between
 from support.fake_nccl.shards import FakeShards
 from support.fake_nccl.simulation import ModelError
 from support.fake_nccl.stages import DTYPE, WIDTH, Expected, FakeBatches, FakeStage, evaluated, expected
@@ -44,6 +46,10 @@ class ModelRun:
     replicas: int = 1
     is_sharded: bool = False
     """Whether the replicas divide parameters and sums of gradients."""
+    has_experts: bool = False
+    """Whether the stages of replicas exchange what they compute, as expert parallelism does."""
+    overlap: Overlap | None = None
+    """Runs pairs."""
     sums_over_ranks: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
     """Sets of positions that add up a number after every step, as for the gradient of a tied parameter."""
@@ -144,6 +150,8 @@ class _RankRun:
         _require(abs(taken - counted) < CONNECTION_BYTES, f"{counted} bytes of communicators, not {taken}")
         self._stages = {s: how.stage(s, problem.n_stages, here.device, SECONDS) for s in self._plan.stages}
         self._shards = FakeShards(here, transport, self._stages) if how.is_sharded else None
+        if how.has_experts:
+            exchange_between(here, transport, self._stages)
         self._sums: list[Reduction] = []
         self._launched: Launched | None = None
         self._losses: list[dict[int, float]] = []
@@ -165,6 +173,7 @@ class _RankRun:
                 on_stage_done=self._sum_over_replicas,
                 timeline=CudaTimeline(here.torch_device, clock=here.clock, cuda=here.cuda),
                 stated=stated if how.sizes == "stated" else (),
+                overlap=how.overlap,
             ),
         )
         if how.sizes in ("headers", "known"):

@@ -11,6 +11,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -22,7 +23,8 @@ _LONGEST_SLEEP = 30.0
 _REAL_SECONDS = 60.0
 """How long the scheduler waits, in real time, for a rank's thread to call the model again."""
 
-_current = threading.local()
+_current: ContextVar[Host | None] = ContextVar("host", default=None)
+"""The host of this thread, and of threads that run in a copy of its context."""
 
 
 class ModelError(AssertionError):
@@ -186,7 +188,7 @@ class Simulation:
 
     def _start(self, host: Host, main: Callable[[], Any], results: dict[int, Any]) -> None:
         def body() -> None:
-            _current.host = host
+            _current.set(host)
             host.go.acquire()
             try:
                 if not host.is_stopped:
@@ -302,7 +304,7 @@ def this_host() -> Host:
     ModelError
         In any other thread: NCCL and CUDA work is issued from a rank's one thread only.
     """
-    host: Host | None = getattr(_current, "host", None)
+    host = _current.get()
     if host is None:
         raise ModelError("a thread other than the rank's main one uses CUDA or NCCL; issue from one thread")
     return host
@@ -310,7 +312,7 @@ def this_host() -> Host:
 
 def pause_if_host(seconds: float) -> None:
     """Pause a rank's main thread. Its other threads run in no virtual time."""
-    host: Host | None = getattr(_current, "host", None)
+    host = _current.get()
     if host is not None:
         host.pause(seconds)
 

@@ -70,6 +70,9 @@ class FakeStage:
     ----------
     parameters
         Returns the stage's whole parameters for F and I; None if it has none.
+    exchange
+        Passes the input and the output of F, and the gradients of I and B, through a collective, if the stage
+        has one. Also takes a number that says which tensor it is.
     """
 
     def __init__(self, stage: int, n_stages: int, device: Device, seconds: Mapping[str, float]):
@@ -81,15 +84,19 @@ class FakeStage:
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self.weight = torch.zeros(WIDTH, dtype=DTYPE, device="cuda")
         self.parameters: Callable[[], Tensor] | None = None
+        self.exchange: Callable[[Tensor, int], Tensor] = lambda tensor, number: tensor
 
     def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
         """Queue F; returns the output, or the last stage's loss."""
+        number = 4 * (100 * self.stage + microbatch)
+        input = self.exchange(input, number)
         self._saved[microbatch] = (input, target)
         stage, is_last = self.stage, self._is_last
         if not is_last:
-            return self._queued(
+            output = self._queued(
                 "F", (input,), lambda out, x: out.copy_(_forward(stage, microbatch, x)), tuple(input.shape)
             )
+            return self.exchange(output, number + 1)
         assert target is not None
         return self._queued(
             "F",
@@ -130,13 +137,16 @@ class FakeStage:
         input, target = self._saved.pop(microbatch)
         grad = target if grad_output is None else grad_output
         assert grad is not None
+        number = 4 * (100 * self.stage + microbatch)
+        grad = self.exchange(grad, number + 2)
         self._gradients[microbatch] = (input, grad)
         if self._is_first:
             return None
         stage = self.stage
-        return self._queued(
+        made = self._queued(
             letter, (input, grad), lambda out, x, g: out.copy_(_gradient(stage, x, g)), tuple(input.shape)
         )
+        return self.exchange(made, number + 3)
 
     def backward_weight(self, microbatch: int) -> None:
         """Queue W."""

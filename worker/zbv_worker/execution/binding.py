@@ -120,6 +120,13 @@ class Bound(NamedTuple):
     """Takes the output; None if nothing needs it."""
 
 
+class BoundPair(NamedTuple):
+    """Two instructions that run together."""
+
+    forward: Bound
+    backward: Bound
+
+
 class Pinning:
     """Makes tensors for copies to the device that do not block the host; callable on any thread.
 
@@ -161,9 +168,10 @@ class Binding:
     """Those that layers of the whole model take; None if unknown."""
     state: WalkState = field(default_factory=WalkState)
 
-    def of_step(self, program: Iterable[Instruction]) -> tuple[Bound, ...]:
+    def of_step(self, program: Iterable[Instruction]) -> tuple[Bound | BoundPair, ...]:
         """Bind instructions for a training step."""
-        return tuple(self._bound(instruction, self._run(instruction)) for instruction in program)
+        bound = (self._bound(instruction, self._run(instruction)) for instruction in program)
+        return tuple(BoundPair(one, next(bound)) if one.instruction.is_paired else one for one in bound)
 
     def of_evaluation(self, forwards: Iterable[Instruction]) -> tuple[Bound, ...]:
         """Bind F's for an evaluation; raises :class:`InvalidRun` for stages that cannot be evaluated."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from zbv_solver.plans.channels import Channel
@@ -23,6 +23,7 @@ from zbv_worker.execution.binding import (
     Batches,
     Binding,
     Bound,
+    BoundPair,
     Computation,
     Pinning,
     evaluation_of,
@@ -32,7 +33,8 @@ from zbv_worker.execution.binding import (
     send_failed,
 )
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
-from zbv_worker.execution.rank_plan import Instruction, RankPlan, activations, forwards, lower
+from zbv_worker.execution.pairs import Pairs
+from zbv_worker.execution.rank_plan import RankPlan, activations, forwards, lower
 from zbv_worker.execution.timeline import (
     CudaTimeline,
     DeviceWaits,
@@ -46,7 +48,8 @@ from zbv_worker.execution.timeline import (
     StepResult,
     Timeline,
 )
-from zbv_worker.failures.progress import CurrentProgress, Progress, attach_progress
+from zbv_worker.execution.turns import Overlap
+from zbv_worker.failures.progress import CurrentProgress, Place, Progress, attach_progress
 from zbv_worker.model.protocol import Evaluated
 from zbv_worker.stage.layers import Keywords
 from zbv_worker.transport.channels import ChannelKey, Transport, key_of
@@ -91,6 +94,8 @@ class ExecutorOptions:
     empty."""
     meet: Callable[[int], None] | None = None
     """Called with a peer's global rank before the first of its tensors is taken in a step or evaluation."""
+    overlap: Overlap | None = None
+    """Runs the two actions of a pair; by default :func:`zbv_worker.execution.turns.in_turns`."""
 
 
 class Executor:
@@ -147,6 +152,7 @@ class Executor:
         self._queued = (
             None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
         )
+        self._pairs: Pairs | None = None
         self._known = options.keywords
         if self._known is None and set(stages) == set(range(plan.placement.n_stages)):
             self._known = keywords_of(stages.values())
@@ -207,6 +213,18 @@ class Executor:
             keywords=self._known,
         )
         self._program = self._binding.of_step(program)
+        if plan.pairs and self._pairs is None:
+            self._pairs = Pairs(
+                self._stages,
+                device,
+                self._timeline,
+                self._rank,
+                progress=self._progress,
+                queued=self._queued,
+                check=self._check,
+                done=self._on_stage_done,
+                overlap=options.overlap,
+            )
         self._evaluation = replace(
             self._binding,
             inboxes=inboxes(map(activations, incoming), self._evaluated),
@@ -345,20 +363,23 @@ class Executor:
         if walk == "evaluation" or self._starting <= 1:
             self._untried.discard(walk)
 
-    def _walk(self, program: Iterable[Bound], binding: Binding, step: int) -> Launched:
+    def _walk(self, program: Iterable[Bound | BoundPair], binding: Binding, step: int) -> Launched:
         """Launch instructions in order."""
         timeline, progress, patience, rank = self._timeline, self._progress, self._patience, self._rank
         timeline.begin()
         mark, done, check, queued = timeline.mark, self._on_stage_done, self._check, self._queued
         walk, self._walks = self._walks, self._walks + 1
         records = []
-        instruction: Instruction | None = None
         value: Any = None
         is_collecting = gc.isenabled()
         # A rank that stops to collect garbage delays every rank that needs its next tensor.
         gc.disable()
         try:
-            for instruction, take, run, pass_on in program:
+            for bound in program:
+                if isinstance(bound, BoundPair):
+                    records += cast(Pairs, self._pairs).walk(bound, walk, step, patience)
+                    continue
+                instruction, take, run, pass_on = bound
                 progress.now = (step, instruction)
                 if queued is not None:
                     queued.make_room()
@@ -397,7 +418,7 @@ class Executor:
         except Overdue as late:
             raise self._overdue(late) from late
         except Exception as error:
-            self._mark(error, step, instruction, progress.waiting_for)
+            self._mark(error, step, None if progress.now is None else progress.now[1], progress.waiting_for)
             raise
         finally:
             if is_collecting:
@@ -434,7 +455,7 @@ class Executor:
                 raise
             raise send_failed(error, self._rank, now[1]) from error
 
-    def _mark(self, error: Exception, step: int, instruction: Instruction | None, peer: int | None) -> None:
+    def _mark(self, error: Exception, step: int, instruction: Place | None, peer: int | None) -> None:
         """Record where an error happened: as a note for people, and for :func:`progress_of_error`.
 
         Parameters

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from zbv_solver.errors import InvalidInput, InvalidPlan
-from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.orders import Orders, durations
 from zbv_solver.plans.plan import identity
 from zbv_solver.plans.reading import parse_orders, parse_plan, parse_plan_document
 from zbv_solver.problem.problem import Problem
@@ -125,11 +125,7 @@ class WholePlan:
 
     def busy(self, rank: int) -> float:
         """A rank's total time in actions, in the plan's unit."""
-        part, orders = self.orders.slice_of(rank), self.orders
-        durations = self.problem.arrays.durations(
-            orders.stage[part], orders.letter[part], orders.microbatch[part]
-        )
-        return float(durations.sum())
+        return float(durations(self.problem, self.orders)[self.orders.slice_of(rank)].sum())
 
 
 def _objective_value(problem: Problem, orders: Orders) -> float:
@@ -207,4 +203,5 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
         cut=PlannedCut.parse(answer.partition, answer.recompute),
         measured=answer.measured,
         features=by_microbatch(answer.features),
+        pairs=answer.pairs,
     )

@@ -85,6 +85,8 @@ class RankPlan:
     and values; empty if the plan does not say."""
     features: tuple[Mapping[str, float], ...] = ()
     """The numbers that describe each microbatch, by name; empty if all are equal."""
+    pairs: tuple[int, ...] = ()
+    """The places in ``actions`` of the F's that run together with the action after them."""
 
     def __post_init__(self) -> None:
         self.cut.require_stages(self.placement.n_stages)
@@ -103,6 +105,7 @@ class RankPlan:
             cut=PlannedCut.of(problem),
             measured=dict(problem.measured),
             features=by_microbatch({each.name: each.value for each in problem.features}),
+            pairs=orders.pairs(rank),
         )
 
     @property
@@ -146,6 +149,8 @@ class Instruction:
     """Whether this action is the last that adds to its stage's gradients."""
     peer: int | None
     """The global rank that sends the input; None if no other rank does."""
+    is_paired: bool = False
+    """For F: whether it runs together with the next instruction."""
 
 
 def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Instruction, ...]:
@@ -164,8 +169,9 @@ def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Inst
     split = {(a.stage, a.microbatch) for a in plan.actions if a.letter == "I"}
     # I adds to gradients too, but its W always follows, so the last W or B is the last addition.
     last_of = {a.stage: a for a in plan.actions if a.letter in "WB"}
+    pairs = set(plan.pairs)
 
-    def instruction(action: Action) -> Instruction:
+    def instruction(place: int, action: Action) -> Instruction:
         stage, letter, microbatch = action
         source = sink = None
         if letter == "F":
@@ -181,9 +187,10 @@ def lower(plan: RankPlan, global_rank: Callable[[int], int] = int) -> tuple[Inst
             split=(stage, microbatch) in split,
             completes_stage=action == last_of[stage],
             peer=global_rank(source.channel.sender) if isinstance(source, Remote) else None,
+            is_paired=place in pairs,
         )
 
-    program = tuple(map(instruction, plan.actions))
+    program = tuple(map(instruction, range(len(plan.actions)), plan.actions))
     _check_channels(plan, program)
     return program
 
@@ -247,6 +254,14 @@ def _check_complete(plan: RankPlan) -> None:
             f"rank {plan.rank}: the plan does not finish stage·microbatch {', '.join(open_cells[:5])}. Each "
             f"needs one F, and either one B, or one I and one W. Check the plan with `zbv check`."
         )
+    for place in plan.pairs:
+        first, *second = plan.actions[place : place + 2]
+        # A backward needs the F's of its microbatch, on this rank and on others.
+        if first.letter != "F" or not second or second[0].letter not in "IB" or first[2] == second[0][2]:
+            raise InvalidRun(
+                f"rank {plan.rank}: action {first} is paired with {second[0] if second else 'nothing'}. A "
+                f"pair is an F, and then an I or B of another microbatch. Check the plan with `zbv check`."
+            )
 
 
 def _check_channels(plan: RankPlan, program: Iterable[Instruction]) -> None:

@@ -36,7 +36,7 @@ from zbv_solver.plans.orders import Action
 from zbv_worker.execution.rank_plan import Instruction
 from zbv_worker.failures.progress import CurrentProgress
 from zbv_worker.host.process import Clock, HostClock
-from zbv_worker.transport.torch_api import CudaApi, CudaEvent, torch_cuda
+from zbv_worker.transport.torch_api import CudaApi, CudaEvent, CudaStream, torch_cuda
 
 DEFAULT_RUN_AHEAD = 4
 """How many actions the host may be ahead of a GPU: enough to hide the time for queueing them."""
@@ -67,6 +67,8 @@ class HostTimeline:
     ----------
     mark
         Marks the rank's current point in time; only :meth:`resolved` can interpret the mark.
+    mark_here
+        On a GPU, marks the current point of the stream that the calling thread queues on.
     """
 
     run_ahead: int | None = None
@@ -74,6 +76,7 @@ class HostTimeline:
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns):
         self.mark: Callable[[], Any] = now
+        self.mark_here: Callable[[], Any] = now
         self.clock: Clock = HostClock()
 
     def begin(self) -> None:
@@ -118,25 +121,32 @@ class CudaTimeline:
         self.clock: Clock = HostClock() if clock is None else clock
         self._device = device
         self._pin = pin
-        self._cuda = cuda if cuda is not None else torch_cuda()
+        self.cuda = cuda if cuda is not None else torch_cuda()
         self._events: list[CudaEvent] = []
         self._others: list[CudaEvent] = []
         self._used = 0
-        self._stream = self._cuda.current_stream(device)
+        self._stream = self.cuda.current_stream(device)
 
     def begin(self) -> None:
         """Use this thread's stream, and reuse the events of the step before the last."""
-        self._stream = self._cuda.current_stream(self._device)
+        self._stream = self.cuda.current_stream(self._device)
         self._events, self._others = self._others, self._events
         self._used = 0
 
     def mark(self) -> Any:
         """An event at the current end of the stream's queue."""
+        return self._marked(self._stream)
+
+    def mark_here(self) -> Any:
+        """Like :meth:`mark`, of the stream that the calling thread queues on."""
+        return self._marked(self.cuda.current_stream(self._device))
+
+    def _marked(self, stream: CudaStream) -> CudaEvent:
         if self._used == len(self._events):
-            self._events.append(self._cuda.Event(enable_timing=True))
+            self._events.append(self.cuda.Event(enable_timing=True))
         event = self._events[self._used]
         self._used += 1
-        event.record(self._stream)
+        event.record(stream)
         return event
 
     def resolved(self, records: Sequence[Record], bounds: Sequence[float]) -> tuple[Record, ...]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.stated_shapes import ShapeOf
+from zbv_worker.execution.turns import Overlap
 from zbv_worker.stage.program import AUTOCAST, Precision, Program
 from zbv_worker.transport.connect import open_transport
 from zbv_worker.transport.connected import ConnectedTransport
@@ -140,8 +141,14 @@ class PipelineOptions:
     service: str | None
     data_rank: int | None = None
     shape_of: ShapeOf | None = None
+    overlap: Overlap | None = None
 
     def __post_init__(self) -> None:
+        if not (self.overlap is None or callable(self.overlap)):
+            raise InvalidRun(
+                f"found a {type(self.overlap).__name__} as overlap; must be a function that takes the "
+                f"forward and the backward of a pair, and calls each once."
+            )
         if self.precision not in AUTOCAST:
             raise InvalidRun(f"found precision {self.precision!r}; must be one of {', '.join(AUTOCAST)}.")
         if self.plan is None and (self.microbatches is None or self.example is None):

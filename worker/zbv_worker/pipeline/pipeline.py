@@ -18,6 +18,7 @@ from zbv_worker.errors import InvalidRun, WorkerError, naming_errors
 from zbv_worker.execution.executor import DEFAULT_STARTUP_TIMEOUT
 from zbv_worker.execution.stated_shapes import ShapeOf
 from zbv_worker.execution.timeline import Launched
+from zbv_worker.execution.turns import Overlap
 from zbv_worker.failures.failures import Failures
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.model.optimizers import require_no_line_search
@@ -121,6 +122,10 @@ class Pipeline(PipelineState):
     problem
         For ``plan="per-step"``: a problem with features (:class:`zbv_solver.StepPlanner`), a document or a
         file. Its features are those of a typical step; every step has others, and as many microbatches.
+    overlap
+        Runs the pairs of a plan, such as ``0F5+3I2``: takes the forward and the backward
+        (:class:`zbv_worker.execution.turns.Half`), and calls each once. By default
+        :func:`zbv_worker.in_turns`, if both communicate; otherwise they run one after the other.
     service
         The URL of the service that has the plan. For ``plan=None``, of the service that plans if the planner
         is not installed here.
@@ -158,6 +163,7 @@ class Pipeline(PipelineState):
         data_rank: int | None = None,
         shape_of: ShapeOf | None = None,
         problem: ProblemLike | None = None,
+        overlap: Overlap | None = None,
     ):
         plans = StepPlans(problem) if plan == PER_STEP else None
         if plans is None and problem is not None:
@@ -175,6 +181,7 @@ class Pipeline(PipelineState):
             service=service,
             data_rank=data_rank,
             shape_of=shape_of,
+            overlap=overlap,
         )
         transport, place = connected_world(options, mesh)
         saving: list[PipelineCheckpoints] = []

@@ -108,6 +108,7 @@ class PipelineRank:
                 progress=progress,
                 stated=prepared.stated,
                 meet=self.calls.meet,
+                overlap=options.overlap,
             ),
             program=options.program,
             timeout=options.timeout,

@@ -60,8 +60,7 @@ class Objective:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """The loss of a microbatch, a scalar; raises :class:`ModelError` if it is not one number."""
-        if self.outputs is not None:
-            self._last_output = tree_map(_detached, output)
+        kept = None if self.outputs is None else tree_map(_detached, output)
         try:
             found: object = self._function(output, target)
         except (AttributeError, TypeError) as error:
@@ -71,6 +70,7 @@ class Objective:
                 f"the loss got None as target and failed: {describe_error(error)}. Pass targets to step and "
                 f"evaluate on ranks with the last layer, or use a loss that needs none."
             ) from error
+        self._last_output = kept  # now: the function may have handed over to another microbatch
         if isinstance(found, tuple) and len(found) == 2:
             found, weight = found
             self.is_weighted = True
@@ -214,6 +214,10 @@ def leave_uncompiled() -> None:
         _add = torch.compiler.disable(_add)  # type: ignore[no-untyped-call]  # torch's own
 
 
+InAction = tuple[Phase, list[GradientEdge], list[Tensor]]
+"""What an action in progress has set on a stage's auxiliary losses."""
+
+
 class _OfThread(threading.local):
     active: AuxiliaryLosses | None = None
 
@@ -272,6 +276,15 @@ class AuxiliaryLosses:
             self.edges.append(get_gradient_edge(loss))
             self._seeds.append(torch.zeros_like(loss, requires_grad=False) + factor)
         return x
+
+    @property
+    def in_action(self) -> InAction:
+        """What the action in progress has set."""
+        return self.phase, self.edges, self._seeds
+
+    @in_action.setter
+    def in_action(self, value: InAction) -> None:
+        self.phase, self.edges, self._seeds = value
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """The :attr:`edges`, and the gradients of their losses."""

@@ -98,7 +98,7 @@ class Recomputed:
         modules
             Those that may update their buffers.
         """
-        generators = _generators(device_of(x))
+        generators = default_generators(device_of(x))
         buffers = [(module, _states_of_buffers(module)) for module in modules if module._buffers]
         with torch.no_grad(), self._computing(x):
             for segment in segments:
@@ -112,6 +112,11 @@ class Recomputed:
                 x = output
         self._updated = [module for module, state in buffers if _states_of_buffers(module) != state]
         return x
+
+    @property
+    def restores_buffers(self) -> bool:
+        """Whether the backward ends with the buffers of its beginning, because F has updated some."""
+        return bool(self._updated)
 
     def backward(self, gradient: Gradient | None, *, needs_input_grad: bool) -> Gradient | None:
         """Run I or B: repeat every segment and propagate; returns the gradient of the first segment's input.
@@ -237,12 +242,12 @@ def _roots(
                 yield get_gradient_edge(tensor), each
 
 
-def _generators(device: torch.device) -> tuple[torch.Generator, ...]:
+def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
     """The generators that modules draw from by default."""
     if device.type != "cuda":
         return (torch.default_generator,)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.default_generator, torch.cuda.default_generators[index]
+    return torch.default_generator, *torch.cuda.default_generators[index : index + 1]
 
 
 def _states(generators: Sequence[torch.Generator]) -> tuple[Tensor, ...]:
@@ -264,7 +269,7 @@ def _drawing_again(random: tuple[Tensor, ...] | None, device: torch.device) -> I
     if random is None:
         yield
         return
-    generators = _generators(device)
+    generators = default_generators(device)
     now = _states(generators)
     try:
         for generator, state in zip(generators, random, strict=True):

@@ -48,6 +48,15 @@ class Recorder:
         self.seen: list[Call] | None = None
         self.nodes: dict[int, Node] = {}
 
+    @property
+    def in_action(self) -> InAction:
+        """What the action in progress has set."""
+        return self.queue, self.tapping, self.seen
+
+    @in_action.setter
+    def in_action(self, value: InAction) -> None:
+        self.queue, self.tapping, self.seen = value
+
     def __reduce__(self) -> tuple[type[Recorder], tuple[()]]:
         """Copied or saved modules get a new recorder, because nodes of autograd cannot be copied."""
         return Recorder, ()
@@ -79,6 +88,10 @@ class Recorder:
             yield
         finally:
             self.queue = before
+
+
+InAction = tuple[WeightGrads | None, "Tapping | None", list[Call] | None]
+"""What an action in progress has set on a recorder."""
 
 
 class Tap(torch.autograd.Function):

@@ -36,6 +36,7 @@ from zbv_worker.stage.boundary import (
     take_gradient,
 )
 from zbv_worker.stage.compiled import CompiledLayer
+from zbv_worker.stage.dtensors import fully_sharded_modules
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, loss_modules, prepare_layers
 from zbv_worker.stage.loss import AuxiliaryLosses, Loss, Objective, Running, WeightedLoss
 from zbv_worker.stage.recomputation import (
@@ -138,6 +139,7 @@ class Stage:
         self._autocast = autocast
         self.loss_scale = 1.0
         self.auxiliary = AuxiliaryLosses(is_weighted=isinstance(loss, WeightedLoss))
+        self._is_sharded = bool(fully_sharded_modules(module))
         self._is_checked = False
         self._writes: bool | None = None  # to its input; known after the first F
         self._has_split = False
@@ -249,6 +251,31 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Run W: compute the queued weight gradients and accumulate them into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
+
+    @property
+    def in_action(self) -> Any:
+        """What the action in progress has set, so that another action may begin; None sets nothing.
+
+        It also keeps the sums that an F adds to: another stream may still read them.
+        """
+        sums = self.auxiliary._sum, None if self.objective is None else self.objective._weight
+        return self._recorder.in_action, self.auxiliary.in_action, sums
+
+    @in_action.setter
+    def in_action(self, value: Any) -> None:
+        recorder, losses, _ = ((None, None, None), ("forward", [], []), None) if value is None else value
+        self._recorder.in_action, self.auxiliary.in_action = recorder, losses
+
+    def can_interleave(self, microbatch: int, other: Any) -> bool:
+        """Whether the backward of a microbatch may begin, and end, while another stage or this one runs F.
+
+        Not if it restores buffers that the F updates, nor with ``fully_shard``, whose hooks know one layer in
+        progress.
+        """
+        edges = self._forwards[microbatch].edges
+        if other is self and isinstance(edges, Recomputed) and edges.restores_buffers:
+            return False
+        return not (self._is_sharded or getattr(other, "_is_sharded", False))
 
     @property
     def expected_share(self) -> SplitShare | None:

@@ -157,6 +157,19 @@ class RankTrace:
             received=np.array([[r.received for r in step] for step in records], dtype=np.int64),
         )
 
+    def divided(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(steps,) nanoseconds in actions, and from an action's end until the rank turns to the next.
+
+        Time in both actions of a pair counts once.
+        """
+        order = np.argsort(self.times[:, :, START], axis=1, kind="stable")
+        times = np.take_along_axis(self.times, order[..., None], axis=1)
+        ends = np.maximum.accumulate(times[:, :, END], axis=1)
+        idle = np.maximum(0, times[:, 1:, START] - ends[:, :-1]).sum(axis=1)
+        turned = np.minimum.accumulate(times[:, ::-1, WAIT], axis=1)[:, ::-1]
+        between = np.maximum(0, turned[:, 1:] - ends[:, :-1]).sum(axis=1)
+        return ends[:, -1] - times[:, 0, START] - idle, between
+
     def document(self) -> dict[str, Any]:
         """The trace as JSON."""
         arrays = {"times": self.times.tolist(), "received": self.received.tolist()}
@@ -254,19 +267,38 @@ def render(plans: Sequence[Sequence[RankTrace]], alignment: Alignment) -> str:
 def _names(process: int, traces: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
     name = f"measured, plan {traces[0].plan_id[:12]}"
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    rows = [(trace.rank, f"rank {trace.rank}", 2 * trace.rank) for trace in traces]
     for trace in traces:
-        thread = {"ph": "M", "pid": process, "tid": trace.rank}
-        yield {**thread, "name": "thread_name", "args": {"name": f"rank {trace.rank}"}}
-        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": trace.rank}}
+        if _overlaps(trace).any():
+            row = _second_row(trace, traces)
+            rows.append((row, f"rank {trace.rank}, backwards of pairs", 2 * trace.rank + 1))
+    for row, text, place in rows:
+        thread = {"ph": "M", "pid": process, "tid": row}
+        yield {**thread, "name": "thread_name", "args": {"name": text}}
+        yield {**thread, "name": "thread_sort_index", "args": {"sort_index": place}}
+
+
+def _second_row(trace: RankTrace, traces: Sequence[RankTrace]) -> int:
+    """The row of what runs together with the action before it: viewers draw a row's events one in another."""
+    return 1 + max(each.rank for each in traces) + trace.rank
+
+
+def _overlaps(trace: RankTrace) -> NDArray[np.bool_]:
+    """(steps, n) whether an action started before the one before it had ended: the backward of a pair."""
+    found = np.zeros(trace.times.shape[:2], dtype=np.bool_)
+    found[:, 1:] = trace.times[:, 1:, START] < trace.times[:, :-1, END]
+    return found
 
 
 def _events(process: int, traces: Sequence[RankTrace], origin: int) -> Iterator[dict[str, Any]]:
     for trace in traces:
+        second, overlaps = _second_row(trace, traces), _overlaps(trace).tolist()
         microseconds = ((trace.times - origin) / _MICROSECOND).tolist()
         for step, (rows, sizes) in enumerate(zip(microseconds, trace.received.tolist(), strict=True)):
-            for action, (wait, start, end), size in zip(trace.actions, rows, sizes, strict=True):
-                event = {"ph": "X", "pid": process, "tid": trace.rank}
-                if start > wait:
+            columns = zip(trace.actions, rows, sizes, overlaps[step], strict=True)
+            for action, (wait, start, end), size, is_second in columns:
+                event = {"ph": "X", "pid": process, "tid": second if is_second else trace.rank}
+                if start > wait and not is_second:
                     yield {
                         **event,
                         "name": f"wait for the input of {action}",

@@ -222,7 +222,11 @@ def summarise(documents: Sequence[dict[str, Any]]) -> RunSummary:
 
 
 def _busy(entry: dict[str, Any]) -> float:
-    nanoseconds: int = sum(end - start for _, _, start, end, _ in entry["actions"])
+    """Seconds in actions; time in both actions of a pair counts once."""
+    nanoseconds = last = 0
+    for start, end in sorted((start, end) for _, _, start, end, _ in entry["actions"]):
+        nanoseconds += max(0, end - max(start, last))
+        last = max(last, end)
     return nanoseconds / 1e9
 
 

@@ -150,9 +150,7 @@ def _lengths(objective: str, traces: Sequence[RankTrace]) -> NDArray[np.float64]
 def _rank_times(
     trace: RankTrace, lengths: NDArray[np.float64], planned: float, planned_busy: float
 ) -> RankTimes:
-    times = trace.times[_FIRST_MEASURED:]
-    busy = (times[:, :, END] - times[:, :, START]).sum(axis=1) * _NANO
-    between = (times[:, 1:, WAIT] - times[:, :-1, END]).sum(axis=1) * _NANO
+    busy, between = (nanoseconds[_FIRST_MEASURED:] * _NANO for nanoseconds in trace.divided())
     return RankTimes(
         rank=trace.rank,
         busy=float(np.median(busy)),

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from zbv_solver.documents.files import write
+from zbv_solver.plans.orders import durations
 from zbv_solver.problem.problem import LETTERS
 
 from zbv_worker.errors import naming_errors
@@ -24,6 +25,7 @@ from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, Executor
 from zbv_worker.execution.plan_source import SECONDS, PlanSource, WholePlan
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.timeline import HostTimeline, StepResult
+from zbv_worker.execution.turns import Half, Overlap
 from zbv_worker.host.process import keep_freed_memory
 from zbv_worker.measure.rehearse.outcome import CpuUse, Outcome, compare
 from zbv_worker.measure.rehearse.sleeping_stage import NoBatches, SleepingDevice, SleepingStage, sharpen_timer
@@ -144,7 +146,11 @@ def rehearse_on(
         transport,
         device=_CPU,
         timeout=timeout,
-        options=ExecutorOptions(look_ahead=options.look_ahead, timeline=HostTimeline(clock)),
+        options=ExecutorOptions(
+            look_ahead=options.look_ahead,
+            timeline=HostTimeline(clock),
+            overlap=sleeping_pairs(plan, rank, scale, compute),
+        ),
     )
     executor.expect((0,) * mine.microbatches)  # all tensors have one size
 
@@ -178,6 +184,21 @@ def _cpu_times(compute: SleepingDevice) -> tuple[int, int]:
     """CPU time of this thread and process so far, in ns, without the simulated compute."""
     sleeping = compute.cpu_nanoseconds
     return time.thread_time_ns() - sleeping, time.process_time_ns() - sleeping
+
+
+def sleeping_pairs(plan: WholePlan, rank: int, scale: float, device: SleepingDevice) -> Overlap:
+    """Runs a rank's pairs in their planned times; ``scale`` in seconds per time unit."""
+    part = plan.orders.slice_of(rank)
+    nanoseconds = np.rint(durations(plan.problem, plan.orders)[part] * (scale * 1e9)).astype(np.int64)
+    of_action = dict(zip(plan.orders.actions(rank), nanoseconds.tolist(), strict=True))
+
+    def run(forward: Half, backward: Half) -> None:
+        device.instead = [of_action[backward.action], 0]
+        forward()
+        backward()
+        forward.end, backward.start = backward.end, forward.start
+
+    return run
 
 
 def sleeping_stages(

@@ -70,6 +70,8 @@ class SleepingDevice:
     ----------
     cpu_nanoseconds
         This thread's CPU time in the simulation so far.
+    instead
+        The times of the next actions, in ns, in place of those that they state; 0 for nothing.
     """
 
     def __init__(
@@ -84,12 +86,17 @@ class SleepingDevice:
         self._due = self._length = 0
         self._ended, self._cpu_ended, self._blocked = clock(), cpu_clock(), count_blocks()
         self.cpu_nanoseconds = 0
+        self.instead: list[int] = []
 
     def take(self, nanoseconds: int, arrival: int | None = None) -> int:
         """Let an action take its time, after the arrival of its input if that is known.
 
         Returns when the action is due to end.
         """
+        if self.instead:
+            nanoseconds = self.instead.pop(0)
+            if not nanoseconds:
+                return self._due
         now, cpu = self._clock(), self._cpu_clock()
         off_cpu = (now - self._ended) - (cpu - self._cpu_ended)
         waited = off_cpu > NO_WAIT_NANOSECONDS and self._count_blocks() != self._blocked

@@ -1,0 +1,265 @@
+"""A rank of a pipeline of two positions whose layers exchange tokens between two expert-parallel processes.
+
+Under torchrun's environment: ``python -m support.expert_rank FOLDER``. Four ranks; each writes the gradients
+of every case, and what its layers did in which order.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zbv_worker as zbv
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+from zbv_solver.construct.pairs import joined, starts
+from zbv_solver.problem.reading import parse_problem
+from zbv_worker.execution.turns import Half
+
+EXPERTS, LAYERS, MICROBATCHES, ROWS, WIDTH, STEPS = 2, 4, 6, 5, 8, 3
+TIMEOUT = 60.0
+
+Log = list[tuple[str, str, str]]
+"""The name of the thread, ``starts``, ``got`` or ``computes``, and what."""
+
+
+class Exchange(torch.autograd.Function):
+    """Sends rows to the processes of a group; the backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], at: Place) -> Tensor:
+        ctx.sent, ctx.received, ctx.at = sent, received, at
+        return at.exchange(x, received, sent, "tokens")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.at.exchange(gradients[0], ctx.sent, ctx.received, "gradients"), None, None, None
+
+
+@dataclass
+class Place:
+    """Where a layer is: its group, a log, and how long it dawdles at random."""
+
+    group: Any
+    log: Log
+    random: Random
+    delay: float = 0.0
+
+    def exchange(self, x: Tensor, received: list[int], sent: list[int], what: str) -> Tensor:
+        """All-to-all of rows."""
+        out = x.new_empty(sum(received), *x.shape[1:])
+        self.note("starts", what)
+        self.dawdle()
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
+        self.note("got", what)
+        return out
+
+    def note(self, event: str, what: str) -> None:
+        self.log.append((threading.current_thread().name, event, what))
+
+    def dawdle(self) -> None:
+        if self.delay:
+            time.sleep(self.random.uniform(0, self.delay))
+
+
+def expert(index: int, layer: int) -> nn.Module:
+    torch.manual_seed(100 * layer + index)
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Experts(nn.Module):
+    """Every row goes to the expert that a gate chooses; without a place, all experts are here."""
+
+    def __init__(self, layer: int, place: Place | None, case: Case):
+        super().__init__()
+        self.place, self.is_checkpointed = place, case.is_checkpointed
+        mine = range(EXPERTS) if place is None else [dist.get_rank(place.group)]
+        self.experts = nn.ModuleDict({str(index): expert(index, layer) for index in mine})
+        torch.manual_seed(layer)
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.dropout = nn.Dropout(case.dropout)
+        self.seen: Tensor | None
+        self.register_buffer("seen", torch.zeros(()) if case.counts else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, width), same shape."""
+        if self.is_checkpointed and self.training:
+            found: Tensor = checkpoint(self._computed, x, use_reentrant=False)
+            return found
+        return self._computed(x)
+
+    def _computed(self, x: Tensor) -> Tensor:
+        if self.seen is not None:
+            self.seen += 1
+        scores = self.gate(x).softmax(-1)
+        weight, chosen = scores.max(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=EXPERTS)
+        rows = x[order]
+        if self.place is None:
+            parts = torch.split(rows, counts.tolist())
+            out = torch.cat([self._of_expert(index, part) for index, part in enumerate(parts)])
+        else:
+            out = self._exchanged(rows, counts)
+        y = torch.zeros_like(x).index_copy(0, order, out.to(x.dtype))
+        return x + torch.tanh(self.dropout(y * weight[:, None]))
+
+    def _of_expert(self, index: int, rows: Tensor) -> Tensor:
+        found: Tensor = self.experts[str(index)](rows)
+        return found
+
+    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        place = self.place
+        assert place is not None
+        each = [1] * EXPERTS
+        of_others = place.exchange(counts, each, each, "counts")
+        sent, received = counts.tolist(), of_others.tolist()
+        here = Exchange.apply(rows, sent, received, place)  # type: ignore[no-untyped-call]
+        place.note("computes", "expert")
+        place.dawdle()
+        out = self._of_expert(dist.get_rank(place.group), here)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: place.note("computes", "expert's gradient"))  # type: ignore[no-untyped-call]
+        found: Tensor = Exchange.apply(out, received, sent, place)  # type: ignore[no-untyped-call]
+        return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs."""
+
+    placement: str = "v"
+    is_split: bool = False
+    """Whether pairs have I's, or B's."""
+    dropout: float = 0.0
+    is_checkpointed: bool = False
+    """Whether layers checkpoint themselves."""
+    is_recomputed: bool = False
+    """Whether the stages are recomputed."""
+    precision: Any = "float32"
+    delay: float = 0.0
+    is_autocast: bool = False
+    """Whether the caller's own autocast is around the step."""
+    counts: bool = False
+    """Whether layers count their calls in a buffer."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients are those of one process in float32."""
+        return not self.dropout and self.precision == "float32" and not self.is_autocast
+
+
+CASES = {
+    "V, random delays": Case(is_split=True, delay=0.004),
+    "V, full backwards": Case(),
+    "one stage per rank": Case("single", is_split=True, counts=True),
+    "dropout, recomputed": Case("single", is_split=True, dropout=0.3, is_recomputed=True),
+    "dropout, checkpointed, bfloat16": Case(
+        "single", is_split=True, dropout=0.3, is_checkpointed=True, precision="bfloat16"
+    ),
+    "buffers, recomputed": Case("single", is_split=True, is_recomputed=True, counts=True),
+    "float16": Case(precision="float16", is_recomputed=True, counts=True),
+    "the caller's autocast": Case("loop", is_split=True, is_autocast=True, is_checkpointed=True),
+}
+
+
+def plan_of(case: Case) -> dict[str, Any]:
+    """A plan with pairs."""
+    costs = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1}
+    communication = {"forward": 6, "backward_input": 6, "backward": 6}
+    document = {
+        "pp_degree": 2,
+        "microbatches": MICROBATCHES,
+        "placement": case.placement,
+        "costs": {**costs, "communication": communication},
+    }
+    problem, letter = parse_problem(document), "I" if case.is_split else "B"
+    found = (joined(problem, orders).all_text() for _, orders in starts(problem))
+    return {"problem": document, "ranks": next(ranks for ranks in found if _pairs(ranks, letter))}
+
+
+def _pairs(ranks: list[list[str]], letter: str) -> list[str]:
+    """The pairs with backwards of this letter."""
+    return [entry for row in ranks for entry in row if "+" in entry and letter in entry]
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """The rows of an expert-parallel process."""
+    random = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(MICROBATCHES * ROWS, WIDTH, generator=random)
+    return x, x.flip(1) / 2
+
+
+def layers(case: Case, place: Place | None) -> list[Callable[[], nn.Module]]:
+    return [partial(Experts, index, place, case) for index in range(LAYERS)]
+
+
+def one_by_one(forward: Half, backward: Half) -> None:
+    forward()
+    backward()
+
+
+def trained(case: Case, mesh: Any, overlap: Any) -> dict[str, Any]:
+    """Losses, gradients of all steps, buffers, and what happened in the last step."""
+    log: Log = []
+    place = Place(mesh["ep"].get_group(), log, Random(dist.get_rank()), case.delay)
+    torch.manual_seed(5)
+    found: dict[str, Any] = {"losses": [], "gradients": []}
+    with zbv.Pipeline(
+        plan_of(case),
+        layers(case, place),
+        nn.functional.mse_loss,
+        mesh=mesh,
+        precision=case.precision,
+        timeout=TIMEOUT,
+        overlap=overlap,
+    ) as pipe:
+        for stage in pipe._own.trained.stages.values():
+            stage.is_recomputed = case.is_recomputed
+        for step in range(STEPS):
+            log.clear()
+            x, y = batch(dist.get_rank(place.group), step)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.is_autocast):
+                found["losses"].append(pipe.step(x, y))
+            found["gradients"].append(
+                {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+            )
+            for parameter in pipe.parameters():
+                parameter.grad = None
+        found["trace"] = pipe.trace()
+        found["buffers"] = {
+            n: b.clone() for module in pipe.modules.values() for n, b in module.named_buffers()
+        }
+        found["log"] = list(log)
+        found["random"] = torch.get_rng_state()
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, EXPERTS), mesh_dim_names=("pp", "ep"))
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        print(name, flush=True)  # noqa: T201 - a rank's log
+        found[name] = {
+            "pairs": trained(case, mesh, None),
+            "one by one": trained(case, mesh, one_by_one),
+        }
+    torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -238,6 +238,8 @@ def read_rank(answer: Any) -> RankPlan:
     try:
         channels = tuple(channel.seen_from(rank) for channel in found)
         orders = Orders.from_text([actions])
+        if orders.copies is not None:
+            raise InvalidAnswer("found copies to the host, which the worker cannot make yet.")
         parsed = {
             "actions": tuple(orders.actions(0)),
             "pairs": orders.pairs(0),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.orders import random_orders
 from support.problems import problems
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
+from zbv_solver.export import RENUMBERED, export
 from zbv_solver.improve.copies import plan_copies
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import plan_json
@@ -27,7 +28,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
-from zbv_solver.timing.start_times import evaluate, memory_profile
+from zbv_solver.timing.start_times import evaluate, execute, memory_profile
 from zbv_solver.verify.verifier import verify, verify_orders
 
 TIMED = json.loads(Path(__file__).with_name("copies.json").read_text())
@@ -178,6 +179,18 @@ def test_a_copy_after_all_actions_of_a_rank_is_refused_where_it_is() -> None:
     with pytest.raises(InvalidInput) as caught:
         Orders.from_text([["0F0", "1F0", "1B0", "0B0", "0O0"]])
     assert caught.value.issues[0].pointer == "/ranks/0/4"
+
+
+def test_other_executors_refuse_copies_and_pictures_show_their_times() -> None:
+    copied = [["0F0", "0O0", "0D0", "3F0", "3B0", "0R0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
+    plan = make_plan(parse_problem(PROBLEM | {"microbatches": 1}), Orders.from_text(copied), method="given")
+    for name in sorted(RENUMBERED):
+        with pytest.raises(InvalidInput, match="copies to the host"):
+            export(plan, name)
+    for name in ("svg", "html", "chrome-trace"):
+        assert export(plan, name)
+    with pytest.raises(InvalidPlan, match="without copies"):
+        execute(plan.problem, plan.orders)
 
 
 def test_the_host_has_a_limit() -> None:

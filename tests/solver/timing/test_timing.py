@@ -88,7 +88,7 @@ def graph_of(weight: Sequence[Sequence[float]]) -> start_times.Graph:
             source[place], latency[place] = firsts[r], weight[r][q]
     offset = np.array([*firsts, p * (p + 1)])
     stops = np.array([(q, at + length) for length in (1, p + 1) for q, at in enumerate(firsts)], np.int32)
-    return start_times.Graph(source, offset, duration, latency, stops)
+    return start_times.Graph(source, offset, duration, latency, stops, p)
 
 
 @pytest.mark.parametrize(("ranks", "says"), [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import zbv_worker as zbv
 from support.plans import random_plan
 from torch import nn
 from zbv_service.client import Client
+from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import plan_json
+from zbv_solver.problem.stages import Copies
 from zbv_solver.search.assemble import make_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.plan_source import PlanSource
@@ -52,6 +55,17 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(
         PlanSource(service.address, "00").whole(timeout=60)
     with pytest.raises(InvalidRun, match="rank 7: no action list"):
         PlanSource(service.address, plan.plan_id).rank_plan(7, timeout=60)
+    with_copies = replace(problem, copies=Copies((1.0,) * 4, (1.0,) * 4, problem.memory.forward))
+    lists = [["0F0", "0O0", "0D0", "0R0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
+    copied = make_plan(replace(with_copies, microbatches=1), Orders.from_text(lists), method="copied")
+    with Client(service.address) as client:
+        client.import_plan(plan_json(copied))
+    copied.save(tmp_path / "copied.json")
+    for source in (PlanSource(service.address, copied.plan_id), PlanSource(file=tmp_path / "copied.json")):
+        with pytest.raises(InvalidRun, match="copies to the host"):
+            source.rank_plan(0, timeout=60)
+        with pytest.raises(InvalidRun, match="copies to the host"):
+            source.whole(timeout=60)
     command = python_command(
         "zbv_worker",
         *("run", "--server", service.address, "--plan", plan.plan_id, "--steps", "2", "--threads", "1"),

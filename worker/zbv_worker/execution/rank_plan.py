@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
@@ -94,7 +95,8 @@ class RankPlan:
 
     @classmethod
     def of(cls, plan_id: str, problem: Problem, orders: Orders, rank: int) -> RankPlan:
-        """A rank's part of a whole plan."""
+        """A rank's part of a whole plan; raises :class:`InvalidPlan` for one with copies to the host."""
+        require_no_copies(orders)
         return cls(
             plan_id=plan_id,
             rank=rank,
@@ -112,6 +114,14 @@ class RankPlan:
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank hosts, in model order."""
         return self.placement.stages_of[self.rank]
+
+
+def require_no_copies(orders: Orders) -> None:
+    """Raise :class:`InvalidPlan` for orders with copies to the host."""
+    if orders.copies is not None:
+        raise InvalidPlan(
+            "found copies to the host, which the worker cannot make yet; plan without costs.offload."
+        )
 
 
 def by_microbatch(features: Mapping[str, Sequence[float]]) -> tuple[Mapping[str, float], ...]:

@@ -45,6 +45,7 @@ from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.verify.verifier import verify
 
+SHALLOW = {**MODEL, "layers": 4}
 PLAIN, PREDICTING = {**MODEL, "attention": "plain"}, {**MODEL, "prediction_layers": 1}
 
 
@@ -103,7 +104,7 @@ def test_the_best_cut_is_found(cluster: Cluster, model: Document, is_tied: bool,
 
 
 def test_all_executors_together_are_as_good_as_each() -> None:
-    request = request_of(MODEL, cluster_of(1, 2, 6.0), 4, pipeline_parallel=2, microbatch_size=1)
+    request = request_of(SHALLOW, cluster_of(1, 2, 6.0), 4, pipeline_parallel=2, microbatch_size=1)
     layouts, setting = request.layouts, request.setting
     ranking = executor_layouts(layouts, setting, "any", top=4)
     rows = ranking_json(ranking, request, with_plans=False)["layouts"]
@@ -126,7 +127,7 @@ def test_all_executors_together_are_as_good_as_each() -> None:
 
 def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end() -> None:
     """Wherever it ends, its bound holds."""
-    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1, pipeline_parallel=4)
+    request = request_of(SHALLOW, cluster_of(1, 2), 4, microbatch_size=1, pipeline_parallel=2)
     askers: set[str] = set()
 
     def ask() -> bool:
@@ -143,19 +144,19 @@ def test_a_search_of_cuts_asks_in_all_of_its_parts_whether_to_end() -> None:
         assert early.considered == early.planned + early.pruned + early.unsettled
 
 
-@pytest.mark.parametrize("budget", [0.0, 1e9])
-def test_large_orders_wait_and_may_stay_unsettled(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 8, microbatch_size=1, tensor_parallel=1)
-    settled = executor_layouts(request.layouts, request.setting, "megatron", top=2)
+def test_large_orders_wait_and_may_stay_unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(SHALLOW, cluster_of(1, 4), 4, microbatch_size=1, tensor_parallel=1)
+    search = partial(executor_layouts, request.layouts, request.setting, "megatron", top=2)
+    settled = search()
     monkeypatch.setattr(executor_module, "LARGE", 64)
-    monkeypatch.setitem(executor_module.MOST_BOUNDED, "quick", budget)
-    found = executor_layouts(request.layouts, request.setting, "megatron", top=2)
-    assert found.considered == settled.considered == found.planned + found.pruned + found.unsettled
-    assert found.no_layout_below <= settled.best[0].step_time
-    assert (found.unsettled > 0) == (budget == 0)
-    if budget:
-        assert found.best[0].step_time == pytest.approx(settled.best[0].step_time, rel=1e-9)
-        assert found.no_layout_below == pytest.approx(settled.no_layout_below, rel=1e-9)
+    for budget in (0.0, 1e9):
+        monkeypatch.setitem(executor_module.MOST_BOUNDED, "quick", budget)
+        found = search()
+        assert found.considered == settled.considered == found.planned + found.pruned + found.unsettled
+        assert found.no_layout_below <= settled.best[0].step_time
+        assert (found.unsettled > 0) == (budget == 0)
+    assert found.best[0].step_time == pytest.approx(settled.best[0].step_time, rel=1e-9)
+    assert found.no_layout_below == pytest.approx(settled.no_layout_below, rel=1e-9)
 
 
 LAYOUT = Layout(2, 1, 1, 2, 2, 1, 4, 1, "per-stage", "tp-cp-dp-pp")
@@ -324,13 +325,17 @@ def test_recomputation(model: Document, parallel: Document, fixed: Document, fla
 
 
 @pytest.mark.parametrize(
-    ("executor", "model", "gigabytes", "size"), [("megatron", EXPERTS, 9.0, 2), ("torchtitan", MODEL, 6.0, 4)]
+    ("executor", "model", "gigabytes", "batch"),
+    [("megatron", {**EXPERTS, "layers": 4}, 7.0, 8), ("torchtitan", MODEL, 6.0, 32)],
 )
-def test_the_best_recomputation_is_found(executor: str, model: Document, gigabytes: float, size: int) -> None:
-    fixed: Document = {**LONE, "pipeline_parallel": 2, "data_parallel": 1, "microbatch_size": size}
+def test_the_best_recomputation_is_found(
+    executor: str, model: Document, gigabytes: float, batch: int
+) -> None:
+    fixed: Document = {**LONE, "pipeline_parallel": 2, "data_parallel": 1, "microbatch_size": batch // 8}
     steps = {}
     for recompute in ("none", "selective", "full", None):
-        request = request_of(model, cluster_of(1, 2, gigabytes), 32, executor, **fixed, recompute=recompute)
+        cluster = cluster_of(1, 2, gigabytes)
+        request = request_of(model, cluster, batch, executor, **fixed, recompute=recompute)
         steps[recompute] = (best := best_of(request)).step_time
     assert steps[None] == steps["selective"] < min(steps["none"], steps["full"])
     if executor == "torchtitan":

@@ -152,7 +152,7 @@ def test_a_search_ends_during_the_enumeration(executor: str, monkeypatch: pytest
 
 
 def test_points_and_sensitivity_end_with_the_search() -> None:
-    request = request_of(MODEL, cluster_of(1, 4), 8)
+    request = request_of(NARROW, cluster_of(1, 2), 8)
     ranking = best_layouts(request.families(), request.setting)
     every, few = (points_json(ranking, request.setting, partial(bool, end)) for end in (False, True))
     assert every["planned"] == few["planned"]

@@ -21,8 +21,8 @@ from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.frontiers import frontier, memory_fraction
 from zbv_solver.frontiers.frontier import floor, frontier_points, layer_limits, smallest_limit
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
-from zbv_solver.problem.layered_problem import AnyProblem
 from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.layered import JUDGED, first_plan
 from zbv_solver.timing.start_times import evaluate
 
 amounts = st.integers(1, 9).map(float)
@@ -62,7 +62,7 @@ def test_stages_and_layers_that_hold_nothing_have_no_frontier() -> None:
     stages = zbv.parse({**uniform_document(2, 4), "memory": None})
     for problem, pointer in ((stages, "/memory"), (layered(LAYERED, layers=bare), "/layers")):
         with pytest.raises(zbv.InvalidInput) as refused:
-            frontier_points(problem, quick)
+            frontier_points(problem, zbv.plan)
         assert refused.value.issues[0].pointer == pointer
 
 
@@ -93,17 +93,23 @@ def layered(document: dict[str, Any] = RECOMPUTED, **changes: Any) -> zbv.Layere
     return problem
 
 
-def quick(problem: AnyProblem) -> zbv.Plan:
-    return zbv.plan(problem, effort="quick")
-
-
 @pytest.mark.parametrize(
     "document",
     [uniform_document(2, 6, p2p=0.25, limit=1), RECOMPUTED | {"microbatches": 3, "memory": {"limit": 1}}],
     ids=["stages", "layers"],
 )
-def test_more_memory_never_costs_time_and_bounds_hold(document: Any, tmp_path: Path, capsys: Any) -> None:
+def test_more_memory_never_costs_time_and_bounds_hold(
+    document: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command ignores the problem's own limit, which nothing fits."""
+    known: list[Any] = []
+
+    def searched_once(*given: Any) -> Any:
+        known[:] = known or [frontier_points(*given)]
+        return known[0]
+
+    monkeypatch.setattr("zbv_solver.commands.searches.frontier_points", searched_once)
+    monkeypatch.setitem(JUDGED, "quick", JUDGED["quick"] // 10)
     problem, folder = zbv.parse(document), tmp_path / "plans"
     (tmp_path / "problem.json").write_text(json.dumps(document))
     command = ["frontier", str(tmp_path / "problem.json")]
@@ -143,10 +149,11 @@ def test_more_memory_never_costs_time_and_bounds_hold(document: Any, tmp_path: P
 def test_a_plan_of_little_memory_counts_where_more_memory_was_searched_in_vain() -> None:
     plans: list[zbv.Plan] = []
 
-    def in_vain(limited: AnyProblem) -> zbv.Plan:
+    def in_vain(limited: Any) -> zbv.Plan:
         """One microbatch after the other, but for the first limit."""
         problem = plans[0].problem if plans else None
-        plans.append(make_plan(problem, orders_of(problem), method="serial") if problem else quick(limited))
+        serial = make_plan(problem, orders_of(problem), method="serial") if problem else None
+        plans.append(serial or first_plan(limited))
         return plans[-1]
 
     points = frontier_points(layered(), in_vain)
@@ -174,16 +181,16 @@ def test_the_smallest_limit_is_that_of_the_best_of_all_cuts(document: dict[str, 
     assert least == pytest.approx(min(max(cut.smallest_limit) for cut in every))
     limits = layer_limits(problem)  # eighths up to 1F1B's need, then 1.25, 1.5 and 2 times its activations
     assert [limits[0], limits[10] - limits[8]] == pytest.approx([least, limits[11] - limits[10]])
-    quick(at_limit(problem, least))
+    first_plan(at_limit(problem, least))
     if placement != "auto":
         with pytest.raises(zbv.InfeasibleMemory):
-            quick(at_limit(problem, least * (1 - 1e-6)))
+            first_plan(at_limit(problem, least * (1 - 1e-6)))
 
 
 def test_a_bound_of_all_cuts_is_exact_in_the_loads_of_v_and_knows_the_limit() -> None:
     problem = layered(memory={})
     least = at_limit(problem, smallest_limit(problem))
-    plan: Any = quick(least)
+    plan: Any = first_plan(least)
     assert floor(least) == pytest.approx(plan.cut.lower_bound)
     assert floor(problem) < floor(least), "what is recomputed is work, too"
     assert floor(layered(memory={}, placement="auto")) <= floor(problem)

@@ -25,6 +25,7 @@ from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
 from zbv_solver.problem.problem import Problem, objective_value
+from zbv_solver.search.layered import first_plan
 from zbv_solver.timing.start_times import evaluate
 
 ANY = ("v", "single", "loop")
@@ -219,13 +220,13 @@ def test_a_cut_that_fits_is_settled_or_else_searched_in_earnest(monkeypatch: pyt
     found = least_memory_cut(space, level, enough=0)
     assert found.value <= 0
     assert found.bound == -np.inf  # it stopped at the first that fits
-    assert max(zbv.plan(problem, effort="quick").metrics.peak_memory) <= 17
+    assert max(first_plan(problem).metrics.peak_memory) <= 17
 
 
 def test_that_nothing_fits_on_any_placement_is_proved() -> None:
     def plan(limit: float) -> None:
         layers = [cuts.EMBEDDING, {**BLOCK, "recompute": cuts.RECOMPUTE}, HEAD]
-        zbv.plan(layered(placement="auto", layers=layers, memory={"limit": limit}), effort="quick")
+        first_plan(layered(placement="auto", layers=layers, memory={"limit": limit}))
 
     with pytest.raises(zbv.InfeasibleMemory, match=r"no plan fits.*the closest cut would need") as caught:
         plan(9)
@@ -240,7 +241,7 @@ def test_what_the_effort_does_not_prove_is_not_claimed(monkeypatch: pytest.Monke
     monkeypatch.setattr("zbv_solver.partition.least_memory.EFFORT", 0.0)
     # 11 layers of 2 on two ranks: 22 is less than 2 * 11.5, and one rank has 12.
     with pytest.raises(zbv.InfeasibleMemory, match="It is not proved that no other cut fits") as caught:
-        zbv.plan(loop(*[(2, 0, 0)] * 11, memory={"limit": 11.5}), effort="quick")
+        first_plan(loop(*[(2, 0, 0)] * 11, memory={"limit": 11.5}))
     assert not caught.value.is_proved
 
 

@@ -31,6 +31,7 @@ from zbv_solver.plans.orders import Action, Orders, first_in_first_out
 from zbv_solver.plans.plan import CutCertificate, Provenance, SimulatedBaseline, Spans, certify, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.problem import LETTERS
+from zbv_solver.search.layered import first_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
@@ -184,7 +185,7 @@ def test_a_wrong_bound_at_a_larger_limit_contradicts_plans_at_smaller_ones(quest
     number = count()
 
     def answer(problem: Any) -> zbv.Plan:
-        plan = search(problem, QUICK)
+        plan = first_plan(problem) if part == "cut" else search(problem, QUICK)
         changes = {part: replace(getattr(plan, part), lower_bound=1e6)} if next(number) == 2 else {}
         return replace(plan, **changes)
 

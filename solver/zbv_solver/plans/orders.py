@@ -214,7 +214,7 @@ class Orders:
     def text_at(self, index: int) -> str:
         """The action at an index of the flat arrays as text, for messages; letter codes may be invalid."""
         code = int(self.letter[index])
-        letter = _ALL_LETTERS[code] if 0 <= code < len(_ALL_LETTERS) else f"(letter {code})"
+        letter = LETTERS[code] if 0 <= code < len(LETTERS) else f"(letter {code})"
         return f"{self.stage[index]}{letter}{self.microbatch[index]}"
 
     def text(self, rank: int, at_most: int | None = None) -> list[str]:

@@ -273,7 +273,7 @@ def simulation_view(plan: Plan) -> SimulationView | None:
 
 
 def _simulated(plan: Plan) -> Simulation | None:
-    if not can_compile() or len(plan.orders) == 0:
+    if not can_compile() or len(plan.orders) == 0 or plan.orders.copies is not None:
         return None
     # Imported here because pages are also written where kernels cannot be compiled.
     from zbv_solver.search.jitter import DEFAULT_JITTER, SCENARIOS, simulate

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -68,9 +68,11 @@ def lower_bound(
     that, and is much stronger where memory is tight. ``thorough`` adds all schedules of a few ranks
     (:mod:`.few_ranks`); it takes up to three seconds and is stronger still at half of 1F1B's memory or less.
     Where microbatches differ, ``full`` takes 0.3 seconds there, and ``thorough``, with finer groups of
-    microbatches on more ranks, up to a second.
+    microbatches on more ranks, up to a second. With copies to the host, no bound knows the memory limit.
     """
     best = Bound(0.0, "nothing to do")
+    if problem.copies is not None:  # they can make any amount of memory enough
+        problem = replace(problem, copies=None, memory=replace(problem.memory, limit=None))
     if problem.communication is not None:
         for rank, value in enumerate(pair_bounds(problem)):
             if value > best.value:

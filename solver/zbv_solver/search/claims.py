@@ -318,7 +318,7 @@ def prove_bound(plan: Plan, stated: float, cancelled: Callable[[], bool] | None 
     if bound >= enough:
         return f"proved again: {time(bound)}, without CP-SAT"
     is_small = problem.max_actions <= budgets_of("thorough", problem)[-1].exact_actions
-    if is_small and problem.communication is None:  # CP-SAT does not know pairs
+    if is_small and problem.communication is None and problem.copies is None:  # CP-SAT knows neither
         from zbv_solver.improve.cp_search import refine
         from zbv_solver.timing.start_times import objective_of
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zbv_solver.bounds import lower_bound
-from zbv_solver.construct.baselines import without_limit
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.improve.copies import plan_copies
 from zbv_solver.plans.orders import Orders
@@ -41,8 +40,7 @@ class CopySearch:
         self.problem, self.options = problem, options
         self.on_progress, self.cancelled = on_progress, cancelled
         self.began = time.monotonic()
-        # Copies can make any amount of memory enough, so only bounds that ignore memory hold.
-        self.bound = lower_bound(without_limit(problem.without_copies())).value
+        self.bound = lower_bound(problem).value
         self.best: tuple[float, Orders, str] | None = None
 
     def try_orders(self, orders: Orders, method: str) -> float | None:

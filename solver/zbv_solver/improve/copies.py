@@ -45,7 +45,7 @@ class Rank(NamedTuple):
     host: float
 
 
-class Plan(NamedTuple):
+class Choice(NamedTuple):
     """What is copied; kernels write into it."""
 
     chosen: BoolArray
@@ -59,8 +59,8 @@ class Plan(NamedTuple):
     """(n,) the most that the rank holds while an action runs or after it."""
 
     @classmethod
-    def of(cls, rank: Rank) -> Plan:
-        """A plan without copies."""
+    def of(cls, rank: Rank) -> Choice:
+        """No copies."""
         a, n = len(rank.forward), len(rank.start)
         return cls(
             np.zeros(a, np.bool_),
@@ -100,10 +100,10 @@ def _planned(problem: Problem, orders: Orders, start: FloatArray, end: FloatArra
     while len(rows) < problem.pp_degree:
         rank = len(rows)
         own = _rank_of(problem, orders, rank, start, end)
-        plan = Plan.of(own)
-        over = choose(own, plan)
+        choice = Choice.of(own)
+        over = choose(own, choice)
         if over == NEVER:
-            rows.append(_rows(orders, rank, own, plan))
+            rows.append(_rows(orders, rank, own, choice))
             continue
         earlier = _with_earlier_weight(orders, rank, over)
         if earlier is None:
@@ -164,13 +164,13 @@ def _rank_of(problem: Problem, orders: Orders, rank: int, start: FloatArray, end
     )
 
 
-def _rows(orders: Orders, rank: int, own: Rank, plan: Plan) -> IntArray:
+def _rows(orders: Orders, rank: int, own: Rank, choice: Choice) -> IntArray:
     """The copies of a rank as :attr:`Orders.copies`: before an action, O's first, then D's, then R's."""
     begin, rows = int(orders.offset[rank]), []
-    for which in np.flatnonzero(plan.chosen).tolist():
+    for which in np.flatnonzero(choice.chosen).tolist():
         at = begin + int(own.forward[which])
         stage, microbatch = int(orders.stage[at]), int(orders.microbatch[at])
-        for place, letter in ((at + 1, O), (begin + plan.freed[which], D), (begin + plan.taken[which], R)):
+        for place, letter in ((at + 1, O), (begin + choice.freed[which], D), (begin + choice.taken[which], R)):
             rows.append((int(place), letter, stage, microbatch, int(own.backward[which])))
     order = {O: 0, D: 1, R: 2}
     rows.sort(key=lambda row: (row[0], order[row[1]], row[4] if row[1] == R else 0))
@@ -178,82 +178,82 @@ def _rows(orders: Orders, rank: int, own: Rank, plan: Plan) -> IntArray:
 
 
 @compiled
-def choose(rank: Rank, plan: Plan) -> int:  # pragma: no cover - compiled
+def choose(rank: Rank, choice: Choice) -> int:  # pragma: no cover - compiled
     """Choose copies until the rank keeps its limit; returns where that is impossible, or NEVER."""
     a, n, over = len(rank.forward), len(rank.start), NEVER
-    _place(rank, plan)
+    _place(rank, choice)
     for _ in range(4 * a + n):
-        over = _first_over(rank, plan)
+        over = _first_over(rank, choice)
         if over == NEVER:
-            _drop_needless(rank, plan)
+            _drop_needless(rank, choice)
             return over
-        if not (_add_in_time(rank, plan, over) or _force(rank, plan, over)):
+        if not (_add_in_time(rank, choice, over) or _force(rank, choice, over)):
             return over
     return over
 
 
 @compiled
-def _place(rank: Rank, plan: Plan) -> bool:  # pragma: no cover - compiled
+def _place(rank: Rank, choice: Choice) -> bool:  # pragma: no cover - compiled
     """Place D's and R's of the chosen copies, and compute what the rank holds; False if one is too late.
 
     A copy that is too late has its R right after its D, or where it is forced to be.
     """
     in_time, free, n = True, -np.inf, len(rank.start)
     for which in range(len(rank.forward)):
-        if not plan.chosen[which]:
+        if not choice.chosen[which]:
             continue
         at = rank.forward[which]
         free = max(free, rank.end[at]) + rank.offload[which]
         place = at + 1
         while place < rank.backward[which] and rank.end[place - 1] < free:
             place += 1
-        in_time &= rank.end[place - 1] >= free or place > plan.latest_freed[which]
-        plan.freed[which] = min(place, max(at + 1, plan.latest_freed[which]))
+        in_time &= rank.end[place - 1] >= free or place > choice.latest_freed[which]
+        choice.freed[which] = min(place, max(at + 1, choice.latest_freed[which]))
     free = np.inf
     for number in range(len(rank.forward) - 1, -1, -1):
         which = rank.by_backward[number]
-        if not plan.chosen[which]:
+        if not choice.chosen[which]:
             continue
         at = rank.backward[which]
         free = min(free, rank.start[at]) - rank.reload[which]
         place = at
-        while place > plan.freed[which] and rank.end[place - 1] > free:
+        while place > choice.freed[which] and rank.end[place - 1] > free:
             place -= 1
         in_time &= rank.end[place - 1] <= free
-        plan.taken[which] = min(at, max(place, plan.earliest_taken[which]))
+        choice.taken[which] = min(at, max(place, choice.earliest_taken[which]))
     change = rank.delta.copy()
     held = np.zeros(n + 1)
     for which in range(len(rank.forward)):
-        if plan.chosen[which]:
-            held[plan.freed[which]] -= rank.amount[which]
-            held[plan.taken[which]] += rank.amount[which]
+        if choice.chosen[which]:
+            held[choice.freed[which]] -= rank.amount[which]
+            held[choice.taken[which]] += rank.amount[which]
     total = rank.static
     for at in range(n):
         total += held[at]
-        plan.held[at] = total + max(0.0, change[at])
+        choice.held[at] = total + max(0.0, change[at])
         total += change[at]
     return in_time
 
 
 @compiled
-def _first_over(rank: Rank, plan: Plan) -> int:  # pragma: no cover - compiled
+def _first_over(rank: Rank, choice: Choice) -> int:  # pragma: no cover - compiled
     """The first action at which the rank holds more than its limit, or NEVER."""
-    for at in range(len(plan.held)):
-        if plan.held[at] > rank.limit:
+    for at in range(len(choice.held)):
+        if choice.held[at] > rank.limit:
             return at
     return NEVER
 
 
 @compiled
-def _fits_host(rank: Rank, plan: Plan) -> bool:  # pragma: no cover - compiled
-    """Whether the host has room for all copies at once; it keeps one until its backward."""
+def _fits_host(rank: Rank, choice: Choice) -> bool:  # pragma: no cover - compiled
+    """Whether the host has room for all copies at once; it keeps one until its backward has ended."""
     if rank.host == np.inf:
         return True
     change = np.zeros(len(rank.start) + 1)
     for which in range(len(rank.forward)):
-        if plan.chosen[which]:
+        if choice.chosen[which]:
             change[rank.forward[which] + 1] += rank.amount[which]
-            change[rank.backward[which]] -= rank.amount[which]
+            change[rank.backward[which] + 1] -= rank.amount[which]
     total = 0.0
     for at in range(len(change)):
         total += change[at]
@@ -263,63 +263,63 @@ def _fits_host(rank: Rank, plan: Plan) -> bool:  # pragma: no cover - compiled
 
 
 @compiled
-def _add_in_time(rank: Rank, plan: Plan, over: int) -> bool:  # pragma: no cover - compiled
+def _add_in_time(rank: Rank, choice: Choice, over: int) -> bool:  # pragma: no cover - compiled
     """Add the copy that is away while an action runs, and needed last; False if all would be late."""
     a = len(rank.forward)
     for number in range(a - 1, -1, -1):
         which = rank.by_backward[number]
         if rank.backward[which] <= over:
             return False
-        if plan.chosen[which] or rank.forward[which] >= over or rank.amount[which] <= 0:
+        if choice.chosen[which] or rank.forward[which] >= over or rank.amount[which] <= 0:
             continue
-        plan.chosen[which] = True
-        in_time = _place(rank, plan)
-        if in_time and plan.freed[which] <= over < plan.taken[which] and _fits_host(rank, plan):
+        choice.chosen[which] = True
+        in_time = _place(rank, choice)
+        if in_time and choice.freed[which] <= over < choice.taken[which] and _fits_host(rank, choice):
             return True
-        plan.chosen[which] = False
-        _place(rank, plan)
+        choice.chosen[which] = False
+        _place(rank, choice)
     return False
 
 
 @compiled
-def _force(rank: Rank, plan: Plan, over: int) -> bool:  # pragma: no cover - compiled
+def _force(rank: Rank, choice: Choice, over: int) -> bool:  # pragma: no cover - compiled
     """Keep an activation away while an action runs, though the rank waits for it; False if there is none."""
     for number in range(len(rank.forward) - 1, -1, -1):
         which = rank.by_backward[number]
         if rank.backward[which] <= over:
             return False
-        is_away = plan.chosen[which] and plan.freed[which] <= over < plan.taken[which]
+        is_away = choice.chosen[which] and choice.freed[which] <= over < choice.taken[which]
         if is_away or rank.forward[which] >= over or rank.amount[which] <= 0:
             continue
-        was = plan.chosen[which]
-        plan.chosen[which] = True
-        if not _fits_host(rank, plan):
-            plan.chosen[which] = was
+        was = choice.chosen[which]
+        choice.chosen[which] = True
+        if not _fits_host(rank, choice):
+            choice.chosen[which] = was
             continue
-        plan.latest_freed[which] = min(plan.latest_freed[which], over)
-        plan.earliest_taken[which] = max(plan.earliest_taken[which], over + 1)
-        _place(rank, plan)
+        choice.latest_freed[which] = min(choice.latest_freed[which], over)
+        choice.earliest_taken[which] = max(choice.earliest_taken[which], over + 1)
+        _place(rank, choice)
         return True
     return False
 
 
 @compiled
-def _drop_needless(rank: Rank, plan: Plan) -> None:  # pragma: no cover - compiled
+def _drop_needless(rank: Rank, choice: Choice) -> None:  # pragma: no cover - compiled
     """Drop copies as long as the rank keeps its limit, those that are away for the shortest time first."""
     a = len(rank.forward)
     away = np.empty(a)
     for which in range(a):
         away[which] = rank.start[rank.backward[which]] - rank.end[rank.forward[which]]
     for which in np.argsort(away):
-        if not plan.chosen[which]:
+        if not choice.chosen[which]:
             continue
         is_needed = False
-        for at in range(plan.freed[which], plan.taken[which]):
-            is_needed |= plan.held[at] + rank.amount[which] > rank.limit
+        for at in range(choice.freed[which], choice.taken[which]):
+            is_needed |= choice.held[at] + rank.amount[which] > rank.limit
         if is_needed:
             continue
-        plan.chosen[which] = False
-        _place(rank, plan)
-        if _first_over(rank, plan) != NEVER:
-            plan.chosen[which] = True
-            _place(rank, plan)
+        choice.chosen[which] = False
+        _place(rank, choice)
+        if _first_over(rank, choice) != NEVER:
+            choice.chosen[which] = True
+            _place(rank, choice)

@@ -249,14 +249,11 @@ class Problem:
         With copies to the host, earlier stages keep at least what cannot move while a later one runs its F.
         One microbatch at a time needs exactly the largest of these sums, if the host has room.
         """
-        forward = self.arrays.delta[F]
         if self.copies is not None:
             return tuple(
-                static + _least_with_copies(forward[list(stages), 0], self.copies, rank, stages)
-                for rank, (static, stages) in enumerate(
-                    zip(self.memory.static, self.placement.stages_of, strict=True)
-                )
+                static + least_with_copies(self, rank)[0] for rank, static in enumerate(self.memory.static)
             )
+        forward = self.arrays.delta[F]
         return tuple(
             static + max(sum(kind) for kind in forward[list(stages)].T.tolist())
             for static, stages in zip(self.memory.static, self.placement.stages_of, strict=True)
@@ -318,21 +315,29 @@ def size_rule(placement: Placement, microbatches: int) -> Iterator[Issue]:
 
 MOST_SUBSETS = 12
 """Stages of a rank whose choices are all looked at if the host has no room for all of them. With more, the
-host's limit is ignored: the limit found is then too low, but refuses nothing that is possible."""
+largest ones move first, which may need more memory of the device than another choice."""
 
 
-def _least_with_copies(forward: FloatArray, copies: Copies, rank: int, stages: Sequence[int]) -> float:
-    """The least that a rank holds of one microbatch, of which its stages keep ``forward`` (c,)."""
-    moved = np.array(copies.offloadable)[list(stages)]
+def least_with_copies(problem: Problem, rank: int) -> tuple[float, FloatArray]:
+    """The least that a rank holds of one microbatch, and how much of each of its stages then moves, (c,)."""
+    copies, stages = problem.copies, list(problem.placement.stages_of[rank])
+    forward = problem.arrays.delta[F, stages, 0]
+    if copies is None:
+        return float(forward.sum()), np.zeros(len(stages))
+    moved = np.array(copies.offloadable)[stages]
     moved[-1] = 0.0  # its backward follows its forward
     room = math.inf if copies.host_limit is None else copies.host_limit[rank]
+    choices = [moved]
     if exceeds(float(moved.sum()), room) and len(stages) <= MOST_SUBSETS:
         options = [moved * chosen for chosen in product((0, 1), repeat=len(stages))]
         choices = [away for away in options if not exceeds(float(away.sum()), room)]
-    else:
-        choices = [moved]
+    elif exceeds(float(moved.sum()), room):
+        largest = np.argsort(-moved, kind="stable")
+        fits = np.cumsum(moved[largest]) <= room
+        choices = [np.where(np.isin(np.arange(len(moved)), largest[fits]), moved, 0.0)]
     # Stages before the one that runs keep what is not away.
-    return min(float((np.cumsum(forward - away) + away).max()) for away in choices)
+    held = [float((np.cumsum(forward - away) + away).max()) for away in choices]
+    return min(held), choices[int(np.argmin(held))]
 
 
 def _communication_of(arrays: ProblemArrays) -> Communication | None:

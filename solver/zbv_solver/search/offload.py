@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
+
+import numpy as np
 
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.improve.copies import plan_copies
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, gap_of
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import D, O, Problem, R, least_with_copies
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
 from zbv_solver.search.options import SearchOptions
@@ -74,8 +77,8 @@ class CopySearch:
 
     def run(self) -> None:
         """Try orders for several amounts of memory, then one amount with the whole effort."""
-        first = serial(_at_limit(self.problem, None)).orders
-        self.try_orders(first, "one microbatch after another, with copies")
+        first = _serial(self.problem)
+        self.keep(objective_of(self.problem, first), first, "one microbatch after another, with copies")
         found: list[tuple[float, tuple[float, ...]]] = []
         limits = list(_limits(self.problem))
         quick = replace(self.options, effort="quick")
@@ -127,6 +130,24 @@ def search_with_copies(
         running.keep(objective_of(problem, incumbent), incumbent, "resumed")
     running.run()
     return replace(running.plan(), baselines=compare(problem))
+
+
+def _serial(problem: Problem) -> Orders:
+    """One microbatch after another, with the copies by which it needs the least memory."""
+    orders = serial(_at_limit(problem, None)).orders
+    rows = []
+    for rank, stages in enumerate(problem.placement.stages_of):
+        _, moved = least_with_copies(problem, rank)
+        copied = {stage for stage, amount in zip(stages, moved.tolist(), strict=True) if amount > 0}
+        part = orders.slice_of(rank)
+        for at, action in enumerate(orders.actions(rank), part.start):
+            if action.stage in copied and action.letter == "F":
+                rows += [(at + 1, letter, action.stage, action.microbatch) for letter in (O, D)]
+            elif action.stage in copied:
+                rows.append((at, R, action.stage, action.microbatch))
+    if not rows:
+        return orders
+    return replace(orders, copies=np.array(sorted(rows, key=itemgetter(0)), np.int32))
 
 
 def _at_limit(problem: Problem, limit: tuple[float, ...] | None) -> Problem:

@@ -48,6 +48,10 @@ def with_copies(draw: st.DrawFn) -> Problem:
         tuple(4 * out * each for each in costs.forward),
         tuple(4 * back * each for each in costs.backward_input),
         tuple(moved * each for each in problem.memory.forward),
+        draw(
+            st.none()
+            | st.just(tuple(draw(SHARES) * each for each in problem.without_copies().smallest_limit))
+        ),
     )
     return replace(problem, copies=copies)
 
@@ -126,6 +130,8 @@ def _arrival(problem: Problem, action: Action, times: dict[Action, tuple[float, 
 def test_times_are_those_of_a_plain_simulation_and_no_bound_is_contradicted(
     problem: Problem, seed: int
 ) -> None:
+    assert problem.copies is not None
+    problem = replace(problem, copies=replace(problem.copies, host_limit=None))
     random = Random(seed)
     orders = copied_at_random(random_orders(problem, random), random)
     expected = simulate(problem, orders)
@@ -235,6 +241,28 @@ def test_the_smallest_limit_is_exact(problem: Problem) -> None:
         return
     with pytest.raises(InfeasibleMemory):
         search(replace(problem, memory=replace(problem.memory, limit=below)), SearchOptions("quick"))
+
+
+def test_a_small_host_takes_the_stage_that_helps_most() -> None:
+    """Stage 0 is needed last, and once its copy is on the host there is no room for that of stage 1."""
+    problem = parse_problem(
+        {
+            "pp_degree": 1,
+            "microbatches": 3,
+            "placement": "loop",
+            "chunks": 3,
+            "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1, "offload": 1},
+            "memory": {
+                "forward": [4, 5, 9],
+                "backward_input": 0,
+                "backward_weight": [-4, -5, -9],
+                "limit": 13,
+                "host_limit": 5,
+            },
+        }
+    )
+    assert problem.smallest_limit == (13,)
+    assert search(problem, SearchOptions("quick")).metrics.peak_memory == (13,)
 
 
 @given(with_copies(), st.floats(0, 1))

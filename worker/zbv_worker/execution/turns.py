@@ -11,9 +11,9 @@ between two barriers.
 The backward has the first turn. An exchange of tokens is usually the first thing that it does, and the last
 that F does, so both are hidden.
 
-Because the halves change turns only at collectives, what they share is exchanged there: what an action in
-progress has set on its stage, and the states of random number generators, which a backward that recomputes
-winds back. What torch keeps per thread is carried to the second thread.
+At each change of turns, each half gets back what the other one may have changed: what an action in progress
+has set on its stage, and the states of random number generators, which a backward that recomputes winds back.
+The second thread gets what torch keeps per thread.
 
 A turn ends at a collective that Python passes to a process group of ``torch.distributed``. Others, such as
 functional collectives and those of other libraries, belong to the computation: they are correct, but not

@@ -121,7 +121,8 @@ def search_for_jitter(
     Raises
     ------
     InvalidInput
-        When the jitter is for another number of ranks, or the quantile is out of range or without jitter;
+        When the jitter is for another number of ranks, or the quantile is out of range or without jitter,
+        or for a problem with copies to the host;
         and as :func:`zbv_solver.search.run.search`.
     """
     began, options = time.monotonic(), options or SearchOptions()
@@ -132,6 +133,11 @@ def search_for_jitter(
         jitter.require_ranks(problem.pp_degree)
     except InvalidInput as error:
         raise error.below("/jitter") from None
+    if isinstance(problem, Problem) and problem.copies is not None:
+        raise InvalidInput.at(
+            "/costs/offload",
+            "found together with jitter, but copies to the host are not simulated; leave out one of the two.",
+        )
     limit = options.time_limit
     planned = options if limit is None else replace(options, time_limit=PLANNED_SHARE * limit)
     plan = search(problem, planned, on_progress, cancelled, incumbent)

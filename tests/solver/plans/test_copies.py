@@ -12,20 +12,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.orders import random_orders
+from support.orders import arrival_of, random_orders
 from support.problems import problems
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.export import RENUMBERED, export
+from zbv_solver.export.report import plan_view
+from zbv_solver.export.report.figures import cards_of
 from zbv_solver.improve.copies import plan_copies
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import plan_json
 from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Copies
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.claims import check_plan
+from zbv_solver.search.jitter import search_for_jitter
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, execute, memory_profile
@@ -97,7 +102,7 @@ def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, floa
                 elif letter == "D":
                     clock[rank] = max(clock[rank], copied["O", stage, j])
                 else:
-                    arrival = _arrival(problem, entry, times)
+                    arrival = arrival_of(problem, entry, times)
                     if arrival is None:
                         break
                     arrived = copied.get(("R", stage, j), 0.0) if letter in "IB" else 0.0
@@ -109,21 +114,6 @@ def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, floa
                 position[rank] += 1
                 has_progress = True
     return times if all(map(np.equal, position, map(len, lists))) else None
-
-
-def _arrival(problem: Problem, action: Action, times: dict[Action, tuple[float, float]]) -> float | None:
-    stage, letter, j = action
-    source = stage + (1 if letter in "IB" else -1)
-    if letter == "W" or not 0 <= source < problem.n_stages:
-        return 0.0
-    made = [
-        times[each][1]
-        for kind in ("F" if letter == "F" else "IB")
-        if (each := Action(source, kind, j)) in times
-    ]
-    rank_of, boundary = problem.placement.rank_of, min(stage, source)
-    transfer = 0.0 if rank_of[stage] == rank_of[source] else problem.costs.p2p[boundary]
-    return made[0] + transfer if made else None
 
 
 @given(with_copies(), st.integers(0, 2**32))
@@ -195,10 +185,14 @@ def test_other_executors_refuse_copies_and_pictures_show_their_times() -> None:
     for name in sorted(RENUMBERED):
         with pytest.raises(InvalidInput, match="copies to the host"):
             export(plan, name)
+    assert {card.label: card.value for card in cards_of(plan)}["Copies"] == "1 of 4"
+    assert not plan_view(plan).has_memory, "the page's script would add up the changes by actions only"
     for name in ("svg", "html", "chrome-trace"):
         assert export(plan, name)
     with pytest.raises(InvalidPlan, match="without copies"):
         execute(plan.problem, plan.orders)
+    with pytest.raises(InvalidInput, match="not simulated"):
+        search_for_jitter(plan.problem, SearchOptions("quick"), jitter=Jitter.of(action=0.1))
 
 
 def test_the_host_has_a_limit() -> None:
@@ -243,6 +237,16 @@ def test_the_smallest_limit_is_exact(problem: Problem) -> None:
         search(replace(problem, memory=replace(problem.memory, limit=below)), SearchOptions("quick"))
 
 
+def test_a_bound_is_proved_again_without_the_methods_that_know_no_copies() -> None:
+    problem = parse_problem(PROBLEM | {"memory": MEMORY | {"limit": 4}})
+    plan = search(problem, SearchOptions("quick"))
+    assert plan.metrics.span < search(problem.without_copies(), SearchOptions("quick")).metrics.lower_bound
+    check_plan(plan_json(plan), prove=True)
+    stated = replace(plan.metrics, lower_bound=plan.metrics.span, gap=0.0, status="optimal")
+    with pytest.raises(InvalidPlan, match="not supported"):
+        check_plan(plan_json(replace(plan, metrics=stated)), prove=True)
+
+
 def test_a_small_host_takes_the_stage_that_helps_most() -> None:
     """Stage 0 is needed last, and once its copy is on the host there is no room for that of stage 1."""
     problem = parse_problem(
@@ -261,7 +265,7 @@ def test_a_small_host_takes_the_stage_that_helps_most() -> None:
             },
         }
     )
-    assert problem.smallest_limit == (13,)
+    assert list(problem.smallest_limit) == [13]
     assert search(problem, SearchOptions("quick")).metrics.peak_memory == (13,)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.orders import random_orders
+from support.orders import arrival_of, random_orders
 from support.problems import problems
 from zbv_solver.construct.baselines import baseline_names
 from zbv_solver.construct.pairs import joined
@@ -81,7 +81,7 @@ def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, floa
         for rank, waiting in enumerate(entries):
             while position[rank] < len(waiting):
                 entry = waiting[position[rank]]
-                arrivals = [_arrival(problem, action, times) for action in entry]
+                arrivals = [arrival_of(problem, action, times) for action in entry]
                 if None in arrivals:
                     break
                 begin = max(clock[rank], *(each for each in arrivals if each is not None))
@@ -90,24 +90,6 @@ def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, floa
                 position[rank] += 1
                 has_progress = True
     return times if all(map(np.equal, position, map(len, entries))) else None
-
-
-def _arrival(problem: Problem, action: Action, times: dict[Action, tuple[float, float]]) -> float | None:
-    stage, letter, j = action
-    needed = [Action(stage, "F" if letter in "IB" else "I", j)] if letter != "F" else []
-    if any(each not in times for each in needed):
-        return None
-    source = stage + (1 if letter in "IB" else -1)
-    if letter == "W" or not 0 <= source < problem.n_stages:
-        return 0.0
-    made = [
-        times[each][1]
-        for kind in ("F" if letter == "F" else "IB")
-        if (each := Action(source, kind, j)) in times
-    ]
-    rank_of, boundary = problem.placement.rank_of, min(stage, source)
-    transfer = 0.0 if rank_of[stage] == rank_of[source] else problem.costs.p2p[boundary]
-    return made[0] + transfer if made else None
 
 
 def _length(problem: Problem, entry: list[Action]) -> float:

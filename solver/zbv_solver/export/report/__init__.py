@@ -214,7 +214,7 @@ def plan_view(plan: Plan) -> PlanView:
         per_rank=(idle_bars(plan), *([memory_bars(plan)] if has_memory else [])),
         canvas=gantt_canvas(problem.pp_degree, axis=quantities.titled("time", unit), idle=idle_shares(plan)),
         has_bars=len(orders) <= MAX_GLYPHS,
-        has_memory=has_memory,
+        has_memory=has_memory and orders.copies is None,  # the script adds up the changes by actions only
         is_limited=problem.memory.limit is not None,
         example=orders.text_at(len(orders) // 2),
         baselines=schedule_rows(

@@ -10,7 +10,7 @@ from zbv_solver.export import quantities
 from zbv_solver.export.timeline import accounts_for_memory, idle_shares, pair_savings
 from zbv_solver.plans.plan import Baseline, Metrics, Plan
 from zbv_solver.problem.numeric import MEMORY_TOLERANCE, SAME_METRIC, exceeds
-from zbv_solver.problem.problem import LETTERS, B, F, I, Problem, Units, W, objective_value
+from zbv_solver.problem.problem import LETTERS, B, F, I, O, Problem, Units, W, objective_value
 from zbv_solver.problem.stages import Costs, Deltas
 
 SMALLEST_GAP = 1e-4
@@ -109,6 +109,12 @@ def cards_of(plan: Plan) -> list[Card]:
                 f"{pairs.paired} of {pairs.forwards}",
                 saved if pairs.paired else "forwards run with a backward",
             )
+        )
+    if (copies := plan.orders.copies) is not None:
+        forwards = int((plan.orders.letter == F).sum())
+        copied = int((copies[:, 1] == O).sum())
+        cards.append(
+            Card("Copies", f"{copied} of {forwards}", "forwards keep their memory on the host for a time")
         )
     peak = quantities.memory(max(metrics.peak_memory, default=0.0), units)
     if limits is not None:

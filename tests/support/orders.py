@@ -123,3 +123,22 @@ def arrival_of(problem: Problem, action: Action, times: dict[Action, tuple[float
     rank_of, boundary = problem.placement.rank_of, min(stage, source)
     transfer = 0.0 if rank_of[stage] == rank_of[source] else problem.costs.p2p[boundary]
     return made[0] + transfer if made else None
+
+
+def copied_at_random(orders: Orders, random: Random) -> Orders:
+    """Some microbatches get an O, D and R at random places between their F and their I or B."""
+    ranks = []
+    for rank in range(orders.pp_degree):
+        entries = [str(action) for action in orders.actions(rank)]
+        for action in orders.actions(rank):
+            if action.letter == "F" or action.letter == "W" or random.random() < 0.5:
+                continue
+            name = f"{action.stage}{{}}{action.microbatch}"
+            first = entries.index(name.format("F")) + 1
+            for letter in "ODR":
+                last = entries.index(str(action))
+                first = random.randint(first, last)
+                entries.insert(first, name.format(letter))
+                first += 1
+        ranks.append(entries)
+    return Orders.from_text(ranks)

@@ -49,7 +49,8 @@ def trace_documents(
     documents = []
     for rank in range(problem.pp_degree):
         shift = 0 if ahead is None else ahead[rank]
-        part, texts, entries = orders.slice_of(rank), orders.text(rank), []
+        part, texts = orders.slice_of(rank), list(map(str, orders.actions(rank)))
+        entries = []
         for step in range(first_step, first_step + steps):
             at, rows = shift + step * length, []
             turned = at

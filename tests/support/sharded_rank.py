@@ -29,6 +29,7 @@ from zbv_worker.transport.gloo_control import GlooControl
 from zbv_worker.transport.world import Layout, World
 
 from support.cut_models import cut_problem
+from support.orders import copied_at_random
 from support.selfcheck import HardModel, random_orders
 
 TIMEOUT = 60.0
@@ -82,10 +83,13 @@ class Case:
     model: Callable[[], Any]
     problem: Problem
     options: dict[str, Any]
+    is_copied: bool = False
+    """Whether some of what F's keep is copied to the host."""
 
     @property
     def orders(self) -> Orders:
-        return random_orders(self.problem, Random(7), 0.3)
+        orders = random_orders(self.problem, Random(7), 0.3)
+        return copied_at_random(orders, Random(7)) if self.is_copied else orders
 
 
 def _gpt(**cut: Any) -> Problem:
@@ -95,9 +99,12 @@ def _gpt(**cut: Any) -> Problem:
 CASES = {
     "uneven": Case(Hard, cut_problem(HardModel().layer_names(), (3, 2, 1, 2)), {}),
     "recomputed, mixed, accumulated": Case(
-        Small, _gpt(recompute=RECOMPUTED), {"evaluate_every": 1, "precision": "bfloat16", "parts": 2}
+        Small,
+        _gpt(recompute=RECOMPUTED),
+        {"evaluate_every": 1, "precision": "bfloat16", "parts": 2},
+        is_copied=True,
     ),
-    "tied": Case(lambda: Small(tied=True), _gpt(), {}),
+    "tied": Case(lambda: Small(tied=True), _gpt(), {}, is_copied=True),
     "tied over ranks": Case(
         lambda: Small(tied=True), cut_problem(Small().layer_names(), (3, 3), placement="single"), {}
     ),

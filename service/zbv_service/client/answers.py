@@ -143,6 +143,8 @@ class RankPlan:
     """The values of every feature, by microbatch; empty when all microbatches are equal."""
     pairs: tuple[int, ...] = ()
     """The places in ``actions`` of the F's that run as a pair with the action after them."""
+    copies: tuple[tuple[int, Action], ...] = ()
+    """Copies to the host in their order, each with the place in ``actions`` of the action after it."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +240,10 @@ def read_rank(answer: Any) -> RankPlan:
     try:
         channels = tuple(channel.seen_from(rank) for channel in found)
         orders = Orders.from_text([actions])
-        if orders.copies is not None:
-            raise InvalidAnswer("found copies to the host, which the worker cannot make yet.")
         parsed = {
             "actions": tuple(orders.actions(0)),
             "pairs": orders.pairs(0),
+            "copies": orders.copies_of(0),
             "channels": channels,
         }
     except InvalidInput as error:

@@ -211,6 +211,17 @@ class Orders:
             return ()
         return tuple(np.flatnonzero(self.paired[self.slice_of(rank)]).tolist())
 
+    def copies_of(self, rank: int) -> tuple[tuple[int, Action], ...]:
+        """A rank's copies in their order, each with the place in :meth:`actions` of the action after it."""
+        if self.copies is None:
+            return ()
+        part = self.slice_of(rank)
+        rows = self.copies[(part.start <= self.copies[:, 0]) & (self.copies[:, 0] < part.stop)]
+        return tuple(
+            (at - part.start, Action(stage, _ALL_LETTERS[letter], microbatch))
+            for at, letter, stage, microbatch in rows.tolist()
+        )
+
     def text_at(self, index: int) -> str:
         """The action at an index of the flat arrays as text, for messages; letter codes may be invalid."""
         code = int(self.letter[index])

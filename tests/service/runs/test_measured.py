@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.measured_steps import noisy_traces
-from support.orders import random_orders
+from support.orders import copied_at_random, random_orders
 from support.problems import problems, uniform
 from support.rank_traces import trace_documents
 from zbv_service.runs.measured.accounts import account, kind_times
@@ -31,6 +31,7 @@ from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.stages import Copies
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
@@ -128,6 +129,18 @@ def test_a_step_as_planned_has_no_difference(problem: Problem, seed: int) -> Non
     for row in found.ranks:
         for part in vars(row.difference).values():
             assert part == pytest.approx(0, abs=tolerance)
+
+
+def test_a_step_with_copies_has_no_difference_if_it_ran_as_planned() -> None:
+    """Traces have no entries for copies; what waits for them is as late as planned."""
+    problem = replace(uniform(2, 4, p2p=0.5, objective="makespan"), units=Units(time="us"))
+    slow, nothing = (30.0,) * problem.n_stages, (0.0,) * problem.n_stages
+    problem = replace(problem, copies=Copies(slow, slow, nothing))
+    orders = copied_at_random(random_orders(problem, Random(3)), Random(3))
+    plan = make_plan(problem, orders, method="random")
+    found = account(plan, lay_out(plan, as_planned(plan), 0, MICROSECOND))
+    assert found.planned > make_plan(problem, orders.without_copies(), method="random").objective
+    assert found.difference == pytest.approx(0, abs=1e-3 * len(orders))
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.orders import arrival_of, random_orders
+from support.orders import arrival_of, copied_at_random, random_orders
 from support.problems import problems
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.export import RENUMBERED, export
@@ -59,25 +59,6 @@ def with_copies(draw: st.DrawFn) -> Problem:
         ),
     )
     return replace(problem, copies=copies)
-
-
-def copied_at_random(orders: Orders, random: Random) -> Orders:
-    """Some microbatches get an O, D and R at random places between their F and their I or B."""
-    ranks = []
-    for rank in range(orders.pp_degree):
-        entries = [str(action) for action in orders.actions(rank)]
-        for action in orders.actions(rank):
-            if action.letter == "F" or action.letter == "W" or random.random() < 0.5:
-                continue
-            name = f"{action.stage}{{}}{action.microbatch}"
-            first = entries.index(name.format("F")) + 1
-            for letter in "ODR":
-                last = entries.index(str(action))
-                first = random.randint(first, last)
-                entries.insert(first, name.format(letter))
-                first += 1
-        ranks.append(entries)
-    return Orders.from_text(ranks)
 
 
 def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, float]] | None:

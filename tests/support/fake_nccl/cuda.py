@@ -67,7 +67,10 @@ _METADATA = {
     "dim",
     "element_size",
     "is_contiguous",
+    "is_conj",
     "is_floating_point",
+    "is_inference",
+    "is_neg",
     "nelement",
     "numel",
     "requires_grad_",
@@ -78,9 +81,13 @@ _METADATA = {
     "__get__",
     "__len__",
     "__hash__",
+    "__set__",
 }
 _VIEWS = {
     "__getitem__",
+    "expand",
+    "set_",
+    "split",
     "view",
     "view_as",
     "reshape",
@@ -246,6 +253,8 @@ class OnDevice(TorchFunctionMode):
             content = source.clone()  # from pageable memory: staged before the call returns
             self._launch("copy", lambda: raw.copy_(content), (), (target,))
         elif self._block(target) is None:
+            if non_blocking:
+                raise ModelError("a copy to memory that is not pinned blocks the host")
             target.copy_(self._read_on_host(source))
             return target
         else:

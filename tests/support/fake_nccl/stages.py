@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from zbv_worker.stage.kept import Kept
 
 from support.fake_nccl.cuda import FakeCuda
 from support.fake_nccl.device import Device
@@ -257,6 +258,21 @@ class OffloadingFakeStage(FakeStage):
         self._cuda.current_stream().wait_stream(self._side)
         self._saved[microbatch] = (kept.to("cuda", non_blocking=True), target)
         return super().backward_input(microbatch, grad_output, letter=letter)
+
+
+class MovedFakeStage(FakeStage):
+    """What F keeps may be copied to the host (:class:`zbv_worker.execution.copies.Movable`)."""
+
+    def tensors(self) -> list[Tensor]:
+        """The sum of gradients."""
+        return [self.weight]
+
+    def hold_inputs(self, microbatch: int, kept: Kept) -> None:
+        """The input of F, in a tensor of our own."""
+        input, target = self._saved[microbatch]
+        own = input.detach()
+        kept.hold(own)
+        self._saved[microbatch] = (own, target)
 
 
 @dataclass(frozen=True)

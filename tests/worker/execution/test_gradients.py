@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -14,13 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import nested_model
 from support.gradients import relative_error
+from support.orders import copied_at_random
 from support.plans import write_plan
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from zbv_solver.construct.baselines import BASELINES, baseline
 from zbv_solver.plans.channels import channels
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.stages import Costs, Memory, Placement, PlacementKind
+from zbv_solver.problem.stages import Copies, Costs, Memory, Placement, PlacementKind
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
@@ -59,6 +61,10 @@ def cases(p: int) -> Iterator[tuple[str, Problem, Orders]]:
         yield f"random-{kind}-{seed}", problem, random_orders(problem, Random(seed))
     problem = problem_of(Placement.of("v", p), MICROBATCHES)
     yield "nested", problem, random_orders(problem, Random(1))
+    for name in ("copies", "nested-copies"):
+        orders = copied_at_random(random_orders(problem, Random(2)), Random(2))
+        once, none = (1.0,) * problem.n_stages, (0.0,) * problem.n_stages
+        yield name, replace(problem, copies=Copies(once, once, none)), orders
 
 
 @cache
@@ -73,6 +79,7 @@ def nested_reference() -> tuple[Gradients, float]:
 
 
 NAMES = ["search", *BASELINES, *(f"random-{kind}-{seed}" for seed, kind in enumerate(KINDS)), "nested"]
+NAMES += ["copies", "nested-copies"]
 
 
 @pytest.fixture(scope="module", params=DEGREES)
@@ -99,8 +106,9 @@ def test_processes_over_gloo_compute_the_gradients_of_one_process(
     for rank in range(p):
         found |= torch.load(folder / f"{name}.{rank}.pt")
         losses += json.loads((folder / f"{name}.{rank}.json").read_text())["losses"].values()
-    reference, loss = nested_reference() if name == "nested" else reference_of(0, MICROBATCHES)
-    assert relative_error(found, reference) <= (1e-6 if name == "nested" else TOLERANCE)
+    is_nested = name.startswith("nested")
+    reference, loss = nested_reference() if is_nested else reference_of(0, MICROBATCHES)
+    assert relative_error(found, reference) <= (1e-6 if is_nested else TOLERANCE)
     assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-6)
 
 
@@ -112,14 +120,16 @@ def test_processes_over_gloo_compute_the_gradients_of_one_process(
     seed=st.integers(0, 2**32),
     fused=st.sampled_from([0.0, 0.5, 1.0]),
     look_ahead=st.integers(1, 4),
+    is_copied=st.booleans(),
 )
 def test_any_valid_plan_computes_the_gradients_of_one_process(
-    p: int, microbatches: int, kind: str, seed: int, fused: float, look_ahead: int
+    p: int, microbatches: int, kind: str, seed: int, fused: float, look_ahead: int, is_copied: bool
 ) -> None:
-    """Microbatches overtake each other, W's come in any order, B's mix with I and W."""
+    """Microbatches overtake each other, W's come in any order, B's mix with I and W, copies come and go."""
     problem = problem_of(Placement.of(kind, p), microbatches)  # type: ignore[arg-type]  # a placement's name
     orders = random_orders(problem, Random(seed), fused)
     verify_orders(problem, orders)
+    orders = copied_at_random(orders, Random(seed)) if is_copied else orders
     found, loss = run_in_threads(problem, orders, hard_model(seed=seed % 3), look_ahead=look_ahead)
     reference, right_loss = reference_of(seed % 3, microbatches)
     assert relative_error(found, reference) <= TOLERANCE

@@ -111,7 +111,7 @@ def test_profile_measures_a_real_models_stages(
     path = tmp_path / "problem.json"
     report_path = tmp_path / "report.json"
     numbers = ["--by-stage", "--pp", str(p), "--microbatches", "4", "--repeats", "3", "--timeout", "60"]
-    assert main([*GPT, *numbers, "--report", str(report_path), "-o", str(path)]) == 0
+    assert main([*GPT, *numbers, "--copies", "--report", str(report_path), "-o", str(path)]) == 0
     problem = parse_problem(json.loads(path.read_text()))
     assert (problem.pp_degree, problem.microbatches, problem.n_stages) == (p, 4, 2 * p)
     costs, memory = problem.costs, problem.memory
@@ -122,6 +122,10 @@ def test_profile_measures_a_real_models_stages(
     blocks = 4 // (2 * p)
     assert all(10 * blocks * TENSOR < held < 40 * blocks * TENSOR for held in memory.forward)
     assert all(0 < -freed < 40 * blocks * TENSOR for freed in memory.backward_weight)
+    assert problem.copies is not None
+    for moved, held in zip(problem.copies.offloadable, memory.forward, strict=True):
+        assert 0.95 * held <= moved <= held
+    assert all(0 < time < 1e6 for time in problem.copies.offload + problem.copies.reload)
     parameters = 4 * 12 * 32**2 * 4 // p  # bytes of the blocks' matrices on a rank
     assert all(4 * parameters < static < 10 * parameters for static in memory.static)
 
@@ -144,6 +148,7 @@ def test_profile_measures_a_real_models_stages(
     said = capsys.readouterr().err
     assert ("One-way transfers" in said) == (p > 1)
     assert "Static memory" in said
+    assert "Copies to the host" in said
 
 
 def test_a_model_that_fails_is_reported_with_its_error(

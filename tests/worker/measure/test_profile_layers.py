@@ -352,6 +352,7 @@ TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]
             [*GPT, "--recompute", "--by-stage"],
             "--recompute: cannot be combined with --by-stage",
         ),
+        ([*GPT, "--copies"], "--copies: needs --by-stage"),
         ([*GPT, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
     ],
 )

@@ -54,6 +54,12 @@ def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
         help="measure every layer with recomputed activations as well, so that the planner can choose "
         "recomputation for stages",
     )
+    profile.add_argument(
+        "--copies",
+        action="store_true",
+        help="measure copies of what every stage keeps to the host and back as well, so that the planner can "
+        "choose them; needs --by-stage",
+    )
     profile.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
     profile.add_argument(
         "--memory-limit-fraction",
@@ -90,6 +96,12 @@ def execute(parsed: argparse.Namespace) -> int:
             "--recompute: cannot be combined with --by-stage, because the planner chooses recomputation only "
             "for layers. Omit one of them."
         )
+    if parsed.copies and not parsed.by_stage:
+        from zbv_worker.errors import InvalidRun
+
+        raise InvalidRun(
+            "--copies: needs --by-stage, because the planner chooses copies only for stages. Add it."
+        )
     with (
         json_output("--output", parsed.output) as write_problem,
         json_output("--report", parsed.report) as write_report,
@@ -124,6 +136,7 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         repeats=parsed.repeats,
         by_layer=by_layer,
         recompute=parsed.recompute,
+        copies=parsed.copies,
         backend=parsed.backend or default_backend(parsed.pp),
         memory_limit_fraction=parsed.memory_limit_fraction,
         program=Program(parsed.precision, parsed.compile, parsed.main_gradients),

@@ -11,6 +11,7 @@ A rank that waited without success says where it waited, what for, and which pee
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from zbv_solver.plans.channels import Transfer
+from zbv_solver.plans.orders import Action
 
 from zbv_worker.errors import ChannelTimeout, InvalidRun, ModelError, PeerLost, WorkerError
 from zbv_worker.execution.fetch_ahead import Load
@@ -127,6 +129,21 @@ class BoundPair(NamedTuple):
     backward: Bound
 
 
+class BoundCopy(NamedTuple):
+    """An entry of a copy to the host, O, D or R, or the I or B that waits for the copy back."""
+
+    action: Action
+    peer: int | None = None
+    """No other rank takes part."""
+
+
+class Keeps(Protocol):
+    """Notes what F's keep; see :class:`zbv_worker.execution.copies.Copies`."""
+
+    def keeping(self, stage: int, microbatch: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """An F that notes what it keeps."""
+
+
 class Pinning:
     """Makes tensors for copies to the device that do not block the host; callable on any thread.
 
@@ -166,12 +183,33 @@ class Binding:
     pinned: Pinning
     keywords: Keywords | None = None
     """Those that layers of the whole model take; None if unknown."""
+    keeps: Keeps | None = None
+    """None for a plan without copies."""
     state: WalkState = field(default_factory=WalkState)
 
-    def of_step(self, program: Iterable[Instruction]) -> tuple[Bound | BoundPair, ...]:
-        """Bind instructions for a training step."""
-        bound = (self._bound(instruction, self._run(instruction)) for instruction in program)
-        return tuple(BoundPair(one, next(bound)) if one.instruction.is_paired else one for one in bound)
+    def of_step(
+        self, program: Iterable[Instruction], copies: Sequence[tuple[int, Action]] = ()
+    ) -> tuple[Bound | BoundPair | BoundCopy, ...]:
+        """Bind instructions, and a plan's copies, for a training step."""
+        before: defaultdict[int, list[BoundCopy]] = defaultdict(list)
+        for place, action in copies:
+            before[place].append(BoundCopy(action))
+        copied = {(action.stage, action.microbatch) for _, action in copies}
+        found: list[Bound | BoundPair | BoundCopy] = []
+        instructions = enumerate(program)
+        for place, instruction in instructions:
+            found += before[place]
+            stage, letter, microbatch = instruction.action
+            is_copied = (stage, microbatch) in copied
+            if is_copied and letter in "IB":
+                found.append(BoundCopy(instruction.action))
+            one = self._bound(instruction, self._run(instruction, is_copied=is_copied))
+            if instruction.is_paired:
+                _, other = next(instructions)
+                found.append(BoundPair(one, self._bound(other, self._run(other))))
+            else:
+                found.append(one)
+        return tuple(found)
 
     def of_evaluation(self, forwards: Iterable[Instruction]) -> tuple[Bound, ...]:
         """Bind F's for an evaluation; raises :class:`InvalidRun` for stages that cannot be evaluated."""
@@ -243,13 +281,14 @@ class Binding:
                 f"takes it. Name it in the forward of a layer, or leave it out."
             )
 
-    def _run(self, instruction: Instruction) -> Callable[..., Any]:
+    def _run(self, instruction: Instruction, *, is_copied: bool = False) -> Callable[..., Any]:
         stage, letter, microbatch = instruction.action
         computation = self.stages[stage]
         if letter == "F":
-            return self._forward(
-                instruction, partial(computation.forward, microbatch, split=instruction.split)
-            )
+            forward: Callable[..., Any] = partial(computation.forward, microbatch, split=instruction.split)
+            if is_copied and self.keeps is not None:
+                forward = self.keeps.keeping(stage, microbatch, forward)
+            return self._forward(instruction, forward)
         if letter == "W":
             return partial(computation.backward_weight, microbatch)
         backward = computation.backward_input if letter == "I" else computation.backward

@@ -23,6 +23,7 @@ from zbv_worker.execution.binding import (
     Batches,
     Binding,
     Bound,
+    BoundCopy,
     BoundPair,
     Computation,
     Pinning,
@@ -32,6 +33,7 @@ from zbv_worker.execution.binding import (
     overdue,
     send_failed,
 )
+from zbv_worker.execution.copies import Copies
 from zbv_worker.execution.fetch_ahead import FetchAhead, order_of_need
 from zbv_worker.execution.pairs import Pairs
 from zbv_worker.execution.rank_plan import RankPlan, activations, forwards, lower
@@ -153,6 +155,7 @@ class Executor:
             None if limit is None else Queued(limit, self._check_queued, self._timeline.clock, self._progress)
         )
         self._pairs: Pairs | None = None
+        self.copies: Copies | None = None
         self._known = options.keywords
         if self._known is None and set(stages) == set(range(plan.placement.n_stages)):
             self._known = keywords_of(stages.values())
@@ -201,6 +204,8 @@ class Executor:
             outgoing = [channel for channel in plan.channels if channel.sender == plan.rank]
             return {key_of(c): Outbox(transport, c, crossings, device) for c in outgoing}
 
+        if plan.copies and self.copies is None:
+            self.copies = Copies(self._stages, device, self._timeline)
         incoming = [channel for channel in plan.channels if channel.receiver == plan.rank]
         self._binding = Binding(
             rank=self._rank,
@@ -211,8 +216,9 @@ class Executor:
             device=device,
             pinned=self._pinned,
             keywords=self._known,
+            keeps=self.copies,
         )
-        self._program = self._binding.of_step(program)
+        self._program = self._binding.of_step(program, plan.copies)
         if plan.pairs and self._pairs is None:
             self._pairs = Pairs(
                 self._stages,
@@ -293,6 +299,8 @@ class Executor:
         binding.state.begin(number, self._batches.microbatch if ahead is None else ahead.begin(number))
         with self._trying("step") if "step" in self._untried else nullcontext():
             self._crossings.begin()
+            if self.copies is not None:
+                self.copies.begin()
             for inbox in binding.inboxes.values():
                 inbox.begin(self._patience.seconds)
             launched = self._walk(self._program, binding, step)
@@ -306,9 +314,11 @@ class Executor:
         return launched
 
     def close(self) -> None:
-        """Stop the thread that fetches data."""
+        """Stop the threads that fetch data and copy."""
         if self._ahead is not None:
             self._ahead.abandon()
+        if self.copies is not None:
+            self.copies.close()
 
     def evaluate(self, step: int) -> dict[int, float]:
         """Run only the plan's forwards; returns losses by microbatch on the rank of the last stage.
@@ -363,7 +373,9 @@ class Executor:
         if walk == "evaluation" or self._starting <= 1:
             self._untried.discard(walk)
 
-    def _walk(self, program: Iterable[Bound | BoundPair], binding: Binding, step: int) -> Launched:
+    def _walk(
+        self, program: Iterable[Bound | BoundPair | BoundCopy], binding: Binding, step: int
+    ) -> Launched:
         """Launch instructions in order."""
         timeline, progress, patience, rank = self._timeline, self._progress, self._patience, self._rank
         timeline.begin()
@@ -376,8 +388,8 @@ class Executor:
         gc.disable()
         try:
             for bound in program:
-                if isinstance(bound, BoundPair):
-                    records += cast(Pairs, self._pairs).walk(bound, walk, step, patience)
+                if not isinstance(bound, Bound):
+                    records += self._run_other(bound, walk, step, patience)
                     continue
                 instruction, take, run, pass_on = bound
                 progress.now = (step, instruction)
@@ -431,6 +443,16 @@ class Executor:
                 partial(self._finish, queued, walk),
             )
         return Launched(step, binding.state.losses, records, timeline, waits)
+
+    def _run_other(
+        self, bound: BoundPair | BoundCopy, walk: int, step: int, patience: Patience
+    ) -> list[Record]:
+        """Run a pair, or an entry of a copy, which has no record."""
+        if isinstance(bound, BoundPair):
+            return cast(Pairs, self._pairs).walk(bound, walk, step, patience)
+        self._progress.now = (step, bound)
+        cast(Copies, self.copies).run(bound.action)
+        return []
 
     def _finish(self, queued: Queued, walk: int) -> list[float]:
         try:

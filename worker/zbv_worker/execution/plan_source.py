@@ -22,7 +22,7 @@ from zbv_solver.problem.writing import problem_json
 from zbv_solver.verify.verifier import verify, verify_orders
 
 from zbv_worker.errors import InvalidRun, PeerLost
-from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, by_microbatch, require_no_copies
+from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, by_microbatch
 
 if TYPE_CHECKING:
     from zbv_service.client import Client
@@ -94,7 +94,6 @@ class WholePlan:
         """
         parsed = parse_plan_document(document)
         problem, orders = parse_orders(parsed)
-        require_no_copies(orders)
         if parsed.metrics is None:
             verify_orders(problem, orders)
             value = _objective_value(problem, orders)
@@ -205,4 +204,5 @@ def _from_service(server: str, plan_id: str, rank: int, timeout: float) -> RankP
         measured=answer.measured,
         features=by_microbatch(answer.features),
         pairs=answer.pairs,
+        copies=answer.copies,
     )

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zbv_solver.errors import InvalidPlan
 from zbv_solver.plans.channels import Channel, Transfer, TransferKind, channels, channels_of
 from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.problem.problem import Problem
@@ -88,6 +87,9 @@ class RankPlan:
     """The numbers that describe each microbatch, by name; empty if all are equal."""
     pairs: tuple[int, ...] = ()
     """The places in ``actions`` of the F's that run together with the action after them."""
+    copies: tuple[tuple[int, Action], ...] = ()
+    """Copies to the host (letters O, D, R) in their order, each with the place in ``actions`` of the action
+    after it."""
 
     def __post_init__(self) -> None:
         self.cut.require_stages(self.placement.n_stages)
@@ -95,8 +97,7 @@ class RankPlan:
 
     @classmethod
     def of(cls, plan_id: str, problem: Problem, orders: Orders, rank: int) -> RankPlan:
-        """A rank's part of a whole plan; raises :class:`InvalidPlan` for one with copies to the host."""
-        require_no_copies(orders)
+        """A rank's part of a whole plan."""
         return cls(
             plan_id=plan_id,
             rank=rank,
@@ -108,20 +109,13 @@ class RankPlan:
             measured=dict(problem.measured),
             features=by_microbatch({each.name: each.value for each in problem.features}),
             pairs=orders.pairs(rank),
+            copies=orders.copies_of(rank),
         )
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank hosts, in model order."""
         return self.placement.stages_of[self.rank]
-
-
-def require_no_copies(orders: Orders) -> None:
-    """Raise :class:`InvalidPlan` for orders with copies to the host."""
-    if orders.copies is not None:
-        raise InvalidPlan(
-            "found copies to the host, which the worker cannot make yet; plan without costs.offload."
-        )
 
 
 def by_microbatch(features: Mapping[str, Sequence[float]]) -> tuple[Mapping[str, float], ...]:
@@ -271,6 +265,31 @@ def _check_complete(plan: RankPlan) -> None:
             raise InvalidRun(
                 f"rank {plan.rank}: action {first} is paired with {second[0] if second else 'nothing'}. A "
                 f"pair is an F, and then an I or B of another microbatch. Check the plan with `zbv check`."
+            )
+    _check_copies(plan)
+
+
+def _check_copies(plan: RankPlan) -> None:
+    """Check that what is copied leaves between its F and its backward, and comes back."""
+    at = {
+        (a.stage, a.microbatch, "F" if a.letter == "F" else "B"): n
+        for n, a in enumerate(plan.actions)
+        if a.letter != "W"
+    }
+    paired = {place + half for place in plan.pairs for half in (0, 1)}
+    copied: defaultdict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
+    for place, (stage, letter, microbatch) in plan.copies:
+        copied[stage, microbatch].append((place, letter))
+    for (stage, microbatch), entries in copied.items():
+        forward, backward = (at.get((stage, microbatch, letter), -1) for letter in "FB")
+        places = [place for place, _ in entries]
+        letters = "".join(letter for _, letter in entries)
+        is_in_order = forward < places[0] and places == sorted(places) and places[-1] <= backward
+        if letters != "ODR" or not is_in_order or {forward, backward} & paired:
+            raise InvalidRun(
+                f"rank {plan.rank}: the copies of stage {stage}, microbatch {microbatch} are {letters}, or "
+                f"not between its F and its backward, or these are in pairs. Copies are one O, D and R in "
+                f"this order. Check the plan with `zbv check`."
             )
 
 

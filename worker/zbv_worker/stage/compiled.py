@@ -86,6 +86,7 @@ class CompiledLayer:
         tapping.taps = list(_Taps.apply(self._anchor, calls, tapping, queue, device_of(x)))  # type: ignore[no-untyped-call]
         with self._recorder.tapping_into(tapping), self._quiet(calls):
             output = self._run(x, keywords)
+        tapping.keep()
         if len(tapping.inputs) != len(calls):
             raise ModelError(
                 f"a {type(self._layer).__name__} called {len(tapping.inputs)} Linears and Embeddings, and "
@@ -139,7 +140,7 @@ class _Taps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         if is_accumulating(ctx, (0,)):
-            for call, x, gradient in zip(ctx.calls, ctx.tapping.inputs, gradients, strict=True):
+            for call, x, gradient in zip(ctx.calls, ctx.tapping.kept(), gradients, strict=True):
                 if gradient is not None:
                     ctx.queue.append(call.module.queued(x, gradient))
         ctx.tapping = None  # frees the inputs after W, even if the graph lives longer

@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zbv_worker.errors import ModelError
 from zbv_worker.stage.boundary import Gradient, as_list, enter, marked_without_graph, take_gradient
+from zbv_worker.stage.kept import Kept
 from zbv_worker.stage.layers import call
 from zbv_worker.stage.loss import AuxiliaryLosses, Running
 from zbv_worker.stage.weight_grads import has_hooks
@@ -112,6 +113,17 @@ class Recomputed:
                 x = output
         self._updated = [module for module, state in buffers if _states_of_buffers(module) != state]
         return x
+
+    def hold_inputs(self, kept: Kept) -> None:
+        """Add the inputs of the segments to what leaves the device's memory."""
+
+        def held(tensor: Tensor) -> Tensor:
+            # An object of our own: a layer may have returned one that it keeps.
+            own = tensor.detach().requires_grad_(tensor.requires_grad)
+            kept.hold(own)
+            return own
+
+        self._kept = [each._replace(input=map_tensors(held, each.input)) for each in self._kept]
 
     @property
     def restores_buffers(self) -> bool:

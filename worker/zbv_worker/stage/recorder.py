@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -117,14 +117,26 @@ class Tapping:
     taps
         One input per call, whose gradient will be that of the call's output.
     inputs
-        The inputs of the calls so far.
+        The inputs of the calls so far, or what the hooks of saved tensors have made of them.
     """
 
-    __slots__ = ("inputs", "taps")
+    __slots__ = ("inputs", "taps", "unpack")
 
     def __init__(self) -> None:
         self.taps: list[Tensor] = []
-        self.inputs: list[Tensor] = []
+        self.inputs: list[Any] = []
+        self.unpack: Callable[[Any], Tensor] | None = None
+
+    def keep(self) -> None:
+        """Call after the forward: pass the inputs to the hooks of saved tensors, as autograd would."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:
+            pack, self.unpack = hooks
+            self.inputs = list(map(pack, self.inputs))
+
+    def kept(self) -> list[Tensor]:
+        """The inputs, for the backward."""
+        return self.inputs if self.unpack is None else list(map(self.unpack, self.inputs))
 
     def linear(self, module: Any, x: Tensor) -> Tensor:
         """The output of a Linear, and a tap."""

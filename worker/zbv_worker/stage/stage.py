@@ -37,6 +37,7 @@ from zbv_worker.stage.boundary import (
 )
 from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.dtensors import fully_sharded_modules
+from zbv_worker.stage.kept import Kept
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, loss_modules, prepare_layers
 from zbv_worker.stage.loss import AuxiliaryLosses, Loss, Objective, Running, WeightedLoss
 from zbv_worker.stage.recomputation import (
@@ -251,6 +252,18 @@ class Stage:
     def backward_weight(self, microbatch: int) -> None:
         """Run W: compute the queued weight gradients and accumulate them into ``.grad``."""
         self._weight_grads.pop(microbatch).run()
+
+    def tensors(self) -> list[Tensor]:
+        """What the stage holds all the time: parameters and buffers."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    def hold_inputs(self, microbatch: int, kept: Kept) -> None:
+        """Call after F: add what it keeps besides what autograd saves to what leaves the device's memory."""
+        held = self._forwards[microbatch]
+        for leaf in held.inputs:
+            kept.hold(leaf)
+        if isinstance(held.edges, Recomputed):
+            held.edges.hold_inputs(kept)
 
     @property
     def in_action(self) -> Any:

@@ -153,7 +153,7 @@ def _require_list(plan: Plan, rank: int, ran: list[str]) -> None:
     p = plan.problem.pp_degree
     if rank >= p:
         raise InvalidInput.at("/pp_rank", f"found {rank}; the plan has ranks 0 to {p - 1}.")
-    if ran != plan.orders.without_pairs().text(rank):  # traces have the halves of pairs
+    if ran != plan.orders.without_pairs().without_copies().text(rank):  # traces have single actions
         raise InvalidInput.at(
             "/steps",
             f"rank {rank} ran {len(ran)} actions that are not its list of plan {plan.plan_id[:12]}; use "

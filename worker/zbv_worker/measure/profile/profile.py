@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from zbv_solver.problem.problem import Problem, Units
-from zbv_solver.problem.stages import Costs, Placement
+from zbv_solver.problem.stages import Copies, Costs, Placement
 
 from zbv_worker.measure.problems import plan_memory
 from zbv_worker.measure.ranks import measure_on_ranks
@@ -40,6 +40,8 @@ class ProfileOptions:
     """Whether to measure the model's layers one by one, instead of its stages."""
     recompute: bool = False
     """Whether to measure every layer with recomputation as well; needs ``by_layer``."""
+    copies: bool = False
+    """Whether to measure copies of what F's keep to the host and back; needs stages."""
     backend: Backend = "gloo"
     memory_limit_fraction: float | None = None
     """Sets each rank's limit to its static memory plus this fraction of the activations that 1F1B holds on
@@ -78,6 +80,16 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class CopyProfile:
+    """Copies of what the F of a stage keeps, to the host and back."""
+
+    offload: Spread
+    reload: Spread
+    moved: int
+    """The bytes that the device has free in between."""
+
+
+@dataclass(frozen=True)
 class StageProfile:
     """Times and memory of one stage or layer; memory in bytes."""
 
@@ -95,6 +107,8 @@ class StageProfile:
     """The largest temporary memory of F, I, W and B."""
     split: SplitShare | None = None
     """The share of the weight gradients that W computes; None without trainable parameters."""
+    copies: CopyProfile | None = None
+    """None if they were not measured."""
 
     @property
     def costs(self) -> tuple[dict[str, float], StageMemory]:
@@ -270,8 +284,20 @@ def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem
             p2p=tuple(p2p.get(boundary, 0.0) for boundary in range(placement.n_stages - 1)),
         ),
         memory=plan_memory(memory, static, _limit(options, stages, static)),
+        copies=_copies(stages),
         units=Units(time="us", memory="bytes"),
         measured=tuple(sorted(program_of(ranks).items())),
+    )
+
+
+def _copies(stages: Sequence[StageProfile]) -> Copies | None:
+    measured = [(stage, stage.copies) for stage in stages if stage.copies is not None]
+    if not measured:
+        return None
+    return Copies(
+        offload=tuple(copies.offload.microseconds for _, copies in measured),
+        reload=tuple(copies.reload.microseconds for _, copies in measured),
+        offloadable=tuple(float(min(copies.moved, stage.held_after_forward)) for stage, copies in measured),
     )
 
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,17 @@ from zbv_solver.problem.stages import Placement
 
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.build_stages import build_stages
+from zbv_worker.execution.copies import Copies
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, require_layered
+from zbv_worker.execution.timeline import CudaTimeline, HostTimeline
+from zbv_worker.measure.live_bytes import watching
 from zbv_worker.measure.profile.captured import Captured, capture, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
 from zbv_worker.measure.profile.per_step import measure_reductions, update_times
 from zbv_worker.measure.profile.profile import (
     PROGRESS_MARK,
+    CopyProfile,
     LayerProfile,
     LinkProfile,
     ProfileOptions,
@@ -145,6 +150,9 @@ class RankProfiler:
             workspace = max(layer.kept.workspace for layer in layers)
         else:
             profiles = tuple(self._profiles([captured])[0].values())
+            if self._options.copies:
+                copies = self._copies(captured)
+                profiles = tuple(replace(each, copies=copies[each.stage]) for each in profiles)
             workspace = max(profile.workspace for profile in profiles)
         static = replace(
             static_bytes(self._model, stages, receives, workspace),
@@ -217,6 +225,42 @@ class RankProfiler:
             stage_memory(stage, *tensors, self._device, captured.keywords)
         with nullcontext() if self._device.type == "cuda" else stage.uncompiled():
             return stage_memory(stage, *tensors, self._device, captured.keywords)
+
+    def _copies(self, captured: Mapping[int, Captured]) -> dict[int, CopyProfile]:
+        """Measure copies of what every stage keeps; all ranks at once, because they may share the host."""
+        found, is_gpu = {}, self._device.type == "cuda"
+        timeline = CudaTimeline(self._device) if is_gpu else HostTimeline()
+        for index, each in captured.items():
+            copies, times = Copies({index: each.stage}, self._device, timeline), []
+            forward = copies.keeping(
+                index, 0, partial(each.stage.forward, 0, split=False, keywords=each.keywords)
+            )
+
+            def run(letters: str, copies: Copies = copies, stage: int = index) -> None:
+                for letter in letters:
+                    copies.run(Action(stage, letter, 0))
+
+            for turn in range(_WARM_UP + self._options.repeats):
+                self._transport.barrier(self._options.timeout)
+                copies.begin()
+                forward(copied(each.input), each.target)
+                round_trip = [self._stopwatch.time(partial(run, letters)) for letters in ("OD", "RB")]
+                _action(each, "B", 0, split=False)()
+                self._stopwatch.settle()
+                if turn >= _WARM_UP:
+                    times.append([seconds() for seconds in round_trip])
+            with watching(self._device) as held:
+                forward(copied(each.input), each.target)
+                run("O")
+                before = held.bytes
+                run("D")
+                moved = before - held.bytes
+                run("RB")
+                _action(each, "B", 0, split=False)()
+            copies.close()
+            offload, reload = map(Spread.of, zip(*times, strict=True))
+            found[index] = CopyProfile(offload, reload, max(0, moved))
+        return found
 
     def _times(self, variants: Sequence[Mapping[int, Captured]]) -> dict[tuple[int, int, str], list[float]]:
         """Seconds of F, I, W and B in every round, by variant, stage and letter."""

@@ -33,6 +33,8 @@ def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
         if fused:
             said = f"{title} that the problem does not split (share of W in the backward): "
             out.print(said + ", ".join(fused) + ".", highlight=False, markup=False)
+    if any(stage.copies for stage in stages_of(ranks)):
+        out.print(_copies(stages_of(ranks)))
     out.print(_static(ranks))
     links = [link for rank in ranks for link in rank.links]
     if links:
@@ -64,6 +66,15 @@ def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
     shown = table_of_numbers(f"{title}: MB held, and workspace", *columns)
     for name, found in named:
         shown.add_row(name, *map(_mb, astuple(found.memory)))
+    return shown
+
+
+def _copies(stages: Sequence[StageProfile]) -> Table:
+    shown = table_of_numbers("Copies to the host: ms, median and 90th percentile", "", "out", "back", "MB")
+    for stage in stages:
+        if stage.copies is not None:
+            times = map(_ms, (stage.copies.offload, stage.copies.reload))
+            shown.add_row(str(stage.stage), *times, _mb(stage.copies.moved))
     return shown
 
 

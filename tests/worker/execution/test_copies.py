@@ -1,0 +1,284 @@
+"""Copies to the host: values come back as they were, and memory is free in between, but nobody else's."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+import zbv_worker as zbv
+from torch import Tensor, nn
+from zbv_solver.plans.orders import Action, Orders
+from zbv_solver.problem.reading import parse_problem
+from zbv_worker.errors import InvalidRun, ModelError
+from zbv_worker.execution.copies import Copies
+from zbv_worker.execution.rank_plan import RankPlan
+from zbv_worker.execution.timeline import HostTimeline
+from zbv_worker.measure.live_bytes import LiveBytes
+from zbv_worker.stage.stage import Stage
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 64, 32
+MASK = torch.rand(ROWS, ROWS) < 0.5
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # torch's own
+
+
+class Masked(nn.Module):
+    """Attention with a mask that all microbatches share, dropout, a norm and a complex product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(ROWS, WIDTH) to the same."""
+        key = self.project(self.norm(x)).float()
+        weights = (key @ self.twice(x).t()).masked_fill(MASK, -1.0).softmax(-1)
+        turned = torch.complex(key, x)
+        mixed = (turned.conj() * turned * torch.complex(x, key)).imag
+        return x + nnf.dropout(weights @ self.twice(key), 0.3) + 0.1 * mixed.tanh()
+
+
+class Writes(nn.Module):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(ROWS, WIDTH) to the same."""
+        return nnf.relu_(x).mul(x)
+
+
+STAGES: dict[str, Callable[[list[nn.Module]], Stage]] = {
+    "plain": lambda layers: stage_of(layers),
+    "recomputed": lambda layers: stage_of(layers, is_recomputed=True, layers=layers),
+    "cast": lambda layers: stage_of(layers, autocast=torch.bfloat16),
+    "writing to its input": lambda layers: stage_of([Writes(), *layers]),
+    "compiled": lambda layers: stage_of(layers, layers=layers, is_compiled=True),
+}
+
+
+@pytest.fixture
+def compiled_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.compile`` traces forward and backward, but generates no code, which takes most of its time."""
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda layer, dynamic, options: compiled(layer, dynamic=dynamic, backend="aot_eager"),
+    )
+
+
+def stage_of(modules: list[nn.Module], autocast: torch.dtype | None = None, **options: Any) -> Stage:
+    return Stage(1, 3, nn.Sequential(*modules), 1, autocast=autocast, **options)
+
+
+def trained(stage: Stage, letters: str, copies: Copies | None, steps: int = 2) -> list[Tensor]:
+    """The gradients of parameters and inputs, of steps with one microbatch each."""
+    found, split = [], letters == "IW"
+    for step in range(steps):
+        torch.manual_seed(step)
+        x, gradient = torch.randn(2, ROWS, WIDTH)
+        if copies is None:
+            stage.forward(0, x, split=split)
+        else:
+            copies.begin()
+            copies.keeping(1, 0, lambda x=x: stage.forward(0, x, split=split))()
+            for letter in "ODRI":
+                copies.run(Action(1, letter, 0))
+        if split:
+            found.append(stage.backward_input(0, gradient))
+            stage.backward_weight(0)
+        else:
+            found.append(stage.backward(0, gradient))
+    return [*found, *(p.grad for p in stage.module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.usefixtures("compiled_without_code")
+@pytest.mark.parametrize("letters", ["IW", "B"])
+@pytest.mark.parametrize("kind", STAGES)
+def test_what_comes_back_has_the_gradients_of_what_stays(kind: str, letters: str) -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Masked(), Masked()]
+    plain = STAGES[kind](copy.deepcopy(layers))
+    moved = STAGES[kind](copy.deepcopy(layers))
+    copies = Copies({1: moved}, CPU, HostTimeline())
+    mask = MASK.clone()
+    expected = trained(plain, letters, None)
+    for a, b in zip(trained(moved, letters, copies), expected, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(MASK, mask)
+    copies.close()
+    if kind == "compiled":
+        # The first microbatch ran uncompiled.
+        later = Copies({1: moved}, CPU, HostTimeline())
+        trained(moved, letters, later, 1)
+        later.close()
+        assert later.host_bytes > 0.9 * copies.host_bytes
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STAGES if kind != "compiled"])
+def test_the_device_holds_next_to_nothing_between_the_copies(kind: str) -> None:
+    """Except what others hold: the memory of the shared mask, of buffers and of parameters."""
+    stage = STAGES[kind]([Masked(), Masked()])
+    trained(stage, "IW", None, 1)
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    with LiveBytes() as live:
+        copies.begin()
+        copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
+        held = live.bytes
+        copies.run(Action(1, "O", 0))
+        copies.run(Action(1, "D", 0))
+        between = live.bytes - copies.host_bytes
+        copies.run(Action(1, "R", 0))
+        copies.run(Action(1, "I", 0))
+        again = live.bytes - copies.host_bytes
+        stage.backward(0, torch.randn(ROWS, WIDTH))
+        after = live.bytes - copies.host_bytes
+    copies.close()
+    assert copies.host_bytes <= 1.05 * held + MASK.nbytes
+    assert held >= (2 if kind == "recomputed" else 10) * ROWS * WIDTH * 4
+    assert between <= 0.02 * held + MASK.nbytes
+    assert again == pytest.approx(held, abs=0.02 * held + 2 * MASK.nbytes)
+    assert after <= 0.02 * held + 100
+
+
+def test_who_keeps_a_tensor_of_a_layer_keeps_its_values() -> None:
+    """The other stage of a rank, for instance, or a layer for its next microbatch."""
+    kept: list[Tensor] = []
+
+    class Stashing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(x.tanh())
+            return kept[-1] * kept[-1]
+
+    stage = stage_of([Stashing()])
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    x = torch.randn(ROWS, WIDTH)
+    output = copies.keeping(1, 0, lambda: stage.forward(0, x, split=False))()
+    for letter in "ODRI":
+        copies.run(Action(1, letter, 0))
+        assert torch.equal(kept[0], x.tanh())
+        assert torch.equal(output, x.tanh() * x.tanh())
+    copies.close()
+
+
+def test_memory_that_somebody_frees_is_not_copied() -> None:
+    class Freeing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x.tanh()
+            return self.seen * 2.0
+
+    layer = Freeing()
+    stage = stage_of([layer])
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
+    layer.seen.untyped_storage().resize_(0)
+    with pytest.raises(ModelError, match="0 bytes of 8192"):
+        copies.run(Action(1, "O", 0))
+    copies.close()
+
+
+@pytest.mark.parametrize("when", ["F", "R"])
+def test_a_write_to_what_a_layer_has_saved_is_an_error_as_without_copies(when: str) -> None:
+    kept: list[Tensor] = []
+
+    class Stashing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(x.tanh())
+            return kept[-1] * 2.0
+
+    stage = stage_of([Stashing()])
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
+    if when == "F":
+        kept[0].detach().zero_()
+        copies.run(Action(1, "O", 0))
+        with pytest.raises(ModelError, match="written to"):
+            copies.run(Action(1, "D", 0))
+    else:
+        for letter in "ODRI":
+            copies.run(Action(1, letter, 0))
+        kept[0].detach().zero_()  # what autograd has is a copy by now
+        assert stage.backward(0, torch.ones(ROWS, WIDTH)).abs().sum() > 0
+    copies.close()
+
+
+def test_the_host_has_as_many_buffers_as_copies_at_once() -> None:
+    stage = stage_of([Masked()])
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    sizes = []
+    for microbatches in ([0], [1, 2], [3], [4, 5, 6], [7, 8]):
+        for j in microbatches:
+            x = torch.randn(ROWS, WIDTH)
+            copies.keeping(1, j, lambda j=j, x=x: stage.forward(j, x, split=False))()
+            copies.run(Action(1, "O", j))
+        for j in microbatches:
+            for letter in "DRB":
+                copies.run(Action(1, letter, j))
+            stage.backward(j, torch.ones(ROWS, WIDTH))
+        sizes.append(copies.host_bytes)
+    copies.close()
+    assert [size / sizes[0] for size in sizes] == [1, 2, 2, 3, 3]
+
+
+DOCUMENT: dict[str, Any] = {
+    "pp_degree": 1,
+    "microbatches": 2,
+    "placement": "single",
+    "costs": {"forward": 2, "backward_input": 2, "backward_weight": 1, "offload": 1},
+    "memory": {"forward": 2, "backward_input": -1, "backward_weight": -1},
+}
+ACTIONS = ["0F0", "0O0", "0F1", "0D0", "0I1", "0R0", "0W1", "0B0"]
+
+
+def test_a_pipeline_runs_copies_step_after_step() -> None:
+    seen = []
+
+    class Seen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.register_hook(lambda gradient: seen.append(threading.active_count()))  # type: ignore[no-untyped-call]
+            return x * x
+
+    def stepped(actions: list[str]) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(8, 4)
+        plan = {"problem": DOCUMENT, "ranks": [actions]}
+        with zbv.Pipeline(plan, [nn.Linear(4, 4), Seen(), nn.Linear(4, 4)], nnf.mse_loss) as pipe:
+            losses = [pipe.step(x, x.flip(1)) for _ in range(3)]
+            return [*losses, *(p.grad for p in pipe.parameters() if p.grad is not None)]
+
+    before = threading.active_count()
+    copied, plain = stepped(ACTIONS), stepped([text for text in ACTIONS if text[1] not in "ODR"])
+    assert all(torch.equal(a, b) for a, b in zip(copied, plain, strict=True))
+    assert max(seen) > before
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        ["0O0", *ACTIONS[:1], *ACTIONS[2:]],
+        [text for text in ACTIONS if text != "0R0"],
+        ["0F0", "0D0", "0O0", *ACTIONS[4:]],
+        ["0F0", "0O0", "0F1", "0D0", "0I1", "0W1", "0B0", "0R0", "0F0"],
+    ],
+)
+def test_a_rank_refuses_copies_out_of_place(actions: list[str]) -> None:
+    problem, orders = parse_problem(DOCUMENT), Orders.from_text([actions])
+    with pytest.raises(InvalidRun, match="Check the plan with"):
+        RankPlan.of("plan", problem, orders, 0)
+
+
+def test_what_only_sleeps_has_nothing_to_copy() -> None:
+    class Sleeping:
+        def forward(self, microbatch: int, input: Any, target: Any = None, *, split: bool) -> Any: ...
+        def backward(self, microbatch: int, grad_output: Any) -> Any: ...
+        def backward_input(self, microbatch: int, grad_output: Any) -> Any: ...
+        def backward_weight(self, microbatch: int) -> None: ...
+
+    with pytest.raises(InvalidRun, match="has no model"):
+        Copies({0: Sleeping()}, CPU, HostTimeline())

@@ -23,7 +23,7 @@ def run(seed: int, p: int = 2, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_copies_run_beside_computation(seed: int) -> None:
+def test_copies_run_during_computation(seed: int) -> None:
     run(seed)
 
 

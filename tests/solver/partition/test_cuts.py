@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import Any
 
@@ -16,14 +17,18 @@ from support.cuts import BLOCK, HEAD, every_cut, layered, layered_problems, spac
 from support.executor_layers import layer
 from support.orders import random_orders
 from support.problems import problems
+from zbv_solver.construct.baselines import order_of, without_limit
 from zbv_solver.partition import first_cuts, least_memory
 from zbv_solver.partition.balance import balanced_cut
 from zbv_solver.partition.cut_space import CutTables
+from zbv_solver.partition.descent import cut_for_order
 from zbv_solver.partition.first_cuts import even_cut, histogram_cut, level_cut
 from zbv_solver.partition.fixed_order import FixedOrder, largest_mean_cycle
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import least_memory_cut, surely_lacking
 from zbv_solver.partition.settle import settled_cut
+from zbv_solver.plans.orders import Orders
+from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem, objective_value
 from zbv_solver.search.layered import first_plan
 from zbv_solver.timing.start_times import evaluate
@@ -280,3 +285,39 @@ def test_the_largest_mean_cycle() -> None:
     weight = np.array([[1.0, 5.0, none], [4.0, 2.0, 9.0], [1.0, none, 4.4]])
     assert sorted(largest_mean_cycle(weight)) == [0, 1, 2]
     assert largest_mean_cycle(np.array([[3.0]])) == [0]
+
+
+def value_within_limits(problem: Problem, orders: Orders) -> float:
+    timing = evaluate(without_limit(problem), orders)
+    limit = problem.memory.limit
+    fits = limit is None or not any(map(exceeds, timing.peak_memory, limit))
+    return objective_value(problem.objective, timing) if fits else inf
+
+
+AGAIN = {"backward_input": 2, "backward": 3, "memory": held(0.5)}
+CHEAPER_AGAIN = layered(
+    microbatches=3,
+    placement="single",
+    layers=[
+        layer("a", 2, 0, 0, memory=held(4)),
+        layer("b", 2, 0, 1, backward=1, memory=held(2), recompute=AGAIN),
+        layer("c", 0, 0, 1, backward=4, memory=held(1)),
+        layer("d", 1, 3, 0, backward=4, recompute={"backward_input": 2, "backward": 3}),
+    ],
+    memory={"limit": 30},
+)
+"""The last layer takes less time if it is recomputed, as if a cheaper kernel ran."""
+
+
+@given(layered_problems(placements=("single", "v")))
+@example(CHEAPER_AGAIN)
+@settings(max_examples=40, deadline=None)
+def test_the_cut_for_an_order_is_the_best_of_all(problem: zbv.LayeredProblem) -> None:
+    """Of the boundaries, and of what is recomputed, of a few layers."""
+    (placement,) = problem.placements
+    name = "1f1b" if placement.kind == "single" else "zb-v"
+    orders = order_of(name, placement, problem.microbatches)
+    best = min((value_within_limits(cut, orders) for cut in every_cut(problem, placement)), default=inf)
+    if best < inf:
+        found = problem.cut_into(placement, cut_for_order(problem, orders))
+        assert value_within_limits(found, orders) <= best * (1 + 1e-9)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from playwright.sync_api import Browser
+from support.orders import copied_at_random
 from zbv_solver.export import quantities
 from zbv_solver.export.html import one_module
 from zbv_solver.export.palette import rgb
 from zbv_solver.export.report import CHART_MODULES
 from zbv_solver.export.timeline import image, timeline, timeline_facts, timeline_text
 from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import Units
+from zbv_solver.problem.problem import O, R, Units
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.search.assemble import baseline_plan
+from zbv_solver.search.assemble import baseline_plan, make_plan
 from zbv_solver.timing.start_times import memory_profile
 
 from web.oracle import Oracle
@@ -30,6 +32,7 @@ MEMORY = {"forward": 2, "backward_input": 1, "backward_weight": -3, "static": 1}
 UNEVEN = {**COSTS, "forward": [900, 1300, 700, 1000, 1100, 950], "p2p": [0, 10, 400, 30, 75]}
 BY_TOKENS = {**COSTS, "forward": {"fixed": 100, "tokens": 300}, "p2p": {"tokens": 20}}
 HELD = {"forward": {"tokens": 2}, "backward_input": {"tokens": -1}, "backward_weight": {"tokens": -1}}
+HOLDS = {"forward": 3, "backward_input": -1, "backward_weight": -2, "offloadable": 2}
 NOTHING = {"forward": 0, "backward_input": 0, "backward_weight": 0}
 
 Call = Callable[[str, Any], Any]
@@ -38,6 +41,11 @@ InPlan = Callable[..., Any]
 
 def of(schedule: str, p: int, m: int, **more: Any) -> Plan:
     return baseline_plan(schedule, parse_problem({"pp_degree": p, "microbatches": m, "costs": COSTS, **more}))
+
+
+def with_copies(plan: Plan) -> Plan:
+    orders = copied_at_random(plan.orders, Random(4))
+    return make_plan(plan.problem, orders, method="random")
 
 
 PLANS = {
@@ -50,7 +58,9 @@ PLANS = {
         "zb-v", 2, 4, costs=BY_TOKENS, memory=HELD, features={"tokens": [3, 1, 4, 2]}
     ),
     "no time at all": of("zb-v", 2, 2, costs=NOTHING),
+    "copies": with_copies(of("zb-v", 2, 4, costs={**COSTS, "offload": 1300, "reload": 900}, memory=HOLDS)),
 }
+COPIED = PLANS["copies"]
 SPLIT = PLANS["uneven, memory grows with I"]
 SHORT = of("zb-h1", 3, 1, placement="single")
 
@@ -152,7 +162,8 @@ def test_a_timeline_has_the_waits_paths_memory_and_names_of_the_plan(in_plan: In
     assert found["waits"] == [[*known.waits[at], known.idle(at), 0] for at in count]
     assert found["paths"] == [known.path(at) for at in count]
     for at, sums in zip(count, found["spent"], strict=True):
-        assert sum(sums["letters"]) + sums["transfers"] == pytest.approx(known.end[at], rel=1e-12)
+        total = sum(sums["letters"]) + sums["transfers"] + sums["copies"]
+        assert total == pytest.approx(known.end[at], rel=1e-12)
     assert found["last"] == max(count, key=lambda at: (known.end[at], -at))
     assert found["named"] == list(count)
     assert found["placed"] == list(count) or line.makespan == 0
@@ -231,43 +242,59 @@ def holdings(plan: Plan, rank: int, times: list[float]) -> list[float]:
     part = line.slice_of(rank)
     columns = (line.start, line.end, line.during, line.after)
     changes = [(0.0, plan.problem.memory.static[rank])]
-    for start, stop, during, after in zip(*(column[part].tolist() for column in columns), strict=True):
+    entries = [] if line.copies is None else line.copies.entries.tolist()
+    actions = zip(*(column[part].tolist() for column in columns), strict=True)
+    for at, (start, stop, during, after) in enumerate(actions, part.start):
+        now, held = changes[-1]
+        for entry, (following, letter, stage, _) in enumerate(entries):
+            if line.copies is not None and following == at and letter > O:
+                now = max(now, float(line.copies.times[entry, 0])) if letter < R else now
+                held += line.copies.moved[stage] * (1 if letter == R else -1)
+                changes.append((now, held))
         changes += [(start, during), (stop, after)]
     return [[amount for changed, amount in changes if changed <= time][-1] for time in times]
 
 
+@pytest.mark.parametrize("plan", [SPLIT, COPIED], ids=["uneven", "copies"])
 @pytest.mark.parametrize("shares", [(0.0, 0.4), (0.3, 0.6)])
-def test_a_memory_line_has_every_step_in_the_window(in_plan: InPlan, shares: tuple[float, float]) -> None:
-    begin, end = (share * timeline(SPLIT).makespan for share in shares)
-    body = "return [0, 1, 2].map((rank) => zbv.stepsIn(timeline, rank, begin, end));"
+def test_a_memory_line_has_every_step_in_the_window(
+    in_plan: InPlan, shares: tuple[float, float], plan: Plan
+) -> None:
+    begin, end = (share * timeline(plan).makespan for share in shares)
+    body = """const ranks = Array.from({ length: timeline.ranks }, (_, rank) => rank);
+      return ranks.map((rank) => zbv.stepsIn(timeline, rank, begin, end));"""
     times = np.linspace(begin, end, 97)[1:-1].tolist()
-    for rank, drawn in enumerate(in_plan(SPLIT, body, begin=begin, end=end)):
+    for rank, drawn in enumerate(in_plan(plan, body, begin=begin, end=end)):
         points = list(zip(drawn["at"], drawn["held"], strict=True))
         seen = [[amount for changed, amount in points if changed <= time][-1] for time in times]
-        assert seen == holdings(SPLIT, rank, times)
+        assert seen == holdings(plan, rank, times)
         assert (points[0][0], points[-1][0]) == (begin, end)
 
 
+@pytest.mark.parametrize("plan", [SPLIT, COPIED], ids=["uneven", "copies"])
 @pytest.mark.parametrize("columns", [1, 7, 50])
-def test_the_band_is_between_the_least_and_the_most_loaded_rank(in_plan: InPlan, columns: int) -> None:
+def test_the_band_is_between_the_least_and_the_most_loaded_rank(
+    in_plan: InPlan, columns: int, plan: Plan
+) -> None:
     """The memory of a picture with few columns misses no peak."""
-    makespan = timeline(SPLIT).makespan
+    makespan, ranks = timeline(plan).makespan, range(plan.problem.pp_degree)
     band, each, empty = in_plan(
-        SPLIT,
+        plan,
         """const end = timeline.makespan;
-        const each = [0, 1, 2].map((rank) => zbv.columnPeaks(timeline, rank, 0, end, columns));
+        const each = ranks.map((rank) => zbv.columnPeaks(timeline, rank, 0, end, columns));
         const beyond = zbv.extremes(timeline, 2 * end, 3 * end, columns);
         return [zbv.extremes(timeline, 0, end, columns), each, beyond];""",
         columns=columns,
+        ranks=list(ranks),
     )
     held = np.array([one["held"] for one in each])
     assert band["low"] == held.min(axis=0).tolist()
     assert band["high"] == held.max(axis=0).tolist()
     times = (np.arange(20 * columns) + 0.5) / (20 * columns) * makespan
-    for rank in range(3):
-        holds = np.array(holdings(SPLIT, rank, times.tolist())).reshape(columns, 20)
+    for rank in ranks:
+        holds = np.array(holdings(plan, rank, times.tolist())).reshape(columns, 20)
         assert np.all(held[rank][:columns] >= holds.max(axis=1))
-    assert held.max(axis=1).tolist() == list(SPLIT.metrics.peak_memory)
+    assert held.max(axis=1).tolist() == list(plan.metrics.peak_memory)
     assert empty["at"] == []
 
 

@@ -224,6 +224,7 @@ def measured_timeline(planned: Timeline, step: MeasuredStep) -> Timeline:
         planned,
         start=step.start[known],
         end=step.end[known],
+        copies=None,
         offset=np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
         **{name: getattr(planned, name)[known] for name in columns},
     )

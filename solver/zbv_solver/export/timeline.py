@@ -26,6 +26,27 @@ MAX_GLYPHS = 8_000
 """With more visible actions the script draws an image of them, otherwise a bar for each."""
 
 
+MAX_COPIES = 3 * MAX_GLYPHS
+"""With more entries of copies, a page shows neither them nor memory over time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """The k entries of copies to the host."""
+
+    entries: NDArray[np.int32]
+    """(k, 4), as in :class:`~zbv_solver.plans.orders.Orders`."""
+    times: FloatArray
+    """(k, 2), as from :func:`~zbv_solver.timing.start_times.copy_times`."""
+    moved: tuple[float, ...]
+    """(S,) the memory that one of them moves."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the script knows about them, ready for JSON."""
+        return {"entries": self.entries.tolist(), "times": self.times.tolist(), "moved": self.moved}
+
+
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """A plan's n actions as arrays in the flat order of its orders, rank after rank, ascending in time."""
@@ -49,7 +70,9 @@ class Timeline:
     has_pairs: bool = False
     """Whether some ends do not follow from starts and costs: a pair is one block with two halves."""
     has_copies: bool = False
-    """Whether memory does not follow from the actions: copies to the host change it, too."""
+    """Whether copies to the host change memory, too."""
+    copies: Copied | None = None
+    """These copies; None if there are none, more than are shown, or their times are not known."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -107,7 +130,17 @@ def timeline(plan: Plan) -> Timeline:
         offset=orders.offset,
         has_pairs=orders.paired is not None,
         has_copies=orders.copies is not None,
+        copies=_copied(plan),
     )
+
+
+def _copied(plan: Plan) -> Copied | None:
+    from zbv_solver.timing.start_times import copy_times  # loads numba
+
+    orders, copies = plan.orders, plan.problem.copies
+    if orders.copies is None or copies is None or len(orders.copies) > MAX_COPIES:
+        return None
+    return Copied(orders.copies, copy_times(plan.problem, orders), copies.offloadable)
 
 
 def coverage(line: Timeline, columns: int) -> NDArray[np.float32]:
@@ -155,6 +188,11 @@ def accounts_for_memory(problem: Problem) -> bool:
     """Whether the problem has memory costs."""
     memory = problem.memory
     return memory.limit is not None or holds_memory(problem)
+
+
+def shows_memory(line: Timeline, problem: Problem) -> bool:
+    """Whether a page can show the memory over time."""
+    return accounts_for_memory(problem) and (line.copies is not None or not line.has_copies)
 
 
 def holds_memory(problem: Problem) -> bool:
@@ -236,10 +274,11 @@ def timeline_facts(line: Timeline, problem: Problem, *, is_measured: bool = Fals
             "deltas": by_kind(arrays.delta),
             "static": arrays.static.tolist(),
             "limits": sorted(set(problem.memory.limit or ())),
-            "is_known": accounts_for_memory(problem) and not line.has_copies,
+            "is_known": shows_memory(line, problem),
             "scale": scale,
             "unit": memory_unit,
         },
+        "copies": None if line.copies is None else line.copies.facts,
         "time_unit": quantities.time_unit(units),
         "objective": problem.objective,
         "letters": LETTERS,

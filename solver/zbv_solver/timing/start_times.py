@@ -98,6 +98,32 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
     return start[at], end[at]
 
 
+def copy_times(problem: Problem, orders: Orders) -> FloatArray:
+    """Start and end of every entry of ``orders.copies``, (k, 2): of the copy that an O or R begins, and of a D
+    when the memory is free, twice.
+
+    Raises :class:`InvalidPlan` like :func:`evaluate`.
+    """
+    if orders.copies is None:
+        return np.empty((0, 2))
+    graph, start, end, node = _executed(problem, orders)
+    at, letter, stage, microbatch = orders.copies.T
+    found, p = np.empty((len(at), 2)), problem.pp_degree
+    # The engines run copies in the order of the lists.
+    for which, chain in ((O, slice(graph.offset[p], graph.offset[2 * p])), (R, slice(graph.offset[2 * p], None))):
+        found[letter == which] = np.column_stack([start[chain], end[chain]])
+    free = np.append(0.0, end[node])[at] * ~np.isin(at, orders.offset)
+    out = dict[tuple[int, int], float]()
+    for entry in np.flatnonzero(letter < R).tolist():
+        cell = int(stage[entry]), int(microbatch[entry])
+        if letter[entry] == O:
+            out[cell] = float(found[entry, 1])
+        else:
+            before = found[entry - 1, 1] if entry and letter[entry - 1] == D and at[entry - 1] == at[entry] else 0.0
+            found[entry] = max(free[entry], before, out[cell])
+    return found
+
+
 def earliest_start_values(problem: Problem, orders: Orders) -> tuple[float, float]:
     """Makespan, and the largest (last end - first start) of any rank at earliest times.
 

@@ -42,6 +42,7 @@ from zbv_solver.export.timeline import (
     MAX_GLYPHS,
     accounts_for_memory,
     idle_shares,
+    shows_memory,
     timeline,
     timeline_facts,
 )
@@ -75,6 +76,7 @@ _TEMPLATES: Path = Path(__file__).parent / "templates"
 MODULES: tuple[str, ...] = (
     "dom.js",
     "numbers.js",
+    "copies.js",
     "timeline.js",
     "words.js",
     "tooltip.js",
@@ -146,6 +148,8 @@ class PlanView:
     canvas: GanttCanvas
     has_bars: bool
     has_memory: bool
+    has_copies: bool
+    """Whether some activations are on the host for a time."""
     is_limited: bool
     """Whether the problem limits memory."""
     example: str
@@ -201,6 +205,7 @@ def environment(*directories: Path) -> Environment:
 def plan_view(plan: Plan) -> PlanView:
     """The content of a plan's page, without links and without the actions that its script draws."""
     problem, orders, metrics = plan.problem, plan.orders, plan.metrics
+    line = timeline(plan)
     has_memory = accounts_for_memory(problem)
     unit = quantities.time_unit(problem.units)
     return PlanView(
@@ -214,7 +219,8 @@ def plan_view(plan: Plan) -> PlanView:
         per_rank=(idle_bars(plan), *([memory_bars(plan)] if has_memory else [])),
         canvas=gantt_canvas(problem.pp_degree, axis=quantities.titled("time", unit), idle=idle_shares(plan)),
         has_bars=len(orders) <= MAX_GLYPHS,
-        has_memory=has_memory and orders.copies is None,  # the script adds up the changes by actions only
+        has_memory=shows_memory(line, problem),
+        has_copies=line.copies is not None,
         is_limited=problem.memory.limit is not None,
         example=orders.text_at(len(orders) // 2),
         baselines=schedule_rows(
@@ -228,7 +234,7 @@ def plan_view(plan: Plan) -> PlanView:
         time_unit=unit,
         ranks=tuple(action_lists(plan)),
         facts=tuple(facts_of(plan)),
-        timeline=script_json(timeline_facts(timeline(plan), problem)),
+        timeline=script_json(timeline_facts(line, problem)),
         layers=layers_view(plan),
         microbatches=microbatches_view(plan),
         simulation=simulation_view(plan),

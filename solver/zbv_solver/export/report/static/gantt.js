@@ -5,6 +5,9 @@ import { DIMMED, channels, idleBounds, raster } from "./raster.js";
 import { FONT, Surface } from "./surface.js";
 
 const BAR_HEIGHT = 0.84; // of a row
+const BAR_ABOVE_LANES = 0.6; // of a row with lanes of copies below
+const LANES = /** @type {const} */ ([0.72, 0.85]); // their tops, of copies out and back
+const LANE_HEIGHT = 0.1;
 const LABEL_HEIGHT = 14; // px of a row below which bars carry no numbers
 const LABEL_PADDING = 4;
 const DIGIT_WIDTH = 6.6; // px, with the font of the labels
@@ -25,6 +28,7 @@ const ROW_NAME_HEIGHT = 14; // px
  * @property {Stretches} idle
  * @property {{ x: number[], y: number[] }} path
  * @property {string[]} labels
+ * @property {number} copies
  */
 
 export class Gantt {
@@ -51,7 +55,7 @@ export class Gantt {
     /** @type {number[]} */
     this.path = [];
     /** @type {Drawn} */
-    this.drawn = { bars: [], pixels: null, idle: { left: [], right: [], rank: [] }, path: { x: [], y: [] }, labels: [] };
+    this.drawn = { bars: [], pixels: null, idle: { left: [], right: [], rank: [] }, path: { x: [], y: [] }, labels: [], copies: 0 };
     this.image = document.createElement("canvas");
   }
 
@@ -74,9 +78,10 @@ export class Gantt {
         idle: this.#idle(context, asBars && this.showsIdle ? windows : []),
         path: this.#path(context),
         labels: asBars ? this.#labels(context, windows) : [],
+        copies: asBars ? this.#copies(context) : 0,
       };
       if (!asBars) {
-        this.#outline(context, this.outlined, 1, BAR_HEIGHT);
+        this.#outline(context, this.outlined, 1, this.barHeight);
       }
       this.#outline(context, this.selected < 0 ? [] : [this.selected], 2.5, 1);
     });
@@ -87,9 +92,20 @@ export class Gantt {
     return asBars ? count : 0;
   }
 
-  /** @param {number} rank */
-  #top(rank, share = BAR_HEIGHT) {
-    return this.surface.frame.top + (rank + (1 - share) / 2) * this.rowHeight;
+  get hasLanes() {
+    return this.timeline.copies.all.length > 0;
+  }
+
+  get barHeight() {
+    return this.hasLanes ? BAR_ABOVE_LANES : BAR_HEIGHT;
+  }
+
+  /**
+   * The top of a bar.
+   * @param {number} rank
+   */
+  #top(rank, share = this.barHeight) {
+    return this.surface.frame.top + (rank + (1 - Math.max(share, BAR_HEIGHT)) / 2) * this.rowHeight;
   }
 
   /** @param {number} action */
@@ -105,7 +121,7 @@ export class Gantt {
   #bars(context, windows, average) {
     const { timeline, surface } = this;
     const gap = average >= EDGE_FROM ? 1 : 0;
-    const height = BAR_HEIGHT * this.rowHeight;
+    const height = this.barHeight * this.rowHeight;
     const bars = /** @type {number[]} */ ([]);
     windows.forEach(([first, stop], rank) => {
       const top = this.#top(rank);
@@ -120,6 +136,25 @@ export class Gantt {
     });
     context.globalAlpha = 1;
     return bars;
+  }
+
+  /**
+   * Two thin lanes below every rank: copies to the host, and back. Returns their number.
+   * @param {CanvasRenderingContext2D} context
+   */
+  #copies(context) {
+    const { surface, timeline, range } = this;
+    const of = this.selected < 0 ? -1 : timeline.microbatch[this.selected];
+    const found = timeline.copies.all.filter(({ start, end }) => end > range.start && start < range.end);
+    context.fillStyle = surface.colour("muted");
+    for (const { rank, microbatch, isBack, start, end } of found) {
+      const left = surface.x(start);
+      const top = surface.frame.top + (rank + LANES[Number(isBack)]) * this.rowHeight;
+      context.globalAlpha = of < 0 || of === microbatch ? 1 : DIMMED;
+      context.fillRect(left, top, Math.max(1, surface.x(end) - left - 1), LANE_HEIGHT * this.rowHeight);
+    }
+    context.globalAlpha = 1;
+    return found.length;
   }
 
   /**
@@ -156,7 +191,7 @@ export class Gantt {
       context.fillStyle = fill;
       idle.rank.forEach((rank, at) => {
         const left = surface.x(idle.left[at]);
-        context.fillRect(left, this.#top(rank), surface.x(idle.right[at]) - left, BAR_HEIGHT * this.rowHeight);
+        context.fillRect(left, this.#top(rank), surface.x(idle.right[at]) - left, this.barHeight * this.rowHeight);
       });
     }
     return idle;
@@ -216,7 +251,7 @@ export class Gantt {
     // The room of the longest number: otherwise the numbers would end at 9 where bars are narrow.
     const needed = DIGIT_WIDTH * String(timeline.facts.microbatches - 1).length + LABEL_PADDING;
     windows.forEach(([first, stop], rank) => {
-      const middle = surface.frame.top + (rank + 0.5) * this.rowHeight;
+      const middle = this.#top(rank) + (this.barHeight / 2) * this.rowHeight;
       for (let action = first; action < stop && labels.length < MAX_LABELS; action += 1) {
         const left = surface.x(Math.max(range.start, timeline.start[action]));
         const right = surface.x(Math.min(range.end, timeline.end[action]));

@@ -3,7 +3,7 @@
 import { make, part } from "./dom.js";
 import { memory, number, time } from "./numbers.js";
 import { terms } from "./tooltip.js";
-import { featuresInWords, idleBefore, spentInWords } from "./words.js";
+import { featuresInWords, idleBefore, spentInWords, waitedFor } from "./words.js";
 
 /** @typedef {"rank" | "microbatch"} Along */
 
@@ -252,6 +252,11 @@ export class Inspector {
     if (facts.memory.is_known) {
       rows.push([`Memory of rank ${rank}`, `${memory(during, facts)}, then ${memory(after, facts)}`]);
     }
+    const copies = timeline.copies.of(timeline.stage[action], timeline.microbatch[action]);
+    if (copies !== undefined && copies[1] !== null) {
+      const [out, back] = copies.map((copy) => `${time(copy?.start ?? 0, facts)} to ${time(copy?.end ?? 0, facts)}`);
+      rows.push(["Copied to the host", out], ["And back", back]);
+    }
     this.parts.facts.replaceChildren(terms(rows));
     this.parts.waited.replaceChildren(...this.#waitInWords(action));
     const path = this.gantt.path;
@@ -273,6 +278,9 @@ export class Inspector {
     const { by, action: awaited } = timeline.wait(action);
     if (by === "nothing") {
       return ["It waited for nothing."];
+    }
+    if (by === "copy") {
+      return [`It waited for ${waitedFor(timeline, action)}.`];
     }
     const link = make("button", { type: "button", className: "link", textContent: timeline.text(awaited) });
     link.addEventListener("click", () => this.select(awaited));

@@ -214,10 +214,11 @@ export class Memory {
  */
 function peaksOf(timeline) {
   const { during } = timeline.profile();
+  const { changes } = timeline.copies;
   return timeline.facts.memory.static.map((fixed, rank) => {
     let peak = fixed;
     for (let action = timeline.offset[rank]; action < timeline.offset[rank + 1]; action += 1) {
-      peak = Math.max(peak, during[action]);
+      peak = Math.max(peak, during[action], ...(changes.get(action) ?? []).map(({ held }) => held));
     }
     return peak;
   });
@@ -242,9 +243,16 @@ export function stepsIn(timeline, rank, start, end) {
       held.push(amountHeld);
     }
   };
-  for (let action = first; action < stop; action += 1) {
-    add(timeline.start[action], during[action]);
-    add(timeline.end[action], after[action]);
+  for (let action = first; action <= stop; action += 1) {
+    const isAction = action < stop;
+    const isOfRank = isAction || action < timeline.offset[rank + 1];
+    for (const change of isOfRank ? (timeline.copies.changes.get(action) ?? []) : []) {
+      add(change.time, change.held);
+    }
+    if (isAction) {
+      add(timeline.start[action], during[action]);
+      add(timeline.end[action], after[action]);
+    }
   }
   at.push(Math.min(end, timeline.makespan));
   held.push(held[held.length - 1]);
@@ -271,7 +279,19 @@ export function columnPeaks(timeline, rank, start, end, columns) {
   const highest = new Float64Array(columns);
   let holds = timeline.heldBefore(rank, first);
   let column = low;
+  const { changes } = timeline.copies;
   for (let action = first; action <= stop; action += 1) {
+    const isOfRank = action < timeline.offset[rank + 1];
+    for (const change of isOfRank && changes.size > 0 ? (changes.get(action) ?? []) : []) {
+      const until = Math.min(high, Math.floor((change.time - start) * perColumn));
+      for (; column < until; column += 1) {
+        highest[column] = Math.max(highest[column], holds);
+      }
+      if (column >= low && column <= high) {
+        highest[column] = Math.max(highest[column], holds, change.held);
+      }
+      holds = change.held;
+    }
     // First the memory held until the action starts, then the memory held while it runs.
     const begins = action < stop ? Math.min(high, Math.floor((starts[action] - start) * perColumn)) : high;
     for (; column < begins; column += 1) {

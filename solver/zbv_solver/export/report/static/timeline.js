@@ -1,6 +1,8 @@
 // The actions of a schedule, unpacked from the columns that timeline.py packs, and what each of them waited for.
 // An action is its index in the flat order: rank after rank, each in the order of execution.
 
+import { Copies } from "./copies.js";
+
 /** @typedef {number | number[]} Cost a number, or one per kind of microbatch if microbatches differ */
 
 /**
@@ -18,6 +20,7 @@
  * @property {Cost[][]} durations by letter and stage
  * @property {Cost[]} transfers by boundary
  * @property {{ deltas: Cost[][], static: number[], limits: number[], is_known: boolean, scale: number, unit: string }} memory
+ * @property {import("./copies.js").CopyFacts | null} copies
  * @property {string} time_unit
  * @property {string} objective
  * @property {string} letters
@@ -30,8 +33,8 @@
 
 /**
  * @typedef {object} Wait
- * @property {"input" | "rank" | "nothing"} by
- * @property {number} action -1 for nothing
+ * @property {"input" | "rank" | "copy" | "nothing"} by
+ * @property {number} action -1 for nothing; for a copy, the action after which it began
  * @property {number} late what remains between that and the start, which only measured times have
  */
 
@@ -83,6 +86,7 @@ export class Timeline {
     this.cells = null;
     /** @type {{ during: Float64Array, after: Float64Array } | null} */
     this.held = null;
+    this.copies = new Copies(facts.copies, this);
   }
 
   /**
@@ -240,8 +244,17 @@ export class Timeline {
     if (letter === F) {
       return this.cell(F, stage - 1, microbatch);
     }
-    const whole = this.cell(B, stage + 1, microbatch);
-    return whole >= 0 ? whole : this.cell(I, stage + 1, microbatch);
+    return this.backwardOf(stage + 1, microbatch);
+  }
+
+  /**
+   * The B or I of a stage and microbatch, or -1.
+   * @param {number} stage
+   * @param {number} microbatch
+   */
+  backwardOf(stage, microbatch) {
+    const whole = this.cell(B, stage, microbatch);
+    return whole >= 0 ? whole : this.cell(I, stage, microbatch);
   }
 
   /**
@@ -267,7 +280,7 @@ export class Timeline {
   }
 
   /**
-   * What it waited for: its input or its rank, whichever was ready later; its rank if both were ready at once.
+   * What it waited for: its input, its rank or a copy, whichever was ready last; its rank if all were ready at once.
    * @param {number} action
    * @returns {Wait}
    */
@@ -276,6 +289,10 @@ export class Timeline {
     const free = previous < 0 ? -Infinity : this.end[previous];
     const arrival = this.arrival(action);
     const start = this.start[action];
+    const copy = this.copies.awaited.get(action);
+    if (copy !== undefined && copy.end > Math.max(arrival, free, 0)) {
+      return { by: "copy", action: this.copies.root(copy), late: start - copy.end };
+    }
     if (arrival > free) {
       return { by: "input", action: this.input(action), late: start - arrival };
     }
@@ -298,21 +315,24 @@ export class Timeline {
   }
 
   /**
-   * How the time of a path is spent: per letter, in transfers, and late. The parts add up to the end of the path.
+   * How the time of a path is spent: per letter, in transfers, in copies, and late. The parts add up to the end of
+   * the path.
    * @param {number[]} path
    */
   spent(path) {
     const letters = Array.from(this.facts.letters, () => 0);
-    let [transfers, late] = [0, 0];
+    let [transfers, copies, late] = [0, 0, 0];
     for (const action of path) {
       letters[this.letter[action]] += this.end[action] - this.start[action];
       const wait = this.wait(action);
       late += wait.late;
       if (wait.by === "input") {
         transfers += this.arrival(action) - this.end[wait.action];
+      } else if (wait.by === "copy") {
+        copies += this.start[action] - wait.late - (wait.action < 0 ? 0 : this.end[wait.action]);
       }
     }
-    return { letters, transfers, late };
+    return { letters, transfers, copies, late };
   }
 
   /**
@@ -345,6 +365,10 @@ export class Timeline {
     for (let rank = 0; rank < this.ranks; rank += 1) {
       let sum = 0;
       for (let action = this.offset[rank]; action < this.offset[rank + 1]; action += 1) {
+        for (const change of this.copies.changes.get(action) ?? []) {
+          sum += change.delta;
+          change.held = fixed[rank] + sum;
+        }
         const delta = this.costOf(deltas[this.letter[action]][this.stage[action]], action);
         sum += delta;
         after[action] = fixed[rank] + sum;

@@ -10,6 +10,9 @@ import { number, time } from "./numbers.js";
  */
 export function waitedFor(timeline, action) {
   const { by, action: awaited } = timeline.wait(action);
+  if (by === "copy") {
+    return `a copy ${timeline.copies.awaited.get(action)?.isBack === true ? "back from" : "to"} the host`;
+  }
   if (by === "input") {
     return `input ${timeline.text(awaited)} from rank ${timeline.rankOf(awaited)}`;
   }
@@ -45,10 +48,10 @@ export function featuresInWords(timeline, action) {
  * @param {number[]} path
  */
 export function spentInWords(timeline, path) {
-  const { letters, transfers, late } = timeline.spent(path);
+  const { letters, transfers, copies, late } = timeline.spent(path);
   /** @type {[string, number][]} */
   const parts = letters.map((spent, letter) => [timeline.facts.letters[letter], spent]);
-  parts.push(["transfers", transfers], ["other", late]);
+  parts.push(["transfers", transfers], ["copies", copies], ["other", late]);
   return parts
     .filter(([, spent]) => spent > 0)
     .map(([what, spent]) => `${what} ${time(spent, timeline.facts)}`)

@@ -14,6 +14,7 @@ import torch
 import zbv_solver
 from torch import Tensor
 from typing_extensions import override
+from zbv_worker.errors import PeerLost
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.pipeline import pipeline
 from zbv_worker.pipeline.connecting import RankDevice
@@ -42,8 +43,9 @@ class _Connected(ThreadTransport):
         self._sent = hub.sent
         self.control = self
 
-    def abort(self, seconds: float = 0.0) -> None:
+    def abort(self, seconds: float = 0.0) -> bool:
         self.close()
+        return True
 
     def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
         self.send(tensor, peer, TIMEOUT)
@@ -82,14 +84,17 @@ def on_ranks(
     *,
     ranks: int,
     replicas: int = 1,
+    loss_of: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> list[Any]:
     """What a program returns or raises on every rank; each makes its own layers.
 
-    Further options are those of :class:`Pipeline`.
+    ``loss_of`` makes each rank's loss from its layers. Further options are those of :class:`Pipeline`.
     """
     hub, place = _Hub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
+    # In one thread, because all threads draw from torch's default generator.
     local, made = threading.local(), [layers() for _ in range(hub.layout.world_size)]
+    losses = [loss if loss_of is None else loss_of(each) for each in made]
 
     def connected(*_: object) -> tuple[ThreadTransport, RankDevice]:
         return local.transport, place
@@ -98,7 +103,7 @@ def on_ranks(
         local.transport = hub.transport(rank)
         try:
             made_with = {"timeout": TIMEOUT, "startup_timeout": TIMEOUT, **options}
-            with Pipeline(plan, made[rank], loss, **made_with) as pipe:
+            with Pipeline(plan, made[rank], losses[rank], **made_with) as pipe:
                 return program(pipe)
         except Exception as error:
             local.transport.close()  # a process would end here, and its connections with it
@@ -109,3 +114,11 @@ def on_ranks(
         ThreadPoolExecutor(hub.layout.world_size) as pool,
     ):
         return list(pool.map(run, range(hub.layout.world_size)))
+
+
+def returned(found: list[Any]) -> list[Any]:
+    """What all ranks returned; raises the error of one that failed, which a peer's loss only repeats."""
+    errors = [each for each in found if isinstance(each, Exception)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
+        raise error
+    return found

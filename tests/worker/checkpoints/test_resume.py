@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.thread_pipeline import on_ranks, plan_of
+from support.thread_pipeline import on_ranks, plan_of, returned
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from zbv_worker.checkpoints import checkpoint_state
@@ -171,10 +171,7 @@ def saved_and_resumed(
     whole: dict[str, Any] = {}
     for last, (ranks, placement) in zip((2, 4), places, strict=True):
         plan, mse = plan_of(ranks, placement), nn.functional.mse_loss
-        found = on_ranks(plan, lambda: blocks(frozen), mse, partial(program, last), ranks=ranks)
-        for each in found:
-            if isinstance(each, Exception):
-                raise each
+        found = returned(on_ranks(plan, lambda: blocks(frozen), mse, partial(program, last), ranks=ranks))
         whole = {name: value for rank in found for name, value in rank.items()}
     return whole
 

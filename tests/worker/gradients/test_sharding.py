@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.gradients.fully_sharded import FullySharded, divide, dividing
 from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.stage.dtensors import is_dtensor
 
 CPU = torch.device("cpu")
 RANKS = range(4)
@@ -194,3 +197,11 @@ def test_a_torch_that_lacks_a_member_is_refused(
 
 def test_layers_without_fully_shard_need_none_of_it() -> None:
     assert not FullySharded({0: nn.Linear(2, 2)}, (0,)).parameters
+
+
+def test_a_thread_may_import_distributed_tensors_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until the import ends, the module is known, but lacks its classes."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    assert not is_dtensor(torch.ones(1))

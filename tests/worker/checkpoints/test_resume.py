@@ -285,13 +285,6 @@ def test_groups_that_had_other_settings_do_not_become_one(tmp_path: Path) -> Non
     assert "lr" in str(error)
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    made = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1)
-    (error,) = resumed_with(tmp_path, *(lambda pipe, of=of: of(pipe.parameters()) for of in made))
-    assert isinstance(error, InvalidRun)
-    assert "optimizer" in str(error)
-
-
 def test_a_layer_that_was_frozen_begins_as_new(tmp_path: Path) -> None:
     """It had no state and no settings, so its optimizer decides."""
 

@@ -122,15 +122,6 @@ def test_results_are_written_before_the_groups_are_destroyed(
     assert [found["rank"] for found in read_reports(tmp_path, 1)] == [0]
 
 
-def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:
-    other = write_plan(tmp_path / "other.json", *random_plan(2, 4, seed=4))
-    with ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started:
-        with pytest.raises(LaunchError, match=r"ended with status 2"):
-            started.wait(timeout=240)
-        until_said(started, "the ranks differ")  # if rank 1 ended first
-    assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
-
-
 def test_a_rank_that_cannot_start_ends_the_others_with_its_reason(plan_file: Path, tmp_path: Path) -> None:
     other = write_plan(tmp_path / "one.json", *random_plan(1, 4))
     each = [run_arguments(plan, timeout=600) for plan in (plan_file, other)]

@@ -25,10 +25,13 @@ from support.thread_transport import ThreadHub, ThreadTransport
 TIMEOUT = 40.0  # no test waits for it to pass; a busy machine may stop a thread for long
 
 
-class _Hub(ThreadHub):
+class ConnectedHub(ThreadHub):
+    """Connects ranks that also send tensors of the host, and counts the bytes of these by rank."""
+
     def __init__(self, pp_degree: int, replicas: int):
         super().__init__(pp_degree, replicas)
         self.sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.sent_bytes: dict[int, list[int]] = defaultdict(list)
 
     @override
     def transport(self, rank: int) -> ThreadTransport:
@@ -38,9 +41,9 @@ class _Hub(ThreadHub):
 class _Connected(ThreadTransport):
     """A rank's transport with what a pipeline needs to gather its state and to fail."""
 
-    def __init__(self, hub: _Hub, rank: int):
+    def __init__(self, hub: ConnectedHub, rank: int):
         super().__init__(hub, rank)
-        self._sent = hub.sent
+        self._sent, self._sent_bytes = hub.sent, hub.sent_bytes[rank]
         self.control = self
 
     def abort(self, seconds: float = 0.0) -> bool:
@@ -56,6 +59,7 @@ class _Connected(ThreadTransport):
 
     def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
         with self._hub.changed:
+            self._sent_bytes.append(tensor.nbytes)
             self._sent[self.rank, peer].append(tensor.clone())
             self._hub.changed.notify_all()
 
@@ -91,7 +95,7 @@ def on_ranks(
 
     ``loss_of`` makes each rank's loss from its layers. Further options are those of :class:`Pipeline`.
     """
-    hub, place = _Hub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
+    hub, place = ConnectedHub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
     # In one thread, because all threads draw from torch's default generator.
     local, made = threading.local(), [layers() for _ in range(hub.layout.world_size)]
     losses = [loss if loss_of is None else loss_of(each) for each in made]

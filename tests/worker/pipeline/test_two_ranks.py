@@ -31,7 +31,7 @@ def run(
 
 
 def rank_of(pipe: Pipeline) -> int:
-    return pipe._transport.rank  # type: ignore[no-any-return]  # of a thread
+    return pipe._transport.rank
 
 
 def require_gradients(pipe: Pipeline, reference: nn.Module) -> None:
@@ -84,7 +84,7 @@ class Begin(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Any:
         return super().forward(x), x.argmax(1), None
 
 
@@ -101,7 +101,7 @@ class Between(Begin):
 
 
 class End(Begin):
-    def forward(self, x: Tensor, *_: object) -> Any:  # type: ignore[override]
+    def forward(self, x: Tensor, *_: object) -> Any:
         return nn.Linear.forward(self, x)
 
 
@@ -146,7 +146,7 @@ def test_values_keywords_and_auxiliary_losses_reach_every_stage() -> None:
         _, outputs = pipe.step(inputs, targets, outputs=True, **keywords)
         require_gradients(pipe, reference)
         assert (None if outputs is None else len(outputs)) == (None if rank_of(pipe) else MICROBATCHES)
-        assert rank_of(pipe) == 0 or pipe.auxiliary_loss > 0
+        assert rank_of(pipe) == 0 or float(pipe.auxiliary_loss or 0.0) > 0
         boundaries = {str(boundary) for boundary in pipe.boundaries.values()}
         with pytest.raises(zbv.WorkerError, match="found the keyword 'mask', which no layer takes"):
             pipe.step(inputs, targets, mask=inputs)
@@ -218,7 +218,7 @@ def test_data_on_another_rank_than_the_data_rank_are_refused() -> None:
 class Scaled(nn.Linear):
     """A layer with an optional keyword."""
 
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(x * scale)
 
 

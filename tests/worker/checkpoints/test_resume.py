@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_pipeline import WIDTH, batch
 from support.thread_pipeline import on_ranks, plan_of, returned
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -18,7 +19,6 @@ from zbv_worker.checkpoints.checkpoint import newest_checkpoint
 from zbv_worker.errors import InvalidRun, WorkerError
 from zbv_worker.pipeline.pipeline import Pipeline
 
-WIDTH, ROWS = 4, 8
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -40,11 +40,6 @@ def blocks(frozen: Iterable[int] = ()) -> list[nn.Module]:
     for at in frozen:
         made[at].requires_grad_(False)
     return made
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
 class Counting(torch.optim.SGD):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.paths import TESTS
+from support.rank_files import found_by
 from support.sharded_rank import CASES
 from support.thread_transport import ThreadHub
 from torch import nn
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.gradients.fully_sharded import FullySharded, divide, dividing
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.stage.dtensors import is_dtensor
 
 CPU = torch.device("cpu")
@@ -31,10 +30,7 @@ Found = list[dict[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By rank, case and whether it was sharded."""
     folder = tmp_path_factory.mktemp("sharded")
-    command = python_command("support.sharded_rank", str(folder))
-    with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=240)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in RANKS]
+    return found_by("sharded_rank", len(RANKS), folder)
 
 
 @pytest.mark.parametrize("rank", RANKS)

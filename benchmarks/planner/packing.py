@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -63,7 +62,6 @@ def packing_table(
         usual = in_given_order(batch, options)
         gain = shorter(found.step_time, usual[0].step_time)
         write(_row(each.name, found, [*map(step_time, others)], usual))
-        sys.stdout.flush()
         target = at_least(LEAST_GAIN_PERCENT) if each.law.name == "tail" else None
         findings.append(Finding(f"{each.name}: shorter than {USUAL}", gain, "%", target))
     return findings

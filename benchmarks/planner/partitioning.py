@@ -6,7 +6,6 @@ of a block (Narayanan et al. 2021, appendix), so V / (12 h + 2 s) blocks: 2.3 of
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,8 +41,6 @@ RECOMPUTED_CASE = (8, 32, 4096)
 MICROBATCHES_PER_RANK = 4
 ROOM = 1.0
 """Memory limit, as a share of the memory of 1F1B with evenly cut blocks."""
-PARTITION_CASE = (32, 198, 4096)
-REPEATS = 5
 
 
 def gpt_layers(
@@ -146,8 +143,6 @@ def cut_table(
             f"{own / even - 1:>8.1%} {own / histogram - 1:>8.1%} "
             f"{bound:>9.2f} {gap_of(own, bound):>7.2%} {plan.provenance.seconds:>7.1f}\n"
         )
-    p, blocks, _ = PARTITION_CASE
-    write(f"partition alone, {blocks + 2} layers on {p} ranks: {partition_seconds():.3f} s\n")
 
 
 def _on(layered: LayeredProblem, rule: Callable[[CutSpace], Boundaries], options: SearchOptions) -> float:
@@ -158,18 +153,6 @@ def _on(layered: LayeredProblem, rule: Callable[[CutSpace], Boundaries], options
     cut = fitting or space.cut(bounds, (False,) * space.n_stages)
     problem = layered.cut_into(space.placement, cut)
     return search(problem if fitting else without_limit(problem), options).objective
-
-
-def partition_seconds() -> float:
-    """Median time of computing the balanced cut of 200 layers on 32 ranks."""
-    layered = gpt_layers(*PARTITION_CASE)
-    seconds = []
-    for _ in range(REPEATS + 1):  # the first loads the kernels
-        began = time.perf_counter()
-        space = CutSpace(layered, layered.placements[0], CutTables.of(layered))
-        balanced_cut(space, level_cut(space))
-        seconds.append(time.perf_counter() - began)
-    return sorted(seconds[1:])[REPEATS // 2]
 
 
 def recompute_table(options: SearchOptions, write: Callable[[str], object]) -> None:

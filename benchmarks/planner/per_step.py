@@ -7,7 +7,6 @@ does, and the quick effort's plans do not at all.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -100,7 +99,6 @@ def per_step_table(chosen: Sequence[SteppedRun], count: int, write: Callable[[st
         first = median(1e3 * row.first_seconds for row in rows)
         ratio = geometric_mean([row.ratio for row in rows])
         write(_row(each.name, rows))
-        sys.stdout.flush()
         findings += [
             Finding(f"{each.name}: first plan", first, "ms", at_most(FIRST_MILLISECONDS)),
             Finding(f"{each.name}: span to quick", ratio, "", at_most(LONGEST_SPAN)),

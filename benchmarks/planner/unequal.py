@@ -6,7 +6,6 @@ ones: in the given order, and in the order used in practice.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -96,7 +95,6 @@ def unequal_table(
     for each in chosen:
         rows.append(measure_unequal(each, options))
         write(unequal_line(rows[-1]))
-        sys.stdout.flush()
     return list(unequal_findings(rows))
 
 

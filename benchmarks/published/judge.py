@@ -109,57 +109,47 @@ def models_table(judged: Sequence[Judged]) -> Table:
 
 def findings(judged: Sequence[Judged], refused: Sequence[Refused]) -> list[Finding]:
     """All numbers with targets, and the distribution by system."""
-    found = [*_time_findings(judged), *_memory_findings(judged), *_room_findings(judged)]
-    found += _held_out_findings([each for each in judged if each.run.held_out])
-    return [*found, Finding("runs without a prediction", len(refused))]
+    held_out = [each for each in judged if each.run.held_out]
+    return [
+        *_errors("", judged),
+        *_distributions(judged),
+        *_room_findings(judged),
+        *_errors("held out: ", held_out),
+        Finding("runs without a prediction", len(refused)),
+    ]
 
 
-def _held_out_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
-    """The same targets for runs that played no part in choosing rules."""
+def _errors(which: str, judged: Sequence[Judged]) -> Iterable[Finding]:
+    """The numbers with targets: of all runs, and of those that played no part in choosing rules."""
     if ranks := _ranks(judged):
-        what = f"held out: rank correlation of throughput, mean of {len(ranks)} models"
+        what = f"{which}rank correlation of throughput, mean of {len(ranks)} models"
         yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
     if times := _times(judged):
-        what = f"held out: step time, median error of {len(times)} runs"
+        what = f"{which}step time, median error of {len(times)} runs"
         yield Finding(what, _error(times), "%", at_most(MOST_TIME_ERROR))
     if memory := _memory(judged):
-        what = f"held out: memory, median error of {len(memory)} runs"
+        what = f"{which}memory, median error of {len(memory)} runs"
         yield Finding(what, _error(memory), "%", at_most(MOST_MEMORY_ERROR))
-        yield Finding("held out:   within 25 %", _near(memory), "%", at_least(LEAST_NEAR))
+        yield Finding(f"{which}  within 25 %", _near(memory), "%", at_least(LEAST_NEAR))
 
 
-def _time_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
-    times = _times(judged)
-    if not times:
-        return
+def _distributions(judged: Sequence[Judged]) -> Iterable[Finding]:
+    """Of layouts, and of step times by system."""
     groups = _throughputs(judged)
-    if ranks := _ranks(judged):
-        what = f"rank correlation of throughput, mean of {len(ranks)} models"
-        yield Finding(what, mean(ranks), target=at_least(LEAST_CORRELATION))
     layouts = [rank for runs in groups.values() if (rank := of_layouts(runs)) is not None]
     if layouts:
-        yield Finding(f"  of layouts, repeated ones with their median, {len(layouts)} models", mean(layouts))
-    yield Finding(
-        f"step time, median error of {len(times)} runs", _error(times), "%", at_most(MOST_TIME_ERROR)
-    )
-    yield Finding("  90 % of runs within", 100 * float(np.quantile(np.abs(np.array(times) - 1), 0.9)), "%")
-    by_system: dict[str, list[float]] = defaultdict(list)
-    for each in judged:
-        if each.time_ratio is not None:
-            by_system[each.run.system].append(each.time_ratio)
-    for system, own in by_system.items():
-        yield Finding(f"  {system}, {len(own)} runs", _error(own), "%")
-        low, high = np.quantile(own, (0.1, 0.9)).tolist()
-        yield Finding("    ratio, median and middle 80 %", median(own), interval=(low, high))
-
-
-def _memory_findings(judged: Sequence[Judged]) -> Iterable[Finding]:
-    memory = _memory(judged)
-    if memory:
-        yield Finding(
-            f"memory, median error of {len(memory)} runs", _error(memory), "%", at_most(MOST_MEMORY_ERROR)
-        )
-        yield Finding("  within 25 %", _near(memory), "%", at_least(LEAST_NEAR))
+        what = f"rank correlation of layouts, repeated ones with their median, {len(layouts)} models"
+        yield Finding(what, mean(layouts))
+    times = _times(judged)
+    if times:
+        within = 100 * float(np.quantile(np.abs(np.array(times) - 1), 0.9))
+        yield Finding("step time, 90 % of runs within", within, "%")
+    for system in dict.fromkeys(each.run.system for each in judged):
+        own = _times([each for each in judged if each.run.system == system])
+        if own:
+            yield Finding(f"  {system}, {len(own)} runs", _error(own), "%")
+            low, high = np.quantile(own, (0.1, 0.9)).tolist()
+            yield Finding("    ratio, median and middle 80 %", median(own), interval=(low, high))
 
 
 def _room_findings(judged: Sequence[Judged]) -> Iterable[Finding]:

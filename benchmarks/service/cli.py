@@ -38,7 +38,7 @@ def add_service(commands: Any) -> None:
     for flag, kind, default, text in (
         ("--seconds", positive_number, 10.0, "duration of each measurement"),
         ("--connections", positive, 32, "ranks: concurrent connections"),
-        ("--offered", positive_number, 1000.0, "ranks: requests per second while a search runs"),
+        ("--offered", positive_number, 1000.0, "ranks: requests per second"),
         ("--searches", positive, 1000, "queue: searches"),
         ("--agents", positive, 512, "heartbeats: agents"),
     ):

@@ -7,16 +7,14 @@ else.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 DEADLINE = 60.0
-
-Turns = Callable[[int, float], Iterator[tuple[int, float]]]
-"""Yields, for a connection, the number of each request and the time when it is due."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,8 @@ class _Connection(asyncio.Protocol):
 
 
 def _length(head: bytes) -> int:
-    lower = head.lower()
-    at = lower.find(b"\r\ncontent-length:")
-    if at < 0:
-        return 0
-    return int(lower[at + 17 :].partition(b"\r\n")[0])
+    found = re.search(rb"\r\ncontent-length: *(\d+)", head, re.IGNORECASE)
+    return 0 if found is None else int(found[1])
 
 
 def get(address: str, path: str, token: str | None = None) -> bytes:
@@ -107,38 +102,18 @@ def head(method: str, address: str, path: str, token: str | None, *fields: str) 
     return "\r\n".join((*lines, "", "")).encode()
 
 
-async def saturate(address: str, requests: Sequence[bytes], connections: int, seconds: float) -> Load:
-    """Send requests over the connections, each as soon as the previous response has arrived."""
-
-    def turns(first: int, began: float) -> Iterator[tuple[int, float]]:
-        number = first
-        while (now := time.perf_counter()) - began < seconds:
-            yield number, now
-            number += connections
-
-    return await _load(address, requests, connections, turns)
-
-
 async def offer(
     address: str, requests: Sequence[bytes], connections: int, seconds: float, rate: float
 ) -> Load:
-    """Send requests at a fixed rate, independent of the responses."""
-
-    def turns(first: int, began: float) -> Iterator[tuple[int, float]]:
-        return ((number, began + number / rate) for number in range(first, int(rate * seconds), connections))
-
-    return await _load(address, requests, connections, turns)
-
-
-async def _load(address: str, requests: Sequence[bytes], connections: int, turns: Turns) -> Load:
-    """Assign requests to connections in turns; yields the number of each and the time when it is due."""
+    """Send requests at a fixed rate, independent of the responses; the connections take turns."""
     made = await _connect(address, connections)
     latencies: list[float] = []
     statuses: Counter[int] = Counter()
     began = time.perf_counter()
 
     async def drive(connection: _Connection, first: int) -> None:
-        for number, due in turns(first, began):
+        for number in range(first, int(rate * seconds), connections):
+            due = began + number / rate
             wait = due - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)

@@ -18,7 +18,7 @@ from benchmarks.findings import WrongInput, add_output, measure_all
 if TYPE_CHECKING:
     from benchmarks.worker import ranks
 
-NAMES = ("overhead", "pipeline-step", "pairs", "split", "nccl-model")
+NAMES = ("overhead", "pipeline-step", "pairs", "nccl-model")
 DESCRIPTION = """\
 Measure ranks on the CPU cores of this machine. Times are ratios of measurements that took turns; on a busy
 machine, their intervals are wider.
@@ -26,7 +26,6 @@ machine, their intervals are wider.
   overhead       CPU time of the executor per action
   pipeline-step  Pipeline.step, compared with the bare executor
   pairs          a step whose forwards run together with backwards, measured and planned
-  split          I + W, compared with the fused backward
   nccl-model     which plans hang on a model of NCCL, by the number of kernels that run at once
 """
 EXAMPLES = """\
@@ -54,7 +53,7 @@ def add_worker(commands: Any) -> None:
         help="replace fields of the workload; benchmarks/worker has examples",
     )
     command.add_argument(
-        "--rounds", type=positive, metavar="N", help="overhead, pipeline-step, split: measured rounds"
+        "--rounds", type=positive, metavar="N", help="overhead, pipeline-step: measured rounds"
     )
     add_output(command)
     command.set_defaults(run=_worker)

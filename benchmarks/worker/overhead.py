@@ -1,10 +1,8 @@
 """CPU time per action that the executor adds to the compute of the stages.
 
-A plan of tiny stages runs in turns on the executor and in two plain loops in the same processes:
-
-- only F, I, W and B of the modules. This is the cost of compute, which is subtracted.
-- the same with plain sends and receives on the plan's channels. Any program that uses gloo has this cost,
-  with caches as cold as waiting leaves them. What the executor takes beyond it is its overhead.
+A plan of tiny stages runs in turns on the executor and in a plain loop in the same processes: F, I, W and B
+of the modules, with plain sends and receives on the plan's channels. Any program that uses gloo has this
+cost, with caches as cold as waiting leaves them. What the executor takes beyond it is its overhead.
 
 Only CPU time counts, so waiting for peers and other processes does not.
 """
@@ -23,13 +21,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from typing_extensions import override
 from zbv_solver.plans.plan import plan_json
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD
 from zbv_worker.execution.plan_source import WholePlan
 from zbv_worker.execution.rank_plan import RankPlan, Remote, lower
-from zbv_worker.model.checks import build_stage
+from zbv_worker.model.checks import build_stage, checked_microbatch
 from zbv_worker.model.spec import ModelSpec
+from zbv_worker.pipeline.batch import StepData
 from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
 from zbv_worker.transport.channels import ChannelKey
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from zbv_worker.model.protocol import PipelineModel
     from zbv_worker.transport.world import World
 
-EXECUTOR, PLAIN, BARE = "executor", "plain loop", "plain loop with bare transfers"
+EXECUTOR, BARE = "executor", "plain loop with bare transfers"
 MOST_US = 45.0
 _CPU = torch.device("cpu")
 _PATIENCE = timedelta(seconds=MEETING_SECONDS)
@@ -77,103 +75,29 @@ def measure(workload: OverheadWorkload) -> list[Finding]:
 
 def findings(p: int, answers: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Findings from the samples: medians over the rounds of the mean over the ranks."""
-    found = []
-    for beyond, what, target in (
-        (BARE, "compute and bare transfers", Target(MOST_US)),
-        (PLAIN, "compute", None),
-    ):
-        samples = _microseconds(answers, beyond)
-        for at, whose in enumerate(("executor's thread", "whole process")):
-            value, interval = median_interval(samples[:, at])
-            title = f"p={p}: CPU per action beyond {what}, {whose}"
-            found.append(Finding(title, value, "us", target, interval))
-    return found
-
-
-def _microseconds(answers: Sequence[Mapping[str, Any]], beyond: str) -> NDArray[np.float64]:
-    """CPU time of the executor per action beyond a loop, as the mean over the ranks; shape (rounds, 2)."""
     per_rank = [
-        (np.asarray(answer[EXECUTOR]) - np.median(np.asarray(answer[beyond]), axis=0))
-        / (1e3 * answer["actions"])
-        for answer in answers
+        (np.asarray(each[EXECUTOR]) - np.median(np.asarray(each[BARE]), axis=0)) / (1e3 * each["actions"])
+        for each in answers
     ]
-    mean: NDArray[np.float64] = np.mean(per_rank, axis=0)
-    return mean
+    samples: NDArray[np.float64] = np.mean(per_rank, axis=0)  # by round
+    found = []
+    for at, whose in enumerate(("executor's thread", "whole process")):
+        value, interval = median_interval(samples[:, at])
+        title = f"p={p}: CPU per action beyond compute and bare transfers, {whose}"
+        found.append(Finding(title, value, "us", Target(MOST_US), interval))
+    return found
 
 
 # --- on a rank
 
 
-class _Batches:
-    """The microbatches of a step, made before it begins, so that no loop is charged for reading data."""
+class BareLoop:
+    """Runs every F, I, W and B of a rank's list on existing tensors, with the plan's transfers.
 
-    def __init__(self, model: PipelineModel, microbatches: int):
-        self._pairs = [model.microbatch(0, index) for index in range(microbatches)]
-
-    def microbatch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
-        """A microbatch; the same in every step."""
-        return self._pairs[index]
-
-
-class PlainLoop:
-    """Runs every F, I, W and B of a rank's list on existing tensors.
-
-    Every stage gets the first stage's data as input and ones as gradients: the same work without transfers.
-    """
-
-    def __init__(self, model: PipelineModel, plan: RankPlan, data: _Batches):
-        self._actions = plan.actions
-        self._last = plan.placement.n_stages - 1
-        self._modules = {
-            index: build_stage(model, index, plan.placement.n_stages, _CPU) for index in plan.stages
-        }
-        self._recorders = {index: defer_weight_gradients(module) for index, module in self._modules.items()}
-        self._loss = model.loss
-        self._data = data
-        self._split = {(a.stage, a.microbatch) for a in plan.actions if a.letter == "I"}
-
-    def step(self, step: int) -> None:
-        """Run the list once; gradients accumulate."""
-        outputs: dict[tuple[int, int], Tensor] = {}
-        queues: dict[tuple[int, int], WeightGrads] = {}
-        for action in self._actions:
-            self._before(action)
-            stage, letter, microbatch = action
-            cell = (stage, microbatch)
-            if letter == "W":
-                queues.pop(cell).run()
-            elif letter == "F":
-                queue = WeightGrads() if cell in self._split else None
-                if queue is not None:
-                    queues[cell] = queue
-                self._recorders[stage].queue = queue
-                outputs[cell] = self._forward(stage, microbatch)
-            else:
-                output = outputs.pop(cell)
-                self._recorders[stage].queue = None
-                output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]  # torch's own
-            self._after(action)
-
-    def _before(self, action: Action) -> None:
-        """Receive nothing."""
-
-    def _after(self, action: Action) -> None:
-        """Send nothing."""
-
-    def _forward(self, stage: int, microbatch: int) -> Tensor:
-        x, target = self._data.microbatch(0, microbatch)
-        if stage:
-            x = x.detach().requires_grad_()
-        output: Tensor = self._modules[stage](x)
-        return self._loss(output, target) if stage == self._last else output
-
-
-class BareLoop(PlainLoop):
-    """The same with the plan's transfers, on its channels and in its order.
-
-    Any program that runs this list over gloo must do this: post each receive some time before it is needed,
-    start each send, and wait for both. The received tensors are not used, and the sent tensor is always the
-    first microbatch, whose shape all stages of the model keep.
+    Every stage gets the first stage's data as input and ones as gradients. Any program that runs this list
+    over gloo must do this: post each receive some time before it is needed, start each send, and wait for
+    both. The received tensors are not used, and the sent tensor is always the first microbatch, whose shape
+    all stages of the model keep.
 
     Parameters
     ----------
@@ -181,11 +105,17 @@ class BareLoop(PlainLoop):
         A transport with the plan's open channels.
     """
 
-    def __init__(self, model: PipelineModel, plan: RankPlan, data: _Batches, transport: ConnectedTransport):
-        super().__init__(model, plan, data)
+    def __init__(self, model: PipelineModel, plan: RankPlan, data: StepData, transport: ConnectedTransport):
         if not isinstance(transport, GlooTransport):
             raise TypeError("bare transfers are measured over gloo")
-        self._tensor, _ = data.microbatch(0, 0)
+        self._actions, self._loss, self._data = plan.actions, model.loss, data
+        self._last = plan.placement.n_stages - 1
+        self._modules = {
+            index: build_stage(model, index, plan.placement.n_stages, _CPU) for index in plan.stages
+        }
+        self._recorders = {index: defer_weight_gradients(module) for index, module in self._modules.items()}
+        self._split = {(a.stage, a.microbatch) for a in plan.actions if a.letter == "I"}
+        self._tensor = data.microbatch(0, 0).input
         program = lower(plan)
         self._sources = {i.action: i.source.channel for i in program if isinstance(i.source, Remote)}
         self._sinks = {i.action: i.sink.channel for i in program if isinstance(i.sink, Remote)}
@@ -195,17 +125,53 @@ class BareLoop(PlainLoop):
         self._counts = Counter(self._sources.values())
         self._buffers = [torch.empty_like(self._tensor) for _ in range(DEFAULT_LOOK_AHEAD)]
 
-    @override
     def step(self, step: int) -> None:
+        """Run the list once; gradients accumulate."""
         self._left = dict(self._counts)
         self._posted: dict[ChannelKey, deque[dist.Work]] = {key: deque() for key in self._in}
-        self._sent: list[SendWork] = []
+        sent: list[SendWork] = []
         for key in self._in:
             for _ in self._buffers:
                 self._post(key)
-        super().step(step)
-        for work in self._sent:
+        outputs: dict[tuple[int, int], Tensor] = {}
+        queues: dict[tuple[int, int], WeightGrads] = {}
+        for action in self._actions:
+            if (source := self._sources.get(action)) is not None:
+                self._posted[source].popleft().wait(_PATIENCE)
+                self._post(source)
+            self._compute(action, outputs, queues)
+            if (sink := self._sinks.get(action)) is not None:
+                group, peer = self._out[sink]
+                sent.append(group.send([self._tensor], peer, 0))
+        for work in sent:
             work.wait(_PATIENCE)
+
+    def _compute(
+        self,
+        action: Action,
+        outputs: dict[tuple[int, int], Tensor],
+        queues: dict[tuple[int, int], WeightGrads],
+    ) -> None:
+        stage, letter, microbatch = action
+        cell, recorder = (stage, microbatch), self._recorders[stage]
+        if letter == "W":
+            queues.pop(cell).run()
+            return
+        recorder.queue = None
+        if letter == "F":
+            if cell in self._split:
+                recorder.queue = queues[cell] = WeightGrads()
+            outputs[cell] = self._forward(stage, microbatch)
+        else:
+            output = outputs.pop(cell)
+            output.backward(torch.ones_like(output))  # type: ignore[no-untyped-call]  # torch's own
+
+    def _forward(self, stage: int, microbatch: int) -> Tensor:
+        x, target, _ = self._data.microbatch(0, microbatch)
+        if stage:
+            x = x.detach().requires_grad_()
+        output: Tensor = self._modules[stage](x)
+        return self._loss(output, target) if stage == self._last else output
 
     def _post(self, key: ChannelKey) -> None:
         if self._left[key]:
@@ -214,32 +180,18 @@ class BareLoop(PlainLoop):
             group, peer = self._in[key]
             self._posted[key].append(group.recv([buffer], peer, 0))
 
-    @override
-    def _before(self, action: Action) -> None:
-        key = self._sources.get(action)
-        if key is not None:
-            self._posted[key].popleft().wait(_PATIENCE)
-            self._post(key)
-
-    @override
-    def _after(self, action: Action) -> None:
-        key = self._sinks.get(action)
-        if key is not None:
-            group, peer = self._out[key]
-            self._sent.append(group.send([self._tensor], peer, 0))
-
 
 def on_rank(request: Mapping[str, Any], world: World) -> dict[str, Any]:
     """CPU time of every round, by runtime."""
     workload = OverheadWorkload(**request["workload"])
     plan, model = WholePlan.of_document(request["plan"]), ModelSpec("zbv_worker.models.tiny:tiny").build()
     mine = plan.of_rank(world.rank)
-    data = _Batches(model, mine.microbatches)
+    data = StepData()  # made before any step, so that no loop is charged for it
+    data.microbatches = [checked_microbatch(model.microbatch(0, at)) for at in range(mine.microbatches)]
     with meeting(world) as transport:
         executor, _ = bare_executor(model, plan, transport, data)
         steps: dict[str, Callable[[int], object]] = {
             EXECUTOR: executor.step,
-            PLAIN: PlainLoop(model, mine, data).step,
             BARE: BareLoop(model, mine, data, transport).step,
         }
         samples: dict[str, list[Sample]] = {name: [] for name in steps}

@@ -63,7 +63,7 @@ def test_soak_prints_the_seed_that_repeats_it(tmp_path: Path, capsys: pytest.Cap
         (["planner", "missing.json"], "benchmarks: missing.json: No such file"),
         (["service", "everything"], "found 'everything'; must be one of ranks, queue"),
         (["worker", "all", "--workload", "x.json"], "Name that."),
-        (["worker", "split", "-o", "no/such/folder/x.json"], "no/such/folder"),
+        (["worker", "pairs", "-o", "no/such/folder/x.json"], "no/such/folder"),
     ],
 )
 def test_wrong_input_has_status_2_and_a_message(

@@ -1,7 +1,11 @@
-"""Ranks of which one misses a collective; the others write their error to a file."""
+"""Ranks of which one misses a collective, for every collective; the others write their errors to a file.
+
+Under torchrun's environment: ``python -m support.absent_rank FOLDER``. Three ranks.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable
@@ -11,15 +15,19 @@ import torch
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.world import Layout, World
 
-TIMEOUT = 5.0
+TIMEOUT = 2.0
+LATE = {"barrier": 2, "ranks": 1, "replicas": 2}
+"""The rank that is late, by collective."""
 
 
-def main(what: str, late: int, folder: Path) -> None:
+def error_of(what: str, late: int, folder: Path) -> str:
+    """What a rank's collective raises; the late one waits until the others have raised it."""
     world = World.from_environment()
     replicas = world.world_size if what == "replicas" else 1
     transport = connect(world, "gloo", torch.device("cpu"), 60.0, Layout.of_world(world.world_size, replicas))
     transport.barrier(60.0)  # from here on, only the late rank is late
-    files = {rank: folder / f"said-{rank}" for rank in range(world.world_size)}
+    files = {rank: folder / f"{what}-{rank}" for rank in range(world.world_size)}
+    said = ""
     if world.rank == late:
         _wait_for(path for rank, path in files.items() if rank != late)
     else:
@@ -31,10 +39,12 @@ def main(what: str, late: int, folder: Path) -> None:
             else:
                 transport.sum_over_replicas(torch.ones(1)).wait(TIMEOUT)
         except TimeoutError as error:
-            if world.rank == 0:  # it serves the store, in which the others look for the missing rank
-                _wait_for(path for rank, path in files.items() if rank not in (0, late))
-            files[world.rank].write_text(str(error))
+            said = str(error)
+        if world.rank == 0:  # it serves the store, in which the others look for the missing rank
+            _wait_for(path for rank, path in files.items() if rank not in (0, late))
+        files[world.rank].touch()
     transport.close()
+    return said
 
 
 def _wait_for(paths: Iterable[Path]) -> None:
@@ -44,4 +54,6 @@ def _wait_for(paths: Iterable[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    folder = Path(sys.argv[1])
+    found = {what: error_of(what, late, folder) for what, late in LATE.items()}
+    (folder / f"rank-{World.from_environment().rank}.json").write_text(json.dumps(found))

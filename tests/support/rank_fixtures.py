@@ -10,6 +10,8 @@ from zbv_worker.host import local_ranks
 
 from support.forked_ranks import fork_process
 
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
 
 @pytest.fixture(scope="package", autouse=True)
 def one_compute_thread() -> None:
@@ -26,3 +28,10 @@ def ranks_are_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_ranks, "start_process", fork_process)
         yield
+
+
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process sees no torchrun, as in a notebook."""
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)

@@ -14,6 +14,7 @@ import torch
 import zbv_solver
 from torch import Tensor
 from typing_extensions import override
+from zbv_worker.errors import PeerLost
 from zbv_worker.model.layer_list import Layers
 from zbv_worker.pipeline import pipeline
 from zbv_worker.pipeline.connecting import RankDevice
@@ -24,10 +25,13 @@ from support.thread_transport import ThreadHub, ThreadTransport
 TIMEOUT = 40.0  # no test waits for it to pass; a busy machine may stop a thread for long
 
 
-class _Hub(ThreadHub):
+class ConnectedHub(ThreadHub):
+    """Connects ranks that also send tensors of the host, and counts the bytes of these by rank."""
+
     def __init__(self, pp_degree: int, replicas: int):
         super().__init__(pp_degree, replicas)
         self.sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.sent_bytes: dict[int, list[int]] = defaultdict(list)
 
     @override
     def transport(self, rank: int) -> ThreadTransport:
@@ -37,13 +41,14 @@ class _Hub(ThreadHub):
 class _Connected(ThreadTransport):
     """A rank's transport with what a pipeline needs to gather its state and to fail."""
 
-    def __init__(self, hub: _Hub, rank: int):
+    def __init__(self, hub: ConnectedHub, rank: int):
         super().__init__(hub, rank)
-        self._sent = hub.sent
+        self._sent, self._sent_bytes = hub.sent, hub.sent_bytes[rank]
         self.control = self
 
-    def abort(self, seconds: float = 0.0) -> None:
+    def abort(self, seconds: float = 0.0) -> bool:
         self.close()
+        return True
 
     def start_send(self, tensor: Tensor, peer: int) -> Callable[[float], None]:
         self.send(tensor, peer, TIMEOUT)
@@ -54,6 +59,7 @@ class _Connected(ThreadTransport):
 
     def send(self, tensor: Tensor, peer: int, timeout: float) -> None:
         with self._hub.changed:
+            self._sent_bytes.append(tensor.nbytes)
             self._sent[self.rank, peer].append(tensor.clone())
             self._hub.changed.notify_all()
 
@@ -82,14 +88,17 @@ def on_ranks(
     *,
     ranks: int,
     replicas: int = 1,
+    loss_of: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> list[Any]:
     """What a program returns or raises on every rank; each makes its own layers.
 
-    Further options are those of :class:`Pipeline`.
+    ``loss_of`` makes each rank's loss from its layers. Further options are those of :class:`Pipeline`.
     """
-    hub, place = _Hub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
+    hub, place = ConnectedHub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
+    # In one thread, because all threads draw from torch's default generator.
     local, made = threading.local(), [layers() for _ in range(hub.layout.world_size)]
+    losses = [loss if loss_of is None else loss_of(each) for each in made]
 
     def connected(*_: object) -> tuple[ThreadTransport, RankDevice]:
         return local.transport, place
@@ -98,7 +107,7 @@ def on_ranks(
         local.transport = hub.transport(rank)
         try:
             made_with = {"timeout": TIMEOUT, "startup_timeout": TIMEOUT, **options}
-            with Pipeline(plan, made[rank], loss, **made_with) as pipe:
+            with Pipeline(plan, made[rank], losses[rank], **made_with) as pipe:
                 return program(pipe)
         except Exception as error:
             local.transport.close()  # a process would end here, and its connections with it
@@ -109,3 +118,11 @@ def on_ranks(
         ThreadPoolExecutor(hub.layout.world_size) as pool,
     ):
         return list(pool.map(run, range(hub.layout.world_size)))
+
+
+def returned(found: list[Any]) -> list[Any]:
+    """What all ranks returned; raises the error of one that failed, which a peer's loss only repeats."""
+    errors = [each for each in found if isinstance(each, Exception)]
+    for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
+        raise error
+    return found

@@ -13,7 +13,7 @@ from zbv_solver.plans.plan import identity
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.writing import problem_json
 from zbv_worker.execution.rank_plan import RankPlan
-from zbv_worker.model.protocol import Scheduled
+from zbv_worker.model.protocol import Scheduled, Weighted
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.run.options import RunOptions, TrainingOptions
 from zbv_worker.run.run import train
@@ -99,26 +99,31 @@ def train_alone(
     model: type[Remembering] = Remembering,
     **arguments: Any,
 ) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """The same in one process, by plain autograd: parameters, losses and gradient norms."""
+    """The same in one process, by plain autograd: parameters, losses and gradient norms.
+
+    A model with ``loss_sum`` has the mean over the weights of a whole step.
+    """
     built = model(**arguments)
     module = built.build_stage(0, 1, CPU).train()
     optimizer = built.optimizer(p for p in module.parameters() if p.requires_grad)
     schedule = built.schedule(optimizer) if isinstance(built, Scheduled) else None
     losses, norms = [], []
     for step in range(steps):
-        total = 0.0
-        for index in range(microbatches):
-            input, target = built.microbatch(step, index)
-            loss = built.loss(module(input), target) / microbatches
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            total += float(loss.detach())
+        batch = [built.microbatch(step, index) for index in range(microbatches)]
+        pairs: list[tuple[Tensor, Any]]
+        if isinstance(built, Weighted):
+            pairs = [built.loss_sum(module(input), target) for input, target in batch]
+        else:
+            pairs = [(built.loss(module(input), target), 1) for input, target in batch]
+        loss = torch.stack([part for part, _ in pairs]).sum() / sum(weight for _, weight in pairs)
+        torch.autograd.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm or float("inf"))
         norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
         if schedule is not None:
             schedule.step()
-        losses.append(total)
+        losses.append(float(loss.detach()))
     return built.parameters, losses, norms
 
 

@@ -170,7 +170,8 @@ def _rows(orders: Orders, rank: int, own: Rank, choice: Choice) -> IntArray:
     for which in np.flatnonzero(choice.chosen).tolist():
         at = begin + int(own.forward[which])
         stage, microbatch = int(orders.stage[at]), int(orders.microbatch[at])
-        for place, letter in ((at + 1, O), (begin + choice.freed[which], D), (begin + choice.taken[which], R)):
+        places = at + 1, begin + choice.freed[which], begin + choice.taken[which]
+        for place, letter in zip(places, (O, D, R), strict=True):
             rows.append((int(place), letter, stage, microbatch, int(own.backward[which])))
     order = {O: 0, D: 1, R: 2}
     rows.sort(key=lambda row: (row[0], order[row[1]], row[4] if row[1] == R else 0))

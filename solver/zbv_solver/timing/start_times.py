@@ -99,10 +99,10 @@ def earliest_times(problem: Problem, orders: Orders) -> tuple[FloatArray, FloatA
 
 
 def copy_times(problem: Problem, orders: Orders) -> FloatArray:
-    """Start and end of every entry of ``orders.copies``, (k, 2): of the copy that an O or R begins, and of a D
-    when the memory is free, twice.
+    """Start and end of every entry of ``orders.copies``, (k, 2).
 
-    Raises :class:`InvalidPlan` like :func:`evaluate`.
+    Those of an O or R are of the copy that it begins; those of a D, when the memory is free, twice. Raises
+    :class:`InvalidPlan` like :func:`evaluate`.
     """
     if orders.copies is None:
         return np.empty((0, 2))
@@ -110,17 +110,19 @@ def copy_times(problem: Problem, orders: Orders) -> FloatArray:
     at, letter, stage, microbatch = orders.copies.T
     found, p = np.empty((len(at), 2)), problem.pp_degree
     # The engines run copies in the order of the lists.
-    for which, chain in ((O, slice(graph.offset[p], graph.offset[2 * p])), (R, slice(graph.offset[2 * p], None))):
-        found[letter == which] = np.column_stack([start[chain], end[chain]])
+    for which, begin in ((O, graph.offset[p]), (R, graph.offset[2 * p])):
+        engine = slice(begin, begin + np.count_nonzero(letter == which))
+        found[letter == which] = np.column_stack([start[engine], end[engine]])
     free = np.append(0.0, end[node])[at] * ~np.isin(at, orders.offset)
-    out = dict[tuple[int, int], float]()
-    for entry in np.flatnonzero(letter < R).tolist():
+    out, now = dict[tuple[int, int], float](), 0.0
+    for entry in range(len(at)):
         cell = int(stage[entry]), int(microbatch[entry])
+        if entry == 0 or at[entry] != at[entry - 1]:
+            now = float(free[entry])
         if letter[entry] == O:
             out[cell] = float(found[entry, 1])
-        else:
-            before = found[entry - 1, 1] if entry and letter[entry - 1] == D and at[entry - 1] == at[entry] else 0.0
-            found[entry] = max(free[entry], before, out[cell])
+        elif letter[entry] == D:
+            found[entry] = now = max(now, out[cell])
     return found
 
 

@@ -102,7 +102,7 @@ def test_repeated_runs_of_a_layout_count_once() -> None:
     runs = [judged(8, 8.0, 8.0), judged(8, 8.1, 8.0), judged(8, 0.1, 8.0), judged(16, 12.0, 12.0)]
     runs.append(judged(32, 20.0, 20.0))
     found = {each.what.strip(): each.value for each in findings(runs, [])}
-    assert found["of layouts, repeated ones with their median, 1 models"] == pytest.approx(1)
+    assert found["rank correlation of layouts, repeated ones with their median, 1 models"] == pytest.approx(1)
     assert found["rank correlation of throughput, mean of 1 models"] < 0.9
 
 

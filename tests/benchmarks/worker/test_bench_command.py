@@ -20,7 +20,6 @@ from benchmarks.worker.nccl_model import NcclModelWorkload
 
 SMALL: dict[str, dict[str, Any]] = {
     "overhead": {"pp_degrees": [2], "microbatches": 4, "in_a_row": 1, "rounds": 3, "warm_up": 1},
-    "split": {"widths": [32], "tokens": 16, "rounds": 3, "warm_up": 1},
     "pipeline-step": {
         **{"pp_degrees": [2], "microbatches": 4, "rows": 4, "width": 8},
         **{"rounds": 3, "warm_up": 1},
@@ -38,7 +37,7 @@ def bench(name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return status, findings
 
 
-@pytest.mark.parametrize("name", ["overhead", "pipeline-step", "pairs", "split"])
+@pytest.mark.parametrize("name", ["overhead", "pipeline-step", "pairs"])
 def test_a_comparison_prints_verdicts_and_writes_findings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,13 +62,12 @@ def test_the_table_of_the_model_of_nccl_has_a_row_per_family(
     assert "| V, greedy | 4 | all hang | all end |" in printed
 
 
-def test_overhead_is_cpu_time_per_action_beyond_both_loops() -> None:
+def test_overhead_is_cpu_time_per_action_beyond_the_plain_loop() -> None:
     def samples(microseconds: int) -> list[tuple[int, int]]:
         return [(10 * 1000 * microseconds, 10 * 1000 * (microseconds + 5))] * 3
 
     answer = {
         "executor": samples(60),
-        "plain loop": samples(20),
         "plain loop with bare transfers": samples(45),
         "actions": 10,
     }
@@ -78,8 +76,6 @@ def test_overhead_is_cpu_time_per_action_beyond_both_loops() -> None:
         {
             "p=2: CPU per action beyond compute and bare transfers, executor's thread": 15,
             "p=2: CPU per action beyond compute and bare transfers, whole process": 15,
-            "p=2: CPU per action beyond compute, executor's thread": 40,
-            "p=2: CPU per action beyond compute, whole process": 40,
         }
     )
 
@@ -106,5 +102,5 @@ def test_a_wrong_workload_has_status_2(
     path = tmp_path / "workload.json"
     if text is not None:
         path.write_text(text)
-    assert main(["worker", "split", "--workload", str(path)]) == 2
+    assert main(["worker", "pipeline-step", "--workload", str(path)]) == 2
     assert re.search(message, capsys.readouterr().err)

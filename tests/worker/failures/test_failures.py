@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import itertools
-import json
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
+from worker.failures.test_blame import Store
 from zbv_worker.errors import ChannelTimeout, PeerLost, WorkerError
 from zbv_worker.failures import failures as module
 from zbv_worker.failures.blame import Doing, FailureNotes, Loss
 from zbv_worker.failures.failures import Failures
 from zbv_worker.failures.liveness import Liveness
 from zbv_worker.transport.world import Layout
-
-
-class Board:
-    """Notes in memory, which all ranks read; a live rank beats whenever its sign is read."""
-
-    def __init__(self) -> None:
-        self.notes: dict[str, str] = {}
-        self.alive: dict[int, Doing] = {}
-        self.beats = itertools.count()
-        self.is_gone = False
-
-    def post(self, name: str, value: str) -> None:
-        self.posted(name)
-        self.notes[name] = value
-
-    def posted(self, name: str) -> str | None:
-        if self.is_gone:
-            raise ConnectionError("the store is gone")
-        for rank, doing in self.alive.items():
-            if name == f"sign/{rank}":
-                self.notes[name] = json.dumps({"beat": next(self.beats), **asdict(doing)})
-        return self.notes.get(name)
 
 
 class Control:
@@ -51,7 +27,7 @@ class Control:
         pass
 
 
-class Wire(Board):
+class Wire(Store):
     """A transport whose operations wait until it is aborted, as those of NCCL for a lost peer."""
 
     rank, layout = 0, Layout(2)

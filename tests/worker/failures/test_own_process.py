@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from support.processes import wait_until
+from zbv_worker.errors import InvalidRun, print_error
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 
@@ -80,3 +82,14 @@ def test_a_process_whose_abort_hangs_ends_all_the_same(tmp_path: Path) -> None:
     assert "aborted" in said
     assert "Timeout (0:00:01)!" in "\n".join(said)
     assert status == 1
+
+
+def test_an_error_of_the_worker_is_one_line_and_any_other_has_its_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert print_error(InvalidRun("no such plan.")) == 2
+    assert capsys.readouterr().err == "zbv-worker: no such plan.\n"
+    with pytest.raises(ZeroDivisionError) as raised:
+        _ = 1 / 0
+    assert print_error(raised.value) == 1
+    assert capsys.readouterr().err.startswith("Traceback")

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.parallel_rank import CASES, CPU, MICROBATCHES, NAMES, SAVED, STEPS, Case, Model
-from support.paths import TESTS
+from support.rank_files import found_by
 from torch import Tensor
 from zbv_worker.checkpoints.checkpoint import newest_checkpoint
 from zbv_worker.checkpoints.checkpoint_files import Reader
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 RANKS = range(4)
 Found = list[dict[str, dict[str, Any]]]
@@ -28,10 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """By rank and case."""
-    command = python_command("support.parallel_rank", str(folder))
-    with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=240)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in RANKS]
+    return found_by("parallel_rank", len(RANKS), folder)
 
 
 @cache

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.paths import TESTS
+from support.rank_files import found_by
 from support.sharded_rank import CASES
 from support.thread_transport import ThreadHub
 from torch import nn
@@ -17,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zbv_worker.errors import InvalidRun
 from zbv_worker.gradients.fully_sharded import FullySharded, divide, dividing
-from zbv_worker.host.local_ranks import LocalRanks, python_command
+from zbv_worker.stage.dtensors import is_dtensor
 
 CPU = torch.device("cpu")
 RANKS = range(4)
@@ -28,10 +30,7 @@ Found = list[dict[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By rank, case and whether it was sharded."""
     folder = tmp_path_factory.mktemp("sharded")
-    command = python_command("support.sharded_rank", str(folder))
-    with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=240)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in RANKS]
+    return found_by("sharded_rank", len(RANKS), folder)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -194,3 +193,11 @@ def test_a_torch_that_lacks_a_member_is_refused(
 
 def test_layers_without_fully_shard_need_none_of_it() -> None:
     assert not FullySharded({0: nn.Linear(2, 2)}, (0,)).parameters
+
+
+def test_a_thread_may_import_distributed_tensors_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until the import ends, the module is known, but lacks its classes."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    assert not is_dtensor(torch.ones(1))

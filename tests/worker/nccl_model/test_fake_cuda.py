@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.fake_nccl.cluster import Cluster, FakeRank
 from support.fake_nccl.device import DeviceModes, FakeStream
-from support.fake_nccl.simulation import Deadlock, ModelError
+from support.fake_nccl.simulation import ModelError
 from zbv_worker.transport.torch_api import GroupOptions
 
 DAY = timedelta(days=1)
@@ -182,53 +182,6 @@ def test_tensors_are_on_their_device() -> None:
     assert alone(main) == ("cuda:0", True, "cuda:0", "cpu", [1.0, 1.0])
 
 
-def two_receives(here: FakeRank) -> None:
-    """Rank 1 receives on group 0 and then on group 1, while rank 0 sends on group 1 first."""
-    groups = [here.nccl.new_group([0, 1], DAY, GroupOptions(), f"group {i}") for i in range(2)]
-    order = (1, 0) if here.rank == 0 else (0, 1)
-    for index in (0, 1):  # connect in one order
-        _use(here, groups[index])
-    here.cuda.synchronize()
-    here.control.barrier(60)
-    for index in order:
-        _use(here, groups[index])
-    here.cuda.synchronize()
-
-
-def _use(here: FakeRank, group: Any) -> None:
-    tensor = torch.zeros(2, device="cuda")
-    if here.rank == 0:
-        done = group.send(tensor, 1)
-        slow(here, seconds=0.01, name="between")
-        done.wait()
-    else:
-        group.receive(tensor, 0)
-
-
-@pytest.mark.parametrize(
-    ("enough", "too_few"),
-    [
-        ({"kernel_slots": 2}, {"kernel_slots": 1}),
-        ({"pool_streams": 2}, {"pool_streams": 1}),
-        ({"launch_order": "free"}, {"launch_order": "serial"}),
-        ({"connections": 32}, {"connections": 1}),
-    ],
-    ids=["slots", "streams", "launch order", "connections"],
-)
-def test_kernels_that_wait_in_the_place_of_another_hang(
-    enough: dict[str, Any], too_few: dict[str, Any]
-) -> None:
-    Cluster(2, device=DeviceModes(**enough)).run(two_receives)
-    with pytest.raises(Deadlock, match=r"rank 1.*receive on group 0 .* runs"):
-        Cluster(2, device=DeviceModes(**too_few)).run(two_receives)
-
-
-def test_kernels_of_nccl_that_start_in_the_order_of_issue_hang_only_without_slots() -> None:
-    Cluster(2, device=DeviceModes(launch_order="start", kernel_slots=2)).run(two_receives)
-    with pytest.raises(Deadlock):
-        Cluster(2, device=DeviceModes(launch_order="start", kernel_slots=1)).run(two_receives)
-
-
 def test_full_multiprocessors_delay_a_kernel_of_nccl_until_compute_ends() -> None:
     def main(here: FakeRank) -> float:
         group = here.nccl.new_group([0, 1], DAY, GroupOptions(), "pair")
@@ -256,26 +209,3 @@ def test_lazy_loading_waits_for_the_device_at_the_first_launch_of_a_kernel() -> 
 
     second, again = alone(main, lazy_loading=True)
     assert 0.9 < second < again < 1.1
-
-
-def test_lazy_loading_hangs_behind_a_receive_that_needs_this_rank() -> None:
-    def main(here: FakeRank) -> None:
-        group = here.nccl.new_group([0, 1], DAY, GroupOptions(), "pair")
-        assert group is not None
-        tensor = torch.zeros(2, device="cuda")
-        for turn in range(2):  # the first connects
-            if here.rank == 0:
-                group.receive(tensor, 1)
-                slow(here, name=f"kernel {turn}")
-                here.control.tell(1, turn, 60)
-            else:
-                if turn == 1:  # as if this send needed what rank 0 computes
-                    assert [here.control.hear(0, 60) for _ in range(2)] == [0, 1]
-                group.send(tensor, 0)
-        here.cuda.synchronize()
-
-    Cluster(2).run(main)
-    with pytest.raises(
-        Deadlock, match="rank 0, host: the first launch of kernel 1 waits until the device is"
-    ):
-        Cluster(2, device=DeviceModes(lazy_loading=True)).run(main)

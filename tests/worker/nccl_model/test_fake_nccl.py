@@ -212,19 +212,6 @@ def test_an_abort_leaves_the_peer_waiting() -> None:
         on_two(first, second)
 
 
-def test_an_abort_that_hangs_raises_at_the_timeout_of_its_group() -> None:
-    def first(here: FakeRank, group: FakeGroup) -> float:
-        greets(here, group)
-        group.set_timeout(timedelta(seconds=5))
-        before = here.clock.now()
-        with pytest.raises(RuntimeError, match="timed out"):
-            group.abort()
-        return here.clock.now() - before
-
-    modes = NcclModes(abort_hangs=True)
-    assert on_two(first, joins, nccl=modes, deadlines_pass=True)[0] >= 5
-
-
 def test_a_group_is_aborted_from_any_thread() -> None:
     def first(here: FakeRank, group: FakeGroup) -> bool:
         greets(here, group)

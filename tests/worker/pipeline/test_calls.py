@@ -8,24 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_pipeline import ROWS, batch, model
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from zbv_worker.errors import ChannelTimeout, Disagreement, InvalidRun, PeerLost, WorkerError
 from zbv_worker.pipeline.pipeline import Pipeline
 
-WIDTH, ROWS = 4, 8
 PLACES = [(2, "single"), (2, "v"), (4, "single")]
 mse = nn.functional.mse_loss
-
-
-def layers() -> list[nn.Module]:
-    torch.manual_seed(3)
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
-
-
-def batch(rows: int = ROWS, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
 
 
 def outcomes(
@@ -35,11 +25,11 @@ def outcomes(
 
     def run(pipe: Pipeline) -> Any:
         for rows in (ROWS, 2 * ROWS):
-            pipe.step(*batch(rows))
-            pipe.evaluate(*batch(rows))
+            pipe.step(*batch(rows=rows))
+            pipe.evaluate(*batch(rows=rows))
         return program(pipe, pipe._transport.rank)
 
-    return on_ranks(plan_of(ranks, placement), layers, mse, run, ranks=ranks, replicas=replicas)
+    return on_ranks(plan_of(ranks, placement), model, mse, run, ranks=ranks, replicas=replicas)
 
 
 def require_told(found: list[Any]) -> None:
@@ -78,12 +68,12 @@ def test_a_rank_that_makes_another_call_raises_an_error_with_both_calls(tmp_path
 @pytest.mark.parametrize(
     "other",
     [
-        batch(2 * ROWS),  # both are known
-        batch(3 * ROWS),
+        batch(rows=2 * ROWS),  # both are known
+        batch(rows=3 * ROWS),
         batch(seed=2),
         (batch()[0], None),
-        (batch(2 * ROWS)[0], None),
-        (None, batch(2 * ROWS)[1]),
+        (batch(rows=2 * ROWS)[0], None),
+        (None, batch(rows=2 * ROWS)[1]),
         (batch()[0], batch()[1].double()),
     ],
     ids=["known rows", "new rows", "other data", "no targets", "only inputs", "only targets", "dtype"],
@@ -109,7 +99,7 @@ def test_parts_of_batches_of_other_sizes_are_refused_in_the_first_call(ranks: in
     def program(pipe: Pipeline) -> None:
         rank = pipe._transport.rank
         inputs = batch()[0] if rank == 0 else None
-        targets = batch(2 * ROWS)[1] if rank == ranks - 1 else None
+        targets = batch(rows=2 * ROWS)[1] if rank == ranks - 1 else None
         if rank in (0, ranks - 1):
             pipe.step(inputs, targets)
         else:
@@ -117,7 +107,7 @@ def test_parts_of_batches_of_other_sizes_are_refused_in_the_first_call(ranks: in
 
     if placement == "v":  # one rank has both, and sees it alone
         return
-    require_told_or_refused(on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks))
+    require_told_or_refused(on_ranks(plan_of(ranks, placement), model, mse, program, ranks=ranks))
 
 
 def require_told_or_refused(found: list[Any]) -> None:
@@ -129,7 +119,7 @@ def require_told_or_refused(found: list[Any]) -> None:
 @pytest.mark.parametrize(("ranks", "placement"), PLACES)
 def test_a_batch_that_one_rank_refuses_is_refused_by_all(ranks: int, placement: str) -> None:
     def program(pipe: Pipeline, rank: int) -> None:
-        pipe.step(*batch(ROWS if rank else ROWS - 1))
+        pipe.step(*batch(rows=ROWS if rank else ROWS - 1))
 
     first, *others = outcomes(program, ranks, placement)
     assert isinstance(first, InvalidRun)
@@ -140,7 +130,7 @@ def test_a_batch_that_one_rank_refuses_is_refused_by_all(ranks: int, placement: 
 @pytest.mark.parametrize(("ranks", "placement"), PLACES)
 def test_a_batch_that_all_ranks_refuse_leaves_the_pipeline_usable(ranks: int, placement: str) -> None:
     def program(pipe: Pipeline, rank: int) -> float:
-        for wrong in (batch(ROWS - 1), batch(0)):
+        for wrong in (batch(rows=ROWS - 1), batch(rows=0)):
             with pytest.raises(InvalidRun):
                 pipe.step(*wrong)
         with torch.no_grad(), pytest.raises(InvalidRun):
@@ -160,7 +150,7 @@ def test_ranks_may_be_given_only_what_their_layers_need(ranks: int, placement: s
             pipe.step(inputs if is_first else None, targets if is_last else None)
         return True
 
-    assert on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks) == [True] * ranks
+    assert on_ranks(plan_of(ranks, placement), model, mse, program, ranks=ranks) == [True] * ranks
 
 
 @pytest.mark.parametrize("data_rank", [None, 0])
@@ -169,9 +159,9 @@ def test_shapes_change_only_if_all_ranks_see_them_or_one_has_all_data(data_rank:
 
     def program(pipe: Pipeline) -> None:
         for rows in (ROWS, ROWS, ROWS // 2):
-            pipe.step(*(() if pipe._transport.rank else batch(rows)))
+            pipe.step(*(() if pipe._transport.rank else batch(rows=rows)))
 
-    found = on_ranks(plan_of(2, "v"), layers, mse, program, ranks=2, data_rank=data_rank)
+    found = on_ranks(plan_of(2, "v"), model, mse, program, ranks=2, data_rank=data_rank)
     if data_rank is None:
         assert all("other shapes than in the first step" in str(each) for each in found), found
     else:
@@ -209,7 +199,7 @@ def test_what_a_rank_does_not_use_may_differ(ranks: int, placement: str, kind: s
             pipe.evaluate(*given)
         return True
 
-    assert on_ranks(plan_of(ranks, placement), layers, mse, program, ranks=ranks) == [True] * ranks
+    assert on_ranks(plan_of(ranks, placement), model, mse, program, ranks=ranks) == [True] * ranks
 
 
 def test_replicas_that_train_other_parameters_raise_an_error() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import zbv_solver
 from support.selfcheck import random_orders
+from support.small_pipeline import batch, model
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
 from zbv_solver.plans.plan import Plan, identity
@@ -16,18 +17,8 @@ from zbv_solver.problem.writing import problem_json
 from zbv_worker.errors import Disagreement, InvalidRun, PeerLost
 from zbv_worker.pipeline.pipeline import Pipeline
 
-WIDTH, STEPS = 4, 4
+STEPS = 4
 mse = nn.functional.mse_loss
-
-
-def layers() -> list[nn.Module]:
-    torch.manual_seed(3)
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(8, WIDTH, generator=generator), torch.randn(8, WIDTH, generator=generator)
 
 
 def shuffled(plan: Plan, seed: int) -> tuple[str, dict[str, Any]]:
@@ -38,17 +29,16 @@ def shuffled(plan: Plan, seed: int) -> tuple[str, dict[str, Any]]:
 
 def expected() -> tuple[dict[str, Tensor], list[float]]:
     """The gradients and losses of one process."""
-    model = nn.Sequential(*layers())
-    losses = []
+    layers, losses = model(), []
     for step in range(STEPS):
-        loss = mse(model(batch(step)[0]), batch(step)[1])
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss = mse(layers(batch(step)[0]), batch(step)[1])
+        torch.autograd.backward(loss)
         losses.append(loss.item())
-    return gradients(model), losses
+    return gradients(layers), losses
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def gradients(layers: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in layers.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +58,7 @@ def test_a_change_of_plan_does_not_change_the_training(ranks: int, placement: st
                 pipe.change_plan(others[step][1])
         return ids, losses, actions, gradients(pipe)
 
-    found = on_ranks(plan, layers, mse, program, ranks=ranks, replicas=replicas)
+    found = on_ranks(plan, model, mse, program, ranks=ranks, replicas=replicas)
     wanted, means = expected()
     for ids, losses, actions, mine in found:
         for changed, (_, document) in zip(actions[1:3], others, strict=False):
@@ -91,7 +81,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_pipeline_goes_on() -> None:
         pipe.step(*batch(1))
         return 1.0
 
-    assert on_ranks(plan, layers, mse, program, ranks=2) == [1.0, 1.0]
+    assert on_ranks(plan, model, mse, program, ranks=2) == [1.0, 1.0]
 
 
 def test_ranks_that_change_to_different_plans_say_so() -> None:
@@ -100,7 +90,7 @@ def test_ranks_that_change_to_different_plans_say_so() -> None:
     def program(pipe: Pipeline) -> None:
         pipe.change_plan(shuffled(plan, pipe._transport.rank)[1])
 
-    found = on_ranks(plan, layers, mse, program, ranks=2)
+    found = on_ranks(plan, model, mse, program, ranks=2)
     assert all(isinstance(each, Disagreement | PeerLost) for each in found)
     assert any(isinstance(each, Disagreement) for each in found)
 
@@ -122,6 +112,6 @@ def test_a_plan_with_other_layers_on_a_stage_is_refused() -> None:
         return pipe.plan_id
 
     def named() -> dict[str, nn.Module]:
-        return {f"n{at}": layer for at, layer in enumerate(layers())}
+        return {f"n{at}": layer for at, layer in enumerate([*model(), *model()])}
 
     assert on_ranks(plan(*[1] * 8), named, mse, program, ranks=2) == [plan(*[2] * 8).plan_id] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
 from random import Random
 from typing import Any, cast
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 from support.plans import unit_problem
 from support.selfcheck import random_orders
-from support.thread_transport import ThreadHub
-from torch import Tensor
+from support.thread_pipeline import ConnectedHub
 from zbv_worker.errors import InvalidRun
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.failures.failures import Failures
@@ -26,44 +24,20 @@ MASK = Keywords(frozenset({"x", "mask"}), frozenset({"mask"}))
 EMBEDDED = Keywords(frozenset({"x"}))
 
 
-class Control:
-    """Messages between threads."""
-
-    def __init__(self, rank: int, queues: dict[tuple[int, int], Queue[Tensor]], sent: list[int]):
-        self._rank = rank
-        self._queues = queues
-        self._sent = sent
-
-    def start_send(self, tensor: Tensor, peer: int) -> Any:
-        self._sent.append(tensor.nbytes)
-        self._queues[self._rank, peer].put(tensor.clone())
-        return lambda timeout: None
-
-    def receive(self, tensor: Tensor, peer: int, timeout: float) -> None:
-        tensor.copy_(self._queues[peer, self._rank].get(timeout=timeout))
-
-    def hear(self, peer: int, timeout: float) -> int:
-        number = torch.empty(1, dtype=torch.int64)
-        self.receive(number, peer, timeout)
-        return int(number)
-
-
 class World:
     """Ranks in two dimensions: ``p`` positions × ``replicas``."""
 
     def __init__(self, p: int, replicas: int, data_rank: int, keywords: list[Keywords], kind: str = "v"):
         problem = unit_problem(p, 4, kind)
         orders = random_orders(problem, Random(0))
-        hub, ranks = ThreadHub(p, replicas), range(p * replicas)
-        queues: dict[tuple[int, int], Queue[Tensor]] = {(a, b): Queue() for a in ranks for b in ranks}
-        self.sent: list[list[int]] = [[] for _ in ranks]
+        hub, ranks = ConnectedHub(p, replicas), range(p * replicas)
+        self.sent = hub.sent_bytes
         options = PipelineOptions(
             "plan", None, None, None, None, "float32", False, 60.0, 60.0, None, data_rank=data_rank
         )
         self._shared = []
         for rank in ranks:
             transport: Any = hub.transport(rank)
-            transport.control = Control(rank, queues, self.sent[rank])
             plan = RankPlan.of("0" * 64, problem, orders, hub.layout.pp_rank(rank))
             prepared = Prepared(plan, {}, has_loss=False, keywords_by_rank=keywords)
             self._shared.append(SharedData(options, prepared, transport, Failures(transport, 60, 60)))

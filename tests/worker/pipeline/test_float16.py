@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.thread_pipeline import on_ranks, plan_of
+from support.thread_pipeline import on_ranks, plan_of, returned
 from torch import Tensor, nn
 from zbv_worker.pipeline.pipeline import Pipeline
 
@@ -41,13 +41,9 @@ def scale_of(pipe: Pipeline) -> float:
 
 
 def on_two(program: Any, precision: str, replicas: int = 1) -> list[Any]:
-    found = on_ranks(
-        plan_of(2, "v"), layers, Tiny(), program, ranks=2, replicas=replicas, precision=precision
+    return returned(
+        on_ranks(plan_of(2, "v"), layers, Tiny(), program, ranks=2, replicas=replicas, precision=precision)
     )
-    for each in found:
-        if isinstance(each, Exception):
-            raise each
-    return found
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

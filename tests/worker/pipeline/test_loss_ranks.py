@@ -2,63 +2,211 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.rank_files import found_by
+import torch
+from support.small_pipeline import ROWS, WIDTH, batch, flat_gradients, model
+from support.thread_pipeline import on_ranks, plan_of, returned
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+from zbv_worker import Pipeline
 
-Found = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What the ranks of a pipeline saw, and those of two replicas."""
-    return found_by("loss_rank", request.param, tmp_path_factory.mktemp("losses"))
-
-
-@pytest.mark.parametrize("case", ["v", "single", "tied v", "tied single"])
-def test_parameters_of_a_loss_are_those_of_the_rank_with_the_last_layer(ranks: Found, case: str) -> None:
-    found = [rank[case] for rank in ranks]
-    assert max(each["apart"] for each in found) < 1e-5
-    assert max(each["norm"] for each in found) < 1e-4
-    own = ["loss.scale"]
-    names = [each["names"] for each in found]
-    with_loss = range(len(ranks) // 2) if case.endswith("v") else range(len(ranks) // 2, len(ranks))
-    for rank, listed in enumerate(names):
-        assert [name for name in listed if name != "loss.weight"] == (own if rank in with_loss else [])
-        assert found[rank]["loss_grad"] == (rank in with_loss)  # another rank's copy is not touched
-    assert found[0]["state"] == [*own, *(["loss.weight"] if case.startswith("tied") else [])]
+RANKS = 2
+each_placement = pytest.mark.parametrize("placement", ["v", "single"])
+each_count = pytest.mark.parametrize("replicas", [1, 2])
+WRONG_PLACE = "inputs that require a gradient on a rank without the first layer"
 
 
-@pytest.mark.parametrize("case", ["v", "single", "tied v", "tied single", "ties"])
-def test_gradients_stay_in_the_memory_of_the_user(ranks: Found, case: str) -> None:
-    assert all(rank[case]["kept"] for rank in ranks)
-    assert max(rank[case]["apart"] for rank in ranks) < 1e-5
-    assert all(rank[case].get("flat", True) for rank in ranks)
+class Scaled(nn.Module):
+    """A loss with a temperature, and perhaps the weight of a layer."""
+
+    def __init__(self, layer: Any = None):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.weight = None if layer is None else layer.weight
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        rows = target[:, 0] > 0
+        output = output if self.weight is None else nnf.linear(output, self.weight)
+        return (self.scale * output - target).square().sum(1)[rows].sum(), rows.sum()
 
 
-def test_inputs_with_a_graph_get_their_gradient_on_the_rank_with_the_first_layer(ranks: Found) -> None:
-    assert max(rank["outer"]["apart"] for rank in ranks) < 1e-5
-    for rank in ranks:
-        assert (
-            "inputs that require a gradient on a rank without the first layer" in rank["outer"]["everywhere"]
-        )
+def run(
+    placement: str, program: Callable[[Pipeline], Any], loss: Any = nnf.mse_loss, **more: Any
+) -> list[Any]:
+    """What a program returns or raises on every rank."""
+    given = {"layers": model, "ranks": RANKS, **more}
+    return on_ranks(plan_of(RANKS, placement), given.pop("layers"), loss, program, **given)
 
 
-def test_inputs_of_the_data_rank(ranks: Found) -> None:
-    if len(ranks) == 4:
-        pytest.skip("a program of two ranks")
-    assert ranks[0]["data rank"]["apart"] < 1e-6
-    for rank in (found["data rank"] for found in ranks):
-        assert rank["from 0"] == rank["usable 0"] == rank["usable 1"] == "no error"
-        assert "inputs that require a gradient on a rank without the first layer" in rank["from 1"]
+def part(pipe: Pipeline, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """This replica's part of the whole batch."""
+    transport: Any = pipe._transport
+    count = transport.layout.replicas
+    inputs, targets = batch(seed, ROWS * count)
+    return inputs.chunk(count)[transport.replica], targets.chunk(count)[transport.replica]
 
 
-def test_every_rank_hears_why_a_step_cannot_train(ranks: Found) -> None:
-    if len(ranks) == 4:
-        pytest.skip("a program of two ranks")
-    for found in (rank["refused"] for rank in ranks):
-        assert "does not depend on anything that requires a gradient" in found["no_graph"]
-        assert found["frozen"].startswith("InvalidRun: found no parameter that requires a gradient")
-        assert "uses a trainable tensor of shape [4, 4]" in found["elsewhere"]
-        assert found["searched"].startswith("InvalidRun: found LBFGS")
+def train_alone(layers: nn.Module, loss: Callable[..., Any], replicas: int) -> None:
+    """Two steps of plain autograd on the whole batches."""
+    for seed in (1, 2):
+        inputs, targets = batch(seed, ROWS * replicas)
+        found = loss(layers(inputs), targets)
+        torch.autograd.backward(found[0] / found[1] if isinstance(found, tuple) else found)
+
+
+def require_gradients(pipe: Pipeline, *references: tuple[str, nn.Module]) -> None:
+    """Require the gradients of modules with these prefixes."""
+    for prefix, module in references:
+        for name, parameter in module.named_parameters(prefix, remove_duplicate=False):
+            own = dict(pipe.named_parameters()).get(name)
+            assert own is None or own.grad is not None
+            if own is not None:
+                torch.testing.assert_close(own.grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@each_placement
+@each_count
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_parameters_of_a_loss_are_those_of_the_rank_with_the_last_layer(
+    placement: str, replicas: int, *, is_tied: bool
+) -> None:
+    """After an evaluation in inference mode; all gradients are parts of one buffer of the user."""
+    reference, losses = model(), list[Scaled]()
+    plain = Scaled(reference[0] if is_tied else None)
+    train_alone(reference, plain, replicas)
+    together = {id(p): p.grad for module in (reference, plain) for p in module.parameters()}
+    norm = nn.utils.get_total_norm([gradient for gradient in together.values() if gradient is not None])
+
+    def loss_of(layers: Any) -> Scaled:
+        losses.append(Scaled(layers[0] if is_tied else None))
+        return losses[-1]
+
+    def program(pipe: Pipeline) -> tuple[set[str], Any]:
+        with torch.inference_mode():
+            pipe.evaluate(*part(pipe))
+        parameters = [*pipe.parameters()]
+        flat = flat_gradients(parameters)
+        tensors = [parameter.grad for parameter in parameters]
+        for seed in (1, 2):
+            pipe.step(*part(pipe, seed))
+        require_gradients(pipe, ("", reference), ("loss", plain))
+        assert all(p.grad is tensor for p, tensor in zip(parameters, tensors, strict=True))
+        assert flat.any()
+        torch.testing.assert_close(pipe.clip_grad_norm_(1e9), norm)
+        own = {name for name, _ in pipe.named_parameters() if name.startswith("loss.")}
+        return own, pipe.full_state_dict()
+
+    found = returned(run(placement, program, loss_of=loss_of, replicas=replicas))
+    last = range(replicas) if placement == "v" else range(replicas, 2 * replicas)
+    for rank, (names, _) in enumerate(found):
+        assert ("loss.scale" in names) == (rank in last)
+        assert (losses[rank].scale.grad is not None) == (rank in last)  # another rank's copy is not touched
+    more = ["loss.scale", *["loss.weight"] * is_tied]
+    assert sorted(set(found[0][1]) - set(reference.state_dict())) == more
+
+
+@each_count
+def test_gradients_of_a_weight_on_both_ranks_stay_in_the_memory_of_the_user(replicas: int) -> None:
+    def tied() -> nn.Sequential:
+        layers = model()
+        layers[3].weight = layers[0].weight
+        return layers
+
+    reference = tied()
+    for parameter in reference.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    train_alone(reference, nnf.mse_loss, replicas)
+
+    def program(pipe: Pipeline) -> None:
+        own = {name: torch.ones_like(p) for name, p in pipe.named_parameters()}
+        for name, parameter in pipe.named_parameters():
+            parameter.grad = own[name]
+        for seed in (1, 2):
+            pipe.step(*part(pipe, seed))
+        require_gradients(pipe, ("", reference))
+        assert all(parameter.grad is own[name] for name, parameter in pipe.named_parameters())
+
+    returned(run("single", program, layers=tied, replicas=replicas))
+
+
+@each_count
+def test_inputs_with_a_graph_get_their_gradient_on_the_rank_with_the_first_layer(replicas: int) -> None:
+    """Of every replica that of its part of the batch. Another rank may not have such inputs."""
+    plain = nn.Linear(WIDTH, WIDTH)
+    outer = [copy.deepcopy(plain) for _ in range(RANKS * replicas)]
+    inputs, targets = batch(1, ROWS * replicas)
+    total, weight = Scaled()(model()(plain(inputs)), targets)
+    torch.autograd.backward(total / weight)
+
+    def program(pipe: Pipeline) -> Tensor | None:
+        transport: Any = pipe._transport
+        own, (mine, goals) = outer[transport.rank], part(pipe)
+        pipe.step(own(mine) if 0 in pipe.modules else None, goals)
+        gradient = own.weight.grad
+        return None if gradient is None else gradient.clone()
+
+    gradients = returned(run("single", program, loss_of=lambda layers: Scaled(), replicas=replicas))
+    assert gradients[replicas:] == [None] * replicas
+    torch.testing.assert_close(torch.stack(gradients[:replicas]).sum(0), plain.weight.grad)
+
+    def everywhere(pipe: Pipeline) -> None:
+        pipe.step(plain(part(pipe)[0]), part(pipe)[1])
+
+    assert all(WRONG_PLACE in str(each) for each in run("single", everywhere, replicas=replicas))
+
+
+def test_inputs_of_the_data_rank_get_their_gradient_if_it_has_the_first_layer() -> None:
+    """If it has not, the pipeline stays usable."""
+    plain, own = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    own.load_state_dict(plain.state_dict())
+    inputs, targets = batch()
+    torch.autograd.backward(nnf.mse_loss(model()(plain(inputs)), targets))
+    for source in range(RANKS):
+
+        def program(pipe: Pipeline, source: int = source) -> None:
+            transport: Any = pipe._transport
+            has_data = transport.rank == source
+            given = (own(inputs), targets) if has_data else ()
+            if source:
+                with pytest.raises(Exception, match=WRONG_PLACE):
+                    pipe.step(*given)
+            else:
+                pipe.step(*given)
+            pipe.step(*(each.detach() for each in given))
+
+        returned(run("single", program, data_rank=source))
+    torch.testing.assert_close(own.weight.grad, plain.weight.grad)
+
+
+def detached(output: Tensor, target: Tensor) -> Tensor:
+    return nnf.mse_loss(output, target).detach()
+
+
+def of_another_rank(layers: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    weight = layers[0].weight
+    return lambda output, target: nnf.mse_loss(nnf.linear(output, weight), target)
+
+
+@pytest.mark.parametrize(
+    ("message", "more"),
+    [
+        ("does not depend on anything that requires a gradient", {"loss": detached}),
+        ("found no parameter that requires a gradient", {"layers": lambda: model().requires_grad_(False)}),
+        (r"uses a trainable tensor of shape [4, 4]", {"loss_of": of_another_rank}),
+    ],
+)
+def test_every_rank_hears_why_a_step_cannot_train(message: str, more: dict[str, Any]) -> None:
+    found = run("single", lambda pipe: pipe.step(*batch()), **more)
+    assert all(message in str(each) for each in found)
+
+
+def test_an_optimizer_may_take_one_step_in_its_closure_and_not_several() -> None:
+    def program(pipe: Pipeline) -> None:
+        torch.optim.AdamW(pipe.parameters()).step(lambda: pipe.step(*batch()))
+        torch.optim.LBFGS(pipe.parameters()).step(lambda: pipe.step(*batch()))  # type: ignore[no-untyped-call]
+
+    assert all("found LBFGS" in str(each) for each in run("v", program))

@@ -39,22 +39,6 @@ def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 3), torch.randn(rows, 2)
 
 
-def test_two_pipelines_one_after_the_other(plan: Plan) -> None:
-    for _ in range(2):
-        inputs, targets = batch()
-        reference = model()
-        torch.autograd.backward(nnf.mse_loss(reference(inputs), targets))
-        with zbv.Pipeline(plan, model(), loss=nnf.mse_loss) as pipe:
-            loss = pipe.step(inputs, targets)
-            for (name, own), (other, expected) in zip(
-                pipe.named_parameters(), reference.named_parameters(), strict=True
-            ):
-                assert name == other
-                torch.testing.assert_close(own.grad, expected.grad)
-        torch.testing.assert_close(loss, nnf.mse_loss(reference(inputs), targets).detach())
-        assert not dist.is_initialized()
-
-
 def test_a_plan_with_layers_decides_the_cut(layered: Plan) -> None:
     layers = dict(zip(NAMES, model(), strict=True))
     with zbv.Pipeline(layered, layers, loss=nnf.mse_loss) as pipe:

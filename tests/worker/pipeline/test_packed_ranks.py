@@ -2,104 +2,163 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from functools import cache, partial
 from random import Random
 from typing import Any
 
 import pytest
-from support.plans import searched, unit_problem, write_plan
-from support.rank_files import found_by
+import torch
+from support.packed import (
+    BLOCKS,
+    PackedBatch,
+    PlannedSteps,
+    loss_sum,
+    model,
+    per_step_problem,
+    require_trained,
+    shape_of,
+    trained_alone,
+)
+from support.plans import plan_document, searched, unit_problem
 from support.selfcheck import random_orders
+from support.thread_pipeline import on_ranks, returned
+from torch import Tensor
+from torch.utils.data import DataLoader
 from zbv_solver.construct.baselines import baseline
-from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import Plan
-from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.verify.verifier import verify_orders
+from zbv_worker import Pipeline
 
-MICROBATCHES = 6
-MODES = ("all ranks", "parts", "data rank", "microbatches")
-BASELINES = ("1f1b", "interleaved-1f1b")
-RANDOM = {"any order": 0.3, "any order, fused": 1.0, "any order, split": 0.0}
-"""Plans in which microbatches overtake each other, and their share of fused backwards."""
-
-
+MICROBATCHES, SEEDS = 6, (1, 2)
 LENGTHS = [[5, 9], [20], [3, 3, 8], [7, 1], [12], [9, 2]]
 """Of the sequences of every microbatch, for plans with features."""
 SEQUENCES = [[0, 1], [2], [3, 4, 5], [6, 7], [8], [9, 10]]
-PLANNED = {"headers": "parts", "stated": "parts", "in order": "planned"}
+BASELINES = ("1f1b", "interleaved-1f1b")
+RANDOM = {"any order": 0.3, "any order, fused": 1.0, "any order, split": 0.0}
+"""Plans in which microbatches overtake each other, and their share of fused backwards."""
+MODES = ("all ranks", "parts", "data rank", "microbatches")
+"""Who has which data: everyone, only who needs them, one rank, or everyone, cut by hand."""
+OF_LENGTHS = {"headers": "parts", "stated": "parts", "in order": "planned"}
 """Ways to run a plan with features: how ranks know shapes, and how data are passed."""
+CASES = [
+    *((2, name, "all ranks") for name in ("V", *BASELINES, *RANDOM)),
+    *((2, "V", mode) for mode in MODES[1:]),
+    *((p, name, "all ranks") for p in (1, 4) for name in ("V", "any order")),
+    *((4, "V", mode) for mode in ("parts", "data rank")),
+]
 
 
-def planned(p: int) -> Plan:
-    """A plan that knows the lengths."""
-    of_tokens = {"tokens": 1.0, "tokens_squared": 0.05}
-    document = {
-        "pp_degree": p,
-        "microbatches": MICROBATCHES,
-        "sequences": LENGTHS,
-        "costs": dict.fromkeys(("forward", "backward_input", "backward_weight"), of_tokens),
-        "memory": {
-            "forward": {"tokens": 2},
-            "backward_input": {"tokens": -1},
-            "backward_weight": {"tokens": -1},
-        },
-    }
-    return searched(parse_problem(document))
-
-
-def plans(p: int) -> Iterator[tuple[str, Problem, Orders]]:
+@cache
+def plan_of(p: int, name: str) -> Any:
+    """A searched V, an order of others, or a random one, which may know the lengths."""
+    if name == "of lengths":
+        document = {
+            **per_step_problem(p, MICROBATCHES),
+            "sequences": LENGTHS,
+            "memory": {
+                "forward": {"tokens": 2},
+                "backward_input": {"tokens": -1},
+                "backward_weight": {"tokens": -1},
+            },
+        }
+        of_lengths = parse_problem(document)
+        return plan_document(of_lengths, random_orders(of_lengths, Random(p)))
     problem = unit_problem(p, MICROBATCHES)
-    found = searched(problem)
-    yield "V", found.problem, found.orders
-    for name in BASELINES:
-        yield (name, *baseline(name, problem))
-    for name, fused in RANDOM.items():
-        yield name, problem, random_orders(problem, Random(p), fused)
-    of_lengths = planned(p)
-    yield "of lengths", of_lengths.problem, of_lengths.orders
+    if name in BASELINES:
+        return plan_document(*baseline(name, problem))
+    if name in RANDOM:
+        return plan_document(problem, random_orders(problem, Random(p), RANDOM[name]))
+    return searched(problem)
 
 
-def cases(p: int) -> dict[str, dict[str, Any]]:
-    """Every plan on two ranks, and the V with each way to pass data; fewer on one and on four ranks."""
-    names = ["V", *BASELINES, *RANDOM] if p == 2 else ["V", "any order"]
-    modes = {"V": MODES} if p == 2 else {"V": MODES[1:3]} if p > 2 else {}
-    equal = {"microbatches": MICROBATCHES, "seeds": [1, 2]}
-    lengths = {"lengths": [length for own in LENGTHS for length in own], "sequences": SEQUENCES}
-    unequal = {
-        f"of lengths, {name}": {"plan": "of lengths", "mode": mode, "stated": name == "stated", **lengths}
-        for name, mode in PLANNED.items()
-    }
-    return {
-        f"{name}, {mode}": {"plan": name, "mode": mode, **equal}
-        for name in names
-        for mode in modes.get(name, MODES[:1])
-    } | {name: case | equal for name, case in unequal.items()}
+Step = tuple[PackedBatch, Tensor, dict[str, Tensor]]
+"""A batch, and the loss and gradients of one process."""
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda p: f"{p} ranks")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every rank found, by case; the processes are started once for all of them."""
-    p: int = request.param
-    folder = tmp_path_factory.mktemp(f"packed-{p}")
-    for name, problem, orders in plans(p):
-        verify_orders(problem, orders)
-        write_plan(folder / f"{name}.json", problem, orders)
-    (folder / "cases.json").write_text(json.dumps(cases(p)))
-    return found_by("packed_rank", p, folder)
+@cache
+def equal_steps(seeds: tuple[int, ...] = SEEDS) -> list[Step]:
+    """Steps for plans of equal microbatches."""
+    batches = [PackedBatch.random(seed, MICROBATCHES) for seed in seeds]
+    return [(batch, *trained_alone(batch)) for batch in batches]
 
 
-def test_losses_and_gradients_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
-    for case in cases(len(found)):
-        assert max(rank[case]["gradients"] for rank in found) < 1e-5, case
-        losses = [loss for rank in found for loss in rank[case]["losses"]]
-        assert len(losses) == 4, case  # two steps and two evaluations
-        assert max(losses) < 1e-6, case
+@cache
+def planned_steps() -> list[Step]:
+    """Steps for a plan that knows the lengths."""
+    lengths = [each for some in LENGTHS for each in some]
+    batches = [PackedBatch.of_lengths(lengths, SEQUENCES, seed) for seed in SEEDS]
+    return [(batch, *trained_alone(batch)) for batch in batches]
 
 
-def test_the_largest_shape_of_a_boundary_is_shown(found: list[dict[str, Any]]) -> None:
-    for rank in found:
-        shown = rank["of lengths, stated"]["boundaries"]
-        assert set(shown.values()) <= {"[20, 8] float32"}
-        assert bool(shown) == (len(found) > 1)
+def given(pipe: Pipeline, batch: PackedBatch, mode: str) -> dict[str, Any]:
+    """The arguments of a rank's call."""
+    transport: Any = pipe._transport
+    if mode == "data rank" and transport.rank != transport.world_size - 1:
+        return {}
+    if mode == "microbatches":
+        return {"microbatches": batch.microbatches()}
+    found: dict[str, Any] = {"inputs": batch.tokens, "targets": batch.targets, "cu_seqlens": batch.cu_seqlens}
+    if mode == "parts":
+        names = [name for name, _ in pipe.named_parameters()]
+        for name, layer in (("inputs", 0), ("targets", BLOCKS + 1)):
+            found[name] = found[name] if f"{layer}.weight" in names else None
+    # If it is planned, the plan says which microbatch has which sequences.
+    return found if mode == "planned" else {**found, "sequences": batch.sequences}
+
+
+def trained(pipe: Pipeline, mode: str, steps: list[Step]) -> set[str]:
+    """Compare evaluations and steps with one process; returns the shapes of the boundaries."""
+    for batch, expected, gradients in steps:
+        losses = [call(**given(pipe, batch, mode)) for call in (pipe.evaluate, pipe.step)]
+        has_loss = f"{BLOCKS + 1}.weight" in dict(pipe.named_parameters())
+        assert [loss is not None for loss in losses] == [has_loss] * 2
+        for loss in losses if has_loss else []:
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        require_trained(pipe, gradients)
+    return {str(boundary) for boundary in pipe.boundaries.values()}
+
+
+@pytest.mark.parametrize(("p", "name", "mode"), CASES)
+def test_losses_and_gradients_are_those_of_one_process(p: int, name: str, mode: str) -> None:
+    more: dict[str, Any] = {"data_rank": p - 1} if mode == "data rank" else {}
+    program = partial(trained, mode=mode, steps=equal_steps())
+    returned(on_ranks(plan_of(p, name), model, loss_sum, program, ranks=p, **more))
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("way", OF_LENGTHS)
+def test_a_plan_may_know_the_lengths(p: int, way: str) -> None:
+    """The boundaries show the largest shapes."""
+    more: dict[str, Any] = {"shape_of": shape_of} if way == "stated" else {}
+    program = partial(trained, mode=OF_LENGTHS[way], steps=planned_steps())
+    for shown in returned(on_ranks(plan_of(p, "of lengths"), model, loss_sum, program, ranks=p, **more)):
+        assert way != "stated" or shown == ({"[20, 8] float32"} if p > 1 else set())
+
+
+@pytest.mark.parametrize("mode", ["all ranks", "data rank", "loader"])
+def test_every_step_may_have_its_own_plan(mode: str) -> None:
+    """The process of a loader makes most plans, which only one rank gets; otherwise the ranks make them."""
+    steps, p, unplanned = 8, 2, 3
+    wanted = equal_steps(tuple(range(steps)))
+    plans: list[Any] = [None] * steps
+    if mode == "loader":
+        source = PlannedSteps(steps, p, MICROBATCHES, unplanned)
+        plans = [*DataLoader(source, batch_size=None, num_workers=1, multiprocessing_context="spawn")]
+        assert [plan is None for plan in plans] == [step == unplanned for step in range(steps)]
+
+    def program(pipe: Pipeline) -> list[str]:
+        transport: Any = pipe._transport
+        ran = []
+        for (batch, expected, gradients), plan in zip(wanted, plans, strict=True):
+            loss = pipe.step(**given(pipe, batch, mode), plan=plan if transport.rank == 0 else None)
+            if loss is not None:
+                torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+            require_trained(pipe, gradients)
+            ran.append(pipe.plan_id)
+        return ran
+
+    more: dict[str, Any] = {"data_rank": p - 1, "shape_of": shape_of} if mode == "data rank" else {}
+    problem = per_step_problem(p, MICROBATCHES)
+    first, second = returned(on_ranks("per-step", model, loss_sum, program, ranks=p, problem=problem, **more))
+    assert first == second
+    assert len(set(first)) == steps
+    assert all(plan is None or plan.plan_id == ran for plan, ran in zip(plans, first, strict=True))

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support.expert_rank import CASES, EXPERTS, STEPS, batch, layers, plan_of
-from support.paths import TESTS
+from support.rank_files import found_by
 from torch import Tensor, nn
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.tracing.merged_trace import END, START
 
 RANKS = range(4)
@@ -21,10 +20,7 @@ Found = list[dict[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By rank and case."""
     folder = tmp_path_factory.mktemp("pairs")
-    command = python_command("support.expert_rank", str(folder))
-    with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=300)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in RANKS]
+    return found_by("expert_rank", len(RANKS), folder)
 
 
 @cache

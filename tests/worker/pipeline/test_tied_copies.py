@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.thread_pipeline import on_ranks, plan_of
+from support.thread_pipeline import on_ranks, plan_of, returned
 from torch import Tensor, nn
 from zbv_worker.errors import InvalidRun, PeerLost, WorkerError
 from zbv_worker.model.layer_list import LayerList
@@ -129,14 +129,9 @@ def random_ties(choice: random.Random) -> list[tuple[str, str]]:
     return ties
 
 
-def merged(ranks: Sequence[Any]) -> dict[str, Tensor]:
-    """What the ranks returned; raises the error of the first one that failed."""
-    whole: dict[str, Tensor] = {}
-    for found in sorted(ranks, key=lambda found: not isinstance(found, InvalidRun)):
-        if isinstance(found, Exception):
-            raise found
-        whole |= found
-    return whole
+def merged(ranks: list[Any]) -> dict[str, Tensor]:
+    """What the ranks returned; raises the error of one that failed."""
+    return {name: value for found in returned(ranks) for name, value in found.items()}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -383,9 +378,9 @@ def test_a_run_goes_on_with_other_ranks_and_placements(order: tuple[int, int], t
             partial(program, until=until),
             ranks=ranks,
         )
-        assert not [each for each in found if isinstance(each, Exception)]
+        whole = merged(found)
     for name, value in alone(layers, groups, OPTIMIZERS["adamw"]).items():
-        torch.testing.assert_close(merged(found)[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(whole[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_values() -> None:

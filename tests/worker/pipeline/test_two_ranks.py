@@ -1,172 +1,301 @@
-"""Programs of a user on two ranks of a V, with a searched plan; the programs are in support.pipeline_rank."""
+"""A user's program on two ranks of a V: results are those of one process; ranks are threads."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plans import searched, unit_problem
-from support.rank_files import found_by
+import torch
+import zbv_worker as zbv
+from support.small_pipeline import ROWS, WIDTH, batch, model
+from support.thread_pipeline import on_ranks, plan_of, returned
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+from zbv_worker import Pipeline
 
-PROGRAMS = (
-    "accumulates",
-    "passes_values",
-    "varies",
-    "lacks_keyword",
-    "shares_data",
-    "drops",
-    "trains",
-    "factories",
-    "refuses",
-    "fails",
-)
-Found = list[dict[str, Any]]
+MICROBATCHES = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("pipeline")
-    searched(unit_problem(2, 4)).save(made / "plan.json")
-    return made
+def run(
+    program: Callable[[Pipeline], Any],
+    layers: Callable[[], Any] = model,
+    loss: Any = nnf.mse_loss,
+    **options: Any,
+) -> list[Any]:
+    """What a program returns or raises on both ranks. The first and the last stage are on rank 0."""
+    return on_ranks(plan_of(2, "v", MICROBATCHES), layers, loss, program, ranks=2, **options)
 
 
-@pytest.fixture(scope="module")
-def seen(folder: Path) -> dict[str, Found]:
-    """What the ranks saw, by program; one process per rank runs all, one after the other."""
-    ranks = found_by("pipeline_rank", 2, folder, *PROGRAMS)
-    return {program: [rank[program] for rank in ranks] for program in PROGRAMS}
+def rank_of(pipe: Pipeline) -> int:
+    return pipe._transport.rank
 
 
-def test_gradients_losses_and_outputs_are_those_of_one_process(seen: dict[str, Found]) -> None:
-    first, second = seen["accumulates"]
-    assert max(first["apart"] + second["apart"]) < 1e-6
-    assert len(first["loss"]) == 6  # three steps and their evaluations
-    assert max(first["loss"]) < 1e-6
-    assert first["outputs"] < 1e-6
-    assert second["loss"] == []  # the last stage of a V is on rank 0
+def require_gradients(pipe: Pipeline, reference: nn.Module) -> None:
+    expected = dict(reference.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_names_are_those_of_the_whole_model(seen: dict[str, Found]) -> None:
-    names = [name for rank in seen["accumulates"] for name in rank["names"]]
-    assert sorted(names) == sorted(f"{layer}.0.{kind}" for layer in range(5) for kind in ("weight", "bias"))
+def test_gradients_losses_and_outputs_are_those_of_one_process() -> None:
+    """Batches of two sizes, whose gradients add up, evaluations of a half, and a step that begins again."""
+    steps: list[tuple[Any, ...]] = []
+    for seed, rows in ((1, ROWS), (2, 2 * ROWS), (3, ROWS)):
+        inputs, targets = batch(seed, rows)
+        reference = model()
+        if seed == 2:  # after the first step
+            torch.autograd.backward(nnf.mse_loss(reference(steps[0][0]), steps[0][1]))
+        outputs = reference(inputs)
+        torch.autograd.backward(nnf.mse_loss(outputs, targets))
+        half = inputs[: rows // 2], targets[: rows // 2]
+        steps.append((inputs, targets, half, reference, outputs.detach()))
+
+    def program(pipe: Pipeline) -> list[str]:
+        for seed, (inputs, targets, half, reference, expected) in enumerate(steps, 1):
+            loss, outputs = pipe.step(inputs, targets, outputs=True)
+            evaluated = pipe.evaluate(*half)
+            require_gradients(pipe, reference)
+            assert (loss is None) == (outputs is None) == (evaluated is None) == (rank_of(pipe) == 1)
+            if loss is not None:
+                torch.testing.assert_close(torch.cat(outputs), expected)
+                torch.testing.assert_close(loss, nnf.mse_loss(expected, targets))
+                torch.testing.assert_close(evaluated, nnf.mse_loss(expected[: len(half[0])], half[1]))
+            if seed == 2:
+                for parameter in pipe.parameters():
+                    parameter.grad = None
+        return [name for name, _ in pipe.named_parameters()]
+
+    names = [name for rank in returned(run(program)) for name in rank]
+    assert sorted(names) == sorted(name for name, _ in model().named_parameters())
 
 
-def test_values_keywords_and_auxiliary_losses_reach_every_stage(seen: dict[str, Found]) -> None:
+def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared errors of the rows whose first target is positive, and their number."""
+    rows = target[:, 0] > 0
+    return (output - target).square().mean(1)[rows].sum(), rows.sum()
+
+
+class Begin(nn.Linear):
+    """Passes on a tensor, the place of each row's largest number, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.argmax(1), None
+
+
+class Between(Begin):
+    """Takes all of that, and keywords that it uses with an auxiliary loss."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, place: Tensor, constant: None, *, scale: Tensor, weight: Tensor
+    ) -> Any:
+        assert constant is None
+        assert not place.is_floating_point()
+        y = nn.Linear.forward(self, x * scale).tanh() + place.unsqueeze(1)
+        return zbv.add_auxiliary_loss(y, 0.1 * y.square().mean(), weight.sum()), place, None
+
+
+class End(Begin):
+    def forward(self, x: Tensor, *_: object) -> Any:
+        return nn.Linear.forward(self, x)
+
+
+def several() -> nn.ModuleList:
+    torch.manual_seed(3)
+    return nn.ModuleList([Begin(), Between(), Between(), Between(), End()])
+
+
+def several_batch() -> tuple[Tensor, Tensor, dict[str, Any]]:
+    inputs, targets = batch()
+    return inputs, targets, {"scale": batch(4)[0][:, :1], "weight": (targets[:, :1] > 0).float()}
+
+
+def cut(sizes: int | list[int] = ROWS // MICROBATCHES) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """The microbatches of several_batch, with so many rows each."""
+    inputs, targets, keywords = several_batch()
+    parts = zip(*(torch.split(each, sizes) for each in (inputs, targets, *keywords.values())), strict=True)
+    return [(x, target, dict(zip(keywords, rest, strict=True))) for x, target, *rest in parts]
+
+
+def several_trained(sizes: int | list[int] = ROWS // MICROBATCHES) -> Any:
+    """The layers after a plain loop over the microbatches, with gradients."""
+    total, weights = torch.zeros(()), torch.zeros(())
+    reference: Any = several()
+    for x, target, keywords in cut(sizes):
+        y, place, _ = reference[0](x)
+        for layer in list(reference)[1:-1]:
+            y = nn.Linear.forward(layer, y * keywords["scale"]).tanh() + place.unsqueeze(1)
+            total = total + 0.1 * y.square().mean() * keywords["weight"].sum()
+        loss, counted = weighted(reference[-1](y), target)
+        total, weights = total + loss, weights + counted
+    torch.autograd.backward(total / weights)
+    return reference
+
+
+def test_values_keywords_and_auxiliary_losses_reach_every_stage() -> None:
     """The first step runs twice, because its auxiliary losses did not know that the loss has weights."""
-    first, second = seen["passes_values"]
-    assert max(first["apart"], second["apart"]) < 1e-6
-    assert (first["outputs"], second["outputs"]) == (4, None)
-    assert second["boundaries"] == first["boundaries"]
-    assert "int64" in first["boundaries"]["0"]
-    assert second["auxiliary"] > 0
-    for rank in (first, second):
-        assert "found the keyword 'mask', which no layer takes" in rank["said"]
+    inputs, targets, keywords = several_batch()
+    reference = several_trained()
+
+    def program(pipe: Pipeline) -> set[str]:
+        _, outputs = pipe.step(inputs, targets, outputs=True, **keywords)
+        require_gradients(pipe, reference)
+        assert (None if outputs is None else len(outputs)) == (None if rank_of(pipe) else MICROBATCHES)
+        assert rank_of(pipe) == 0 or float(pipe.auxiliary_loss or 0.0) > 0
+        boundaries = {str(boundary) for boundary in pipe.boundaries.values()}
+        with pytest.raises(zbv.WorkerError, match="found the keyword 'mask', which no layer takes"):
+            pipe.step(inputs, targets, mask=inputs)
+        return boundaries
+
+    first, second = returned(run(program, several, weighted))
+    assert first == second
+    assert all("int64" in boundary for boundary in first)
 
 
-def test_microbatches_may_have_different_shapes(seen: dict[str, Found]) -> None:
-    first, second = seen["varies"]
-    assert max(first["apart"] + second["apart"]) < 1e-6
-    assert first["rows"] == [2, 1, 1, 4]
-    largest = "([4, 6] float32 with gradient, [4] int64, None)"
-    assert set(first["boundaries"].values()) == set(second["boundaries"].values()) == {largest}
+def test_microbatches_may_have_different_shapes() -> None:
+    sizes = ([1, 3, 3, 1], [2, 1, 1, 4])
+    references = [several_trained(some) for some in sizes]
+
+    def program(pipe: Pipeline) -> None:
+        for some, reference in zip(sizes, references, strict=True):
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            _, outputs = pipe.step(microbatches=cut(some), outputs=True)
+            require_gradients(pipe, reference)
+            assert outputs is None or [len(each) for each in outputs] == some
+        largest = "([4, 4] float32 with gradient, [4] int64, None)"
+        assert {str(boundary) for boundary in pipe.boundaries.values()} == {largest}
+
+    returned(run(program, several, weighted))
+    uneven = list(zip(*(torch.split(each, [1, 3, 2, 2]) for each in batch()), strict=True))
+    first, second = run(lambda pipe: pipe.step(microbatches=uneven))
+    said = f"the loss returned means over microbatches with targets of {WIDTH} to {3 * WIDTH} numbers"
+    assert isinstance(first, zbv.ModelError)
+    assert isinstance(second, zbv.PeerLost)
+    assert said in str(first)
+    assert said in str(second)
 
 
-def test_means_over_microbatches_of_different_sizes_are_refused(seen: dict[str, Found]) -> None:
-    first, second = (rank["said"] for rank in seen["varies"])
-    assert first.startswith("ModelError: the loss returned means over microbatches with targets of 6 to 18")
-    assert second.startswith("PeerLost: rank 0 lost: the loss returned means over microbatches")
+@pytest.mark.parametrize("source", [0, 1])
+def test_one_rank_has_the_data_of_all(source: int) -> None:
+    """A batch on no rank, or one that cannot be divided, is refused on both, and the pipeline goes on."""
+    inputs, targets, keywords = several_batch()
+    reference = several_trained()
+    none = f"found no batch; rank {source} is the pipeline's data rank"
+    uneven = "inputs has 3 rows; must be a multiple"
+
+    def program(pipe: Pipeline) -> list[Any]:
+        has_data = rank_of(pipe) == source
+        data: Sequence[Any] = (inputs, targets) if has_data else ()
+        more = keywords if has_data else {}
+        prefix = "" if has_data else f"rank {source}: .*"
+        for wrong, message in ((), none), ((inputs[:3], targets[:3]) if has_data else (), uneven):
+            with pytest.raises(zbv.InvalidRun, match=f"{prefix}{message}"):
+                pipe.step(*wrong)
+        loss, outputs = pipe.evaluate(*data, outputs=True, **more)
+        first = pipe.step(*data, **more)
+        require_gradients(pipe, reference)
+        assert outputs is None or len(outputs) == MICROBATCHES
+        # The parameters are the same, so this has the same loss; the microbatches are in another order.
+        return [loss, first, pipe.step(microbatches=cut()[::-1]) if has_data else pipe.step()]
+
+    first, second = returned(run(program, several, weighted, data_rank=source))
+    assert second == [None] * 3
+    torch.testing.assert_close(first[1:], [first[0]] * 2)
 
 
-def test_one_rank_has_the_data_of_all(seen: dict[str, Found]) -> None:
-    first, second = seen["shares_data"]
-    assert max(first["apart"] + second["apart"]) < 1e-6
-    assert first["evaluated"] == pytest.approx([0, 0, 4] * 2, abs=1e-6)
-    assert second["evaluated"] == []
+def test_data_on_another_rank_than_the_data_rank_are_refused() -> None:
+    first, second = run(lambda pipe: pipe.step(*batch()), data_rank=0)
+    assert str(second).startswith("found a batch on rank 1; the pipeline's data rank is 0")
+    assert "rank 1 lost: found a batch on rank 1" in str(first)
 
 
-def test_data_on_the_wrong_rank_or_nowhere_is_refused(seen: dict[str, Found]) -> None:
-    first, second = (rank["said"] for rank in seen["shares_data"])
-    for source, (mine, other) in enumerate(((first[:2], second[:2]), (second[2:4], first[2:4]))):
-        none, uneven = mine
-        assert none.startswith(f"InvalidRun: found no batch; rank {source} is the pipeline's data rank")
-        assert "inputs has 3 rows; must be a multiple" in uneven
-        assert other == [said.replace("InvalidRun: ", f"InvalidRun: rank {source}: ") for said in mine]
-    assert second[4].startswith("InvalidRun: found a batch on rank 1; the pipeline's data rank is 0")
-    assert first[4].startswith("PeerLost: rank 1 lost: found a batch on rank 1")
+class Scaled(nn.Linear):
+    """A layer with an optional keyword."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x * scale)
 
 
-def test_ranks_that_are_seeded_alike_drop_other_elements(seen: dict[str, Found]) -> None:
-    for rank in seen["drops"]:
-        for name in ("first", "second", "again"):
-            assert len(rank[name]) == 16  # two layers, four microbatches, each with a recomputation
-            assert all(rank[name].count(mask) == 2 for mask in rank[name])
-        assert rank["again"] == rank["first"]
-    drawn = [mask for rank in seen["drops"] for name in ("first", "second") for mask in rank[name]]
-    assert all(drawn.count(mask) == 2 for mask in drawn)
+def test_a_rank_that_lacks_a_keyword_is_named() -> None:
+    def program(pipe: Pipeline) -> None:
+        given: dict[str, Any] = {} if rank_of(pipe) else {"scale": 2.0}
+        pipe.step(*batch(), **given)
+
+    for said in map(str, run(program, lambda: [Scaled(WIDTH, WIDTH) for _ in range(4)])):
+        assert "rank 1 was not given the keyword 'scale', which its layers take and rank 0" in said
 
 
-def test_random_numbers_outside_of_the_layers_stay_those_of_the_user(seen: dict[str, Found]) -> None:
-    """Loaders that shuffle draw them, and must do so alike on all ranks."""
-    first, second = seen["drops"]
-    for name in ("first", "second", "evaluated", "again"):
-        assert first[f"own {name}"] == second[f"own {name}"]
-        assert first[f"state of {name}"] == (name == "evaluated")
-    assert first["own first"] == first["own again"]
+def test_optimizers_schedules_and_clipping_train_the_same_model() -> None:
+    """Parameter groups by name and a fused optimizer. Rank 0 gathers the state; every rank loads its part."""
+
+    def prepared(named: Any) -> tuple[torch.optim.Optimizer, Any]:
+        parts: dict[bool, list[Any]] = {True: [], False: []}
+        for name, parameter in named:
+            parts[name.endswith("bias")].append((name, parameter))
+        groups = [{"params": parts[True], "weight_decay": 0.0}, {"params": parts[False], "weight_decay": 0.1}]
+        made = torch.optim.AdamW(groups, lr=0.1, fused=True)
+        return made, torch.optim.lr_scheduler.LinearLR(made, total_iters=3)
+
+    def train(named: Any, step: Callable[..., Any], clip: Callable[[], Tensor]) -> list[Tensor]:
+        norms, (made, schedule) = [], prepared(named)
+        for seed in (1, 2, 3):
+            step(*batch(seed))
+            norms.append(clip())
+            made.step()
+            made.zero_grad()
+            schedule.step()
+        return norms
+
+    reference = model()
+    norms = train(
+        reference.named_parameters(),
+        lambda x, y: torch.autograd.backward(nnf.mse_loss(reference(x), y)),
+        lambda: nn.utils.clip_grad_norm_(reference.parameters(), 0.05),
+    )
+    expected, fresh = reference.state_dict(), model().state_dict()
+
+    def program(pipe: Pipeline) -> Any:
+        found = train(pipe.named_parameters(), pipe.step, lambda: pipe.clip_grad_norm_(0.05))
+        torch.testing.assert_close(found, norms)
+        own, whole = pipe.state_dict(), pipe.full_state_dict()
+        torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=1e-4, atol=1e-5)
+        assert (whole is None) == (rank_of(pipe) == 1)
+        if whole is not None:
+            torch.testing.assert_close(dict(sorted(whole.items())), dict(sorted(expected.items())))
+        pipe.load_state_dict(fresh)
+        torch.testing.assert_close(pipe.state_dict(), {name: fresh[name] for name in own}, rtol=0, atol=0)
+
+    returned(run(program))
 
 
-def test_a_rank_that_lacks_a_keyword_is_named(seen: dict[str, Found]) -> None:
-    for rank in seen["lacks_keyword"]:
-        assert "rank 1 was not given the keyword 'scale', which its layers take and rank 0" in rank["said"]
+def test_a_trace_has_every_action_of_all_ranks(tmp_path: Path) -> None:
+    def program(pipe: Pipeline) -> list[list[str]]:
+        pipe.step(*batch())
+        return [[str(action) for action in trace.actions] for trace in pipe.trace(tmp_path / "trace.json")]
 
-
-def test_optimizers_schedules_and_clipping_train_the_same_model(seen: dict[str, Found]) -> None:
-    for rank in seen["trains"]:
-        assert max(rank["norms"]) < 1e-6
-        assert rank["state"] < 1e-5
-
-
-def test_the_whole_state_is_gathered_on_rank_0_and_loaded_everywhere(seen: dict[str, Found]) -> None:
-    first, second = seen["trains"]
-    assert first["whole names"]
-    assert first["whole"] < 1e-5
-    assert "whole" not in second
-    assert first["loaded"] == second["loaded"] == 0.0
-
-
-def test_a_trace_has_every_action_of_all_ranks(seen: dict[str, Found], folder: Path) -> None:
-    first, second = seen["trains"]
-    plan = json.loads((folder / "plan.json").read_text())
-    assert first["traced"] == second["traced"] == plan["ranks"]
-    written = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    lists = plan_of(2, "v", MICROBATCHES).orders.all_text()
+    assert returned(run(program)) == [lists] * 2
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {event["name"] for event in written if event["ph"] == "X"}
-    assert named.issuperset(action for rank in plan["ranks"] for action in rank)
+    assert named.issuperset(action for rank in lists for action in rank)
 
 
-def test_only_the_layers_of_the_rank_are_built(seen: dict[str, Found]) -> None:
-    assert [rank["built"] for rank in seen["factories"]] == [rank["names"] for rank in seen["factories"]]
-    assert sorted(name for rank in seen["factories"] for name in rank["built"]) == list("abcde")
+def test_only_the_layers_of_the_rank_are_built() -> None:
+    built: list[str] = []
 
+    def build(name: str) -> nn.Module:
+        built.append(name)
+        return nn.Linear(WIDTH, WIDTH)
 
-def test_an_error_at_the_start_is_raised_on_all_ranks(seen: dict[str, Found]) -> None:
-    first, second = (rank["said"] for rank in seen["refuses"])
-    for said in (first, second):
-        assert "found 2 layers; the plan has 4 stages" in said[0]
-        assert "found microbatches=7; the plan has 4" in said[1]
-        assert "found data_rank=2; must be a rank of the pipeline, 0 to 1." in said[2]
-        assert said[3].startswith("Disagreement: the ranks differ in data rank (rank 0: 0; rank 1: 1)")
-        assert said[4].startswith("Disagreement: the ranks differ in model")
-        assert said[6].startswith("Disagreement: the ranks differ in model")  # only one shares parameters
-        assert "found a plan on rank 0, and no plan on rank 1" in said[7]
-    assert second[5].startswith("InvalidRun: layer 2: the function returned a int")
-    assert first[5] == second[5].replace("InvalidRun: ", "InvalidRun: rank 1 cannot start: ")
+    def program(pipe: Pipeline) -> list[str]:
+        return sorted({name.partition(".")[0] for name in pipe.state_dict()})
 
-
-def test_a_failed_rank_fails_its_peers_at_once_with_its_reason(seen: dict[str, Found]) -> None:
-    first, second = (rank["said"] for rank in seen["fails"])
-    assert first[0] == second[0] == "nothing"
-    assert second[1] == "ValueError: this layer is broken"
-    assert first[1].startswith("PeerLost: rank 1 lost: ValueError: this layer is broken (pipeline_rank.py:")
-    for said in (first, second):
-        assert "this pipeline has failed in an earlier call (rank " in said[2]
+    found = returned(run(program, lambda: {name: partial(build, name) for name in "abcd"}))
+    assert found == [["a", "d"], ["b", "c"]]
+    assert sorted(built) == list("abcd")

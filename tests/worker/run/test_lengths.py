@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.gradients import relative_error
 from support.selfcheck import random_orders
-from support.trained import CPU, Remembering, train_in_threads
+from support.trained import Remembering, train_alone, train_in_threads
 from torch import Tensor
 from zbv_service.client.answers import read_rank
 from zbv_service.documents.problems import pack
@@ -83,27 +83,10 @@ def plan() -> tuple[Problem, Orders]:
     return problem, random_orders(problem, Random(0))
 
 
-def alone() -> tuple[dict[str, Tensor], list[float]]:
-    """One process: the mean over all numbers of a step."""
-    model = Summed()
-    module = model.build_stage(0, 1, CPU)
-    optimizer = model.optimizer(p for p in module.parameters() if p.requires_grad)
-    losses = []
-    for step in range(STEPS):
-        batch = [model.microbatch(step, index) for index in range(len(LENGTHS))]
-        sums, counts = zip(*(model.loss_sum(module(words), target) for words, target in batch), strict=True)
-        loss = torch.stack(sums).sum() / sum(counts)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.parameters, losses
-
-
 @pytest.mark.parametrize("model", [Summed, Stated])
 def test_training_equals_one_process(model: type[Summed]) -> None:
     found = train_in_threads(*plan(), TrainingOptions(evaluate_every=1), STEPS, model=model)
-    expected, losses = alone()
+    expected, losses, _ = train_alone(len(LENGTHS), STEPS, model=Summed)
     assert found.losses == pytest.approx(losses, rel=1e-5)
     assert relative_error(found.parameters[0], expected) < 1e-5
 

@@ -29,18 +29,6 @@ def devices() -> Devices:
     return Devices("cpu", "gloo", P)
 
 
-def test_a_rank_that_raises_an_error_says_so_and_the_others_repeat_it(tmp_path: Path) -> None:
-    with started(tmp_path, P, stage=LOST, what="raise", after=20) as ranks:
-        seconds = ended(ranks, set(range(P)), time.monotonic())
-        assert "this stage cannot go on" in ranks.log(LOST)
-        assert "Traceback" in ranks.log(LOST)
-        for rank in {0, 1, 3}:
-            assert re.search(rf"rank {LOST} lost: .*this stage cannot go on", ranks.log(rank)), ranks.log(
-                rank
-            )
-    log.info("rank %d raised an error: all ranks ended within %.1f s of their start", LOST, seconds)
-
-
 def test_an_interrupted_rank_says_so_without_a_traceback_and_the_others_end(tmp_path: Path) -> None:
     with started(tmp_path, P, stage=LOST, what="interrupt", after=20) as ranks:
         ended(ranks, set(range(P)), time.monotonic())

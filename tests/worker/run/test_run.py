@@ -11,8 +11,10 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from support.absent_rank import LATE
 from support.plans import random_plan, unit_problem, write_plan
 from support.processes import wait_until
+from support.rank_files import found_by
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_worker.commands.cli import main
@@ -122,15 +124,6 @@ def test_results_are_written_before_the_groups_are_destroyed(
     assert [found["rank"] for found in read_reports(tmp_path, 1)] == [0]
 
 
-def test_ranks_with_different_plans_refuse_by_name(plan_file: Path, tmp_path: Path) -> None:
-    other = write_plan(tmp_path / "other.json", *random_plan(2, 4, seed=4))
-    with ranks([run_arguments(plan_file), run_arguments(other)], tmp_path / "logs") as started:
-        with pytest.raises(LaunchError, match=r"ended with status 2"):
-            started.wait(timeout=240)
-        until_said(started, "the ranks differ")  # if rank 1 ended first
-    assert re.search(r"the ranks differ in plan id \(rank 0: \w+…; rank 1: \w+…\)", started.log(0))
-
-
 def test_a_rank_that_cannot_start_ends_the_others_with_its_reason(plan_file: Path, tmp_path: Path) -> None:
     other = write_plan(tmp_path / "one.json", *random_plan(1, 4))
     each = [run_arguments(plan, timeout=600) for plan in (plan_file, other)]
@@ -154,22 +147,14 @@ def test_a_rank_that_does_not_start_is_named_within_the_timeout(plan_file: Path,
         started.wait(timeout=240)
 
 
-@pytest.mark.parametrize(
-    ("what", "late", "said"),
-    [
-        ("barrier", 2, "Ranks 2 failed to pass"),
-        ("ranks", 1, "rank 1 did not take part"),
-        ("replicas", 2, "rank 2 did not take part"),
-    ],
-)
-def test_an_absent_rank_of_a_collective_is_named_on_every_other_rank(
-    tmp_path: Path, what: str, late: int, said: str
-) -> None:
-    commands = [python_command("support.absent_rank", what, str(late), str(tmp_path))] * 3
-    with LocalRanks(commands, tmp_path / "logs") as started:
-        started.wait(timeout=240)
-    for rank in {0, 1, 2} - {late}:
-        assert said in (tmp_path / f"said-{rank}").read_text()
+def test_an_absent_rank_of_a_collective_is_named_on_every_other_rank(tmp_path: Path) -> None:
+    found = found_by("absent_rank", 3, tmp_path)
+    for what, said in (
+        ("barrier", "Ranks 2 failed to pass"),
+        ("ranks", "rank 1 did not take part"),
+        ("replicas", "rank 2 did not take part"),
+    ):
+        assert [said in rank[what] for rank in found] == [rank != LATE[what] for rank in range(3)], found
 
 
 @pytest.fixture

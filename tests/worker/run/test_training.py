@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
-from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.model import Model
 from zbv_worker.run.options import TrainingOptions
@@ -171,19 +169,6 @@ def test_copies_of_a_tied_parameter_are_trained_alike_or_refused(group: str, ref
     found = train_in_threads(*TWO_RANKS, TrainingOptions(), STEPS, model=Grouped)
     (parameters,) = found.parameters
     assert torch.equal(parameters["layer0.weight"], parameters["layer7.1.weight"])
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_checkpoint_of_tied_parameters_fits_every_placement(order: tuple[int, int], tmp_path: Path) -> None:
-    """On two ranks the parameter has two copies, in a V none; a checkpoint has it once."""
-    options = TrainingOptions(checkpoint=CheckpointOptions(tmp_path, every=100))
-    for steps, at in zip((2, STEPS), order, strict=True):
-        plan = (ONE_RANK_HAS_BOTH, TWO_RANKS)[at]
-        found = train_in_threads(*plan, options, steps, model=TiedModel)
-    expected, losses, _ = train_alone(MICROBATCHES, STEPS, model=TiedModel)
-    assert found.losses == pytest.approx(losses[2:], rel=1e-5)
-    (parameters,) = found.parameters
-    assert relative_error({name: parameters[name] for name in expected}, expected) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -109,18 +108,3 @@ def test_a_service_that_does_not_start_is_reported_with_its_log(
     monkeypatch.setattr("examples.demo.local_service._executable", lambda: str(script))
     with pytest.raises(ServiceStartError, match="no database"), LocalService(tmp_path, port=0):
         pass
-
-
-def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
-    def interrupted() -> list[int]:
-        with LocalRanks([["sleep", "60"], ["sleep", "60"]], tmp_path) as ranks:
-            pids.extend(process.pid for process in ranks.processes)
-            raise KeyboardInterrupt
-
-    pids: list[int] = []
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert len(pids) == 2
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)

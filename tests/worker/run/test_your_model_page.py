@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.rank_fixtures import RANK_VARIABLES
 from zbv_solver.commands.cli import main as zbv
 from zbv_worker.commands.cli import main as zbv_worker
 from zbv_worker.errors import InvalidRun
@@ -86,7 +87,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.chdir(folder)
         patch.setattr(sys, "path", [*sys.path])
         patch.delitem(sys.modules, "mymodel", raising=False)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        for name in RANK_VARIABLES:
             patch.delenv(name, raising=False)
         found = Reader(folder)
         for language, code in BLOCKS:

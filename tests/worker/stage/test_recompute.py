@@ -8,9 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from support.cut_models import cut_problem
-from support.gradients import relative_error
-from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
+from support.selfcheck import random_orders
 from support.thread_transport import ThreadHub
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders
@@ -34,34 +32,7 @@ ROWS, WIDTH = 16, 32
 TENSOR = ROWS * WIDTH * 4
 
 
-@pytest.fixture(scope="module")
-def reference() -> tuple[Gradients, float]:
-    return reference_gradients(hard_model(), 4)
-
-
 # --- whole plans
-
-
-@pytest.mark.parametrize(
-    ("sizes", "recompute"),
-    [
-        ((3, 2, 2, 1), (True, True, True, True)),
-        ((1, 4, 1, 2), (True, False, False, True)),
-        ((1, 4, 0, 3), (False, True, True, False)),
-        ((6, 1, 1, 0), (True, True, False, True)),
-    ],
-)
-@pytest.mark.parametrize("fused", [0.0, 0.4, 1.0])
-def test_recomputed_stages_compute_the_gradients_of_one_process(
-    reference: tuple[Gradients, float],
-    sizes: tuple[int, ...],
-    recompute: tuple[bool, ...],
-    fused: float,
-) -> None:
-    problem = cut_problem(hard_model().layer_names(), sizes, recompute)
-    found, loss = run_in_threads(problem, random_orders(problem, Random(1), fused), hard_model())
-    assert relative_error(found, reference[0]) <= 1e-5
-    assert loss == pytest.approx(reference[1], rel=1e-6)
 
 
 class Queries(nn.Module):

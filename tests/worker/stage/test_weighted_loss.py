@@ -9,7 +9,7 @@ import torch
 from support.gradients import relative_error
 from support.plans import unit_problem
 from support.selfcheck import random_orders
-from support.trained import CPU, Remembering, train_in_threads
+from support.trained import CPU, Remembering, train_alone, train_in_threads
 from torch import Tensor
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.problem import Problem
@@ -50,26 +50,6 @@ def plan(microbatches: int = MICROBATCHES) -> tuple[Problem, Orders]:
     return problem, random_orders(problem, Random(0))
 
 
-def alone(microbatches: int, clip_norm: float | None = None) -> tuple[dict[str, Tensor], list[float]]:
-    """One process, the whole batch at once."""
-    model = Padded()
-    module = model.build_stage(0, 1, CPU)
-    optimizer = model.optimizer(p for p in module.parameters() if p.requires_grad)
-    losses = []
-    for step in range(STEPS):
-        batch = [model.microbatch(step, index) for index in range(microbatches)]
-        words, target = torch.cat([x for x, _ in batch]), torch.cat([y for _, y in batch])
-        total, weight = model.loss_sum(module(words), target)
-        loss = total / weight
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        losses.append(float(loss.detach()))
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.parameters, losses
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,7 +61,8 @@ def alone(microbatches: int, clip_norm: float | None = None) -> tuple[dict[str, 
 )
 def test_training_equals_one_process_with_the_whole_batch(options: TrainingOptions) -> None:
     found = train_in_threads(*plan(), options, STEPS, model=Padded)
-    expected, losses = alone(MICROBATCHES * options.replicas * options.parts, options.clip_norm)
+    count = MICROBATCHES * options.replicas * options.parts
+    expected, losses, _ = train_alone(count, STEPS, clip_norm=options.clip_norm, model=Padded)
     assert found.losses == pytest.approx(losses, rel=1e-5)
     for parameters in found.parameters:
         assert relative_error(parameters, expected) < 1e-5
@@ -90,7 +71,7 @@ def test_training_equals_one_process_with_the_whole_batch(options: TrainingOptio
 def test_gradients_are_divided_by_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "_FIRST_SCALE", 64.0)  # so that no step overflows
     found = train_in_threads(*plan(), TrainingOptions(precision="float16"), STEPS, model=Padded)
-    expected, losses = alone(MICROBATCHES)
+    expected, losses, _ = train_alone(MICROBATCHES, STEPS, model=Padded)
     assert found.losses == pytest.approx(losses, rel=0.01)
     assert relative_error(found.parameters[0], expected) < 0.02
 
@@ -100,8 +81,8 @@ def test_evaluation_is_a_mean_over_tokens() -> None:
     options = TrainingOptions(replicas=2, parts=2, evaluate_every=10)
     found = train_in_threads(*plan(), options, STEPS, model=Padded)
     evaluations = next(r.evaluations for r in found.reports if r.evaluations)
-    assert evaluations[0] == pytest.approx(alone(MICROBATCHES * 2)[1][0], rel=1e-5)
-    assert found.losses == pytest.approx(alone(MICROBATCHES * 4)[1], rel=1e-5)
+    assert evaluations[0] == pytest.approx(train_alone(MICROBATCHES * 2, STEPS, model=Padded)[1][0], rel=1e-5)
+    assert found.losses == pytest.approx(train_alone(MICROBATCHES * 4, STEPS, model=Padded)[1], rel=1e-5)
 
 
 def test_a_recomputed_loss_counts_its_weight_once() -> None:

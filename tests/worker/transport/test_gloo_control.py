@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.paths import TESTS
-from zbv_worker.host.local_ranks import LocalRanks, python_command
+from support.rank_files import found_by
 from zbv_worker.transport.connect import connect
 from zbv_worker.transport.rendezvous import lives_in_rank_0
 from zbv_worker.transport.world import World
@@ -22,11 +20,7 @@ RANKS = range(4)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What four ranks saw, one connection after the other."""
-    folder = tmp_path_factory.mktemp("connected")
-    command = python_command("support.connecting_rank", str(folder))
-    with LocalRanks([command] * len(RANKS), folder / "logs", {"PYTHONPATH": str(TESTS)}) as ranks:
-        ranks.wait(timeout=240)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS]
+    return found_by("connecting_rank", len(RANKS), tmp_path_factory.mktemp("connected"))
 
 
 @pytest.mark.parametrize("time", ["first", "second", "guest", "guest again", "eager", "after"])
@@ -63,13 +57,7 @@ def test_the_users_groups_survive(found: list[dict[str, Any]]) -> None:
     assert [found[rank]["user's sum"] for rank in RANKS] == [6] * 4
 
 
-@pytest.fixture
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("_no_environment")
+@pytest.mark.usefixtures("no_environment")
 def test_a_process_without_an_environment_is_a_world_of_one_rank() -> None:
     world = World.current()
     assert world == World(0, 1, 0)
@@ -81,14 +69,14 @@ def test_a_process_without_an_environment_is_a_world_of_one_rank() -> None:
         assert not dist.is_initialized()
 
 
-@pytest.mark.usefixtures("_no_environment")
+@pytest.mark.usefixtures("no_environment")
 def test_a_process_that_goes_on_after_an_error_can_connect_again() -> None:
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), connect(World.current(), "gloo", CPU, TIMEOUT):
             raise ZeroDivisionError
 
 
-@pytest.mark.usefixtures("_no_environment")
+@pytest.mark.usefixtures("no_environment")
 def test_another_thread_reads_the_notes_through_its_own_connection() -> None:
     with connect(World.current(), "gloo", CPU, TIMEOUT) as transport:
         transport.post("note", "text")

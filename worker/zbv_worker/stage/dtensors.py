@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor. Before anything imports that class, no value can be one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    # While another thread imports the module, it is known, but has no such class yet.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def is_distributed_kind(kind: type) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
@@ -21,6 +22,7 @@ from zbv_service.commands.arguments import (
     WrongInput,
     at_least_one,
     connected,
+    output,
     print_table,
     refused,
 )
@@ -77,6 +79,10 @@ def add_activity(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("id", metavar="ID", help="its id, the beginning of its id, or its name")
+        if verb == "follow":
+            command.add_argument(
+                "-o", "--output", metavar="FILE", help="where to write the plan, or the layouts, of a search"
+            )
         add_server(command)
         command.set_defaults(run=run)
 
@@ -136,8 +142,11 @@ def _follow(parsed: argparse.Namespace) -> int:
     with connected(parsed.server) as client:
         found = _find(client, parsed.id)
         if isinstance(found, Run):
+            if parsed.output is not None:
+                raise WrongInput(f"--output: {found.id} is a run; only searches have a plan to write.")
             return follow_or_leave(client, found, cancels=False)
-        with SearchProgress(found) as progress:
+        with SearchProgress(found) as progress, ExitStack() as stack:
+            write = None if parsed.output is None else stack.enter_context(output(parsed.output))
             try:
                 ended = client.wait(found.id, progress.show)
             except SearchEnded as error:
@@ -145,6 +154,9 @@ def _follow(parsed: argparse.Namespace) -> int:
             except KeyboardInterrupt:
                 progress.say(f"search {found.id} continues. {ways_to_cancel(client, found.id)}")
                 return INTERRUPTED
+            if write is not None:
+                document = ended.answer if ended.kind != "plan" else client.plan_document(str(ended.plan_id))
+                write(f"{json.dumps(document, ensure_ascii=False)}\n")
         print_result(client, ended)
     return DONE
 

@@ -84,17 +84,18 @@ def test_a_terminal_gets_tables_unless_it_wants_json(
 
 
 def test_a_search_is_followed_by_its_name_until_it_ends(
-    command: Command, client: Client, folder: Path
+    command: Command, client: Client, folder: Path, tmp_path: Path
 ) -> None:
     search = begun(client, 4, "followed")
     (folder / "release").touch()
     try:
-        status, out, err = command("follow", "followed")
+        status, out, err = command("follow", "followed", "-o", str(tmp_path / "plan.json"))
     finally:
         (folder / "release").unlink()
     ended = client.search(search.id)
     assert (status, out, ended.state) == (0, "", "done")
     assert f"plan {ended.plan_id}: objective 8 µs" in err
+    assert json.loads((tmp_path / "plan.json").read_text()) == client.plan_document(str(ended.plan_id))
     assert command("follow", search.id[:12].upper())[0] == 0
     status, _, err = command("cancel", search.id)
     assert (status, "has ended already: it is done" in err) == (1, True)
@@ -130,6 +131,8 @@ def test_a_search_and_a_run_are_cancelled_and_a_cancelled_run_is_followed_with_s
     assert (status, "has ended already: it is cancelled" in err) == (1, True)
     status, out, err = command("follow", run.id)
     assert (status, out, "cancelled" in err) == (1, "", True)
+    status, _, err = command("follow", run.id, "-o", "-")
+    assert (status, "is a run; only searches have a plan" in err) == (2, True)
 
 
 @pytest.mark.parametrize("given", ["", "zzz", "%", "f" * 33])

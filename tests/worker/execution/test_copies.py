@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -166,6 +168,123 @@ def test_who_keeps_a_tensor_of_a_layer_keeps_its_values() -> None:
     copies.close()
 
 
+class Function(nn.Module):
+    """A layer that runs a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return self._function(x)
+
+
+def there_and_back(stage: Stage, x: Tensor) -> None:
+    """An F whose copies have ended."""
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    copies.keeping(1, 0, lambda: stage.forward(0, x, split=False))()
+    for letter in "ODRI":
+        copies.run(Action(1, letter, 0))
+    copies.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "recomputed"])
+def test_a_layer_that_keeps_its_input_finds_it_unchanged(kind: str) -> None:
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x * x
+
+    layers: list[nn.Module] = [Function(keep)]
+    stage, x = STAGES[kind](layers), torch.randn(ROWS, WIDTH)
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    copies.keeping(1, 0, lambda: stage.forward(0, x, split=False))()
+    for letter in "ODRI":
+        copies.run(Action(1, letter, 0))
+        assert torch.equal(kept[0], x)
+    copies.close()
+
+
+def test_a_write_to_a_buffer_that_a_layer_has_saved_is_an_error_as_without_copies() -> None:
+    scale = torch.rand(WIDTH)
+    layer = Function(lambda x: x * scale)
+    layer.register_buffer("scale", scale)
+    stage = stage_of([layer])
+    there_and_back(stage, torch.randn(ROWS, WIDTH))
+    scale.mul_(0.5)
+    with pytest.raises(ModelError, match="written to"):
+        stage.backward(0, torch.ones(ROWS, WIDTH))
+
+
+def test_graphs_that_end_within_f_may_be_written_to_and_do_not_move() -> None:
+    def tuned(x: Tensor) -> Tensor:
+        inner = torch.zeros(ROWS, WIDTH, requires_grad=True)
+        loss = ((x.detach() + inner).exp() * inner.exp()).sum()
+        (gradient,) = torch.autograd.grad(loss, inner)
+        unused = x.exp()
+        unused.add_(1)
+        return x * 2.0 - gradient
+
+    stage = stage_of([Function(tuned)])
+    copies = Copies({1: stage}, CPU, HostTimeline())
+    copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
+    for letter in "ODRI":
+        copies.run(Action(1, letter, 0))
+    copies.close()
+    assert copies.host_bytes <= ROWS * WIDTH * 4  # the input
+    assert torch.equal(stage.backward(0, torch.ones(ROWS, WIDTH)), torch.full((ROWS, WIDTH), 2.0))
+
+
+def test_a_backward_frees_what_it_no_longer_needs() -> None:
+    """Layer after layer, as without copies."""
+    plain, copied = freed_by_layers(is_copied=False), freed_by_layers(is_copied=True)
+    assert min(plain) > 2 * ROWS * WIDTH * 4
+    assert copied == plain
+
+
+def freed_by_layers(*, is_copied: bool) -> list[int]:
+    """The bytes that the backward of each layer but the first frees."""
+    seen: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: seen.append(live.bytes))  # type: ignore[no-untyped-call]
+        return x.tanh().exp().tanh()
+
+    with LiveBytes() as live:
+        stage = stage_of([Function(note) for _ in range(4)])
+        x = torch.randn(ROWS, WIDTH)
+        if is_copied:
+            there_and_back(stage, x)
+        else:
+            stage.forward(0, x, split=False)
+        stage.backward(0, torch.ones(ROWS, WIDTH))
+    return [before - after for before, after in pairwise(seen)]
+
+
+def test_data_stay_where_they_are() -> None:
+    """A microbatch is a view of its batch, all of which would move."""
+    batch, targets = torch.randn(8, ROWS, WIDTH), torch.randn(8, ROWS, WIDTH)
+    weight = nn.Parameter(torch.rand(WIDTH))
+    stage = Stage(0, 1, Function(lambda x: x * weight), 1, nnf.mse_loss)
+    stage.forward(1, batch[0], targets[0], split=False)  # the first F has a copy, to which layers may write
+    copies = Copies({0: stage}, CPU, HostTimeline())
+    copies.keeping(0, 0, partial(stage.forward, 0, split=False))(batch[3], targets[3])
+    copies.run(Action(0, "O", 0))
+    copies.close()
+    assert copies.host_bytes == ROWS * WIDTH * 4  # the output, which the loss has saved
+
+
+def test_transforms_of_torch_func_are_refused_by_name() -> None:
+    def scored(x: Tensor) -> Tensor:
+        gradient: Tensor = torch.func.grad(lambda y: y.square().sum())(x)
+        return x + gradient
+
+    with pytest.raises(ModelError, match=r"torch\.func.*Use torch\.autograd\.grad"):
+        there_and_back(stage_of([Function(scored)]), torch.randn(ROWS, WIDTH))
+
+
 def test_memory_that_somebody_frees_is_not_copied() -> None:
     class Freeing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -196,12 +315,12 @@ def test_a_write_to_what_a_layer_has_saved_is_an_error_as_without_copies(when: s
     copies.keeping(1, 0, lambda: stage.forward(0, torch.randn(ROWS, WIDTH), split=False))()
     if when == "F":
         kept[0].detach().zero_()
-        copies.run(Action(1, "O", 0))
+    for letter in "ODRI":
+        copies.run(Action(1, letter, 0))
+    if when == "F":
         with pytest.raises(ModelError, match="written to"):
-            copies.run(Action(1, "D", 0))
+            stage.backward(0, torch.ones(ROWS, WIDTH))
     else:
-        for letter in "ODRI":
-            copies.run(Action(1, letter, 0))
         kept[0].detach().zero_()  # what autograd has is a copy by now
         assert stage.backward(0, torch.ones(ROWS, WIDTH)).abs().sum() > 0
     copies.close()
@@ -222,7 +341,8 @@ def test_the_host_has_as_many_buffers_as_copies_at_once() -> None:
             stage.backward(j, torch.ones(ROWS, WIDTH))
         sizes.append(copies.host_bytes)
     copies.close()
-    assert [size / sizes[0] for size in sizes] == [1, 2, 2, 3, 3]
+    # All microbatches share the mask, which moves once.
+    assert [round(size / sizes[0]) for size in sizes] == [1, 2, 2, 3, 3]
 
 
 DOCUMENT: dict[str, Any] = {

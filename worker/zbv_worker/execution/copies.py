@@ -14,25 +14,27 @@ A rank has one engine per direction, which copies in the order of the list. On a
 and the buffers on the host are pinned; only the device waits, never the host. On the CPU an engine is a
 thread, and the rank itself waits.
 
-A buffer is used again once the backward has waited for its copy in, so their number is what the plan needs at
-once.
+A buffer is used again once the backward has waited for its copy in, so there are as many as the plan has
+copies at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from zbv_solver.plans.orders import Action
 
-from zbv_worker.errors import InvalidRun
+from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.binding import Computation
 from zbv_worker.execution.timeline import CudaTimeline, Timeline
-from zbv_worker.stage.kept import Kept, addresses_of
+from zbv_worker.stage.kept import Kept, Seen, addresses_of
 
 
 @runtime_checkable
@@ -66,11 +68,12 @@ class Copies:
         self._stages = {index: _movable(index, stage) for index, stage in stages.items()}
         self._device = device
         self._staying: dict[int, frozenset[int]] = {}
+        self._seen: defaultdict[int, Seen] = defaultdict(Seen)
         make = (lambda: _Stream(timeline, device)) if isinstance(timeline, CudaTimeline) else _Thread
         self._out, self._in = make(), make()
         self._is_pinned = isinstance(timeline, CudaTimeline)
         self._copied: dict[tuple[int, int], _Copied] = {}
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: list[Tensor] = []
         self._host_bytes = 0
 
     @property
@@ -89,8 +92,11 @@ class Copies:
         def noted(*arguments: Any, **keywords: Any) -> Any:
             if index not in self._staying:
                 self._staying[index] = addresses_of(stage.tensors())
-            kept = Kept(self._device, self._staying[index])
-            with kept.saving():
+            # Data belong to the user; only later stages get their input from another stage.
+            data = arguments[1:] if index else arguments
+            leaves = (each for each in tree_leaves((data, keywords)) if isinstance(each, Tensor))
+            kept = Kept(self._device, self._staying[index] | addresses_of(leaves), self._seen[index])
+            with kept.saving(), _naming_transforms():
                 output = forward(*arguments, **keywords)
             stage.hold_inputs(microbatch, kept)
             self._copied[index, microbatch] = _Copied(kept)
@@ -104,7 +110,8 @@ class Copies:
         copied = self._copied[stage, microbatch]
         kept, buffer = copied.kept, copied.buffer
         if buffer is None:  # an O
-            copied.buffer = buffer = self._buffer(stage, kept.span)
+            kept.settle()
+            copied.buffer = buffer = self._buffer(kept.span)
             copied.ended = self._out.copy(kept.places(buffer))
         elif letter == "D":
             self._out.wait(copied.ended)
@@ -114,22 +121,25 @@ class Copies:
             copied.ended = self._in.copy([(there, here) for here, there in kept.places(buffer)])
         else:
             self._in.wait(copied.ended)
+            kept.clear()
             del self._copied[stage, microbatch]
-            self._free[stage].append(buffer)
+            self._free.append(buffer)
 
     def close(self) -> None:
-        """Stop the engines."""
+        """Stop the engines, and free what a failed step has left."""
         self._out.close()
         self._in.close()
+        self._copied.clear()
+        self._free.clear()
 
-    def _buffer(self, stage: int, size: int) -> Tensor:
-        """A buffer that the copies of a stage have used before, or a new one."""
-        free = self._free[stage]
-        for at, buffer in enumerate(free):
+    def _buffer(self, size: int) -> Tensor:
+        """The smallest free buffer that is large enough, or a new one in place of the largest free one."""
+        self._free.sort(key=Tensor.numel)
+        for at, buffer in enumerate(self._free):
             if buffer.numel() >= size:
-                return free.pop(at)
-        if free:
-            self._host_bytes -= free.pop().numel()
+                return self._free.pop(at)
+        if self._free:
+            self._host_bytes -= self._free.pop().numel()
         self._host_bytes += size
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned)
 
@@ -196,6 +206,21 @@ class _Stream:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+@contextmanager
+def _naming_transforms() -> Iterator[None]:
+    """A context for an F without transforms of ``torch.func``, which refuse hooks for saved tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise ModelError(
+            "a layer uses a transform of torch.func, such as grad or vjp, which torch cannot run while what "
+            "the layer keeps is copied to the host. Use torch.autograd.grad in the layer, or a plan without "
+            "copies."
+        ) from error
 
 
 def _movable(index: int, stage: Computation) -> Movable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +53,31 @@ def arrived(tensor: Tensor) -> Tensor:
     return found
 
 
+class DTensorSpec(NamedTuple):
+    """What a DTensor is besides its local part."""
+
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> DTensorSpec:
+        """That of a tensor."""
+        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def around(self, local: Tensor) -> DTensor:
+        """The DTensor of a local part."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+
 def with_local(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor of this local part, with everything else as in another one."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return DTensorSpec.of(like).around(local)
 
 
 def parts_of(tensor: Tensor) -> int:

@@ -37,7 +37,7 @@ from zbv_worker.stage.boundary import (
 )
 from zbv_worker.stage.compiled import CompiledLayer
 from zbv_worker.stage.dtensors import fully_sharded_modules
-from zbv_worker.stage.kept import Kept
+from zbv_worker.stage.kept import Kept, private
 from zbv_worker.stage.layers import NO_KEYWORDS, Keywords, call, loss_modules, prepare_layers
 from zbv_worker.stage.loss import AuxiliaryLosses, Loss, Objective, Running, WeightedLoss
 from zbv_worker.stage.recomputation import (
@@ -260,10 +260,10 @@ class Stage:
     def hold_inputs(self, microbatch: int, kept: Kept) -> None:
         """Call after F: add what it keeps besides what autograd saves to what leaves the device's memory."""
         held = self._forwards[microbatch]
-        for leaf in held.inputs:
-            kept.hold(leaf)
         if isinstance(held.edges, Recomputed):
             held.edges.hold_inputs(kept)
+        for leaf in private(held.inputs):
+            kept.hold(leaf)
 
     @property
     def in_action(self) -> Any:

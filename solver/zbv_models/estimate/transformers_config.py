@@ -105,7 +105,7 @@ def _attention(keys: Keys) -> Section:
     model: Section = {"heads": keys.number("num_attention_heads", "n_head")}
     head, groups = (
         keys.size("head_dim", "attention_head_dim"),
-        keys.size("num_key_value_heads", "num_query_groups"),
+        keys.size("num_key_value_heads", "num_query_groups", "num_attention_groups"),
     )
     if keys.size("kv_lora_rank") is None:
         value = keys.size("v_head_dim")

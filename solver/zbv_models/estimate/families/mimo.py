@@ -6,6 +6,7 @@ window (``swa_...``); in transformers, they have twice as many key heads.
 
 from zbv_models.estimate.transformers_keys import Keys
 from zbv_models.estimate.transformers_kinds import Blocks, TextKind, Wrapper
+from zbv_models.estimate.transformers_text import PREDICTIONS
 
 SIZES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
          "value_dim": "v_head_dim"}  # fmt: skip
@@ -33,6 +34,7 @@ V2 = TextKind(
         "attention_projection_layout hybrid_block_size sliding_window_size"
     ),
     vary=_vary,
+    more=lambda keys: {"prediction_pattern": "(W-)" if keys.count(*PREDICTIONS) else None},
 )
 TEXT = {
     "mimo": TextKind({"bias": False}, window="switch", defaults="qwen2"),

@@ -6,6 +6,7 @@ Files name these sizes as the models' repositories do (``attention_other_setting
 from zbv_models.estimate.sections import Section
 from zbv_models.estimate.transformers_keys import Keys
 from zbv_models.estimate.transformers_kinds import Blocks, TextKind, Wrapper
+from zbv_models.estimate.transformers_text import PREDICTIONS
 
 
 def _translate(document: Section) -> Section:
@@ -44,6 +45,7 @@ STEP = TextKind(
     defaults="step3p5",
     translate=_translate,
     vary=_vary,
+    more=lambda keys: {"prediction_pattern": "(W-)" if keys.count(*PREDICTIONS) else None},
 )
 TEXT = {"step3p5": STEP}
 WRAPPERS = {"step3p7": Wrapper("step3p5", "", flat=True)}

@@ -26,6 +26,7 @@ SECTIONS: dict[str, Document] = {
 }
 SEEING = {"hidden": 64, "layers": 2, "heads": 4, "patches": 4}
 SPARSE = {"experts": 8, "experts_per_token": 2}
+COMPRESSED = {"query_rank": 64, "output_groups": 2, "output_rank": 32, "ratio": 4}
 SP = {"tensor_parallel": 4, "sequence_parallel": True}
 
 
@@ -82,6 +83,17 @@ def test_the_defaults_are_a_gpt_in_the_precision_of_its_type() -> None:
     ({**SPARSE, "dense_layers": 4}, {}, "/model/dense_layers", "less than layers (4)"),
     ({"pattern": "BB"}, {}, "/model/pattern", "found 2 layers; must have one for each"),
     ({"pattern": "BBXB"}, {}, "/model/pattern", "found 'BBXB'"),
+    ({"pattern": "BBaB"}, {}, "/model/pattern", "found a; a lower-case letter must be that of one of the"),
+    *(({"pattern": "a*BB", "variants": [{"letter": "a", "like": "*", **wrong}] * times}, {}, pointer, says)
+      for wrong, times, pointer, says in (
+          ({}, 2, "/model/variants/1/letter", "found a again; must have another letter"),
+          ({"kv_heads": 3}, 1, "/model/variants/0/kv_heads", "found 3; must divide heads (8)"),
+          ({"compressed": COMPRESSED}, 1, "/model/window", "compressed attention needs it"),
+          ({"compressed": {**COMPRESSED, "chosen": 8}}, 1, "/model/index_heads", "attention needs it"),
+          ({"compressed": {**COMPRESSED, "output_groups": 3}, "window": 8}, 1,
+           "/model/variants/0/compressed/output_groups", "found 3; must divide heads (8)"),
+          ({"compressed": {**COMPRESSED, "ratio": None, "chosen": 8}}, 1,
+           "/model/variants/0/compressed/chosen", "Give ratio"))),
     ({"pattern": "MB*-"}, {}, "/model/state_space", "layers M of the pattern need it"),
     ({"pattern": "EB*-"}, {}, "/model/experts", "layers E of the pattern need it"),
     ({"state_space": {"parameters": 1, "flops": 1.0}}, {}, "/model/state_space", "Give pattern"),
@@ -96,6 +108,8 @@ def test_the_defaults_are_a_gpt_in_the_precision_of_its_type() -> None:
     ({"heads": 9, "hidden": 576, "kv_heads": 3}, SP, "/parallel/tensor_parallel", "must divide heads"),
     ({"kv_heads": 1}, SP, "/parallel/tensor_parallel", "must divide kv_heads"),
     ({"ffn": 1001}, SP, "/parallel/tensor_parallel", "must divide ffn"),
+    ({"pattern": "(*a)BBB", "variants": [{"letter": "a", "like": "-", "ffn": 1001}]}, SP,
+     "/parallel/tensor_parallel", "must divide ffn of variant a (1001)"),
     ({"vocabulary": 1001}, SP, "/parallel/tensor_parallel", "vocabulary (1001). Pad it to 1004."),
     ({"sequence": 127}, SP, "/parallel/tensor_parallel", "must divide sequence"),
     ({"vision": {**SEEING, "hidden": 66, "heads": 6}}, SP, "/parallel/tensor_parallel", "the heads"),

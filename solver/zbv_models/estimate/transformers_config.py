@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_solver.documents.validation import quoted
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import InvalidInput, did_you_mean
 
 from zbv_models.estimate.families import TEXT_KINDS, WRAPPERS
 from zbv_models.estimate.sections import Section
@@ -84,9 +84,10 @@ def _unknown(document: Document, where: str) -> InvalidInput:
                 f"To plan its language model alone ({text['model_type']}), save the section {key} as a file "
                 f"and give that. For the whole model, write its sizes as model.json."
             )
-    known = ", ".join(sorted(TEXT_KINDS if where else (*TEXT_KINDS, *WRAPPERS)))
-    detail = f"found {quoted(document['model_type'])}; zbv reads {known}. {remedy}"
-    return InvalidInput.at(f"{where}/model_type", detail)
+    known, name = {*TEXT_KINDS, *(() if where else WRAPPERS)}, document["model_type"]
+    similar = did_you_mean(name, sorted(known)) if isinstance(name, str) else ""
+    rule = f"zbv reads {len(known)} types, which docs/estimates.md lists.{similar}"
+    return InvalidInput.at(f"{where}/model_type", f"found {quoted(name)}; {rule} {remedy}")
 
 
 def _is_readable(document: Any) -> bool:
@@ -124,7 +125,7 @@ def _widths(keys: Keys, kind: TextKind) -> Section:
     dtype = keys.get("dtype", "torch_dtype")
     everywhere = keys.flag("use_bias")
     dropouts = [_has_dropout(keys, name) for name in DROPOUTS]
-    has_norms, has_gate = keys.flag("use_qk_norm", "qk_layernorm"), keys.get(*GATES) is not None
+    has_norms, has_gate = keys.flag("use_qk_norm", "qk_layernorm", "qk_norm"), keys.get(*GATES) is not None
     return {
         "ffn": keys.size(kind.dense_width, "n_inner"),
         **read_experts(keys, kind),
@@ -154,7 +155,7 @@ def _wrapped(document: Document, name: str) -> Section:
     """A language model with a vision encoder; without ``vision_config``, the language model alone."""
     wrapper = WRAPPERS[name]
     if wrapper.flat and document.get("text_config") is None:
-        kept = ("model_type", "vision_config")
+        kept = ("model_type", "vision_config", "audio_config")
         text = {key: value for key, value in document.items() if key not in (*kept, "text_config")}
         where, document = "", {key: document[key] for key in kept if key in document}
         outside = Keys(document, {**defaults().get(name, {}), "text_config": text})

@@ -22,6 +22,8 @@ transformers = pytest.importorskip("transformers")
 LAYERS = 6
 NOT_OF_TRANSFORMERS = {
     *("deepseek_ref", "kimi_k2", "kimi_k3", "kimi_vl", "mimo", "mimo_v2", "mimo_v2_omni", "minimax_m1"),
+    *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Super_Omni_Reasoning_V3"),
+    "minimax_m3",
     *("minimax_text_01", "moonvit", "nemotron-nas"),
 }
 """Types whose code is in their own repositories."""

@@ -41,4 +41,4 @@ TEXT = {
     "mimo_v2": V2,
     "mimo_v2_flash": V2,
 }
-WRAPPERS = {"mimo_v2_omni": Wrapper("mimo_v2")}
+WRAPPERS = {"mimo_v2": Wrapper("mimo_v2", flat=True), "mimo_v2_omni": Wrapper("mimo_v2", flat=True)}

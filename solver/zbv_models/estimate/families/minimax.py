@@ -1,6 +1,6 @@
 """MiniMax: lightning attention in Text-01 and M1 (MiniMax 2025), none in M2, blocks of chosen keys in M3.
 
-The types ``minimax_text_01`` and ``minimax_m1`` are those of the models' repositories.
+The types ``minimax_text_01``, ``minimax_m1`` and ``minimax_m3`` are those of the models' repositories.
 """
 
 from itertools import product
@@ -61,16 +61,19 @@ M1 = TextKind(
     + " ".join(f"{which}_{end}" for which, end in product(SCALED, ENDS)),
 )
 NORMED: Section = {"bias": False, "qkv_bias": False, "qk_norm": True}
+M3 = TextKind(
+    NORMED,
+    first=_chosen,
+    mixers={"full_attention": "*", "minimax_m3_sparse": "I"},
+    expert_width="intermediate_size",
+    dense_width="dense_intermediate_size",
+    defaults="minimax_m3_vl_text",
+    more=_more,
+)
 TEXT = {
     **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), M1),
     "minimax_m2": TextKind(NORMED, mixers={1: "*"}, expert_width="intermediate_size"),
-    "minimax_m3_vl_text": TextKind(
-        NORMED,
-        first=_chosen,
-        mixers={"full_attention": "*", "minimax_m3_sparse": "I"},
-        expert_width="intermediate_size",
-        dense_width="dense_intermediate_size",
-        more=_more,
-    ),
+    "minimax_m3": M3,
+    "minimax_m3_vl_text": M3,
 }
 WRAPPERS = {"minimax_m3_vl": Wrapper("minimax_m3_vl_text", flat=True)}

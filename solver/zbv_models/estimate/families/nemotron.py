@@ -9,4 +9,9 @@ TEXT = {
         {"gated": False, "positions": "none"}, window="all", halves=True, state_space=mamba
     ),
 }
-WRAPPERS = {"nemotron_h_omni": Wrapper("nemotron_h")}
+NAMES = (
+    *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "NemotronH_Super_Omni_Reasoning_V3"),
+    "nemotron_h_omni",
+)
+"""Types of the models' repositories, and of transformers."""
+WRAPPERS = dict.fromkeys(NAMES, Wrapper("nemotron_h"))

@@ -317,7 +317,7 @@ WRONG: list[tuple[Document, str, str]] = [
     # The language model of an unknown wrapper can be planned alone, if zbv reads it.
     *(({"model_type": "ovis2", key: LLAMA}, "/model_type", SENT.format(key))
       for key in ("text_config", "llm_config")),
-    *(({"model_type": "ovis2", "text_config": text}, "/model_type", ". Write its sizes as model.json")
+    *(({"model_type": "ovis2", "text_config": text}, "/model_type", " Write its sizes as model.json")
       for text in UNREADABLE),
     ({"model_type": "llava"}, "/text_config", "must be an object"),
     # Values of a wrong kind (any may be, see the comparison with transformers), and lists of other lengths.

@@ -14,11 +14,9 @@ def _vary(keys: Keys, blocks: Blocks) -> Blocks:
     """Blocks without a window have wider heads; the last blocks read keys and values of earlier ones."""
     is_equal, every = keys.flag("attention_k_eq_v"), blocks.places(0, "*")
     groups = keys.size("num_global_key_value_heads")
+    width = keys.size("global_head_dim") or 512
     if keys.get("per_layer_config") is None:
-        width = keys.size("global_head_dim") or 512
         blocks = blocks.varied(0, every, head_dim=width, kv_heads=groups if is_equal else None)
-    else:
-        keys.get("global_head_dim")
     blocks = blocks.varied(0, every, shared_values=is_equal or None)
     last = range(len(blocks.letters))[len(blocks.letters) - keys.count("num_kv_shared_layers") :]
     blocks = blocks.varied(0, last, reads_keys=True)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks published`` and ``reserved``."""
+"""``python -m benchmarks published``, ``reserved`` and ``configs``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ def add_published(commands: Any) -> None:
     )
     add_output(command)
     command.set_defaults(run=_reserved)
+    command = commands.add_parser(
+        "configs",
+        help="print what zbv reads of config.json files",
+        description="Print total and active parameters of config.json files, or why zbv refuses one.",
+    )
+    command.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    command.set_defaults(run=_configs)
+
+
+def _configs(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from benchmarks.published.configs import configs_table
+
+    Console(soft_wrap=True).print(configs_table(parsed.files), highlight=False)
+    return 0
 
 
 def _reserved(parsed: argparse.Namespace) -> int:

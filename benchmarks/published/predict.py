@@ -16,8 +16,9 @@ from itertools import accumulate
 
 from zbv_models.estimate.config import PRECISION_OF, PRECISIONS
 from zbv_models.estimate.layers import LayerEstimate, Training, estimate_model
-from zbv_models.estimate.model import Transformer, fits
+from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import model_flops
+from zbv_models.estimate.model_rules import fits
 from zbv_models.estimate.states import StateBytes
 from zbv_models.fixed_orders.executor_cut import dealt
 from zbv_models.layouts.cluster import Cluster

@@ -119,6 +119,14 @@ def estimate_configs(draw: st.DrawFn, /, **fixed: Any) -> EstimateConfig:
     return estimate_config(model, **{**parallel, **fixed})
 
 
+COMPRESSED = {"query_rank": 16, "output_groups": 2, "output_rank": 8, "ratio": 4, "chosen": 8}
+VARIANTS = [
+    {"letter": "a", "like": "*", "head_dim": 32, "kv_heads": 2, "value_dim": 8},
+    {"letter": "b", "like": "-", "ffn": 48},
+    {"letter": "c", "like": "*", "compressed": COMPRESSED, "head_dim": 16},
+]
+
+
 @st.composite
 def modern_configs(draw: st.DrawFn) -> EstimateConfig:
     """Valid configurations with experts, latent attention, predictions, windows and shared sequences."""
@@ -145,6 +153,19 @@ def modern_configs(draw: st.DrawFn) -> EstimateConfig:
         sizes |= {"shared_expert_ffn": draw(st.sampled_from((None, 48)))}
         sizes |= {"expert_hidden": draw(st.sampled_from((None, 32)))}
         sizes |= {"dense_layers": draw(st.integers(0, layers - 1)), "expert_every": 1}
+    streams: tuple[Document, ...] = (
+        {},
+        {"residual_streams": 3},
+        {"residual_sums": 4},
+        {"layer_inputs": 8},
+        {"head_gate": True},
+    )
+    sizes |= draw(st.sampled_from(streams))
+    if not is_sparse and draw(st.booleans()):
+        sizes |= {"window": 16, "chunked": False, "index_heads": 2, "index_dim": 8, "variants": VARIANTS}
+        sizes["pattern"] = "".join(
+            draw(st.sampled_from(("(ab)", "(c-)", "(*b)", "(I-)"))) for _ in range(layers)
+        )
     parallel = {
         "tensor_parallel": tensor,
         "sequence_parallel": tensor > 1,

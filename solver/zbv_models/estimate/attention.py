@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
+from zbv_models.estimate.indexer import Indexer
 from zbv_models.estimate.part import (
     Exchange,
     Held,
@@ -18,43 +19,11 @@ from zbv_models.estimate.part import (
     half_exchange,
     half_tensors,
 )
+from zbv_models.estimate.sees import ALL, Sees
 from zbv_models.estimate.shapes import STATISTIC_BYTES, Parameters, PerAction, Shapes
 
 ALIGNED_BYTES = 16
 """Tensor cores need this alignment for full speed (NVIDIA, Matrix Multiplication Background, §3)."""
-
-
-@dataclass(frozen=True)
-class Sees:
-    """Which pairs of queries and keys are computed, and how."""
-
-    flash: bool = True
-    """Flash attention keeps no scores; plain attention keeps them."""
-    causal: bool = True
-    """Whether flash attention leaves out the half of the scores that is masked."""
-    window: int | None = None
-    """Most tokens that a query attends to; None for all."""
-    chunked: bool = False
-    """Whether the window is a piece of the sequence, within which queries attend."""
-
-    def pairs(self, sequence: int) -> float:
-        """Queries times keys of a sequence: s²; flash attention with a window of w computes 2sw - w².
-
-        Pieces of w tokens have w² each. Of all these, it computes half where the mask is causal (Dao 2023,
-        §4.1). Plain attention computes s².
-        """
-        if not self.flash:
-            return float(sequence**2)
-        window = sequence if self.window is None else min(self.window, sequence)
-        if self.chunked:
-            pairs = float(sequence // window * window**2 + (sequence % window) ** 2)
-        else:
-            pairs = float(2 * sequence * window - window**2)
-        return pairs / 2 if self.causal else pairs
-
-
-ALL = Sees()
-"""Flash attention under a causal mask, without a window."""
 
 
 @dataclass(frozen=True)
@@ -189,58 +158,6 @@ class Scores:
         return 2 * self.piece(shapes) * (context if shapes.degrees.gathers_context else 2)
 
 
-CHOICE_BYTES = 4
-"""Size of the index of a chosen token."""
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """Heads that choose the tokens that a query attends to (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1).
-
-    They compare every query with all keys, which they share, and attention uses the best ones. A device
-    computes them for its own tokens, with all heads (Megatron-LM, ``DSAIndexer``).
-    """
-
-    heads: int
-    dim: int
-    """Width of a head."""
-
-    def added_to(self, part: Part, shapes: Shapes, sees: Sees, width: int) -> Part:
-        """Attention with these heads, whose queries come from a vector of a width.
-
-        Keys and weights of heads come from the block's input. I has two products, for queries and keys; the
-        scores are not kept.
-        """
-        rows, h, queries = shapes.own_tokens, shapes.stream.hidden, self.heads * self.dim
-        pairs = Sees(causal=sees.causal).pairs(shapes.sequence)
-        whole = shapes.tokens // rows * shapes.degrees.context
-        core = 2.0 * pairs * shapes.sequences * queries / whole
-        chosen = CHOICE_BYTES * rows * min(sees.window or shapes.sequence, shapes.sequence)
-        kept = shapes.own(queries + self.dim + self.heads)
-        # Norm and rotation of queries and keys, and the choice.
-        moved = 2.0 * shapes.own(queries + self.dim) + chosen
-        # Its matrices, and the LayerNorm of its keys.
-        parameters = width * queries + h * (self.dim + self.heads) + 2 * self.dim
-        return replace(
-            part,
-            parameters=part.parameters + Parameters(replicated=parameters),
-            products=(
-                *part.products,
-                Product(rows, width, queries, is_narrow=False),
-                Product(rows, h, self.dim + self.heads, is_narrow=False),
-            ),
-            core=part.core + PerAction(core, 2 * core),
-            tensors=(
-                *part.tensors,
-                Held("queries, keys and weights of the indexer", kept),
-                Held("chosen tokens", chosen),
-                gradient("gradients of the indexer's queries, keys and weights", kept),
-            ),
-            moved=part.moved + PerAction(moved, moved),
-            saved=None,
-        )
-
-
 @dataclass(frozen=True)
 class Attention:
     """Multi-head attention; with fewer key and value heads, grouped-query attention."""
@@ -259,6 +176,14 @@ class Attention:
     2025, Gated Attention)."""
     indexer: Indexer | None = None
     """What chooses the tokens of the window; None if these are the nearest ones."""
+    value_dim: int | None = None
+    """Width of a head's values; None if it is that of its keys."""
+    shared_values: bool = False
+    """Whether values are the projected keys, so that one matrix makes both (Gemma 4)."""
+    reads_keys: bool = False
+    """Whether keys and values are those of an earlier block (Gemma Team 2025, Gemma 3n: KV sharing)."""
+    head_gate: bool = False
+    """Whether a gate as ``output_gate`` has one value per head (Step-3.5)."""
 
     @property
     def query(self) -> int:
@@ -267,28 +192,40 @@ class Attention:
 
     @property
     def key(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of all key heads."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def value(self) -> int:
+        """Width of all value heads."""
+        return self.kv_heads * (self.value_dim or self.head_dim)
+
+    @property
+    def output(self) -> int:
+        """Width of what all heads give."""
+        return self.heads * (self.value_dim or self.head_dim)
 
     @property
     def projected(self) -> int:
         """Width of the product that makes queries, keys, values and the gate."""
-        return self.query * (2 if self.output_gate else 1) + 2 * self.key
+        gate = (self.output if self.output_gate else 0) + (self.heads if self.head_gate else 0)
+        of_keys = 0 if self.reads_keys else self.key
+        return self.query + gate + of_keys + (0 if self.shared_values or self.reads_keys else self.value)
 
     @cached_property
     def scores(self) -> Scores:
         """Its products of activations."""
-        width, key = self.head_dim, self.key
-        return Scores(self.heads, width, width, key, key, self.sees)
+        width = self.head_dim
+        return Scores(self.heads, width, self.value_dim or width, self.key, self.value, self.sees)
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
         h, t, tokens = shapes.stream.hidden, shapes.tensor, shapes.tokens
         rotated = shapes.divided(self.query) + shapes.divided(self.key)
         moved = around(shapes) + self.scores.traffic(shapes)
-        products = Product(tokens, h, self.projected // t), Product(tokens, self.query // t, h)
-        if self.output_gate:
-            moved += PerAction(3 * shapes.divided(self.query), 5 * shapes.divided(self.query))
+        products = Product(tokens, h, self.projected // t), Product(tokens, self.output // t, h)
+        if self.output_gate or self.head_gate:
+            moved += PerAction(3 * shapes.divided(self.output), 5 * shapes.divided(self.output))
         if self.rotary:
             moved += PerAction(2 * rotated, 2 * rotated)
         if self.qk_norm:
@@ -309,7 +246,7 @@ class Attention:
                 Linear(products[0], shapes.divided(self.projected), self.qkv_bias),
                 Linear(products[1], shapes.whole, shapes.stream.bias),
             ),
-            saved=None if self.output_gate else self.scores.saved(shapes),
+            saved=None if self.output_gate or self.head_gate else self.scores.saved(shapes),
         )
         return part if self.indexer is None else self.indexer.added_to(part, shapes, self.sees, h)
 
@@ -321,15 +258,16 @@ class Attention:
         """
         stream = shapes.stream
         h, both = stream.hidden, self.projected
-        head_norms = 2 * self.head_dim if self.qk_norm else 0
+        head_norms = (1 if self.reads_keys else 2) * self.head_dim if self.qk_norm else 0
         return Parameters(
-            shared=h * both + self.query * h + (both if self.qkv_bias else 0),
+            shared=h * both + self.output * h + (both if self.qkv_bias else 0),
             replicated=stream.norm_parameters + head_norms + (h if stream.bias else 0),
         )
 
     def tensors(self, shapes: Shapes) -> list[Held]:
         """13 s b h + 5 a s² b with dropout in 16 bits (Korthikanti et al. 2022, §4.1)."""
-        query, key = shapes.divided(self.query), shapes.divided(self.key)
+        query, output = shapes.divided(self.query), shapes.divided(self.output)
+        key, value = (0, 0) if self.reads_keys else (shapes.divided(self.key), shapes.divided(self.value))
         held = [
             *half_tensors(shapes, "attention"),
             Held(
@@ -340,26 +278,26 @@ class Attention:
             gradient("gradients of queries, keys, values", shapes.operand(shapes.divided(self.projected))),
             Held("queries", query),
             Held("keys", key),
-            Held("values", key),
+            Held("values", value),
             *self.scores.tensors(shapes),
-            *projection_back(shapes, query),
+            *projection_back(shapes, output),
         ]
         if self.qk_norm:
             rows = (self.heads + self.kv_heads) // shapes.tensor * shapes.tokens
             held.append(Held("queries and keys before their norms", query + key))
             held.append(Held("statistics of their norms", shapes.statistics * rows))
-        if self.output_gate:
-            held.append(Held("gate", query))
-            held.append(Held("output of the heads", query))
+        if self.output_gate or self.head_gate:
+            held.append(Held("gate", output if self.output_gate else shapes.divided(self.heads)))
+            held.append(Held("output of the heads", output))
         return held
 
     def workspace(self, shapes: Shapes) -> int:
         """Most memory in addition to kept tensors, in I or B."""
-        h, query = shapes.stream.hidden, shapes.divided(self.query)
+        h, output = shapes.stream.hidden, shapes.divided(self.output)
         # When B computes the gradient of the first projection, queries, keys and values (whose gradients are
         # as large) and the input of the projection back are released.
-        first = shapes.weight(h, self.projected) + shapes.whole + shapes.hidden - query
-        others = self.scores.most_held(shapes, self.query, shapes.divided(self.projected))
+        first = shapes.weight(h, self.projected) + shapes.whole + shapes.hidden - output
+        others = self.scores.most_held(shapes, self.output, shapes.divided(self.projected))
         return max(others, first) + self.scores.held_of_others(shapes)
 
 

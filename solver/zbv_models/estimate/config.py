@@ -18,7 +18,8 @@ from zbv_solver.problem.numeric import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
 
 from zbv_models.estimate.device import Device
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
-from zbv_models.estimate.model import Transformer, degree_issues, model_issues
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_rules import degree_issues, model_issues
 from zbv_models.estimate.sections import Amount, ConfigSection, Flag, Share, Size
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.states import StateBytes

@@ -234,13 +234,13 @@ class Patches:
 
     values: int
     """Values of a patch: 3 colours times its pixels."""
-    learned_positions: bool = True
-    """Whether every patch has a learned position."""
+    positions: int = 0
+    """Rows of the table of learned positions."""
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device; images have no gradient, but the product's I is counted."""
         h, own = shapes.stream.hidden, shapes.own_tokens
-        others = (1 if shapes.stream.bias else 0) + (shapes.sequence if self.learned_positions else 0)
+        others = (1 if shapes.stream.bias else 0) + self.positions
         return Part(
             parameters=Parameters(shared=0, replicated=(self.values + others) * h),
             products=(Product(own, self.values, h, is_narrow=False),),

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from zbv_models.estimate.attention import ALL, Indexer, Scores, Sees, projection_back
+from zbv_models.estimate.attention import Scores, projection_back
+from zbv_models.estimate.indexer import Indexer
 from zbv_models.estimate.part import (
     Exchange,
     Held,
@@ -25,6 +26,7 @@ from zbv_models.estimate.part import (
     half_tensors,
     norm_module,
 )
+from zbv_models.estimate.sees import ALL, Sees
 from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
 
 
@@ -49,6 +51,9 @@ class LatentAttention:
     """Whether scores are computed with the latent vector of keys and values, which all heads share:
     queries and outputs are as wide as it (DeepSeek-AI 2025b, DeepSeek-V3.2, §2.1; Megatron-LM,
     ``_run_sparse_attention``)."""
+    gate: int = 0
+    """Width of a gate from the block's input, whose sigmoid scales the heads' output: that of the output
+    (Kimi K3), or one value per head."""
 
     @property
     def key_dim(self) -> int:
@@ -87,12 +92,15 @@ class LatentAttention:
             Product(tokens, self.query_rank or h, queries // t),
             Product(tokens, self.kv_rank, self.up // t),
             Product(tokens, self.heads * self.value_dim // t, h),
+            *((Product(tokens, h, self.gate // t),) if self.gate else ()),
         )
         latent = shapes.own((self.query_rank or 0) + self.kv_rank)
         heads = shapes.divided(2 * queries)
         norms = PerAction(2 * latent, 3 * latent)
         # The rotated parts are joined to queries and keys, which copies both.
         joined = PerAction(2 * heads, 2 * heads)
+        outputs = shapes.divided(2 * self.heads * self.value_dim + self.gate) if self.gate else 0
+        gated = PerAction(outputs, 2 * outputs)
         part = Part(
             parameters=self.parameters(shapes),
             products=projections,
@@ -100,7 +108,7 @@ class LatentAttention:
             is_flash=self.sees.flash,
             is_misaligned=self.scores.is_misaligned(shapes),
             tensors=tuple(self.tensors(shapes)),
-            moved=around(shapes) + norms + joined + self.scores.traffic(shapes),
+            moved=around(shapes) + norms + joined + gated + self.scores.traffic(shapes),
             modules=(
                 self.scores.module(shapes),
                 norm_module(shapes),
@@ -110,7 +118,7 @@ class LatentAttention:
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
             linears=self.linears(shapes),
-            saved=None if self.absorbed else self.scores.saved(shapes),
+            saved=None if self.absorbed or self.gate else self.scores.saved(shapes),
         )
         if self.indexer is None:
             return part
@@ -141,7 +149,7 @@ class LatentAttention:
         h, q, kv = shapes.stream.hidden, self.query_rank, self.kv_rank
         stream, queries = shapes.stream, self.heads * self.key_dim
         return Parameters(
-            shared=(q or h) * queries + kv * self.up + self.heads * self.value_dim * h,
+            shared=(q or h) * queries + kv * self.up + self.heads * self.value_dim * h + h * self.gate,
             replicated=h * self.down + stream.norm_parameters + ((q or 0) + kv) * stream.norm_values,
         )
 
@@ -172,6 +180,10 @@ class LatentAttention:
             *self.scores.tensors(shapes),
             *projection_back(shapes, values),
         ]
+        if self.gate:
+            held.append(Held("gate", shapes.divided(self.gate)))
+            held.append(Held("output of the heads", values))
+            held.append(gradient("gradient of the gate", shapes.operand(shapes.divided(self.gate))))
         if q is not None:
             held.append(Held("latent vector of queries", shapes.own(q)))
             held.append(Held("statistics of the queries' norm", rows))

@@ -1,24 +1,21 @@
-"""A model: the section ``model`` of a configuration, and the rules between its numbers."""
+"""A model: the section ``model`` of a configuration; :mod:`zbv_models.estimate.model_rules` has its rules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
-from zbv_solver.documents.validation import quoted
-from zbv_solver.errors import Issue
 
 from zbv_models.estimate.sections import ConfigSection, Count, Flag, Rate, Size
-from zbv_models.estimate.shapes import Degrees, Stream
+from zbv_models.estimate.shapes import Stream
 from zbv_models.estimate.state_space import GivenCosts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-LAYER = r"[BMWI*E-]|\([MWI*][E-]\)"
+LAYER = r"[BMWI*Ea-z-]|\([MWI*a-z][Ea-z-]\)"
 Pattern = Annotated[str, Field(strict=True, pattern=rf"^(?:{LAYER})+$")]
-"""A layer per letter, or per pair of letters in parentheses."""
+"""A layer per letter, or per pair of letters in parentheses; lower-case letters are those of variants."""
 
 
 class Vision(ConfigSection):
@@ -35,6 +32,9 @@ class Vision(ConfigSection):
         "learned", description="of patches; both: learned ones and rotation"
     )
     patches: Size = Field(description="patches per image")
+    position_table: Size | None = Field(
+        None, description="rows of the table of learned positions; null: patches"
+    )
     patch_values: Size = Field(588, description="values of a patch; 588 is 14 x 14 pixels in colour")
     merged: Size = Field(1, description="patches that become one token of the model")
     pooled: Flag = Field(False, description="merged patches are averaged; false: joined")
@@ -57,6 +57,42 @@ class Vision(ConfigSection):
         return 4 * self.hidden if self.ffn is None else self.ffn
 
 
+class Compressed(ConfigSection):
+    """Compressed attention (DeepSeek-AI 2026, DeepSeek-V4, §2.3): a window of tokens, and compressed ones.
+
+    All heads share one vector per token, which is key and value. ``hidden``, ``heads``, ``head_dim`` and
+    ``window`` are those of the model.
+    """
+
+    query_rank: Size = Field(description="width of the queries' latent vector")
+    output_groups: Size = Field(description="groups of heads that are projected back apart")
+    output_rank: Size = Field(description="width of what each group is projected to first")
+    ratio: Size | None = Field(None, description="tokens that become one; null: the window alone")
+    chosen: Size | None = Field(
+        None, description="compressed tokens that the indexer chooses for a query; null: all of them"
+    )
+
+
+class Variant(ConfigSection):
+    """Layers that differ from others of the model in their sizes; null: as those."""
+
+    letter: Annotated[str, Field(strict=True, pattern="^[a-z]$")] = Field(description="its letter in pattern")
+    like: Literal["M", "W", "I", "*", "-", "E"] = Field(description="the letter of pattern that it is like")
+    heads: Size | None = None
+    kv_heads: Size | None = None
+    head_dim: Size | None = None
+    value_dim: Size | None = None
+    shared_values: Flag | None = None
+    reads_keys: Flag | None = None
+    window: Size | None = None
+    compressed: Compressed | None = None
+    ffn: Size | None = None
+    experts: Size | None = None
+    experts_per_token: Size | None = None
+    expert_ffn: Size | None = None
+    state_space: GivenCosts | None = None
+
+
 class Transformer(ConfigSection):
     """A decoder-only transformer, and the size of its microbatches.
 
@@ -68,6 +104,9 @@ class Transformer(ConfigSection):
     heads: Size = Field(description="query heads, a")
     kv_heads: Size | None = Field(None, description="key and value heads; null: as many as query heads")
     head_dim: Size | None = Field(None, description="width of a head; null: hidden / heads")
+    value_dim: Size | None = Field(None, description="width of a head's values; null: head_dim")
+    shared_values: Flag = Field(False, description="values are the keys before their norm: one matrix")
+    reads_keys: Flag = Field(False, description="keys and values are those of an earlier layer")
     q_lora_rank: Size | None = Field(
         None, description="latent attention: width of the queries' latent vector"
     )
@@ -91,6 +130,8 @@ class Transformer(ConfigSection):
     output_gate: Flag = Field(
         False, description="a product with the block's input scales what attention gives"
     )
+    head_gate: Flag = Field(False, description="the same with one value per head")
+    compressed: Compressed | None = Field(None, description="compressed attention, with its sizes")
     ffn: Size | None = Field(None, description="width of the MLP between its matrices; null: 4 hidden")
     gated: Flag = Field(False, description="MLP with a gate: three matrices, as in SwiGLU")
     experts: Size | None = Field(None, description="routed experts of a block; null: blocks have an MLP")
@@ -114,12 +155,23 @@ class Transformer(ConfigSection):
         description="a letter per layer: B block, M state space, * attention, W attention with the window, "
         "I with the indexer, - MLP, E experts; a block of two as in (WE)",
     )
+    variants: tuple[Variant, ...] = Field((), description="layers of other sizes, by letters of pattern")
     state_space: GivenCosts | None = Field(None, description="costs of a layer M of the pattern")
     prediction_layers: Count = Field(0, description="modules of multi-token prediction")
     prediction_pattern: Pattern | None = Field(
         None, description="layers of such a module, as in pattern; null: one like the last"
     )
     vision: Vision | None = Field(None, description="vision encoder in front")
+    layer_inputs: Size | None = Field(
+        None, description="width of an input of every block per token, from a separate table; null: none"
+    )
+    layer_vocabulary: Size | None = Field(
+        None, description="rows of that table, if these are not the vocabulary"
+    )
+    residual_sums: Size | None = Field(
+        None, description="earlier sums of blocks that every half reads, on average; null: the stream alone"
+    )
+    residual_streams: Size = Field(1, description="residual streams, which hyper-connections mix")
     vocabulary: Size = Field(description="tokens of the vocabulary, as padded, V")
     tied_embeddings: Flag = Field(False, description="the head has the weights of the embedding")
     sequence: Size = Field(description="tokens per sequence, s")
@@ -199,6 +251,19 @@ class Transformer(ConfigSection):
         """Bytes per value of an activation."""
         return DTYPE_BYTES[self.dtype]
 
+    def varied(self, letter: str) -> tuple[Transformer, str]:
+        """The model with the sizes of the layers of a letter, and the letter that these are like."""
+        for variant in self.variants:
+            if variant.letter == letter:
+                sizes = {key: getattr(variant, key) for key in Variant.model_fields}
+                own = {key: size for key, size in sizes.items() if key in VARIED and size is not None}
+                return self.model_copy(update=own), variant.like
+        return self, letter
+
+    def likes(self, letters: str) -> str:
+        """Letters without those of variants."""
+        return letters.translate({ord(each.letter): each.like for each in self.variants})
+
     @property
     def has_dense_mlp(self) -> bool:
         """Whether a layer has an MLP that is no expert."""
@@ -234,151 +299,10 @@ class Transformer(ConfigSection):
         return sees + ("E" if has_experts else "-")
 
 
+VARIED = frozenset(Variant.model_fields) - {"letter", "like"}
+
+
 @lru_cache(maxsize=64)
 def _has_dense_mlp(model: Transformer) -> bool:
     # A search of layouts asks this of one model thousands of times.
-    return any("-" in kind for kind in (*model.kinds, *model.prediction_kinds))
-
-
-LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-OF_EXPERTS = (
-    *("experts_per_token", "expert_ffn", "expert_hidden", "shared_expert_ffn", "expert_nodes"),
-    "capacity_factor",
-)
-
-
-def model_issues(model: Transformer) -> Iterator[Issue]:
-    """One issue per broken rule between the numbers of a model."""
-    letters = "".join((*model.kinds, *model.prediction_kinds))
-    latent = model.kv_lora_rank is not None
-    needed = [(key, "latent attention (kv_lora_rank) needs it") for key in LATENT if latent]
-    pairs = (("index_heads", "index_dim"), ("index_dim", "index_heads"))
-    needed += [(key, f"{other} needs it") for key, other in pairs if getattr(model, other) is not None]
-    if model.experts is not None:
-        needed.append(("experts_per_token", "a model with experts needs it: how many a token is sent to"))
-    for letter, key in (("M", "state_space"), ("E", "experts"), ("W", "window"), ("I", "index_heads")):
-        if letter in letters:
-            needed.append((key, f"layers {letter} of the pattern need it"))
-    for key, why in needed:
-        if getattr(model, key) is None:
-            yield Issue(f"/model/{key}", f"this key is absent, and {why}.")
-    for absent, keys, what in (
-        (not latent, ("q_lora_rank", *LATENT), "latent attention. Give kv_lora_rank, too"),
-        (model.window is None, ("full_attention_every", "index_heads", "chunked"),
-         "a window. Give window, the tokens that a query attends to"),
-        (model.experts is None, OF_EXPERTS, "a mixture of experts. Give experts, their number"),
-    ):  # fmt: skip
-        for key in keys:
-            if absent and (value := getattr(model, key)):
-                found = f"found {str(value).lower()}; it belongs to {what}, or remove it."
-                yield Issue(f"/model/{key}", found)
-    if model.head_dim is None and not latent and model.hidden % model.heads:
-        rule = f"must divide hidden ({model.hidden}). Or give head_dim, their width."
-        yield Issue("/model/heads", f"found {model.heads}; {rule}")
-    if model.heads % model.n_kv_heads:
-        rule = f"must divide heads ({model.heads}): each serves as many of them."
-        yield Issue("/model/kv_heads", f"found {model.kv_heads}; {rule}")
-    if latent and model.output_gate:
-        yield Issue("/model/output_gate", "found true; latent attention has no gate. Remove it.")
-    if model.experts is not None and (model.experts_per_token or 0) > model.experts:
-        rule = f"must be at most experts ({model.experts})."
-        yield Issue("/model/experts_per_token", f"found {model.experts_per_token}; {rule}")
-    if model.experts is not None and model.dense_layers >= model.layers:
-        rule = f"must be less than layers ({model.layers}), or no block has experts. Remove experts."
-        yield Issue("/model/dense_layers", f"found {model.dense_layers}; {rule}")
-    if model.pattern is not None and len(model.kinds) != model.layers:
-        rule = f"must have one for each of the layers ({model.layers})."
-        yield Issue("/model/pattern", f"found {len(model.kinds)} layers; {rule}")
-    if model.state_space is not None and "M" not in letters:
-        rule = "pattern says which layers it is. Give pattern, or remove it."
-        yield Issue("/model/state_space", f"found costs without a layer M; {rule}")
-    if model.vision is not None:
-        yield from _vision_issues(model.vision)
-
-
-def degree_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
-    """One issue per degree of parallelism that does not divide what it shares."""
-    yield from _tensor_issues(model, degrees)
-    yield from _context_issues(model, degrees)
-    yield from _expert_parallel_issues(model, degrees)
-
-
-def fits(model: Transformer, degrees: Degrees) -> bool:
-    """Whether the degrees divide what they share."""
-    return next(degree_issues(model, degrees), None) is None
-
-
-def _vision_issues(vision: Vision) -> Iterator[Issue]:
-    if vision.hidden % vision.heads:
-        yield Issue("/model/vision/heads", f"found {vision.heads}; must divide its hidden ({vision.hidden}).")
-    places = vision.full_attention
-    if places and vision.window is None:
-        rule = "it belongs to a window. Give window, the patches of a piece, or remove it."
-        yield Issue("/model/vision/full_attention", f"found {quoted(list(places))}; {rule}")
-    elif any(place >= vision.layers for place in places):
-        rule = f"must be below the encoder's layers ({vision.layers})."
-        yield Issue("/model/vision/full_attention", f"found {max(places)}; {rule}")
-    if vision.projector_gated and vision.projector == ():
-        rule = "a projector of one matrix has no gate. Give the widths of projector, or remove it."
-        yield Issue("/model/vision/projector_gated", f"found true; {rule}")
-
-
-def _tensor_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
-    degree = degrees.tensor
-    divided = {"heads": model.heads}
-    if model.kv_lora_rank is None:
-        divided["kv_heads"] = model.n_kv_heads
-    if model.has_dense_mlp:
-        divided["ffn"] = model.ffn_width
-    if model.shared_expert_ffn is not None:
-        divided["shared_expert_ffn"] = model.shared_expert_ffn
-    divided["vocabulary"] = model.vocabulary
-    if degrees.sequence_parallel:
-        divided["sequence"] = model.sequence
-    if model.vision is not None:
-        divided["the heads of vision"] = model.vision.heads
-        divided["the ffn of vision"] = model.vision.ffn_width
-    for name, size in divided.items():
-        if size % degree:
-            padded = f" Pad it to {-(-size // degree) * degree}." if name == "vocabulary" else ""
-            rule = f"found {degree}; must divide {name} ({size}).{padded}"
-            yield Issue("/parallel/tensor_parallel", rule)
-    if model.experts is not None and degree > 1 and not degrees.sequence_parallel:
-        detail = (
-            f"found false; with experts and tensor_parallel {degree}, each device sends its own tokens to "
-            f"experts, which needs sequence parallelism."
-        )
-        yield Issue("/parallel/sequence_parallel", detail)
-
-
-def _context_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
-    degree = degrees.context
-    if degree == 1:
-        return
-    pieces = 2 * degree * (degrees.tensor if degrees.sequence_parallel else 1)
-    if model.sequence % pieces:
-        rule = (
-            f"each device has two pieces of a sequence, so {pieces} must divide sequence ({model.sequence})."
-        )
-        yield Issue("/parallel/context_parallel", f"found {degree}; {rule}")
-    if model.attention == "plain":
-        rule = "plain attention has no context parallelism. Use flash."
-        yield Issue("/parallel/context_parallel", f"found {degree}; {rule}")
-
-
-def _expert_parallel_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
-    degree, inside = degrees.expert, degrees.expert_in_node
-    if degree % inside:
-        rule = f"must divide expert_parallel ({degree})."
-        yield Issue("/parallel/expert_parallel_in_node", f"found {inside}; {rule}")
-    if degree == 1:
-        return
-    if model.experts is None:
-        yield Issue("/parallel/expert_parallel", f"found {degree}; the model has no experts. Remove it.")
-        return
-    if model.experts % degree:
-        yield Issue("/parallel/expert_parallel", f"found {degree}; must divide experts ({model.experts}).")
-    devices = degrees.tensor * degrees.context * degrees.data
-    if devices % degree:
-        rule = f"must divide the devices of a rank, tensor x context x data parallel ({devices})."
-        yield Issue("/parallel/expert_parallel", f"found {degree}; {rule}")
+    return any("-" in model.likes(kind) for kind in (*model.kinds, *model.prediction_kinds))

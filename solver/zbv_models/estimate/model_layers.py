@@ -11,21 +11,31 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from zbv_models.estimate.attention import Attention, Indexer, Sees
+from zbv_models.estimate.attention import Attention
+from zbv_models.estimate.compressed_attention import CompressedAttention
 from zbv_models.estimate.ends import Embedding, Head, Joining, Patches, Projector
 from zbv_models.estimate.feed_forward import Experts, Mlp
+from zbv_models.estimate.hyper_connections import AttentionResidual, Collapse, Half, HyperConnected
+from zbv_models.estimate.indexer import Indexer
 from zbv_models.estimate.latent_attention import LatentAttention
-from zbv_models.estimate.model import Transformer, Vision
+from zbv_models.estimate.layer_inputs import LayerInput
+from zbv_models.estimate.model import Compressed, Transformer, Vision
 from zbv_models.estimate.part import Part
+from zbv_models.estimate.sees import CompressedSees, Sees
 from zbv_models.estimate.shapes import Degrees, Parameters, Shapes, Stream
 from zbv_models.estimate.state_space import GivenCosts
 
 Kind = (
     Attention
     | LatentAttention
+    | CompressedAttention
     | GivenCosts
     | Mlp
     | Experts
+    | HyperConnected
+    | AttentionResidual
+    | LayerInput
+    | Collapse
     | Embedding
     | Joining
     | Head
@@ -86,13 +96,15 @@ def layer_kinds(
         parts = (("joining", joining), *halves)
         others.append(LayerKind("prediction", parts, predictions, streams=1 + predictions))
     has_table = not (model.tied_embeddings and ends_share_rank)
-    head = Head(model.vocabulary, has_table, 1 + predictions, model.fused_loss)
+    head: Halves = (("head", Head(model.vocabulary, has_table, 1 + predictions, model.fused_loss)),)
+    if model.residual_streams > 1:
+        head = (("streams", Collapse(model.residual_streams)), *head)
     return (
         *(() if model.vision is None else _vision_layers(model.vision, model)),
         LayerKind("embedding", (("embedding", embedding),), can_recompute=False),
         *blocks(model),
         *others,
-        LayerKind("head", (("head", head),), can_recompute=False),
+        LayerKind("head", head, can_recompute=False),
     )
 
 
@@ -103,7 +115,7 @@ def count_layers(model: Transformer) -> int:
 
 def expert_degree(model: Transformer) -> int:
     """Greatest number of devices that can share the routed experts of a block; 1 without experts."""
-    has_experts = any("E" in letters for letters in (*model.kinds, *model.prediction_kinds))
+    has_experts = any("E" in model.likes(letters) for letters in (*model.kinds, *model.prediction_kinds))
     return (model.experts or 1) if has_experts else 1
 
 
@@ -166,9 +178,10 @@ def blocks(model: Transformer) -> tuple[LayerKind, ...]:
 
 
 def _name(model: Transformer, letters: str) -> str:
+    letters = model.likes(letters)
     if len(letters) == 1:
         return HALF_NAMES[letters]
-    kinds = [each for each in model.kinds if len(each) == 2]
+    kinds = [model.likes(each) for each in model.kinds if len(each) == 2]
     words = []
     if model.experts is not None and len(kinds) == len(model.kinds):
         words.append("moe" if letters[1] == "E" else "dense")
@@ -178,10 +191,19 @@ def _name(model: Transformer, letters: str) -> str:
 
 
 def _halves(model: Transformer, letters: str) -> Halves:
-    return tuple(_half(model, letter) for letter in letters)
+    halves = tuple(_half(*model.varied(letter)) for letter in letters)
+    if model.residual_sums is not None:
+        sums = model.residual_sums
+        return tuple((name, AttentionResidual(half, sums)) for name, half in halves)
+    if model.residual_streams == 1:
+        if model.layer_inputs is None:
+            return halves
+        rows = model.layer_vocabulary or model.vocabulary
+        return (*halves, ("layer-input", LayerInput(rows, model.layer_inputs)))
+    return tuple((name, HyperConnected(half, model.residual_streams)) for name, half in halves)
 
 
-def _half(model: Transformer, letter: str) -> tuple[str, Kind]:
+def _half(model: Transformer, letter: str) -> tuple[str, Half]:
     if letter == "M" and model.state_space is not None:
         return ("state-space", model.state_space)
     if letter == "E":
@@ -191,8 +213,10 @@ def _half(model: Transformer, letter: str) -> tuple[str, Kind]:
     return ("attention", _attention(model, letter))
 
 
-def _attention(model: Transformer, letter: str) -> Attention | LatentAttention:
+def _attention(model: Transformer, letter: str) -> Attention | LatentAttention | CompressedAttention:
     window = None if letter == "*" else model.window
+    if model.compressed is not None:
+        return _compressed(model, model.compressed)
     sees = Sees(model.attention == "flash", model.causal, window, model.chunked)
     indexer = Indexer(model.index_heads or 1, model.index_dim or 1) if letter == "I" else None
     if model.kv_lora_rank is not None:
@@ -207,6 +231,7 @@ def _attention(model: Transformer, letter: str) -> Attention | LatentAttention:
             sees,
             indexer,
             absorbed=model.index_heads is not None,
+            gate=model.heads * (values or 0) if model.output_gate else model.heads * model.head_gate,
         )
     return Attention(
         model.heads,
@@ -218,6 +243,24 @@ def _attention(model: Transformer, letter: str) -> Attention | LatentAttention:
         sees,
         model.output_gate,
         indexer,
+        model.value_dim,
+        model.shared_values,
+        model.reads_keys,
+        model.head_gate,
+    )
+
+
+def _compressed(model: Transformer, sizes: Compressed) -> CompressedAttention:
+    return CompressedAttention(
+        model.heads,
+        model.width_of_head,
+        sizes.query_rank,
+        sizes.output_groups,
+        sizes.output_rank,
+        CompressedSees(
+            model.attention == "flash", model.causal, model.window, False, sizes.ratio, sizes.chosen
+        ),
+        (model.index_heads or 1, model.index_dim or 1) if sizes.chosen else None,
     )
 
 
@@ -254,7 +297,8 @@ def _vision_layers(vision: Vision, model: Transformer) -> Iterator[LayerKind]:
         attention = Attention(vision.heads, vision.heads, width, vision.bias, False, rotary, pairs)
         return (("attention", attention), ("mlp", Mlp(vision.ffn_width, vision.gated)))
 
-    patches = Patches(vision.patch_values, vision.positions in ("learned", "both"))
+    places = vision.position_table or vision.patches
+    patches = Patches(vision.patch_values, places if vision.positions in ("learned", "both") else 0)
     yield LayerKind("patches", (("patches", patches),), can_recompute=False, sees=sees)
     full, local = halves(None), halves(vision.window)
     kinds = [full if place in vision.full_attention else local for place in range(vision.layers)]

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from zbv_solver.documents.validation import quoted
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import InvalidInput, did_you_mean
 
+from zbv_models.estimate.families import TEXT_KINDS, WRAPPERS
 from zbv_models.estimate.sections import Section
 from zbv_models.estimate.transformers_keys import Document, Keys, defaults
-from zbv_models.estimate.transformers_text import TEXT_KINDS, TextKind, read_experts, read_layers
-from zbv_models.estimate.transformers_vision import WRAPPERS, read_vision
+from zbv_models.estimate.transformers_kinds import TextKind
+from zbv_models.estimate.transformers_text import read_experts, read_layers
+from zbv_models.estimate.transformers_vision import read_vision
 
 GATES = ("attn_output_gate", "attention_output_gate", "gated_attention")
 TEXTS = ("text_config", "llm_config", "language_config")
@@ -58,12 +60,16 @@ def _text(document: Document, name: Any, where: str) -> tuple[Keys, Section]:
     if not isinstance(name, str) or name not in TEXT_KINDS:
         raise _unknown({**document, "model_type": name}, where)
     kind = TEXT_KINDS[name]
-    keys = Keys(document, {**defaults().get(kind.defaults or name, {}), **kind.computed}, where)
+    if kind.translate is not None:
+        document = kind.translate(document)
+    values = {**defaults().get(kind.defaults or name, {}), **kind.computed}
+    keys = Keys(document, values, where, kind.without_effect.split())
     model = {
         "hidden": keys.number("hidden_size", "n_embd", "n_embed"),
         **read_layers(keys, kind),
         **_attention(keys),
         **_widths(keys, kind),
+        **(kind.more(keys) if kind.more is not None else {}),
     }
     return keys, {key: value for key, value in model.items() if value is not None}
 
@@ -78,9 +84,10 @@ def _unknown(document: Document, where: str) -> InvalidInput:
                 f"To plan its language model alone ({text['model_type']}), save the section {key} as a file "
                 f"and give that. For the whole model, write its sizes as model.json."
             )
-    known = ", ".join(sorted(TEXT_KINDS if where else (*TEXT_KINDS, *WRAPPERS)))
-    detail = f"found {quoted(document['model_type'])}; zbv reads {known}. {remedy}"
-    return InvalidInput.at(f"{where}/model_type", detail)
+    known, name = {*TEXT_KINDS, *(() if where else WRAPPERS)}, document["model_type"]
+    similar = did_you_mean(name, sorted(known)) if isinstance(name, str) else ""
+    rule = f"zbv reads {len(known)} types, which docs/estimates.md lists.{similar}"
+    return InvalidInput.at(f"{where}/model_type", f"found {quoted(name)}; {rule} {remedy}")
 
 
 def _is_readable(document: Any) -> bool:
@@ -99,10 +106,11 @@ def _attention(keys: Keys) -> Section:
     model: Section = {"heads": keys.number("num_attention_heads", "n_head")}
     head, groups = (
         keys.size("head_dim", "attention_head_dim"),
-        keys.size("num_key_value_heads", "num_query_groups"),
+        keys.size("num_key_value_heads", "num_query_groups", "num_attention_groups"),
     )
     if keys.size("kv_lora_rank") is None:
-        return {**model, "kv_heads": groups, "head_dim": head}
+        value = keys.size("v_head_dim")
+        return {**model, "kv_heads": groups, "head_dim": head, "value_dim": None if value == head else value}
     latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: keys.size(name) for name in latent}
     plain, rotated, both = sizes["qk_nope_head_dim"], sizes["qk_rope_head_dim"], keys.size("qk_head_dim")
@@ -117,7 +125,7 @@ def _widths(keys: Keys, kind: TextKind) -> Section:
     dtype = keys.get("dtype", "torch_dtype")
     everywhere = keys.flag("use_bias")
     dropouts = [_has_dropout(keys, name) for name in DROPOUTS]
-    has_norms, has_gate = keys.flag("use_qk_norm", "qk_layernorm"), keys.get(*GATES) is not None
+    has_norms, has_gate = keys.flag("use_qk_norm", "qk_layernorm", "qk_norm"), keys.get(*GATES) is not None
     return {
         "ffn": keys.size(kind.dense_width, "n_inner"),
         **read_experts(keys, kind),
@@ -147,13 +155,14 @@ def _wrapped(document: Document, name: str) -> Section:
     """A language model with a vision encoder; without ``vision_config``, the language model alone."""
     wrapper = WRAPPERS[name]
     if wrapper.flat and document.get("text_config") is None:
-        kept = ("model_type", "vision_config")
+        kept = ("model_type", "vision_config", "audio_config")
         text = {key: value for key, value in document.items() if key not in (*kept, "text_config")}
         where, document = "", {key: document[key] for key in kept if key in document}
         outside = Keys(document, {**defaults().get(name, {}), "text_config": text})
     else:
         where, outside = "/text_config", Keys(document, defaults().get(name, {}))
-    text, seen = outside.get("text_config"), outside.get("vision_config")
+    text, seen = outside.get(*TEXTS), outside.get("vision_config")
+    outside.get("audio_config")  # encoders of sound are left out
     for key, value in (("text_config", text), ("vision_config", {} if seen is None else seen)):
         if not isinstance(value, dict):
             raise outside.wrong(key, f"found {quoted(value)}; must be an object.")
@@ -167,6 +176,9 @@ def _wrapped(document: Document, name: str) -> Section:
     if repeated not in (None, vocabulary):
         detail = f"found {quoted(repeated)}, but the language model has {quoted(vocabulary)}."
         raise outside.wrong("vocab_size", f"{detail} Remove it, or correct text_config.")
+    if not wrapper.vision:
+        _refuse_unread(keys)
+        return model
     if seen is None:
         for key in (wrapper.merged or "", "projection_hidden_size"):
             outside.get(key)  # has no effect without an encoder

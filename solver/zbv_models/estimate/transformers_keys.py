@@ -7,7 +7,7 @@ effect; :meth:`Keys.unread` names the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -130,11 +130,16 @@ class Keys:
     ----------
     where
         Pointer to the section.
+    without_effect
+        Further keys that change no costs of its type.
     """
 
-    def __init__(self, document: Document, defaults: Document, where: str = "") -> None:
+    def __init__(
+        self, document: Document, defaults: Document, where: str = "", without_effect: Iterable[str] = ()
+    ) -> None:
         self._document, self._defaults, self._where = document, defaults, where
-        self._read: set[str] = set()
+        self._read = set(without_effect)
+        self._inner: dict[str, Keys] = {}
 
     def get(self, *names: str) -> Any:
         """The value of a key that goes by any of some names, else the default; None if it is null.
@@ -156,6 +161,31 @@ class Keys:
         return (
             None if given else next((self._defaults[name] for name in names if name in self._defaults), None)
         )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all keys of the file."""
+        return tuple(self._document)
+
+    def inside(self, name: str) -> Keys:
+        """The keys of an object; without one, those of its default."""
+        value, default = self.get(name), self._defaults.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, f"found {quoted(value)}; must be an object.")
+        if name not in self._inner:
+            default = default if isinstance(default, dict) else {}
+            self._inner[name] = Keys(value or {}, default, f"{self._where}/{name}")
+        return self._inner[name]
+
+    def each(self, name: str, length: int) -> list[Keys]:
+        """The keys of every object of a list with one per layer."""
+        found = []
+        for place, value in enumerate(self.listed(length, name)):
+            if not isinstance(value, dict):
+                raise self.wrong(name, f"found {quoted(value)}; must be a list of objects.")
+            found.append(Keys(value, {}, f"{self._where}/{name}/{place}"))
+            self._inner[f"{name}/{place}"] = found[-1]
+        return found
 
     def has(self, *names: str) -> bool:
         """Whether the file has a key with a value."""
@@ -193,9 +223,15 @@ class Keys:
             raise self.wrong(self.name_of(names), f"found {quoted(value)}; must be true or false.")
         return null if value is None else value
 
-    def listed(self, length: int | None, *names: str) -> list[Any]:
-        """A list with an entry per layer; without a ``length``, of one or more."""
+    def listed(self, length: int | None, *names: str, padding: int = 0) -> list[Any]:
+        """A list with an entry per layer; without a ``length``, of one or more.
+
+        Some files also have an entry for each of ``padding`` layers of multi-token prediction, which are
+        left out.
+        """
         value = self.get(*names)
+        if isinstance(value, list) and length is not None and padding and len(value) == length + padding:
+            return value[:length]
         if not value or not isinstance(value, list | str) or len(value) != (length or len(value)):
             found = f"{len(value)} entries" if isinstance(value, list) else quoted(value)
             rule = "must be a list of one per layer" + ("." if length is None else f" ({length}).")
@@ -207,15 +243,16 @@ class Keys:
         present = [name for name in names if name in self._document]
         return next((name for name in present if self.has(name)), (*present, *names)[0])
 
-    def places(self, count: int, name: str) -> list[int]:
-        """A list of numbers of layers from 0; empty if there is none."""
+    def places(self, count: int, name: str, first: int = 0) -> list[int]:
+        """Places of layers from 0; empty if there is none. The file counts them from ``first``."""
         value = self.get(name)
         if value is None:
             return []
-        if not isinstance(value, list) or any(type(at) is not int or not 0 <= at < count for at in value):
-            rule = f"must be a list of numbers of layers, which are below {count}."
+        known = range(first, first + count)
+        if not isinstance(value, list) or any(type(at) is not int or at not in known for at in value):
+            rule = f"must be a list of numbers of layers, which are below {count + first}."
             raise self.wrong(name, f"found {quoted(value)}; {rule}")
-        return value
+        return [at - first for at in value]
 
     def wrong(self, name: str, detail: str) -> InvalidInput:
         """The error of a key."""
@@ -223,6 +260,8 @@ class Keys:
 
     def unread(self) -> Iterator[Issue]:
         """One issue per key with a value that was not read and may have an effect."""
+        for inner in self._inner.values():
+            yield from inner.unread()
         for key, value in self._document.items():
             if value is None or key in self._read or key in IGNORED or key.endswith(ENDINGS):
                 continue

@@ -1,114 +1,23 @@
 """A vision encoder from the keys of a ``config.json``: its type, its wrapper, patches and projector.
 
-The sources are the modeling files of transformers 5, as for :mod:`zbv_models.estimate.transformers_text`.
+The sources are the modeling files of transformers 5, as for :mod:`zbv_models.estimate.families`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import InvalidInput
 
+from zbv_models.estimate.families import VISION_KINDS
 from zbv_models.estimate.sections import Section
 from zbv_models.estimate.transformers_keys import Document, Keys, defaults
+from zbv_models.estimate.transformers_kinds import VisionKind, Wrapper
 
-
-@dataclass(frozen=True)
-class VisionKind:
-    """A type of vision encoder."""
-
-    model: Section = field(default_factory=dict)
-    """Values of the section ``vision`` that are not those of CLIP: LayerNorm, biases, no gate, learned
-    positions."""
-    defaults: str = ""
-    """The type whose defaults it has, if these are not its own."""
-    width: tuple[str, ...] = ("hidden_size", "vt_hidden_size")
-    ffn: tuple[str, ...] = ("intermediate_size", "vt_intermediate_size")
-    """The names of the key of its width, and of that of the width of its MLPs."""
-
-
-ROTATED: Section = {"positions": "rotary"}
-GLM4V: Section = {
-    "norm": "rmsnorm",
-    "bias": False,
-    "gated": True,
-    "positions": "both",
-    "projector_gated": True,
-}
-VISION_KINDS: Mapping[str, VisionKind] = {
-    "clip_vision_model": VisionKind(),
-    "glm4v_moe_vision": VisionKind(GLM4V, ffn=("out_hidden_size",)),
-    "glm4v_vision": VisionKind(GLM4V, ffn=("out_hidden_size",)),
-    "kimi_k25_vision": VisionKind({"positions": "both"}),
-    "llama4_vision_model": VisionKind({"positions": "both"}),
-    "moonvit": VisionKind({"positions": "both"}),
-    "pixtral": VisionKind({"norm": "rmsnorm", "bias": False, "gated": True, **ROTATED}),
-    "qwen2_5_vl_vision": VisionKind({"norm": "rmsnorm", "gated": True, **ROTATED}),
-    "qwen2_vl_vision": VisionKind(ROTATED, width=("embed_dim",), ffn=("mlp_ratio",)),
-    "qwen3_5_moe_vision": VisionKind({"positions": "both"}),
-    "qwen3_5_vision": VisionKind({"positions": "both"}),
-    "qwen3_vl_moe_vision": VisionKind({"positions": "both"}),
-    "qwen3_vl_vision": VisionKind({"positions": "both"}),
-    "siglip_vision_model": VisionKind(),
-}
-
-
-@dataclass(frozen=True)
-class Wrapper:
-    """A type of model with a language model and a vision encoder."""
-
-    text: str
-    vision: str
-    """The types of its parts, where the file does not name them."""
-    merged: str | None = None
-    """The key of how many patches become one token, in each direction; None for one patch."""
-    projector: tuple[str, ...] = ("model",)
-    """Widths between the projector's matrices: of the merged patches (``merged``), of a patch (``patch``),
-    of the model (``model``), or what a key says."""
-    pooled: bool = False
-    """Whether merged patches are averaged."""
-    flat: bool = False
-    """Whether files may have the language model's keys without ``text_config``, next to ``vision_config``."""
-    tied: Literal["file", "text", "either"] = "file"
-    """Which ``tie_word_embeddings`` counts where the file and its ``text_config`` differ."""
-
-
-SQUARE: dict[str, Any] = {"merged": "spatial_merge_size", "projector": ("merged",)}
-DOWNSAMPLED: dict[str, Any] = {
-    "merged": "spatial_merge_size",
-    "projector": ("out_hidden_size", "out_hidden_size", "intermediate_size"),
-    "flat": True,
-}
-"""A convolution that merges patches, a matrix, and an MLP with a gate."""
-WRAPPERS: Mapping[str, Wrapper] = {
-    "gemma3": Wrapper(
-        "gemma3_text", "siglip_vision_model", merged="mm_tokens_per_image", projector=(), pooled=True
-    ),
-    "glm46v": Wrapper("glm4v_text", "glm4v_vision", **DOWNSAMPLED),
-    "glm4v": Wrapper("glm4v_text", "glm4v_vision", **DOWNSAMPLED, tied="either"),
-    "glm4v_moe": Wrapper("glm4v_moe_text", "glm4v_moe_vision", **DOWNSAMPLED, tied="either"),
-    "kimi_k25": Wrapper("deepseek_v3", "kimi_k25_vision", merged="merge_kernel_size", projector=("merged",)),
-    "kimi_vl": Wrapper("deepseek_v3", "moonvit", merged="merge_kernel_size", projector=("merged",)),
-    "llama4": Wrapper(
-        "llama4_text",
-        "llama4_vision_model",
-        merged="pixel_shuffle_ratio",
-        projector=("projector_input_dim", "projector_output_dim"),
-        tied="text",
-    ),
-    "llava": Wrapper("llama", "clip_vision_model", tied="either"),
-    "mistral3": Wrapper("mistral", "pixtral", merged="spatial_merge_size", projector=("patch", "model")),
-    "qwen2_5_vl": Wrapper("qwen2_5_vl_text", "qwen2_5_vl_vision", **SQUARE, flat=True, tied="either"),
-    "qwen2_vl": Wrapper("qwen2_vl_text", "qwen2_vl_vision", **SQUARE, flat=True, tied="either"),
-    "qwen3_5": Wrapper("qwen3_5_text", "qwen3_5_vision", **SQUARE),
-    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", "qwen3_5_moe_vision", **SQUARE),
-    "qwen3_vl": Wrapper("qwen3_vl_text", "qwen3_vl_vision", **SQUARE),
-    "qwen3_vl_moe": Wrapper("qwen3_vl_moe_text", "qwen3_vl_moe_vision", **SQUARE),
-}
 WHERE = "/vision_config"
+IGNORED = ("standardize", "use_clipped_linears", "global_head_dim", "num_key_value_heads")
+"""Two vectors, bounds of values, and sizes that others give."""
 
 
 def read_vision(document: Document, wrapper: Wrapper, outside: Keys, model: Section) -> tuple[Keys, Section]:
@@ -141,13 +50,14 @@ def read_vision(document: Document, wrapper: Wrapper, outside: Keys, model: Sect
     patch = _side(keys, "patch_size", "spatial_patch_size")
     channels = keys.size("num_channels", "in_channels", "in_chans") or 3
     patches = _patches(keys, patch)
+    rows = keys.size("position_embedding_size")  # of the vertical and of the horizontal table
     merged = _merged(wrapper, keys, outside, patches)
     outside.get("projection_hidden_size")  # the width of a projector's norm
     layers = keys.number("num_hidden_layers", "depth", "vt_num_hidden_layers")
     levels = keys.places(layers, "deepstack_visual_indexes")
     widths = {"merged": merged * hidden, "patch": hidden, "model": model.get("hidden")}
     _check_width(keys, kind, model)
-    for key in ("projection_dim", "mm_hidden_size", "vocab_size", "head_dim", "tokens_per_second"):
+    for key in ("projection_dim", "mm_hidden_size", "vocab_size", "head_dim", "tokens_per_second", *IGNORED):
         keys.get(key)  # a head that is not used, a width that others give, or the rate of videos
     return keys, {
         "hidden": hidden,
@@ -155,6 +65,7 @@ def read_vision(document: Document, wrapper: Wrapper, outside: Keys, model: Sect
         "heads": keys.number("num_attention_heads", "num_heads", "vt_num_attention_heads"),
         "ffn": _ffn(keys, kind, hidden),
         "patches": patches,
+        "position_table": 2 * rows if rows else None,
         "patch_values": channels * patch**2 * _side(keys, "temporal_patch_size"),
         "merged": merged,
         "pooled": wrapper.pooled,
@@ -223,6 +134,8 @@ def _patches(keys: Keys, patch: int) -> int:
         return keys.number("pos_emb_height", "init_pos_emb_height") * keys.number(
             "pos_emb_width", "init_pos_emb_width"
         )
+    if (tokens := keys.size("default_output_length")) is not None:  # Gemma 4 says how many tokens it gives
+        return tokens * _side(keys, "pooling_kernel_size") ** 2
     if keys.get("image_size") is None:
         detail = (
             "this key is absent, and this type of encoder has no default. Add how many pixels a side of an "

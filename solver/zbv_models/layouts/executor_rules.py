@@ -42,6 +42,15 @@ def _has_no_state_space(model: Transformer) -> bool:
     return not any(isinstance(half, GivenCosts) for kind in layer_kinds(model) for _, half in kind.halves)
 
 
+def _has_equal_blocks(model: Transformer) -> bool:
+    """Whether blocks have one size of each kind, one residual stream, and no separate inputs."""
+    is_plain = model.residual_streams == 1 and model.residual_sums is None and model.layer_inputs is None
+    return is_plain and not model.variants and model.compressed is None
+
+
+EQUAL = "a model with blocks of one size of each kind, and one residual stream"
+
+
 def _has_replicas(layout: Layout) -> bool:
     return layout.data_parallel * layout.context_parallel > 1
 
@@ -69,12 +78,22 @@ MODEL_RULES: dict[str, tuple[ExecutorRule, ...]] = {
             "megatron/core/transformer/pipeline_parallel_layer_layout.py: the letters of modules",
         ),
         ExecutorRule(
+            lambda model, _: _has_equal_blocks(model),
+            EQUAL,
+            "megatron/core/transformer/transformer_config.py, whose sizes are those of all layers",
+        ),
+        ExecutorRule(
             lambda model, _: _has_no_state_space(model),
             "a model without state-space layers, because it cuts these by --hybrid-layer-pattern",
             _ARGUMENTS,
         ),
     ),
     "torchtitan": (
+        ExecutorRule(
+            lambda model, _: _has_equal_blocks(model),
+            EQUAL,
+            "torchtitan/models/__init__.py, _supported_models",
+        ),
         ExecutorRule(
             lambda model, _: _has_no_state_space(model),
             "a model without state-space layers",

@@ -12,8 +12,9 @@ from typing import Literal, get_args
 from zbv_solver.problem.numeric import MAX_PP_DEGREE
 
 from zbv_models.estimate.device import GroupLink, GroupLinks
-from zbv_models.estimate.model import Transformer, fits
+from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import count_layers, expert_degree
+from zbv_models.estimate.model_rules import fits
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from zbv_models.estimate.config import EstimateConfig, estimate_config, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
+from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.estimate.sections import preset, preset_names, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
@@ -156,13 +157,24 @@ def _summary(config: EstimateConfig, rows: Rows) -> str:
     flops = sum(layer.flops.total * count for layer, count in rows)
     flops *= config.parallel.tensor_parallel * config.parallel.context_parallel
     static = sum(layer.static.total * count for layer, count in rows)
-    count = parameters_of(config.model)
-    active = f" ({figure(count.active / 1e9, 3)} B active)" if count.active < count.total else ""
     return (
-        f"{figure(count.total / 1e9, 3)} B parameters{active}; {figure(flops / 1e12)} TFLOP per microbatch "
-        f"of {counted(config.model.tokens, 'token')}; {gigabytes(static)} of static memory over "
+        f"{_counted(config.model)}; {figure(flops / 1e12)} TFLOP per microbatch of "
+        f"{counted(config.model.tokens, 'token')}; {gigabytes(static)} of static memory over "
         f"{counted(config.parallel.pp_degree, 'rank')}"
     )
+
+
+def _counted(model: Transformer) -> str:
+    """Parameters of the language model, as publishers count them, and what it has in addition."""
+    text = model.model_copy(update={"vision": None})
+    count = parameters_of(text, with_predictions=False)
+    active = f" ({figure(count.active / 1e9, 3)} B active)" if count.active < count.total else ""
+    found = f"{figure(count.total / 1e9, 3)} B parameters{active}"
+    predictions = parameters_of(text).total - count.total
+    encoder = parameters_of(model).total - parameters_of(text).total
+    for more, what in ((predictions, "multi-token prediction"), (encoder, "a vision encoder")):
+        found += f", {figure(more / 1e9, 3)} B of {what}" if more else ""
+    return found
 
 
 def _mb(size: float) -> str:

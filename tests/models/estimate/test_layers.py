@@ -15,8 +15,8 @@ from support.titan_operations import BLOCKS, block
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
 from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.recurrent import DeltaNet, Mamba
 from zbv_models.estimate.shapes import PerAction
-from zbv_models.estimate.state_space import DeltaNet, Mamba
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
-from zbv_models.estimate.transformers_text import TEXT_KINDS
+from zbv_models.estimate.families import TEXT_KINDS
 from zbv_worker.adapters import safetensors_folder
 from zbv_worker.adapters.causal_language_model import pipeline_model
 from zbv_worker.adapters.split_modules import split_modules

@@ -1,0 +1,38 @@
+"""Llama and models with its blocks; Llama 4 (Meta 2025), whose blocks attend to pieces of the sequence."""
+
+from zbv_models.estimate.transformers_keys import Keys
+from zbv_models.estimate.transformers_kinds import TextKind, VisionKind, Wrapper
+
+
+def _every_fourth(_: Keys, count: int) -> str:
+    return "".join("W" if place % 4 else "*" for place in range(count))
+
+
+PLAIN = "iquestcoder llama olmo"
+TEXT = {
+    "cwm": TextKind(window="all", first=_every_fourth),
+    **dict.fromkeys(PLAIN.split(), TextKind()),
+    "llama4_text": TextKind(
+        window="alternate",
+        chunked=True,
+        full_every=4,
+        expert_width="intermediate_size",
+        dense_width="intermediate_size_mlp",
+        shared_experts=1,
+    ),
+    "smollm3": TextKind(window="switch"),
+}
+VISION = {
+    "clip_vision_model": VisionKind(),
+    "llama4_vision_model": VisionKind({"positions": "both"}),
+}
+WRAPPERS = {
+    "llama4": Wrapper(
+        "llama4_text",
+        "llama4_vision_model",
+        merged="pixel_shuffle_ratio",
+        projector=("projector_input_dim", "projector_output_dim"),
+        tied="text",
+    ),
+    "llava": Wrapper("llama", "clip_vision_model", tied="either"),
+}

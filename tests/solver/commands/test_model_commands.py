@@ -41,6 +41,8 @@ DEEPSEEK = {
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command on ``model.json``; returns what it printed, and ``out.json`` or that as JSON."""
     monkeypatch.chdir(tmp_path)
+    # On a busy machine, some searches would print progress.
+    monkeypatch.setattr("zbv_solver.commands.messages.LINE_SECONDS", 1e9)
     Path("h100.json").write_text(json.dumps(H100))
 
     def command(text: str, model: dict[str, Any]) -> tuple[str, Any]:

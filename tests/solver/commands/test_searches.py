@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,7 +166,8 @@ def test_standard_input_and_output_in_a_real_process_and_help_imports_nothing_he
 
     zbv = ("-m", "zbv_solver.commands.cli")
     made = python(*zbv, "plan", "-", "--effort", "quick", text=json.dumps(uniform_document(2, 4)))
-    assert made.stderr == ""
+    progress = [line for line in made.stderr.splitlines() if re.match(r"\d+ s: ", line)]
+    assert made.stderr.splitlines() == progress  # of a busy machine
     assert python(*zbv, "check", "-", text=made.stdout).stdout.startswith("valid\n")
     code = (
         "import sys, zbv_solver.commands.cli as cli\n"

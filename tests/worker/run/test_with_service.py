@@ -61,10 +61,13 @@ def test_each_rank_fetches_its_list_from_the_service_and_trains(
         client.import_plan(plan_json(copied))
     copied.save(tmp_path / "copied.json")
     for source in (PlanSource(service.address, copied.plan_id), PlanSource(file=tmp_path / "copied.json")):
-        with pytest.raises(InvalidRun, match="copies to the host"):
-            source.rank_plan(0, timeout=60)
-        with pytest.raises(InvalidRun, match="copies to the host"):
-            source.whole(timeout=60)
+        listed = source.rank_plan(0, timeout=60)
+        assert listed == RankPlan.of(copied.plan_id, copied.problem, copied.orders, 0)
+        assert [(place, str(action)) for place, action in listed.copies] == [
+            (1, "0O0"),
+            (1, "0D0"),
+            (1, "0R0"),
+        ]
     command = python_command(
         "zbv_worker",
         *("run", "--server", service.address, "--plan", plan.plan_id, "--steps", "2", "--threads", "1"),

@@ -178,6 +178,19 @@ def test_a_timeline_has_the_waits_paths_memory_and_names_of_the_plan(in_plan: In
             assert stop - first <= len(overlapping) + 1
 
 
+def test_an_entry_of_a_copy_finds_its_forward(in_plan: InPlan) -> None:
+    texts = [text for rank in COPIED.orders.all_text() for text in rank]
+    copies = [text for text in texts if text[1] in "ODR"]
+    body = "return names.map((name) => [name, timeline.find(name)].map((it) => it < 0 ? '' : it));"
+    for name, found in in_plan(COPIED, body, names=copies):
+        assert Oracle(COPIED).texts[found] == f"{name[0]}F{name[2:]}"
+    absent = [
+        f"{text[0]}O{text[2:]}" for text in texts if text[1] == "F" and f"{text[0]}O{text[2:]}" not in texts
+    ]
+    assert absent
+    assert {found for _, found in in_plan(COPIED, body, names=absent)} == {""}
+
+
 def pixels(in_plan: InPlan, plan: Plan, columns: int, options: str = "{}") -> Any:
     """A picture of a plan: (ranks, columns, 4)."""
     body = f"""const highlighted = new Uint8Array(timeline.count);

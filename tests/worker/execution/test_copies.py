@@ -341,7 +341,8 @@ def test_the_host_has_as_many_buffers_as_copies_at_once() -> None:
             stage.backward(j, torch.ones(ROWS, WIDTH))
         sizes.append(copies.host_bytes)
     copies.close()
-    # All microbatches share the mask, which moves once.
+    # All microbatches share the mask, which moves once only.
+    assert sizes[1] - sizes[0] == sizes[0] - MASK.nbytes
     assert [round(size / sizes[0]) for size in sizes] == [1, 2, 2, 3, 3]
 
 

@@ -250,3 +250,12 @@ def test_stated_metrics_are_checked_and_absent_ones_computed(tmp_path: Path) -> 
     path.write_text(json.dumps(document))
     with pytest.raises(InvalidRun, match="span"):
         WholePlan.of_file(path)
+
+
+def test_a_plan_with_copies_to_the_host_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 1, "offload": 1}
+    problem = {"pp_degree": 1, "microbatches": 1, "placement": "single", "costs": costs}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"problem": problem, "ranks": [["0F0", "0O0", "0D0", "0R0", "0B0"]]}))
+    with pytest.raises(InvalidRun, match="copies activations to the host"):
+        RehearseOptions(PlanSource(file=path)).plan()

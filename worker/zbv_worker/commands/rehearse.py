@@ -136,7 +136,7 @@ def _start_ranks(options: RehearseOptions, arguments: Sequence[str]) -> None:
 
     from zbv_worker.host.local_ranks import LaunchError, LocalRanks, python_command
 
-    plan = options.source.whole(options.timeout)  # reports a wrong plan once, instead of on every rank
+    plan = options.plan()  # reports a wrong plan once, instead of on every rank
     count = plan.problem.pp_degree
     step = plan.objective_value * options.seconds_per_unit(plan)
     print(

@@ -101,13 +101,8 @@ class Kept:
         self._saved, self._held, self._memories = [], [], []
 
     @property
-    def bytes(self) -> int:
-        """The memory that moves."""
-        return sum(memory.size for memory in self._memories)
-
-    @property
     def span(self) -> int:
-        """The size of a buffer for it."""
+        """The size of a buffer for all that moves."""
         return sum(memory.span for memory in self._memories)
 
     def places(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:

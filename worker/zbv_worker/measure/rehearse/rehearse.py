@@ -19,7 +19,7 @@ from zbv_solver.documents.files import write
 from zbv_solver.plans.orders import durations
 from zbv_solver.problem.problem import LETTERS
 
-from zbv_worker.errors import naming_errors
+from zbv_worker.errors import InvalidRun, naming_errors
 from zbv_worker.execution.agreement import Statement, agree
 from zbv_worker.execution.executor import DEFAULT_LOOK_AHEAD, Executor, ExecutorOptions
 from zbv_worker.execution.plan_source import SECONDS, PlanSource, WholePlan
@@ -72,6 +72,16 @@ class RehearseOptions:
     trace: Path | None = None
     """Where to write the merged trace."""
 
+    def plan(self) -> WholePlan:
+        """The plan; raises :class:`InvalidRun` for one that cannot be rehearsed."""
+        found = self.source.whole(self.timeout)
+        if found.orders.copies is not None:
+            raise InvalidRun(
+                "the plan copies activations to the host, and a rehearsal has none. Rehearse a plan without "
+                "costs.offload."
+            )
+        return found
+
     def seconds_per_unit(self, plan: WholePlan) -> float:
         """The scale: as given, else of the problem's unit, else one that makes actions 10 ms long."""
         if self.scale is not None:
@@ -94,7 +104,7 @@ def rehearse(options: RehearseOptions, world: World) -> Outcome | None:
     torch.set_num_threads(1)
     keep_freed_memory()
     sharpen_timer()
-    plan = options.source.whole(options.timeout)
+    plan = options.plan()
     mine = plan.of_rank(world.rank)  # refuses a wrong number of ranks before they meet
     if world.rank == 0 and options.trace is not None:
         claim(options.trace)

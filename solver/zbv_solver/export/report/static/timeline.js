@@ -187,15 +187,18 @@ export class Timeline {
   }
 
   /**
-   * The action written as `7I3`, or -1.
+   * The action written as `7I3`, or -1; of an entry of a copy, such as `7O3`, the F whose memory it moves.
    * @param {string} text
    */
   find(text) {
-    const found = /^\s*(\d+)\s*([FIWB])\s*(\d+)\s*$/i.exec(text);
+    const found = /^\s*(\d+)\s*([FIWBODR])\s*(\d+)\s*$/i.exec(text);
     if (found === null) {
       return -1;
     }
     const [stage, letter, microbatch] = [Number(found[1]), found[2].toUpperCase(), Number(found[3])];
+    if ("ODR".includes(letter)) {
+      return this.copies.of(stage, microbatch) === undefined ? -1 : this.cell(F, stage, microbatch);
+    }
     return this.cell(this.facts.letters.indexOf(letter), stage, microbatch);
   }
 

@@ -7,7 +7,7 @@ because a device runs one action at a time, and in addition what replicas gather
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
 from zbv_models.estimate.model import Transformer
@@ -89,6 +89,15 @@ class Running:
         return PerAction(forward, both, fused - both)
 
 
+Variants = tuple[Running, Running | None, Running | None]
+"""Costs without, with full and with selective recomputation; None as in :class:`LayerEstimate`."""
+
+
+def least_of(variants: Variants) -> float:
+    """Least time of a microbatch, recomputed or not."""
+    return min(running.shortest.total for running in variants if running is not None)
+
+
 @dataclass(frozen=True)
 class LayerEstimate:
     """One layer, on one device."""
@@ -121,6 +130,11 @@ class LayerEstimate:
     def recomputed(self, kind: str) -> Running | None:
         """Its costs where its stage is recomputed; None if it then has no other costs."""
         return None if kind == "none" else self.selective if kind == "selective" else self.full
+
+    @property
+    def least_work(self) -> float:
+        """Least time of a microbatch on one copy, recomputed or not."""
+        return least_of((self.plain, self.full, self.selective))
 
     @property
     def copies(self) -> int:
@@ -193,14 +207,34 @@ def estimate_model(
     tensor-parallel degree, the sequence by it and by the context-parallel degree, the experts by the
     expert-parallel degree, and that must divide the devices of all replicas of a stage.
     """
-    layers: list[LayerEstimate] = []
-    accumulated = training.kept(degrees).accumulated
-    # Parts do not depend on replicas, so layouts that differ only in these share them.
+    kinds, different = _different(model, training.kept(degrees).accumulated, training.ends_share_rank)
+    estimates = [
+        [_layer(each, degrees, device, links, training) for each in layers]
+        for layers, _ in without_replicas(model, degrees, device, links, training, sequences)
+    ]
+    layers = (
+        layer for kind, at in zip(kinds, different, strict=True) for layer in _named(kind, estimates[at])
+    )
+    return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
+
+
+def without_replicas(
+    model: Transformer,
+    degrees: Degrees,
+    device: Device,
+    links: GroupLinks,
+    training: Training,
+    sequences: int = 1,
+) -> tuple[tuple[tuple[Unreplicated, ...], int], ...]:
+    """What layouts share that differ only in their replicas: the different layers, and the number of each.
+
+    A layer is all of its halves if these are layers, and otherwise it is the only one of its tuple.
+    """
     inside = Inside(
         device,
         replace(links, data=NO_LINK, expert_data=NO_LINK, pipeline=NO_LINK),
         training.modules,
-        accumulated,
+        training.kept(degrees).accumulated,
         training.fused_gradients,
         training.pairs,
     )
@@ -213,25 +247,24 @@ def estimate_model(
         keeps_gathered=training.keeps_gathered,
         wide_operands=training.keeps_gathered and not is_narrow,
     )
+    return _unreplicated(model, of_parts, inside, sequences, training.ends_share_rank, training.by_halves)
 
-    def computed(kind: LayerKind) -> list[LayerEstimate]:
-        """The layer, or its halves."""
-        shapes = shapes_of(model, kind, of_parts, sequences)
-        parts = [_computed(half, shapes, inside) for _, half in kind.halves]
-        rest = kind, degrees, device, links, training, shapes.stream
-        if training.by_halves and len(parts) > 1:
-            halves = zip(parts, kind.halves, strict=True)
-            return [replace(_layer([part], *rest), name=name) for part, (name, _) in halves]
-        return [_layer(parts, *rest)]
 
-    # A model may have hundreds of layers that differ by their names only.
-    equal: dict[LayerKind, list[LayerEstimate]] = {}
-    for kind in layer_kinds(model, accumulated, training.ends_share_rank):
-        unnamed = replace(kind, name="", copies=None)
-        if unnamed not in equal:
-            equal[unnamed] = computed(unnamed)
-        layers += _named(kind, equal[unnamed])
-    return ModelEstimate(tuple(layers), _table_reduction(model, degrees, links, training))
+@lru_cache(maxsize=256)
+def _different(
+    model: Transformer, gradient_bytes: float, ends_share_rank: bool
+) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """All layers in model order, and the index of each among those that differ by more than their names.
+
+    A model may have hundreds of layers, but few different ones.
+    """
+    kinds = layer_kinds(model, gradient_bytes, ends_share_rank)
+    found: dict[LayerKind, int] = {}
+    return kinds, tuple(found.setdefault(_unnamed(kind), len(found)) for kind in kinds)
+
+
+def _unnamed(kind: LayerKind) -> LayerKind:
+    return replace(kind, name="", copies=None)
 
 
 @dataclass(frozen=True)
@@ -288,65 +321,138 @@ def _computed(half: Kind, shapes: Shapes, inside: Inside) -> Computed:
     )
 
 
-def _layer(
-    parts: list[Computed],
-    kind: LayerKind,
-    degrees: Degrees,
-    device: Device,
-    links: GroupLinks,
-    training: Training,
-    stream: Stream,
-) -> LayerEstimate:
-    """Some parts as a layer."""
-    stage, held = degrees.zero_stage, [each.part for each in parts]
-    shares = [training.shares(each.parameters, degrees) for each in held]
-    replicas = [
-        microbatch_times(of, stage, each.times, links) for of, each in zip(shares, parts, strict=True)
-    ]
-    buffers = sum(map(buffer_bytes, shares))
-    times = [each.times + more for each, more in zip(parts, replicas, strict=True)]
-    plain = Running(
-        sum(times, NONE),
-        sum(each.after_forward for each in held),
-        sum(each.after_input for each in held),
-        max(each.workspace for each in held) + buffers,
-    )
-    full = selective = None
-    if kind.can_recompute:
-        # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
-        full = _repeating(plain, _later(times, [each.times.forward for each in parts]), held[0].input_bytes)
-    if kind.can_recompute and (dropped := sum(each.dropped for each in parts)):
-        # What is dropped exists during I only (Korthikanti et al. 2022, §5).
-        selective = Running(
-            _later(times, [each.again for each in parts]),
-            plain.after_forward - dropped,
-            plain.after_input,
-            max(each.part.workspace + each.dropped for each in parts) + buffers,
+@dataclass(frozen=True)
+class Unreplicated:
+    """A layer of one replica: some parts."""
+
+    name: str
+    """That of a half; empty for a whole layer."""
+    kind: LayerKind
+    parts: tuple[Computed, ...]
+    stream: Stream
+    inside: Inside
+    is_half: bool
+
+    @cached_property
+    def alone(self) -> Variants:
+        """Its costs without replicas, which most layouts have."""
+        return self.variants([NONE] * len(self.parts), 0)
+
+    @cached_property
+    def least_work(self) -> float:
+        """Least time of a microbatch, recomputed or not."""
+        return least_of(self.alone)
+
+    def variants(self, replicas: list[PerAction], buffers: int) -> Variants:
+        """Its costs without and with recomputation, with more time of every part and more workspace."""
+        kind, parts, device = self.kind, self.parts, self.inside.device
+        held = [each.part for each in parts]
+        times = [each.times + more for each, more in zip(parts, replicas, strict=True)]
+        plain = Running(
+            sum(times, NONE),
+            sum(each.after_forward for each in held),
+            sum(each.after_input for each in held),
+            max(each.workspace for each in held) + buffers,
         )
-    elif kind.can_recompute and training.modules == OPERATIONS and not training.by_halves and is_known(held):
-        again = sum(each.times.forward for each in parts) - saved_time(held, stream, device)
-        selective = _repeating(plain, _later([plain.times], [again]), saved_bytes(held))
-    hidden = sum((each.hidden for each in parts), NONE)
+        full = selective = None
+        if kind.can_recompute:
+            # F keeps only the input, and I begins with an F (Chen et al. 2016, §3).
+            again = [each.times.forward for each in parts]
+            full = _repeating(plain, _later(times, again), held[0].input_bytes)
+        if kind.can_recompute and (dropped := sum(each.dropped for each in parts)):
+            # What is dropped exists during I only (Korthikanti et al. 2022, §5).
+            selective = Running(
+                _later(times, [each.again for each in parts]),
+                plain.after_forward - dropped,
+                plain.after_input,
+                max(each.part.workspace + each.dropped for each in parts) + buffers,
+            )
+        elif kind.can_recompute and self.inside.modules == OPERATIONS and not self.is_half and is_known(held):
+            repeated = sum(each.times.forward for each in parts) - saved_time(held, self.stream, device)
+            selective = _repeating(plain, _later([plain.times], [repeated]), saved_bytes(held))
+        hidden = sum((each.hidden for each in parts), NONE)
+        if not hidden.total:
+            return plain, full, selective
 
-    def with_pairs(running: Running) -> Running:
-        # What recomputation exchanges again does not count: Megatron-LM refuses pairs that repeat it.
-        return replace(running, hidden=hidden, pair_factor=device.cost_of_pairs) if hidden.total else running
+        def with_pairs(running: Running) -> Running:
+            # What recomputation exchanges again does not count: Megatron-LM refuses pairs that repeat it.
+            return replace(running, hidden=hidden, pair_factor=device.cost_of_pairs)
 
-    waiting = [each.exchanged + more for each, more in zip(parts, replicas, strict=True)]
-    of_replicas = TimeShares(data_parallel=sum(each.total for each in replicas))
+        return with_pairs(plain), full and with_pairs(full), selective and with_pairs(selective)
+
+    @cached_property
+    def flops(self) -> PerAction:
+        """Operations of its matrix products."""
+        return sum((each.part.flops for each in self.parts), NONE)
+
+    @cached_property
+    def shares(self) -> TimeShares:
+        """What its times consist of."""
+        return sum((each.shares for each in self.parts), NO_TIME)
+
+    @cached_property
+    def exchanged(self) -> PerAction:
+        """Microseconds in which compute waits for exchanges."""
+        return sum((each.exchanged for each in self.parts), NONE)
+
+
+@lru_cache(maxsize=4096)
+def _unreplicated(
+    model: Transformer,
+    degrees: Degrees,
+    inside: Inside,
+    sequences: int,
+    ends_share_rank: bool,
+    by_halves: bool,
+) -> tuple[tuple[tuple[Unreplicated, ...], int], ...]:
+    """The different layers of a model, or their halves, and the number of each."""
+    kinds, different = _different(model, inside.gradient_bytes, ends_share_rank)
+    found: list[tuple[tuple[Unreplicated, ...], int]] = []
+    for number in range(max(different) + 1):
+        same = [kind for kind, at in zip(kinds, different, strict=True) if at == number]
+        kind = _unnamed(same[0])
+        shapes = shapes_of(model, kind, degrees, sequences)
+        parts = {name: _part(half, shapes, inside) for name, half in kind.halves}
+        is_half = by_halves and len(parts) > 1
+        split = {name: (part,) for name, part in parts.items()} if is_half else {"": tuple(parts.values())}
+        layers = tuple(
+            Unreplicated(name, kind, own, shapes.stream, inside, is_half) for name, own in split.items()
+        )
+        found.append((layers, sum(kind.count for kind in same)))
+    return tuple(found)
+
+
+def _part(half: Kind, shapes: Shapes, inside: Inside) -> Computed:
+    """A part; without routed experts it is the same however these are divided, and is computed once."""
+    undivided = replace(shapes, degrees=replace(shapes.degrees, expert=1, expert_in_node=1))
+    found = _computed(half, undivided, inside)
+    return _computed(half, shapes, inside) if found.part.parameters.experts else found
+
+
+def _layer(
+    of: Unreplicated, degrees: Degrees, device: Device, links: GroupLinks, training: Training
+) -> LayerEstimate:
+    """A layer with its replicas."""
+    stage, parts = degrees.zero_stage, of.parts
+    shares = [training.shares(each.part.parameters, degrees) for each in parts]
+    replicas = [
+        microbatch_times(own, stage, each.times, links) for own, each in zip(shares, parts, strict=True)
+    ]
+    waiting, buffers = sum(replicas, NONE), sum(map(buffer_bytes, shares))
+    plain, full, selective = of.variants(replicas, buffers) if buffers or waiting.total else of.alone
     return LayerEstimate(
-        name="",
-        flops=sum((each.flops for each in held), NONE),
-        plain=with_pairs(plain),
-        full=full and with_pairs(full),
-        selective=selective and with_pairs(selective),
-        parameters=sum(each.parameters.on_device(degrees) for each in held),
+        name=of.name,
+        flops=of.flops,
+        plain=plain,
+        full=full,
+        selective=selective,
+        parameters=sum(each.part.parameters.on_device(degrees) for each in parts),
         static=sum(map(static_of, shares), StaticBytes()),
         passing=sum(map(passing_of, shares)),
-        output_bytes=held[-1].output_bytes * kind.streams,
-        step=sum((step_times(of, stage, device, links) for of in shares), StepTimes()),
-        shares=sum((each.shares for each in parts), of_replicas),
-        exchanged=sum(waiting, NONE),
+        output_bytes=parts[-1].part.output_bytes * of.kind.streams,
+        step=sum((step_times(own, stage, device, links) for own in shares), StepTimes()),
+        shares=of.shares + TimeShares(data_parallel=waiting.total),
+        exchanged=of.exchanged + waiting,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from zbv_models.estimate.shapes import Degrees, Parameters, Summed
 
@@ -152,6 +153,12 @@ class Share:
     """Whether they are those of routed experts."""
 
 
+@lru_cache(maxsize=256)
+def _kept(account: Account, state: StateBytes, zero_stage: int, tables: bool) -> HeldBytes:
+    """What an account says, which all layers ask."""
+    return account(state, zero_stage, tables)
+
+
 def shares_of(
     parameters: Parameters, state: StateBytes, account: Account, degrees: Degrees
 ) -> tuple[Share, ...]:
@@ -160,13 +167,13 @@ def shares_of(
     Experts have other replicas than the rest (Megatron-LM, ``DistributedOptimizer`` with expert parallelism).
     """
     stage, dense = degrees.zero_stage, parameters.dense_on(degrees)
-    kept, of_tables = account(state, stage, False), account(state, stage, True)
+    kept, of_tables = _kept(account, state, stage, False), _kept(account, state, stage, True)
     found = [Share(dense, degrees.replicas, kept)]
     if parameters.tables and of_tables != kept:
         tables = parameters.tables // degrees.tensor
         found = [replace(found[0], count=dense - tables), Share(tables, degrees.replicas, of_tables)]
     if parameters.experts:
-        of_experts = account(replace(state, gathered=0.0), stage, False)
+        of_experts = _kept(account, replace(state, gathered=0.0), stage, False)
         number = parameters.experts_on(degrees)
         found.append(Share(number, degrees.expert_replicas, of_experts, is_expert=True))
     return tuple(found)

@@ -26,7 +26,7 @@ from zbv_models.layouts.cluster import AnyCluster, transfer
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout
 from zbv_models.layouts.measured_layers import LayerConditions, Origins
-from zbv_models.layouts.setting import SECONDS, Modules, Setting, least_work_of
+from zbv_models.layouts.setting import SECONDS, Modules, Setting
 
 UNITS = Units("us", "bytes")
 EVERYWHERE = ("selective", "full")
@@ -80,9 +80,7 @@ class EstimatedLayout:
     @cached_property
     def room(self) -> float:
         """Bytes of a device of every rank together for layers."""
-        groups = self.setting.cluster.groups
-        counts = {group: self.layout.group_of.count(group) for group in self.layout.used_groups}
-        return sum((groups[each].memory - groups[each].reserve) * count for each, count in counts.items())
+        return self.setting.room(self.layout)
 
     @cached_property
     def layers(self) -> tuple[tuple[LayerEstimate, ...], ...]:
@@ -117,7 +115,7 @@ class EstimatedLayout:
     def mean_bound(self) -> float:
         """Lower bound of the step in seconds: a rank has at least the mean of all ranks' work. Lemma 56."""
         m = self.layout.microbatches
-        work, speed = self._shared(self._table(lambda layer: m * least_work_of(layer) + layer.step.total))
+        work, speed = self._shared(self._table(lambda layer: m * layer.least_work + layer.step.total))
         return float(work.sum()) / speed * SECONDS
 
     @cached_property

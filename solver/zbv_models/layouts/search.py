@@ -33,6 +33,10 @@ from zbv_models.layouts.setting import SECONDS, Setting
 PROMISING = 0.05
 """Layouts whose first plan is longer than the best by at most this share get a full search."""
 MOST_PROMISING = 4
+MANY = 500
+"""Layouts and families whose bounds take much longer than a plan."""
+ESTIMATED, TRIES = 300, 10
+"""Of these, how many are estimated and planned until one fits."""
 REPORT_SECONDS = 0.2
 """Least time between two reports, except those of a better layout: a report counts the layouts that wait."""
 REPORTS_SHARE = 0.05
@@ -199,6 +203,8 @@ class LayoutSearch:
         Raises :class:`NoLayoutFits` when no layout fits in memory.
         """
         ended: set[int] = set()
+        if len(self.queue) > MANY:
+            self.find_any()
         while len(ended) < self.top and not self.is_over() and (node := self.next()) is not None:
             if node.is_planned:
                 ended.add(node.number)
@@ -208,6 +214,34 @@ class LayoutSearch:
         if not self.planned and not any(self.waiting(is_unresolved=False)):
             raise NoLayoutFits(self.considered, self.setting.cluster.size, len(self.bounds()))
         self.finish()
+
+    def find_any(self) -> None:
+        """Plan a layout that is likely to fit: a search of many layouts that ends early then has an answer.
+
+        Of some families with the smallest microbatches, the layout whose replicas divide most is estimated.
+        """
+        setting, firsts = self.setting, [next(node.members())[1] for node in self.queue]
+        smallest = min(layout.microbatch_size for layout in firsts)
+        small = (
+            node
+            for node, layout in zip(self.queue, firsts, strict=True)
+            if layout.microbatch_size == smallest
+        )
+        found: list[Node] = []
+        for node in sorted(small):
+            if len(found) == ESTIMATED or self.is_over():
+                break
+            number, layout = min(node.members(), key=lambda each: setting.states(each[1]))
+            if setting.surely_lacks_room(layout):
+                continue
+            estimated = EstimatedLayout.of(layout, setting)
+            if estimated.has_room_for_states:
+                bound = max(estimated.mean_bound, estimated.memory_bound)
+                found.append(self.node(bound, number, estimated, is_tight=True))
+        for node in sorted(found)[:TRIES]:
+            if self.planned or self.is_over():
+                break
+            self.refine(node)
 
     def is_over(self) -> bool:
         """Whether the search should end."""
@@ -228,11 +262,12 @@ class LayoutSearch:
             for member, layout in node.members():
                 self.push(bound, member, layout)
         elif isinstance(of, Layout):
-            estimated = EstimatedLayout.of(of, self.setting)
-            if estimated.has_room_for_states:
-                self.push(max(bound, estimated.mean_bound, estimated.memory_bound), number, estimated)
-            else:
+            # An estimate takes a hundred times as long as the first test.
+            estimated = None if self.setting.surely_lacks_room(of) else EstimatedLayout.of(of, self.setting)
+            if estimated is None or not estimated.has_room_for_states:
                 self.too_large.append(node)
+            else:
+                self.push(max(bound, estimated.mean_bound, estimated.memory_bound), number, estimated)
         elif isinstance(of, EstimatedLayout) and not node.is_tight:
             bound = max(bound, of.load_bound)
             if bound < inf:

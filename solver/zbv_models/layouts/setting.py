@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
@@ -12,10 +13,11 @@ from zbv_solver.problem.layer import Recomputed
 from zbv_models.estimate.attention import Attention
 from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.latent_attention import LatentAttention
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model
+from zbv_models.estimate.layers import ModelEstimate, Training, estimate_model, without_replicas
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of
-from zbv_models.estimate.shapes import Degrees
+from zbv_models.estimate.shapes import Degrees, Parameters
+from zbv_models.estimate.states import static_of
 from zbv_models.estimate.times import is_known
 from zbv_models.layouts.cluster import AnyCluster, Cluster
 from zbv_models.layouts.executor_memory import STATES
@@ -152,6 +154,21 @@ class Setting:
             links = replace(links, data=data, expert_data=data)
         return replace(links, pipeline=pipeline or links.pipeline), latency
 
+    def room(self, layout: Layout) -> float:
+        """Bytes of a device of every rank together for layers."""
+        groups = self.cluster.groups
+        counts = {group: layout.group_of.count(group) for group in layout.used_groups}
+        return sum((groups[each].memory - groups[each].reserve) * count for each, count in counts.items())
+
+    def states(self, layout: Layout) -> float:
+        """Bytes of parameters, gradients and optimizer on a device of every rank together, as estimated."""
+        degrees = replace(layout.degrees(self.cluster.groups[0]), expert_in_node=1)
+        return _states(self, degrees, self.is_v(layout.pipeline_parallel))
+
+    def surely_lacks_room(self, layout: Layout) -> bool:
+        """Whether the states alone are too large, as known without an estimate of the layers."""
+        return self.measured is None and self.states(layout) > self.room(layout)
+
     def least_work(self, layout: Layout) -> float:
         """Lower bound of the step in seconds: compute and the fastest exchanges, none between replicas.
 
@@ -161,6 +178,25 @@ class Setting:
         work, speeds = _least_work_of_all(self, layout.used_groups, *sizes, layout.microbatch_size)
         speed = sum(map(speeds.__getitem__, layout.group_of)) if layout.groups else layout.pipeline_parallel
         return work * layout.microbatches / speed * SECONDS
+
+
+@lru_cache(maxsize=4096)
+def _states(setting: Setting, degrees: Degrees, ends_share_rank: bool) -> float:
+    """Bytes of the states of all layers, on one device of every rank together."""
+    training = setting.training
+    counts = _parameters(setting.model, training.kept(degrees).accumulated, ends_share_rank)
+    return sum(static_of(training.shares(each, degrees)).total * count for each, count in counts.items())
+
+
+@lru_cache(maxsize=64)
+def _parameters(model: Transformer, gradient_bytes: float, ends_share_rank: bool) -> Counter[Parameters]:
+    """How many parts of a model have the same parameters."""
+    found: Counter[Parameters] = Counter()
+    for kind in layer_kinds(model, gradient_bytes, ends_share_rank):
+        shapes = shapes_of(model, kind, Degrees())
+        for _, half in kind.halves:
+            found[half.part(shapes).parameters] += kind.count
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -199,11 +235,7 @@ def _least_works(
         group(cluster.tensor_overlap), group(cluster.context_overlap), experts, experts
     )
     at = (setting.model, degrees, cluster.device, links_of_groups, setting.training, size)
+    if setting.measured is None:
+        return [sum(each.least_work for each in layers) * count for layers, count in without_replicas(*at)]
     estimate, _ = setting.estimate(LayerConditions(*at))
-    return [least_work_of(layer) * layer.copies for layer in estimate.layers]
-
-
-def least_work_of(layer: LayerEstimate) -> float:
-    """Least time of a microbatch on one copy of a layer, recomputed or not."""
-    variants = filter(None, (layer.plain, layer.full, layer.selective))
-    return min(running.shortest.total for running in variants)
+    return [layer.least_work * layer.copies for layer in estimate.layers]

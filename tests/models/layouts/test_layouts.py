@@ -151,6 +151,15 @@ def test_a_search_ends_during_the_enumeration(executor: str, monkeypatch: pytest
     assert ranking.considered == ranking.unsettled < len(request.layouts)
 
 
+def test_a_search_of_many_layouts_that_ends_early_has_one_that_fits() -> None:
+    request = request_of(EXPERTS, cluster_of(8, 4, 0.6), 64)
+    families = list(request.families())
+    left = iter(range(len(families)))
+    early = best_layouts(families, request.setting, cancelled=lambda: next(left, None) is None)
+    assert early.best
+    assert early.unsettled > early.considered / 2
+
+
 def test_points_and_sensitivity_end_with_the_search() -> None:
     request = request_of(NARROW, cluster_of(1, 2), 8)
     ranking = best_layouts(request.families(), request.setting)

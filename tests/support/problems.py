@@ -9,7 +9,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from zbv_solver.problem.problem import Objective, Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.stages import Costs, Deltas, Feature, Memory, Placement, PlacementKind
+from zbv_solver.problem.stages import Copies, Costs, Deltas, Feature, Memory, Placement, PlacementKind
 
 
 def uniform(
@@ -242,3 +242,24 @@ def in_other_units(problem: Problem, time: float, memory: float) -> Problem:
 
     whole: Problem = both(problem)
     return replace(whole, features=tuple(both(feature) for feature in problem.features))
+
+
+_SHARES = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+
+
+@st.composite
+def with_copies(draw: st.DrawFn) -> Problem:
+    """Problems with copies to the host, without a limit of memory."""
+    problem = draw(problems(max_p=3, max_m=4, kinds=("v", "loop", "single")))
+    out, back, moved = draw(st.tuples(_SHARES, _SHARES, _SHARES))
+    costs = problem.costs
+    copies = Copies(
+        tuple(4 * out * each for each in costs.forward),
+        tuple(4 * back * each for each in costs.backward_input),
+        tuple(moved * each for each in problem.memory.forward),
+        draw(
+            st.none()
+            | st.just(tuple(draw(_SHARES) * each for each in problem.without_copies().smallest_limit))
+        ),
+    )
+    return replace(problem, copies=copies)

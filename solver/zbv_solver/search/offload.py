@@ -1,7 +1,7 @@
 """The search with copies to the host: orders for several amounts of memory, and copies that make them fit.
 
 An order for more memory is shorter, and needs more copies; which amount is best depends on the engines. So
-quick searches try several, and a longer one follows at the best of them.
+quick searches try several, and order and copies of the best one are then annealed together.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import numpy as np
 from zbv_solver.bounds import lower_bound
 from zbv_solver.construct.dispatch import serial
 from zbv_solver.improve.copies import plan_copies
+from zbv_solver.improve.copy_search import anneal_copies
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.problem import D, O, Problem, R, least_with_copies
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
-from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.options import BUDGETS, SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 SHARES = (1.0, 0.85, 0.7, 0.55, 0.45)
 """Memory for which orders are searched, as shares of what 1F1B needs."""
+ROUNDS = 10
+"""Rounds of annealing; between two of them the search may end."""
 
 
 class CopySearch:
@@ -55,8 +58,8 @@ class CopySearch:
         return made[0]
 
     def keep(self, value: float, orders: Orders, method: str) -> None:
-        """Keep an order if it is the best so far."""
-        if self.best is not None and value >= self.best[0]:
+        """Keep an order if it is the best so far, or has fewer copies than an equal one."""
+        if self.best is not None and (value, _copies(orders)) >= (self.best[0], _copies(self.best[1])):
             return
         self.best = value, orders, method
         if self.on_progress is not None:
@@ -76,25 +79,32 @@ class CopySearch:
         return is_met or is_late or (self.cancelled is not None and self.cancelled())
 
     def run(self) -> None:
-        """Try orders for several amounts of memory, then one amount with the whole effort."""
+        """Try orders for several amounts of memory, and anneal the best one."""
         first = _serial(self.problem)
         self.keep(objective_of(self.problem, first), first, "one microbatch after another, with copies")
-        found: list[tuple[float, tuple[float, ...]]] = []
         limits = list(_limits(self.problem))
-        quick = replace(self.options, effort="quick")
         for number, limit in enumerate(limits):
             if self.is_over():
                 return
-            plan = self._search(quick, limit, 1 / (2 * len(limits) - number))
-            value = self.try_orders(plan.orders, f"{plan.provenance.method}, with copies")
-            if value is not None:
-                found.append((value, limit))
-        if found and self.options.effort != "quick" and not self.is_over():
-            plan = self._search(self.options, min(found)[1], 1.0)
+            plan = self._search(limit, 1 / (2 * len(limits) - number))
             self.try_orders(plan.orders, f"{plan.provenance.method}, with copies")
+        self.anneal()
 
-    def _search(self, options: SearchOptions, limit: tuple[float, ...], share: float) -> Plan:
+    def anneal(self) -> None:
+        """Anneal the best order with its copies."""
+        if self.best is None or self.is_over():
+            return
+        _, orders, method = self.best
+        moves = BUDGETS[self.options.effort].copied // (len(orders) * ROUNDS)
+        annealing = anneal_copies(self.problem, orders, rounds=ROUNDS, moves=moves, seed=self.options.seed)
+        for value, annealed in annealing:
+            self.keep(value, annealed, f"{method}, annealed")
+            if self.is_over():
+                return
+
+    def _search(self, limit: tuple[float, ...], share: float) -> Plan:
         """An order without copies for a memory limit, in a share of the time that is left."""
+        options = replace(self.options, effort="quick")
         if options.time_limit is not None:
             left = max(0.01, options.time_limit - self.seconds)
             options = replace(options, time_limit=share * left)
@@ -148,6 +158,10 @@ def _serial(problem: Problem) -> Orders:
     if not rows:
         return orders
     return replace(orders, copies=np.array(sorted(rows, key=itemgetter(0)), np.int32))
+
+
+def _copies(orders: Orders) -> int:
+    return 0 if orders.copies is None else len(orders.copies)
 
 
 def _at_limit(problem: Problem, limit: tuple[float, ...] | None) -> Problem:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import arrival_of, copied_at_random, random_orders
-from support.problems import problems
+from support.problems import with_copies
 from zbv_solver.errors import InfeasibleMemory, InvalidInput, InvalidPlan
 from zbv_solver.export import RENUMBERED, export
 from zbv_solver.export.report import plan_view
@@ -26,7 +26,6 @@ from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.stages import Copies
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.claims import check_plan
@@ -38,27 +37,9 @@ from zbv_solver.verify.verifier import verify, verify_orders
 
 TIMED = json.loads(Path(__file__).with_name("copies.json").read_text())
 """Orders with copies, some with pairs, their makespan, span and peak memory."""
-SHARES = st.sampled_from([0.0, 0.25, 0.5, 1.0])
 COSTS: dict[str, Any] = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1, "offload": 12}
 MEMORY: dict[str, Any] = {"forward": 2, "backward_input": -1, "backward_weight": -1}
 PROBLEM: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "costs": COSTS, "memory": MEMORY}
-
-
-@st.composite
-def with_copies(draw: st.DrawFn) -> Problem:
-    problem = draw(problems(max_p=3, max_m=4, kinds=("v", "loop", "single")))
-    out, back, moved = draw(st.tuples(SHARES, SHARES, SHARES))
-    costs = problem.costs
-    copies = Copies(
-        tuple(4 * out * each for each in costs.forward),
-        tuple(4 * back * each for each in costs.backward_input),
-        tuple(moved * each for each in problem.memory.forward),
-        draw(
-            st.none()
-            | st.just(tuple(draw(SHARES) * each for each in problem.without_copies().smallest_limit))
-        ),
-    )
-    return replace(problem, copies=copies)
 
 
 def simulate(problem: Problem, orders: Orders) -> dict[Action, tuple[float, float]] | None:

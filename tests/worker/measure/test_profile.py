@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from support.processes import wait_until
+from support.forked_ranks import fork_module
+from support.processes import DEADLINE, wait_until
 from support.thread_transport import ThreadHub
 from zbv_solver.problem.reading import parse_problem
 from zbv_worker.commands.cli import main
-from zbv_worker.host.local_ranks import python_command
 from zbv_worker.measure.profile import profile
 from zbv_worker.measure.profile.profile import (
     ProfileOptions,
@@ -171,18 +170,16 @@ def test_a_terminated_profile_ends_its_rank_and_removes_its_files(tmp_path: Path
     output = ["-o", str(tmp_path / "problem.json")]
     arguments = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL), *output]
     numbers = ["--pp", "1", "--microbatches", "4", "--repeats", "1000000"]
-    command = python_command("zbv_worker.commands.cli", "profile", *arguments, *numbers)
-    folder = tmp_path / "temporary"
+    folder, said = tmp_path / "temporary", tmp_path / "log"
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as profiler:
-        logs = "*/rank-0.log"
-        wait_until(lambda: any("measured" in log.read_text() for log in folder.glob(logs)), "it measures")
-        children = Path(f"/proc/{profiler.pid}/task/{profiler.pid}/children").read_text().split()
-        profiler.send_signal(signal.SIGTERM)
-        _, said = profiler.communicate(timeout=240)
-    assert profiler.returncode == 130
-    assert said.splitlines()[-1] == "zbv-worker: interrupted."
+    profiler = fork_module("support.forking_worker", ["profile", *arguments, *numbers], environment, said)
+    logs = "*/rank-0.log"
+    wait_until(lambda: any("measured" in log.read_text() for log in folder.glob(logs)), "it measures")
+    children = Path(f"/proc/{profiler.pid}/task/{profiler.pid}/children").read_text().split()
+    profiler.send_signal(signal.SIGTERM)
+    assert profiler.wait(DEADLINE) == 130
+    assert said.read_text().splitlines()[-1] == "zbv-worker: interrupted."
     assert [*folder.glob("zbv-*")] == []
     (child,) = children
     assert not Path(f"/proc/{child}").exists()

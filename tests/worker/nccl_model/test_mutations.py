@@ -27,10 +27,10 @@ from zbv_worker.transport.nccl import NcclTransport
 from zbv_worker.transport.torch_api import GroupOptions
 from zbv_worker.values.structure import TensorSpec
 
-INTERLEAVED = baseline("interleaved-1f1b", unit_problem(4, 8))
+INTERLEAVED = baseline("interleaved-1f1b", unit_problem(4, 4))
 
 
-V = unit_problem(4, 8), next(get_v_schedule(unit_problem(4, 8))).orders
+V = unit_problem(4, 4), next(get_v_schedule(unit_problem(4, 4))).orders
 
 
 def run(**changes: Any) -> None:
@@ -241,20 +241,6 @@ def test_a_completed_receive_that_is_trusted_after_an_abort(monkeypatch: pytest.
     monkeypatch.setattr(nccl_operations.Operations, "check", lambda self: None)
     with pytest.raises(ModelError, match=r"reads garbage: receive on .* was aborted"):
         Cluster(2).run(_abort_while_waiting)
-
-
-def test_a_send_that_is_asked_for_its_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = nccl_operations.StreamSender.look
-
-    def asks(self: nccl_operations.StreamSender) -> None:
-        for sent in self._sent:
-            work: Any = sent.work
-            work.is_success()
-        look(self)
-
-    monkeypatch.setattr(nccl_operations.StreamSender, "look", asks)
-    with pytest.raises(NotImplementedError, match="is deprecated"):
-        run()
 
 
 def test_sums_that_are_used_without_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from support.fake_nccl.simulation import Deadlock, ModelError
 from zbv_worker.execution.turns import Half
 
 REPLICAS = 2
-every_family = pytest.mark.parametrize("family", PAIRED_FAMILIES)
 
 
 def run(plan: Plan, kernels: int, **changes: Any) -> None:
@@ -22,12 +21,11 @@ def run(plan: Plan, kernels: int, **changes: Any) -> None:
     run_plan(*plan, ModelRun(device=device, **changes))
 
 
-@every_family
-@pytest.mark.parametrize("seed", [0, 1])
-def test_pairs_run_with_a_kernel_more_than_the_transport_states(family: str, seed: int) -> None:
+@pytest.mark.parametrize("family", PAIRED_FAMILIES)
+def test_pairs_run_with_a_kernel_more_than_the_transport_states(family: str) -> None:
     plan = PAIRED_FAMILIES[family](2, 4)
     assert plan[1].paired is not None
-    run(plan, stated_kernels(plan, REPLICAS) + 1, seed=seed)
+    run(plan, stated_kernels(plan, REPLICAS) + 1)
 
 
 def test_pairs_run_on_four_ranks() -> None:
@@ -35,10 +33,9 @@ def test_pairs_run_on_four_ranks() -> None:
     run(plan, stated_kernels(plan, REPLICAS) + 1)
 
 
-@every_family
-def test_pairs_hang_with_one_kernel_at_once(family: str) -> None:
+def test_pairs_hang_with_one_kernel_at_once() -> None:
     with pytest.raises(Deadlock):
-        run(PAIRED_FAMILIES[family](2, 4), 1)
+        run(PAIRED_FAMILIES["V, pairs"](2, 4), 1)
 
 
 def test_replicas_that_order_the_halves_differently_compute_wrong_numbers() -> None:

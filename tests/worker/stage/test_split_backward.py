@@ -156,34 +156,6 @@ def test_weight_gradients_and_outputs_without_gradients_carry_no_graph() -> None
         assert module(torch.randn(2, WIDTH)).grad_fn is None
 
 
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("backward", [True, False])
-def test_under_autocast_gradients_have_the_dtypes_of_their_parameters_and_equal_autograd(
-    forward: bool, backward: bool
-) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(11, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
-    prepared = copy.deepcopy(module)
-    recorder = defer_weight_gradients(prepared)
-    words = torch.randint(11, (3, 5))
-    queue = WeightGrads()
-    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-        expected = module(words)
-        with recorder.into(queue):
-            output = prepared(words)
-    assert output.dtype == expected.dtype
-    torch.testing.assert_close(output, expected)
-    grad_output = torch.randn_like(output)
-    with torch.autocast("cpu", torch.bfloat16, enabled=backward):
-        expected.backward(grad_output)
-        output.backward(grad_output)
-        queue.run()
-    for (name, parameter), other in zip(prepared.named_parameters(), module.parameters(), strict=True):
-        assert parameter.grad is not None, name
-        assert parameter.grad.dtype == torch.float32
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=5e-2, atol=5e-2)
-
-
 def test_module_trees_that_share_a_module_both_queue() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     one, two = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(WIDTH, WIDTH))

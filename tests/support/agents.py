@@ -101,12 +101,6 @@ class Cluster:
         self.agents.append(agent)
         return agent
 
-    def start_two(self) -> tuple[AgentProcess, AgentProcess]:
-        """Start agents ``one`` and ``two`` and wait until both are registered."""
-        pair = self.start("one"), self.start("two")
-        until(lambda: self.names() == {"one", "two"}, self.story)
-        return pair
-
     def names(self) -> set[str]:
         """The registered agents."""
         return {str(found["name"]) for found in self.client.agents()}

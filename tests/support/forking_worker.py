@@ -1,7 +1,7 @@
-"""``zbv-worker``, whose agent forks its child processes: ``python -m support.forking_worker ARGUMENTS``.
+"""``zbv-worker``, which forks its child processes: ``python -m support.forking_worker ARGUMENTS``.
 
 An agent forks its launchers, which fork their ranks. The tree of processes is the usual one, but no process
-imports torch if :mod:`support.fork_server` has forked the agent.
+imports torch if :mod:`support.fork_server` has forked the agent. A measurement forks its ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import IO, Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from zbv_worker.agent import generation
 from zbv_worker.commands.cli import main
+from zbv_worker.host import local_ranks
 
 from support.fork_server import run_program
 
@@ -98,9 +99,10 @@ def _redirect(stdout: IO[Any] | None, stderr: IO[Any] | int | None) -> None:
 
 
 def fork_children() -> None:
-    """Let agents and torch elastic fork, from now on."""
+    """Let agents, torch elastic and measurements fork, from now on."""
     forking = SimpleNamespace(Popen=ForkedPopen, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    generation.subprocess = forking  # type: ignore[attr-defined,assignment]
+    for module in (generation, local_ranks):
+        module.subprocess = forking  # type: ignore[attr-defined]
     subprocess_handler.Popen = ForkedPopen  # type: ignore[attr-defined,assignment]
 
 

@@ -1,11 +1,14 @@
-"""Compares gradients, parameter by parameter."""
+"""Gradients of a split backward, and comparisons of gradients, parameter by parameter."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
+from zbv_worker.stage.recorder import defer_weight_gradients
+from zbv_worker.stage.weight_grads import WeightGrads
 
 
 def gradients_of(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -30,3 +33,19 @@ def relative_error(found: Mapping[str, Tensor], reference: Mapping[str, Tensor])
         for name, right in reference.items()
     ]
     return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+
+def split(module: nn.Module, x: Tensor, gradient: Tensor) -> WeightGrads:
+    """Run F and I; the caller runs W, which is the queue."""
+    queue = WeightGrads()
+    with defer_weight_gradients(module).into(queue):
+        module(x).backward(gradient)
+    return queue
+
+
+def require_equal(module: nn.Module, right: nn.Module) -> None:
+    """Require the gradients of another module."""
+    found, expected = gradients_of([module]), gradients_of([right])
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,6 @@ import zbv_solver
 import zbv_worker as zbv
 from torch import Tensor, nn
 from torch.nn import functional as nnf
-from torch.utils.data import Dataset
 
 WORDS, WIDTH, BLOCKS = 11, 8, 6
 
@@ -116,17 +115,14 @@ def per_step_problem(p: int, microbatches: int) -> dict[str, Any]:
     }
 
 
-class PlannedSteps(Dataset["zbv_solver.Plan | None"]):  # type: ignore[misc]  # untyped
+class PlannedSteps:
     """Plans of random batches, for the process of a data loader; one step has none."""
 
-    def __init__(self, steps: int, p: int, microbatches: int, unplanned: int):
+    def __init__(self, p: int, microbatches: int, unplanned: int):
         parsed = zbv_solver.parse(per_step_problem(p, microbatches))
         assert isinstance(parsed, zbv_solver.Problem)
-        self._steps, self._microbatches, self._unplanned = steps, microbatches, unplanned
+        self._microbatches, self._unplanned = microbatches, unplanned
         self._planner = zbv_solver.StepPlanner(parsed)
-
-    def __len__(self) -> int:
-        return self._steps
 
     def __getitem__(self, step: int) -> zbv_solver.Plan | None:
         if step == self._unplanned:

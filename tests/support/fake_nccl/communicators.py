@@ -221,7 +221,7 @@ def _reduce(operations: list[Operation]) -> None:
 
 
 class FakeWork:
-    """A queued operation (``WorkNCCL``)."""
+    """A queued operation (``WorkNCCL``), without what the worker must not call."""
 
     def __init__(self, operation: Operation, end: Recording):
         self._operation = operation
@@ -231,28 +231,10 @@ class FakeWork:
         """Whether the stream has passed it, also because of an abort."""
         return self._operation.stream.device.has_passed(self._end)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> bool:
         """Make the current stream wait; the host goes on."""
-        if timeout is not None:
-            raise ModelError("wait(timeout) blocks the host, counts from issue and aborts; never call it")
         self._operation.stream.device.current.wait_recording(self._end)
         return True
-
-    def is_success(self) -> bool:
-        """Raise, as ``WorkNCCL::isSuccess`` does."""
-        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
-
-    def source_rank(self) -> int:
-        """Raise, as ``Work::sourceRank`` does."""
-        raise RuntimeError(
-            "sourceRank() may only be called on work objects that correspond to a recv or recv-from-any call."
-        )
-
-    def result(self) -> list[Tensor]:
-        """Refuse: deprecated in torch, and it says nothing about success."""
-        raise ModelError("Work.result() is deprecated; never call it")
-
-    exception = result
 
 
 class FakeGroup:

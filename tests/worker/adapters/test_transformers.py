@@ -21,7 +21,6 @@ import zbv_worker as zbv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support.paths import ROOT
 from support.split_check import HOOKS, ON_PARAMETERS, check, strided
 from support.thread_pipeline import on_ranks, plan_of
 from torch import Tensor, nn
@@ -35,7 +34,6 @@ from zbv_worker.adapters.split_modules import split_modules
 from zbv_worker.adapters.transformers import TransformersLayers, from_transformers
 from zbv_worker.adapters.transformers_source import SUPPORTED
 from zbv_worker.errors import InvalidRun
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.measure.estimate.without_memory import built
 from zbv_worker.model import Layered, PipelineModel, Tied, Weighted
 from zbv_worker.model.layer_list import whole_name
@@ -563,16 +561,6 @@ def test_a_pipeline_computes_the_balancing_loss_of_a_batch_with_padding() -> Non
         gradients = {name: p.grad for name, p in pipe.named_parameters()}
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[names[name]], parameter.grad, rtol=1e-5, atol=1e-5)
-
-
-def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
-    command = python_command("support.run_script", str(ROOT / "examples" / "llama.py"))
-    with LocalRanks([command] * 2, tmp_path) as ranks:
-        ranks.wait(240)
-    logs = "".join(path.read_text() for path in tmp_path.glob("*.log"))
-    losses = [float(line.split()[1]) for line in logs.splitlines() if line.startswith("loss ")]
-    assert len(losses) == 10
-    assert losses[-1] < 0.8 * losses[0]
 
 
 SHARES = {"llama": 0.99, "gpt2": 0.98, "mixtral": 0.98, "qwen2_moe": 0.97}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +18,12 @@ from support.trained import train_in_threads
 from torch import Tensor, nn
 from zbv_solver.plans.orders import Orders, first_in_first_out
 from zbv_solver.problem.problem import Problem
+from zbv_worker.checkpoints.checkpoint import CheckpointOptions
 from zbv_worker.checkpoints.checkpoint_files import Reader
 from zbv_worker.errors import InvalidRun, ModelError
 from zbv_worker.execution.build_stages import build_modules, build_stages
 from zbv_worker.execution.plan_source import PlanSource
 from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, require_layers
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 from zbv_worker.model.checks import build_layers
 from zbv_worker.model.layer_list import whole_name
 from zbv_worker.model.protocol import Layered
@@ -230,21 +229,6 @@ def ascending_orders(problem: Problem) -> Orders:
     return first_in_first_out(random_orders(problem, Random(3), fused=0.0), problem.n_stages)
 
 
-def train_in_two_cuts(folder: Path) -> Path:
-    """Three steps of a model in two processes, and from their checkpoint three more in another cut."""
-    checkpoints = folder / "checkpoints"
-    for name, problem, steps in (("uneven", UNEVEN, 3), ("other", OTHER, 6)):
-        plan = write_plan(folder / f"{name}.json", problem, ascending_orders(problem))
-        model = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(GPT)]
-        arguments = ["run", "--plan-file", str(plan), *model, "--steps", str(steps), "--threads", "1"]
-        arguments += ["--checkpoint-dir", str(checkpoints)]
-        with LocalRanks(
-            [python_command("zbv_worker.commands.cli", *arguments)] * 2, folder / f"{name}-logs"
-        ) as ranks:
-            ranks.wait(timeout=240)
-    return checkpoints
-
-
 class Kept(Gpt):
     """A model that records the modules and optimizers of all ranks, which are threads."""
 
@@ -261,10 +245,12 @@ class Kept(Gpt):
 
 
 def test_changing_the_partition_by_a_checkpoint_changes_no_bit_of_the_training(tmp_path: Path) -> None:
-    """Two processes that exchange layers after three of six steps, and two threads that keep them."""
-    config = gpt(**GPT).config
+    """Two ranks that exchange layers after three of six steps, and two that keep them."""
+    config, saving = gpt(**GPT).config, TrainingOptions(checkpoint=CheckpointOptions(tmp_path, every=3))
     train_in_threads(UNEVEN, ascending_orders(UNEVEN), TrainingOptions(), 6, lambda: Kept(config, seed=0))
-    changed = Reader(train_in_two_cuts(tmp_path) / "step-00000006.g2")
+    for problem, steps in ((UNEVEN, 3), (OTHER, 6)):
+        train_in_threads(problem, ascending_orders(problem), saving, steps, lambda: Gpt(config, seed=0))
+    changed = Reader(tmp_path / "step-00000006.g2")
     states = {p: state for optimizer in Kept.optimizers for p, state in optimizer.state.items()}
     named = [(whole_name(n), p) for module in Kept.modules for n, p in module.named_parameters()]
     assert len(named) == len(states)

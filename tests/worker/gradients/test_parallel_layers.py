@@ -92,7 +92,7 @@ def test_the_state_of_divided_layers_is_gathered_and_loaded(found: Found, case: 
         assert rank == 0 or found[rank][case]["whole"] is None
 
 
-@pytest.mark.parametrize("case", ["tp", "sp, mesh turned", "fsdp and tp", "tp, recomputed"])
+@pytest.mark.parametrize("case", ["sp, mesh turned", "fsdp and tp", "tp, recomputed"])
 def test_w_multiplies_only_local_parts(found: Found, case: str) -> None:
     for rank in RANKS:
         calls = found[rank][case]["calls"]
@@ -101,7 +101,7 @@ def test_w_multiplies_only_local_parts(found: Found, case: str) -> None:
         assert not any("Linear" in name for some in found[rank][case]["unsplit"] for name in some)
 
 
-@pytest.mark.parametrize("case", ["fsdp", "hsdp", "fsdp and tp"])
+@pytest.mark.parametrize("case", ["fsdp, tied", "hsdp", "fsdp and tp"])
 def test_replicas_keep_a_part_of_every_parameter(found: Found, case: str) -> None:
     parts = 4 if case == "fsdp and tp" else 2
     whole = expected(case)["parameters"]

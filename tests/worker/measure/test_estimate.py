@@ -78,13 +78,42 @@ def square_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def one(model: Any, at: int = 1) -> Estimate:
-    return list(estimate_layers(model))[at]
+class Twice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
 
 
-def test_an_mlp_counted_by_hand() -> None:
+class Numbered(Mlp):
+    """A layer that knows its number, and might depend on it."""
+
+    def __init__(self, number: int):
+        super().__init__(WIDTH)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.number != 1 else x.tanh() + super().forward(x)
+
+
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "block": lambda: Block(WIDTH, 4),
+    "twice": Twice,
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "first": lambda: Numbered(1),
+    "second": lambda: Numbered(2),
+}
+
+
+@pytest.fixture(scope="module")
+def inner() -> dict[str, Estimate]:
+    """The estimates of layers between two others, which take data and have the loss."""
+    _, *found, _ = estimate_layers(Pieces(Mlp, *INNER.values(), Mlp))
+    return dict(zip(INNER, found, strict=True))
+
+
+def test_an_mlp_counted_by_hand(inner: dict[str, Estimate]) -> None:
     """F keeps the input, and GELU's input and output; I keeps each Linear's input and output gradient."""
-    found = one(Pieces(Mlp, Mlp, Mlp))
+    found = inner["mlp"]
     unit = ROWS * WIDTH * 4
     assert found.kept.memory.after_forward == (1 + 4 + 4) * unit
     assert found.kept.memory.after_input == (1 + 4 + 4 + 1) * unit
@@ -103,9 +132,9 @@ def test_an_mlp_counted_by_hand() -> None:
     assert found.recomputed.flops.backward_input == 4 * product
 
 
-def test_attention_recomputes_its_scores_in_i() -> None:
+def test_attention_recomputes_its_scores_in_i(inner: dict[str, Estimate]) -> None:
     """2 matrix products in F, 5 in I (FlashAttention, Dao et al. 2022, appendix B), none in W."""
-    found = one(Pieces(*[lambda: Block(WIDTH, 4)] * 3)).kept.flops
+    found = inner["block"].kept.flops
     linear = 2 * ROWS * 12 * WIDTH * WIDTH
     product = 2 * 2 * (ROWS // 2) ** 2 * WIDTH
     assert found.forward == linear + 2 * product
@@ -113,13 +142,21 @@ def test_attention_recomputes_its_scores_in_i() -> None:
     assert found.backward_weight == linear
 
 
-def test_weights_that_are_used_twice_or_have_gradients_already_are_counted_alike() -> None:
-    class Twice(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(super().forward(x))
-
-    once, twice = one(Pieces(Mlp, Mlp, Mlp)).kept.flops, one(Pieces(Mlp, Twice, Mlp)).kept.flops
+def test_weights_that_are_used_twice_or_have_gradients_already_are_counted_alike(
+    inner: dict[str, Estimate],
+) -> None:
+    once, twice = inner["mlp"].kept.flops, inner["twice"].kept.flops
     assert twice.backward_weight == 2 * once.backward_weight
+
+
+def test_a_layer_that_differs_in_anything_is_estimated_separately(inner: dict[str, Estimate]) -> None:
+    assert inner["first"].kept.memory.after_forward > inner["second"].kept.memory.after_forward
+
+
+def test_recomputation_is_left_out_for_a_layer_that_keeps_only_its_input(inner: dict[str, Estimate]) -> None:
+    """A Linear keeps only its input; an MLP keeps more."""
+    document = estimated_document([inner["mlp"], inner["linear"]], 1, 1, Scale())
+    assert ["recompute" in layer for layer in document["layers"]] == [True, False]
 
 
 @pytest.fixture(scope="module")
@@ -148,23 +185,6 @@ def test_a_huge_model_needs_no_memory() -> None:
 
 
 # --- likeness of layers
-
-
-class Numbered(Mlp):
-    """A layer that knows its number, and might depend on it."""
-
-    def __init__(self, number: int):
-        super().__init__(WIDTH)
-        self.number = number
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.number != 1 else x.tanh() + super().forward(x)
-
-
-def test_a_layer_that_differs_in_anything_is_estimated_separately() -> None:
-    model = Pieces(*[lambda at=at: Numbered(at) for at in range(4)])
-    held = [layer.kept.memory.after_forward for layer in estimate_layers(model)]
-    assert held[1] > held[2]
 
 
 class Applying(nn.Module):
@@ -288,16 +308,6 @@ def test_copies_are_numbered_from_0_or_keep_their_names(
     document = estimated_document(list(estimate_layers(Pieces(*kinds))), 1, 1, Scale())
     assert [(layer["name"], layer.get("repeat")) for layer in document["layers"]] == written
     assert document["memory"]["static"] == 0  # one rank receives nothing
-
-
-def test_recomputation_is_left_out_for_a_layer_that_keeps_only_its_input() -> None:
-    """A Linear keeps only its input; an MLP keeps more."""
-    document = estimated_document(list(estimate_layers(Pieces(Mlp, linear, Mlp))), 1, 1, Scale())
-    assert ["recompute" in layer for layer in document["layers"]] == [True, False, True]
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
 
 
 ARGUMENTS = {"layers": 2, "width": 16, "heads": 2, "length": 8, "sequences": 1, "characters": 20_000}

@@ -1,23 +1,27 @@
-"""The profiler writes a problem that describes the stages."""
+"""The profiler writes a problem that describes the stages, and measures links between ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from support.processes import wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from support.forked_ranks import fork_module
+from support.processes import DEADLINE, wait_until
 from support.thread_transport import ThreadHub
 from zbv_solver.problem.reading import parse_problem
 from zbv_worker.commands.cli import main
-from zbv_worker.host.local_ranks import python_command
 from zbv_worker.measure.profile import profile
+from zbv_worker.measure.profile.links import ROUND_TRIPS, SIZES, LinkProfiler, fit, link_of, one_way
 from zbv_worker.measure.profile.profile import (
+    LinkProfile,
     ProfileOptions,
     RankProfile,
     Spread,
@@ -30,6 +34,7 @@ from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.measure.stage_memory import StaticBytes
 from zbv_worker.model.spec import ModelSpec
 from zbv_worker.stage.recorder import SplitShare
+from zbv_worker.transport.channels import ChannelKey
 
 MODEL = {"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
 TENSOR = 2 * 32 * 32 * 4  # bytes of a tensor at a boundary
@@ -171,18 +176,16 @@ def test_a_terminated_profile_ends_its_rank_and_removes_its_files(tmp_path: Path
     output = ["-o", str(tmp_path / "problem.json")]
     arguments = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL), *output]
     numbers = ["--pp", "1", "--microbatches", "4", "--repeats", "1000000"]
-    command = python_command("zbv_worker.commands.cli", "profile", *arguments, *numbers)
-    folder = tmp_path / "temporary"
+    folder, said = tmp_path / "temporary", tmp_path / "log"
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as profiler:
-        logs = "*/rank-0.log"
-        wait_until(lambda: any("measured" in log.read_text() for log in folder.glob(logs)), "it measures")
-        children = Path(f"/proc/{profiler.pid}/task/{profiler.pid}/children").read_text().split()
-        profiler.send_signal(signal.SIGTERM)
-        _, said = profiler.communicate(timeout=240)
-    assert profiler.returncode == 130
-    assert said.splitlines()[-1] == "zbv-worker: interrupted."
+    profiler = fork_module("support.forking_worker", ["profile", *arguments, *numbers], environment, said)
+    logs = "*/rank-0.log"
+    wait_until(lambda: any("measured" in log.read_text() for log in folder.glob(logs)), "it measures")
+    children = Path(f"/proc/{profiler.pid}/task/{profiler.pid}/children").read_text().split()
+    profiler.send_signal(signal.SIGTERM)
+    assert profiler.wait(DEADLINE) == 130
+    assert said.read_text().splitlines()[-1] == "zbv-worker: interrupted."
     assert [*folder.glob("zbv-*")] == []
     (child,) = children
     assert not Path(f"/proc/{child}").exists()
@@ -209,3 +212,54 @@ def test_actions_are_measured_while_their_outputs_are_sent_as_in_a_pipeline() ->
     # F with a split and a fused backward.
     assert sent == [["0→1: 8", "1→0: 8"]] * 2
     assert all(not queue.waiting and queue.posted == queue.sent for queue in hub.queues.values())
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-7))
+def test_latency_and_bandwidth_are_recovered_from_exact_times(latency: float, per_byte: float) -> None:
+    sizes = [1e3, 1e5, 1e7]
+    assert fit(sizes, [latency + size * per_byte for size in sizes]) == pytest.approx(
+        (latency, per_byte), rel=1e-3, abs=1e-15
+    )
+
+
+@pytest.mark.parametrize("seconds", [[3e-5, 2e-5, 1e-5], [1e-6, 2e-4, 4e-2]])
+def test_neither_latency_nor_time_per_byte_is_negative(seconds: list[float]) -> None:
+    latency, per_byte = fit([1e3, 1e5, 1e7], seconds)
+    assert latency >= 0
+    assert per_byte >= 0
+    assert latency + per_byte > 0
+
+
+def test_a_transfer_whose_time_was_hidden_by_a_disturbance_does_not_count() -> None:
+    assert fit([8192, 1e3, 1e5], [0.0, 1e-4, 2e-4]) == fit([1e3, 1e5], [1e-4, 2e-4])
+    assert fit([1e3], [0.0]) == (0.0, 0.0)
+
+
+def test_a_link_whose_large_transfers_take_no_longer_has_no_bandwidth() -> None:
+    assert link_of(0, 1, {1000: [1e-4], 1_000_000: [0.9e-4]}).bandwidth is None
+
+
+def test_the_time_of_the_answer_is_subtracted() -> None:
+    assert one_way([5.0, 7.0, 0.5], tiny=[2.0, 2.0, 9.0]) == [4.0, 6.0, 0.0]
+
+
+def test_both_directions_are_measured_by_the_first_rank_and_answered_by_the_other() -> None:
+    hub = ThreadHub(3)
+    found: dict[int, list[LinkProfile]] = {}
+
+    def rank_main(rank: int) -> None:
+        transport = hub.transport(rank)
+        transport.open([ChannelKey(0, 1), ChannelKey(1, 0)], 60)
+        profiler = LinkProfiler(transport, torch.device("cpu"), 60, lambda: None)
+        found[rank] = list(profiler.links(0, 1, 12_000))
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [(link.sender, link.receiver) for link in found[0]] == [(0, 1), (1, 0)]
+    assert found[1] == found[2] == []
+    for link in found[0]:
+        assert [sample.bytes for sample in link.samples] == sorted((*SIZES, 12_000))
+    assert ROUND_TRIPS > 1

@@ -1,12 +1,18 @@
-"""A stage's memory and workspace, counted by hand."""
+"""The memory of stages as measured, and as the solver estimates it for the worker's own GPT."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config
+from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.model import Transformer
 from zbv_solver.problem.stages import Placement
 from zbv_worker.measure.live_bytes import LiveBytes
-from zbv_worker.measure.stage_memory import received_bytes, stage_memory
+from zbv_worker.measure.stage_memory import StageMemory, received_bytes, stage_memory
+from zbv_worker.models.gpt import Block, Embedding, Head
+from zbv_worker.models.text import VOCABULARY
 from zbv_worker.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -69,3 +75,62 @@ def test_receives_are_counted_by_channel_without_the_local_boundary() -> None:
     assert second == small  # the activation of stage 0 and the gradient of stage 3; the others stay here
     middle = received_bytes(Placement.of("v", 3), 1, {1: (small, large), 4: (large, small)})
     assert middle == large + small  # one channel from rank 2, one from rank 0
+
+
+SHAPES = [(192, 6, 128, 4), (64, 4, 96, 3), (64, 4, 32, 1), (128, 4, 16, 1)]
+"""Width, heads, length, sequences. Of few tokens the gradient of a weight is most of the workspace."""
+STAGES = 3
+
+
+def estimated(width: int, heads: int, length: int, sequences: int) -> tuple[LayerEstimate, ...]:
+    model = Transformer(
+        hidden=width, layers=1, heads=heads, vocabulary=VOCABULARY, sequence=length,
+        microbatch_size=sequences, dtype="float32",
+    )  # fmt: skip
+    config: EstimateConfig = parse_config(
+        {
+            "model": model.model_dump(),
+            "parallel": {"pp_degree": 1, "microbatches": 1},
+            "device": {"achieved_tflops": 1},
+        }
+    )
+    return estimate_layers(config)
+
+
+def measured(index: int, module: nn.Module, input: Tensor, target: Tensor | None = None) -> StageMemory:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stage = Stage(index, STAGES, module, 1, None if target is None else loss)
+    width = next(iter(module.parameters())).shape[-1]
+    gradient = torch.randn(*input.shape[:2], width) if target is None else None
+    return stage_memory(stage, input, target, gradient, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_keep_exactly_the_estimated_bytes(shape: tuple[int, int, int, int]) -> None:
+    width, heads, length, sequences = shape
+    block = estimated(*shape)[1].plain
+    found = measured(
+        1, nn.Sequential(Block(width, heads), Block(width, heads)), torch.randn(sequences, length, width)
+    )
+    assert (found.after_forward, found.after_input) == (2 * block.after_forward, 2 * block.after_input)
+    assert found.workspace == pytest.approx(block.workspace, rel=0.02)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_embedding_and_the_head_keep_the_estimated_bytes(shape: tuple[int, int, int, int]) -> None:
+    width, _, length, sequences = shape
+    embedding, _, head = estimated(*shape)
+    characters = torch.randint(0, VOCABULARY, (sequences, length))
+    first = measured(0, Embedding(width, length), characters)
+    assert first.after_forward == embedding.plain.after_forward
+    assert first.after_input == embedding.plain.after_input
+    assert first.workspace == pytest.approx(embedding.plain.workspace, rel=0.02)
+
+    last = measured(STAGES - 1, Head(width), torch.randn(sequences, length, width), characters)
+    assert last.after_forward + characters.nbytes == pytest.approx(head.plain.after_forward, abs=64)
+    assert last.after_input == pytest.approx(head.plain.after_input, abs=64)
+    assert last.workspace == pytest.approx(head.plain.workspace, rel=0.02)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from support.fake_nccl.cluster import Cluster, FakeNccl, FakeRank
-from support.fake_nccl.communicators import FakeGroup
 from support.fake_nccl.device import DeviceModes
 from support.fake_nccl.pipeline import TIMEOUT, ModelRun, run_plan
 from support.fake_nccl.simulation import Deadlock, ModelError
@@ -22,15 +20,15 @@ from zbv_solver.construct.greedy_v import get_v_schedule
 from zbv_worker.execution.binding import Pinning
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.transport import nccl_operations
-from zbv_worker.transport.channels import ChannelKey, Pending, Receive, Send
+from zbv_worker.transport.channels import ChannelKey, Pending, Receive
 from zbv_worker.transport.nccl import NcclTransport
-from zbv_worker.transport.torch_api import GroupOptions
+from zbv_worker.transport.nccl_operations import StreamSender
 from zbv_worker.values.structure import TensorSpec
 
-INTERLEAVED = baseline("interleaved-1f1b", unit_problem(4, 8))
+INTERLEAVED = baseline("interleaved-1f1b", unit_problem(4, 4))
 
 
-V = unit_problem(4, 8), next(get_v_schedule(unit_problem(4, 8))).orders
+V = unit_problem(4, 4), next(get_v_schedule(unit_problem(4, 4))).orders
 
 
 def run(**changes: Any) -> None:
@@ -81,63 +79,37 @@ def test_receives_in_another_order_than_the_sends() -> None:
         run(plan=swapped)
 
 
-class _OneGroupPerPair:
-    """One communicator too few: both directions between two ranks share one."""
+def test_both_directions_on_one_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_group, made = FakeNccl.new_group, dict[tuple[FakeNccl, tuple[int, ...]], Any]()
 
-    def __init__(self, api: FakeNccl):
-        self._api = api
-        self._made: dict[tuple[int, ...], FakeGroup | None] = {}
-        self.version, self.streams_of_groups = api.version, api.streams_of_groups
+    def one_per_pair(self: FakeNccl, ranks: Sequence[int], *more: Any) -> Any:
+        at = self, tuple(ranks)
+        if at not in made:
+            made[at] = new_group(self, ranks, *more)
+        return made[at]
 
-    def new_group(
-        self, ranks: Sequence[int], timeout: timedelta, options: GroupOptions, name: str
-    ) -> FakeGroup | None:
-        if tuple(ranks) not in self._made:
-            self._made[tuple(ranks)] = self._api.new_group(ranks, timeout, options, name)
-        return self._made[tuple(ranks)]
-
-
-def test_both_directions_on_one_communicator() -> None:
-    def made(*args: Any, api: FakeNccl, **options: Any) -> NcclTransport:
-        api_of_pairs: Any = _OneGroupPerPair(api)
-        return NcclTransport(*args, api=api_of_pairs, **options)
-
+    monkeypatch.setattr(FakeNccl, "new_group", one_per_pair)
     with pytest.raises(Deadlock, match=r"(receive|send) on .* runs"):
-        run(transport=made)
+        run()
 
 
-class _Changed(_NeverThroughTheHost):
-    """Sends and receives between GPUs that a test changes."""
-
-    def sender(self, key: ChannelKey) -> Send:
-        return self.change_send(super().sender(key))
-
-    def receiver(self, key: ChannelKey) -> Receive:
-        return self.change_receive(super().receiver(key))
-
-    def change_send(self, send: Send) -> Send:
-        return send
-
-    def change_receive(self, receive: Receive) -> Receive:
-        return receive
+def between_gpus(message: str) -> None:
+    """Run a first step whose tensors move between GPUs, which is noticed for another reason."""
+    with pytest.raises((ModelError, ValueError), match=message):
+        run(transport=_NeverThroughTheHost, device=DeviceModes())
 
 
-class _SendsFromOneBuffer(_Changed):
-    def change_send(self, send: Send) -> Send:
-        buffers = dict[TensorSpec, Tensor]()
+def test_a_send_tensor_that_is_overwritten_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, buffers = StreamSender.send, dict[tuple[StreamSender, TensorSpec], Tensor]()
 
-        def through_buffer(tensor: Tensor, label: object) -> None:
-            spec = TensorSpec.of(tensor)
-            if spec not in buffers:
-                buffers[spec] = torch.empty(spec.shape, dtype=spec.dtype, device="cuda")
-            send(buffers[spec].copy_(tensor), label)
+    def through_buffer(self: StreamSender, tensor: Tensor, label: object) -> None:
+        at = self, TensorSpec.of(tensor)
+        if at not in buffers:
+            buffers[at] = torch.empty(at[1].shape, dtype=at[1].dtype, device="cuda")
+        send(self, buffers[at].copy_(tensor), label)
 
-        return through_buffer
-
-
-def test_a_send_tensor_that_is_overwritten_early() -> None:
-    with pytest.raises(ModelError, match=r"copy_? overwrites memory that send on .* may not have read yet"):
-        run(transport=_SendsFromOneBuffer, device=DeviceModes())
+    monkeypatch.setattr(StreamSender, "send", through_buffer)
+    between_gpus(r"copy_? overwrites memory that send on .* may not have read yet")
 
 
 class _ReceivesIntoTwoBuffers(_NeverThroughTheHost):
@@ -160,50 +132,27 @@ def test_a_receive_buffer_that_is_reused_early() -> None:
         run(transport=_ReceivesIntoTwoBuffers, device=DeviceModes())
 
 
-class _ReceivesWithoutWait(_Changed):
-    def change_receive(self, receive: Receive) -> Receive:
-        class Unordered:
-            def __init__(self, pending: Any):
-                self.wait = pending.wait
-                self._buffer = pending.buffer
-
-            def on_stream(self, timeout: float) -> Tensor:
-                found: Tensor = self._buffer
-                return found
-
-        def post(spec: TensorSpec) -> Pending:
-            return Unordered(receive(spec))
-
-        return post
+def test_a_tensor_that_is_handed_over_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_operations.StreamReceive, "on_stream", lambda self, timeout: self.buffer)
+    between_gpus(r"reads memory that receive on .* may not have written yet")
 
 
-def test_a_tensor_that_is_handed_over_without_a_wait() -> None:
-    with pytest.raises(ModelError, match=r"reads memory that receive on .* may not have written yet"):
-        run(transport=_ReceivesWithoutWait, device=DeviceModes())
+def test_a_receive_that_is_still_posted_when_the_transport_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = NcclTransport.close
 
-
-class _OneReceiveTooMany(NcclTransport):
-    def close(self) -> None:
+    def receives_once_more(self: NcclTransport) -> None:
         for incoming in self._incoming.values():
             incoming.group.receive(torch.empty(4, device="cuda"), incoming.peer)
-        super().close()
+        close(self)
 
-
-def test_a_receive_that_is_still_posted_when_the_transport_closes() -> None:
+    monkeypatch.setattr(NcclTransport, "close", receives_once_more)
     with pytest.raises(Deadlock, match=r"shuts channel .* down, which has unfinished operations"):
-        run(transport=_OneReceiveTooMany)
+        run()
 
 
-class _HeadersStayOnTheHost(_Changed):
-    def change_send(self, send: Send) -> Send:
-        group: Any = send.__self__.group  # type: ignore[attr-defined]  # a bound method
-        peer = send.__self__.peer  # type: ignore[attr-defined]
-        return lambda tensor, label: group.send(tensor, peer)
-
-
-def test_a_header_in_host_memory() -> None:
-    with pytest.raises(Exception, match="Tensors must be CUDA and dense"):
-        run(transport=_HeadersStayOnTheHost, device=DeviceModes())
+def test_a_header_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamSender, "send", lambda self, tensor, label: self.group.send(tensor, self.peer))
+    between_gpus("Tensors must be CUDA and dense")
 
 
 def test_channels_that_ranks_connect_in_different_orders(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,20 +190,6 @@ def test_a_completed_receive_that_is_trusted_after_an_abort(monkeypatch: pytest.
     monkeypatch.setattr(nccl_operations.Operations, "check", lambda self: None)
     with pytest.raises(ModelError, match=r"reads garbage: receive on .* was aborted"):
         Cluster(2).run(_abort_while_waiting)
-
-
-def test_a_send_that_is_asked_for_its_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = nccl_operations.StreamSender.look
-
-    def asks(self: nccl_operations.StreamSender) -> None:
-        for sent in self._sent:
-            work: Any = sent.work
-            work.is_success()
-        look(self)
-
-    monkeypatch.setattr(nccl_operations.StreamSender, "look", asks)
-    with pytest.raises(NotImplementedError, match="is deprecated"):
-        run()
 
 
 def test_sums_that_are_used_without_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import cache, partial
 from random import Random
 from typing import Any
@@ -23,7 +24,6 @@ from support.plans import plan_document, searched, unit_problem
 from support.selfcheck import random_orders
 from support.thread_pipeline import on_ranks, returned
 from torch import Tensor
-from torch.utils.data import DataLoader
 from zbv_solver.construct.baselines import baseline
 from zbv_solver.problem.reading import parse_problem
 from zbv_worker import Pipeline
@@ -136,13 +136,16 @@ def test_a_plan_may_know_the_lengths(p: int, way: str) -> None:
 
 @pytest.mark.parametrize("mode", ["all ranks", "data rank", "loader"])
 def test_every_step_may_have_its_own_plan(mode: str) -> None:
-    """The process of a loader makes most plans, which only one rank gets; otherwise the ranks make them."""
+    """The process of a loader makes most plans, which only one rank gets; otherwise the ranks make them.
+
+    Between processes, the planner and its plans travel as pickles.
+    """
     steps, p, unplanned = 8, 2, 3
     wanted = equal_steps(tuple(range(steps)))
     plans: list[Any] = [None] * steps
     if mode == "loader":
-        source = PlannedSteps(steps, p, MICROBATCHES, unplanned)
-        plans = [*DataLoader(source, batch_size=None, num_workers=1, multiprocessing_context="spawn")]
+        source = pickle.loads(pickle.dumps(PlannedSteps(p, MICROBATCHES, unplanned)))
+        plans = [pickle.loads(pickle.dumps(source[step])) for step in range(steps)]
         assert [plan is None for plan in plans] == [step == unplanned for step in range(steps)]
 
     def program(pipe: Pipeline) -> list[str]:

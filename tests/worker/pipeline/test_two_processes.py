@@ -1,12 +1,16 @@
-"""What differs between processes: random numbers, errors at the start, and a rank that fails."""
+"""What differs between processes: random numbers, errors at the start, and ranks that fail or leave."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.plans import searched, unit_problem
+from support.failing_ranks import ended
+from support.plans import random_plan, searched, unit_problem, write_plan
 from support.rank_files import found_by
+from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 PROGRAMS = ("drops", "refuses", "fails")
 Found = list[dict[str, Any]]
@@ -61,3 +65,25 @@ def test_a_failed_rank_fails_its_peers_at_once_with_its_reason(seen: dict[str, F
     assert first[1].startswith("PeerLost: rank 1 lost: ValueError: this layer is broken (pipeline_rank.py:")
     for said in (first, second):
         assert "this pipeline has failed in an earlier call (rank " in said[2]
+
+
+P = 3
+LOST = P - 1
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plan(tmp_path_factory.mktemp("plan") / "plan.json", *random_plan(P, 4))
+
+
+@pytest.mark.parametrize("way", ["returns", "raises", "SIGKILL", "SIGSTOP"])
+def test_the_other_ranks_name_the_rank_that_has_left_and_end(plan: Path, tmp_path: Path, way: str) -> None:
+    command = python_command("support.leaving_pipeline_rank", str(plan), way)
+    with LocalRanks([command] * P, tmp_path / "logs") as ranks:
+        ended(ranks, set(range(P)) - {LOST}, time.monotonic())
+        for rank in range(P):
+            log = ranks.log(rank)
+            if rank != LOST:
+                assert ranks.processes[rank].returncode == 0, log
+                assert f"rank {LOST}" in log, "\n".join(ranks.log(each) for each in range(P))
+                assert any(kind in log for kind in ("PeerLost", "ChannelTimeout", "Disagreement")), log

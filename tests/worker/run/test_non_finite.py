@@ -79,8 +79,7 @@ def first_step(clip_norm: float | None, replicas: int, precision: Precision = "f
     return found
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(("clip_norm", "replicas"), [(None, 1), (0.5, 2)])
 @pytest.mark.parametrize(("value", "gradient_only"), [(math.nan, False), (math.inf, False), (0.0, True)])
 def test_a_skipped_step_changes_nothing_on_any_rank_and_is_an_event(
     value: float, gradient_only: bool, clip_norm: float | None, replicas: int
@@ -97,8 +96,10 @@ def test_a_skipped_step_changes_nothing_on_any_rank_and_is_an_event(
 WHATS = {math.nan: ["gradient norm", "loss"], math.inf: ["loss"], 0.0: ["gradient norm"]}
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"replicas": 2}, {"precision": "bfloat16"}])
-@pytest.mark.parametrize("gradient_only", [False, True])
+@pytest.mark.parametrize(
+    ("options", "gradient_only"),
+    [({}, False), ({}, True), ({"clip_norm": 0.5, "replicas": 2}, False), ({"precision": "bfloat16"}, True)],
+)
 def test_by_default_the_run_fails_and_says_where(options: dict[str, Any], gradient_only: bool) -> None:
     with pytest.raises(WorkerError) as raised:
         train(STEPS, math.nan, gradient_only, **options)

@@ -54,7 +54,7 @@ class Reader:
         elif program == "zbv":
             assert zbv([*arguments, "--effort", "quick"]) == 0
         elif program == "zbv-worker":
-            assert zbv_worker([*arguments]) == 0
+            assert zbv_worker([*arguments, "--repeats", "2"]) == 0
         elif program == "python":
             self._ranks(line, 1, "support.run_script", *arguments)
         else:

@@ -110,9 +110,18 @@ def require_equal(
         assert difference < tolerance, name
 
 
-@pytest.mark.parametrize(("precision", "split"), [("float32", True), ("float32", False), ("bfloat16", True)])
-def test_two_blocks_have_the_gradients_of_uncompiled_ones(precision: Precision, split: bool) -> None:
+def test_two_blocks_have_the_gradients_of_uncompiled_ones() -> None:
     """With the same random numbers for dropout. Layers of equal code share one compilation."""
+    require_one_compilation(split=True)
+
+
+@pytest.mark.usefixtures("compiled_without_code")
+@pytest.mark.parametrize(("precision", "split"), [("float32", False), ("bfloat16", True)])
+def test_blocks_without_a_split_and_in_half_precision_do_too(precision: Precision, split: bool) -> None:
+    require_one_compilation(split=split, precision=precision)
+
+
+def require_one_compilation(*, split: bool, precision: Precision = "float32") -> None:
     torch._dynamo.reset()
     before = compilations()
     require_equal(nn.Sequential(Block(), Block()), split=split, precision=precision)
@@ -123,6 +132,7 @@ def compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.usefixtures("compiled_without_code")
 def test_the_first_stage_splits_its_embedding_too() -> None:
     require_equal(First(), split=True, index=0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as nnf
-from support.gradients import relative_error
+from support.gradients import gradients_of, relative_error, require_equal, split
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from zbv_worker.errors import ModelError
@@ -25,32 +25,13 @@ def bent(gradient: Tensor) -> Tensor:
     return gradient.clamp(-0.02, 0.01)
 
 
-def split(module: nn.Module, x: Tensor, gradient: Tensor) -> WeightGrads:
-    """Run F and I; returns the queue."""
-    queue = WeightGrads()
-    with defer_weight_gradients(module).into(queue):
-        module(x).backward(gradient)
-    return queue
-
-
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-
-def assert_same(module: nn.Module, right: nn.Module) -> None:
-    found, expected = gradients_of(module), gradients_of(right)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
-
-
 def test_a_parameter_is_not_queued_while_it_has_a_hook_and_the_others_are() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     first = module.get_parameter("0.weight").register_hook(bent)  # type: ignore[no-untyped-call]
     module.get_parameter("1.bias").register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
     queue = split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
     assert queue.parameters() == set(module[2].parameters())
-    assert set(gradients_of(module)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert set(gradients_of([module])) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     first.remove()
     queue = split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH))
     assert queue.parameters() == {*module[0].parameters(), *module[2].parameters()}
@@ -150,8 +131,8 @@ def test_gradients_requested_in_the_forward_are_not_queued() -> None:
     x, gradient = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
     module(x).backward(gradient)
     split(prepared, x, gradient).run()
-    assert set(gradients_of(module)) == {"last.weight", "last.bias"}
-    assert_same(prepared, module)
+    assert set(gradients_of([module])) == {"last.weight", "last.bias"}
+    require_equal(prepared, module)
 
 
 def test_gradients_of_gradients_through_a_split_module_are_refused() -> None:
@@ -168,7 +149,7 @@ def test_gradients_of_gradients_through_a_split_module_are_refused() -> None:
     module(x).backward(gradient)
     stage.forward(0, x, split=False)
     stage.backward(0, gradient)
-    assert_same(fused, module)
+    require_equal(fused, module)
 
 
 def test_a_backward_with_create_graph_is_refused_and_queues_nothing() -> None:
@@ -233,7 +214,7 @@ def test_the_gradients_of_weights_that_a_function_asks_for_are_computed_at_once(
     gradient = torch.randn(3, WIDTH).to(parameter.dtype)
     module(x).backward(gradient)
     assert not split(prepared, x, gradient)
-    assert_same(prepared, module)
+    require_equal(prepared, module)
 
 
 @pytest.mark.parametrize("which", ["weight", "bias"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.gradients import gradients_of, require_equal, split
 from torch import Tensor, nn
 from zbv_worker.stage.recorder import defer_weight_gradients
 from zbv_worker.stage.weight_grads import WeightGrads
@@ -92,24 +93,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 """How to make each, and how many weight gradients it queues."""
 
 
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-
-def split_backward(module: nn.Module, x: Tensor, grad_output: Tensor) -> WeightGrads:
-    """Run F and I of one microbatch; the caller runs W."""
-    queue = WeightGrads()
-    with defer_weight_gradients(module).into(queue):
-        module(x).backward(grad_output)
-    return queue
-
-
-def assert_same(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert found.keys() == right.keys()
-    for name, expected in right.items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "needs_input"),
     # Without parameters and without an input that needs a gradient there is nothing to differentiate.
@@ -125,29 +108,29 @@ def test_two_microbatches_with_w_at_the_end_equal_autograd(name: str, needs_inpu
         x, grad_output = torch.randn(3, 5, WIDTH), torch.randn(3, 5, WIDTH)
         mine, theirs = x.clone().requires_grad_(needs_input), x.clone().requires_grad_(needs_input)
         module(theirs).backward(grad_output)
-        queues.append(split_backward(prepared, mine, grad_output))
+        queues.append(split(prepared, mine, grad_output))
         if needs_input:
             torch.testing.assert_close(mine.grad, theirs.grad)
     assert [len(queue) for queue in queues] == [queued] * 2
     for queue in reversed(queues):
         queue.run()
-    assert_same(gradients(prepared), gradients(module))
+    require_equal(prepared, module)
 
 
 def test_weight_gradients_appear_in_w_and_not_in_i() -> None:
     module = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    queue = split_backward(module, torch.randint(11, (3, 5)), torch.randn(3, 5, WIDTH))
+    queue = split(module, torch.randint(11, (3, 5)), torch.randn(3, 5, WIDTH))
     assert len(queue) == 3
-    assert not gradients(module)
+    assert not gradients_of([module])
     queue.run()
     assert len(queue) == 0
-    assert len(gradients(module)) == 5
+    assert len(gradients_of([module])) == 5
 
 
 def test_weight_gradients_and_outputs_without_gradients_carry_no_graph() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     for _ in range(2):
-        split_backward(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH)).run()
+        split(module, torch.randn(2, WIDTH), torch.randn(2, WIDTH)).run()
     for gradient in (p.grad for p in module.parameters()):
         assert gradient is not None
         assert gradient.grad_fn is None
@@ -156,37 +139,9 @@ def test_weight_gradients_and_outputs_without_gradients_carry_no_graph() -> None
         assert module(torch.randn(2, WIDTH)).grad_fn is None
 
 
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("backward", [True, False])
-def test_under_autocast_gradients_have_the_dtypes_of_their_parameters_and_equal_autograd(
-    forward: bool, backward: bool
-) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(11, 32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
-    prepared = copy.deepcopy(module)
-    recorder = defer_weight_gradients(prepared)
-    words = torch.randint(11, (3, 5))
-    queue = WeightGrads()
-    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
-        expected = module(words)
-        with recorder.into(queue):
-            output = prepared(words)
-    assert output.dtype == expected.dtype
-    torch.testing.assert_close(output, expected)
-    grad_output = torch.randn_like(output)
-    with torch.autocast("cpu", torch.bfloat16, enabled=backward):
-        expected.backward(grad_output)
-        output.backward(grad_output)
-        queue.run()
-    for (name, parameter), other in zip(prepared.named_parameters(), module.parameters(), strict=True):
-        assert parameter.grad is not None, name
-        assert parameter.grad.dtype == torch.float32
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=5e-2, atol=5e-2)
-
-
 def test_module_trees_that_share_a_module_both_queue() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     one, two = nn.Sequential(shared), nn.Sequential(shared, nn.Linear(WIDTH, WIDTH))
-    assert len(split_backward(one, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
-    assert len(split_backward(two, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 2
-    assert len(split_backward(one, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
+    assert len(split(one, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1
+    assert len(split(two, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 2
+    assert len(split(one, torch.randn(2, WIDTH), torch.randn(2, WIDTH))) == 1

@@ -31,7 +31,7 @@ def process_is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_profile_plan_train_and_compare(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service is a process of its own; the ranks are forked."""
+    """The service runs in a new process; the ranks are forked."""
     monkeypatch.setattr(local_ranks, "start_process", fork_process)
     smaller = ["--steps", "4", "--width", "48", "--effort", "quick"]
     monkeypatch.setattr("sys.argv", ["demo", "--exit", "--port", "0", *smaller, "--folder", str(tmp_path)])

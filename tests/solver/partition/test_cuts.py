@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -34,6 +35,14 @@ from zbv_solver.search.layered import first_plan
 from zbv_solver.timing.start_times import evaluate
 
 ANY = ("v", "single", "loop")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_effort() -> Iterator[None]:
+    """With less effort, the cut for an order is not the best of all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(descent, "ACTIONS", descent.ACTIONS // 10)
+        yield
 
 
 def held(forward: float, **more: float) -> dict[str, float]:
@@ -311,7 +320,7 @@ CHEAPER_AGAIN = layered(
 
 @given(layered_problems(placements=("single", "v")))
 @example(CHEAPER_AGAIN)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_cut_for_an_order_is_the_best_of_all(problem: zbv.LayeredProblem) -> None:
     """Of the boundaries, and of what is recomputed, of a few layers."""
     (placement,) = problem.placements
@@ -319,7 +328,5 @@ def test_the_cut_for_an_order_is_the_best_of_all(problem: zbv.LayeredProblem) ->
     orders = order_of(name, placement, problem.microbatches)
     best = min((value_within_limits(cut, orders) for cut in every_cut(problem, placement)), default=inf)
     if best < inf:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(descent, "ACTIONS", 500_000)
-            found = problem.cut_into(placement, cut_for_order(problem, orders))
+        found = problem.cut_into(placement, cut_for_order(problem, orders))
         assert value_within_limits(found, orders) <= best * (1 + 1e-9)

@@ -73,7 +73,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     call(*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(place), str(ROOT))
     (wheel,) = place.glob("zbv-*.whl")
     call(sys.executable, "-m", "venv", "--without-pip", str(place / "venv"))
-    call(*pip, "--python", str(place / "venv"), "install", *offline, str(wheel))
+    call(*pip, "--python", str(place / "venv"), "install", "--no-compile", *offline, str(wheel))
     # The dependencies come from the environment of the tests. Its editable install of zbv does not, because
     # Python does not read .pth files in folders that a .pth file names.
     site = next((place / "venv").glob("lib/python*/site-packages"))

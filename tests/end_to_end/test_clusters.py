@@ -1,4 +1,7 @@
-"""The examples for clusters work, with processes of this machine as nodes."""
+"""The examples for clusters work, with processes of this machine as nodes.
+
+A script calls a ``torchrun`` that asks the test to fork one, so that no process imports torch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from support.agents import MODEL, a_plan
+from support.forked_ranks import ForkedProcess, fork_module
 from support.paths import ROOT
 from support.processes import DEADLINE
 from support.trained import train_in_threads
@@ -48,6 +53,15 @@ exit "$status"
 SCONTROL = """#!/bin/bash
 if [[ "$*" == "show hostnames node[0-1]" ]]; then printf '127.0.0.1\\nnowhere.invalid\\n'
 else echo "$*" >> "$SCONTROL_LOG"; fi
+"""
+TORCHRUN = """#!/bin/bash
+asked=$(mktemp -d "$FORKS/XXXXXX")
+printf '%s\\0' "$@" > "$asked/arguments"
+env -0 > "$asked/environment"
+touch "$asked/ready"
+until [[ -s $asked/status ]]; do sleep 0.05; done
+cat "$asked/log"
+exit "$(cat "$asked/status")"
 """
 PRINTS_ITS_ARGUMENTS = '#!/bin/sh\necho "$(basename "$0") $*"\n'
 
@@ -82,6 +96,24 @@ def started(command: list[str], values: dict[str, str], log: Path) -> Iterator[s
         process.wait(timeout=DEADLINE)
 
 
+def fork_until_ended(scripts: list[subprocess.Popen[bytes]], forks: Path) -> list[int]:
+    """Fork what ``TORCHRUN`` asks for until all scripts have ended; returns their statuses."""
+    running: dict[Path, ForkedProcess] = {}
+    until = time.monotonic() + DEADLINE
+    while any(script.poll() is None for script in scripts):
+        assert time.monotonic() < until, "a script takes too long"
+        for asked in {path.parent for path in forks.glob("*/ready")} - running.keys():
+            words, variables = ((asked / name).read_text() for name in ("arguments", "environment"))
+            values = dict(each.split("=", 1) for each in variables.split("\0")[:-1])
+            arguments = ["torchrun", *words.split("\0")[:-1]]
+            running[asked] = fork_module("support.forking_worker", arguments, values, asked / "log")
+        for asked, process in running.items():
+            if process.poll() is not None:
+                (asked / "status").write_text(str(process.returncode))
+        time.sleep(0.05)
+    return [script.wait(DEADLINE) for script in scripts]
+
+
 def losses_in(text: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
@@ -112,14 +144,15 @@ class Job:
 
 def sbatch(folder: Path, srun: str = SRUN, **values: object) -> Job:
     """Run the script as Slurm does, with this machine as both nodes."""
-    stubs = executables(folder / "bin", srun=srun, scontrol=SCONTROL)
-    log, checkpoints = folder / "scontrol.log", folder / "checkpoints"
+    stubs = executables(folder / "bin", srun=srun, scontrol=SCONTROL, torchrun=TORCHRUN)
+    log, checkpoints, forks = folder / "scontrol.log", folder / "checkpoints", folder / "forks"
     log.touch()
+    forks.mkdir(exist_ok=True)
     job = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "node[0-1]"}
-    given = {**job, "ZBV_CHECKPOINTS": checkpoints, "ZBV_PORT": free_port(), **values}
+    given = {**job, "ZBV_CHECKPOINTS": checkpoints, "ZBV_PORT": free_port(), "FORKS": forks, **values}
     output = folder / "job.log"
     with started(["bash", str(SCRIPT)], environment(stubs, BIN, SCONTROL_LOG=log, **given), output) as script:
-        status = script.wait(timeout=DEADLINE)
+        (status,) = fork_until_ended([script], forks)
     return Job(status, output.read_text(), log.read_text(), checkpoints)
 
 
@@ -212,16 +245,18 @@ def test_kubernetes_pods_resume_from_the_checkpoint(
     defaults = plain_environment(container)
     assert set(here) < set(defaults)
     logs = [tmp_path / f"pod-{index}.log" for index in range(2)]
+    stubs, forks = executables(tmp_path / "bin", torchrun=TORCHRUN), tmp_path / "forks"
+    forks.mkdir()
     with ExitStack() as stack:
         pods = []
         for index, log in enumerate(logs):
             state = log.with_suffix("")
             state.mkdir()
-            own = {"JOB_COMPLETION_INDEX": index, "STATE": state, "HOME": tmp_path}
-            values = environment(BIN, **{**defaults, **here, **own})
+            own = {"JOB_COMPLETION_INDEX": index, "STATE": state, "HOME": tmp_path, "FORKS": forks}
+            values = environment(stubs, BIN, **{**defaults, **here, **own})
             command = [*container["command"], *container["args"]]
             pods.append(stack.enter_context(started(command, values, log)))
-        statuses = [pod.wait(timeout=DEADLINE) for pod in pods]
+        statuses = fork_until_ended(pods, forks)
     said = "".join(log.read_text() for log in logs)
     assert statuses == [0, 0], said
     expected = {step: right_losses[step] for step in range(BEGUN, ALL)}

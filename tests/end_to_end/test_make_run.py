@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import signal
 import sqlite3
-import subprocess
-import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+from support.forked_ranks import fork_process, server
+from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
+from zbv_worker.host import local_ranks
 
-def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.demo", "--exit", "--port", "0"]
+
+@pytest.fixture
+def process_is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The demonstration handles SIGTERM, and ignores the tokens of other services."""
+    for name in (FILE_VARIABLE, TOKEN_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("process_is_restored")
+def test_profile_plan_train_and_compare(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service runs in a new process; the ranks are forked."""
+    monkeypatch.setattr(local_ranks, "start_process", fork_process)
     smaller = ["--steps", "4", "--width", "48", "--effort", "quick"]
-    made = subprocess.run(
-        [*command, *smaller, "--folder", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
+    monkeypatch.setattr("sys.argv", ["demo", "--exit", "--port", "0", *smaller, "--folder", str(tmp_path)])
+    before = server().running
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("examples.demo", run_name="__main__")
+    out, err = capfd.readouterr()
+    assert ended.value.code == 0, err
     for expected in ("zbv", "1F1B", "interleaved 1F1B", "planned", "measured"):
-        assert expected in made.stdout
-    kept = re.search(r"the plan ([0-9a-f]{64}), .* zbv-service serve --database sqlite:///(\S+)", made.stdout)
-    assert kept is not None, made.stdout
+        assert expected in out
+    kept = re.search(r"the plan ([0-9a-f]{64}), .* zbv-service serve --database sqlite:///(\S+)", out)
+    assert kept is not None, out
     with closing(sqlite3.connect(kept[2])) as database:
         assert database.execute("SELECT 1 FROM plans WHERE plan_id = ?", [kept[1]]).fetchone()
     outcomes = json.loads((tmp_path / "summary.json").read_text())
@@ -33,6 +51,7 @@ def test_profile_plan_train_and_compare(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert all(len(steps) == 4 and steps[-1] < steps[0] for steps in losses)
     assert not leftovers(tmp_path), "the demonstration left processes behind"
+    assert server().running <= before, "and no rank"
 
 
 def leftovers(folder: Path) -> list[str]:

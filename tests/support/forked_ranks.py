@@ -161,6 +161,12 @@ class ForkServer:
             known = self._pids if "pid" in said else self.statuses
             known[said["id"]] = said["pid" if "pid" in said else "status"]
 
+    @property
+    def running(self) -> set[int]:
+        """The process ids of the forks that have not ended."""
+        self.read(timeout=0)
+        return {pid for number, pid in self._pids.items() if number not in self.statuses}
+
     def stop(self) -> None:
         """End the server and all its processes."""
         self._socket.close()

@@ -1,7 +1,8 @@
 """``zbv-worker``, which forks its child processes: ``python -m support.forking_worker ARGUMENTS``.
 
 An agent forks its launchers, which fork their ranks. The tree of processes is the usual one, but no process
-imports torch if :mod:`support.fork_server` has forked the agent. A measurement forks its ranks.
+imports torch if :mod:`support.fork_server` has forked the agent. A measurement forks its ranks. With
+``torchrun`` as the first argument, it is a launcher itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import IO, Any
 
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from zbv_worker.agent import generation
 from zbv_worker.commands.cli import main
@@ -28,7 +30,7 @@ _FIRST_DESCRIPTOR, _LAST_DESCRIPTOR = 3, 1024
 
 
 class ForkedPopen:
-    """The part of :class:`subprocess.Popen` that agents and torch elastic use, for ``python -m MODULE``."""
+    """What agents and torch elastic use of :class:`subprocess.Popen`, for ``[python -m] MODULE``."""
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class ForkedPopen:
                 if start_new_session:
                     os.setsid()
                 _redirect(stdout, stderr)
-                at = args.index("-m") + 1
-                status = run_program(args[at], args[at + 1 :], env)
+                at = args.index("-m") + 1 if "-m" in args else 0
+                status = run_program(args[at].replace("-", "_"), args[at + 1 :], env)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -108,4 +110,4 @@ def fork_children() -> None:
 
 if __name__ == "__main__":
     fork_children()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(torchrun.main(sys.argv[2:]) if sys.argv[1] == "torchrun" else main(sys.argv[1:]))

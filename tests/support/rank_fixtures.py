@@ -23,7 +23,7 @@ def one_compute_thread() -> None:
 def ranks_are_forked() -> Iterator[None]:
     """Fork local ranks from a process that has imported torch, because the import takes most of a short run.
 
-    Agents, torchrun and the demonstration start their ranks as usual.
+    Agents and torchrun start their ranks as usual.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_ranks, "start_process", fork_process)

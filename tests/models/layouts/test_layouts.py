@@ -51,7 +51,9 @@ def test_layouts_use_all_devices_and_the_batch_and_fixed_parts_only_restrict_the
 def test_families_have_every_layout_once_and_the_search_of_them_finds_the_same(is_mixed: bool) -> None:
     group = {"nodes": 1, "gpus_per_node": 2, "device": "h100", "memory": 12e9}
     groups = parse_cluster({"groups": [group, {**group, "device": "a100"}]})
-    request = request_of(EXPERTS, groups if is_mixed else cluster_of(1, 4, 12.0), 8, microbatch_size=1)
+    model = {**EXPERTS, "layers": 4}
+    fixed: Document = {"microbatch_size": 1, "recompute": "none"}
+    request = request_of(model, groups if is_mixed else cluster_of(1, 4, 12.0), 4, **fixed)
     families, layouts = list(request.families()), request.layouts
     assert list(chain.from_iterable(families)) == layouts
     assert sum(map(len, families)) == len(layouts) == len(set(layouts)) > 2 * len(families)
@@ -161,7 +163,7 @@ def test_a_search_of_many_layouts_that_ends_early_has_one_that_fits() -> None:
 
 
 def test_points_and_sensitivity_end_with_the_search() -> None:
-    request = request_of(NARROW, cluster_of(1, 2), 8)
+    request = request_of(NARROW, cluster_of(1, 2), 4, recompute="none")
     ranking = best_layouts(request.families(), request.setting)
     every, few = (points_json(ranking, request.setting, partial(bool, end)) for end in (False, True))
     assert every["planned"] == few["planned"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import chain, combinations, count, islice
 from random import Random
 from typing import Any, get_args
@@ -36,6 +37,7 @@ KINDS = ("v", "loop", "single")
 EFFORTS = get_args(BoundEffort)
 PAIRS = 300_000
 DELTAS = ("forward", "backward_input", "backward_weight")
+heads_and_tails = cache(all_heads_and_tails)
 
 
 def problem_of(p: int, m: int, costs: Any, held: Any = (2, -1, -1), limit: Any = None, **more: Any) -> Any:
@@ -130,7 +132,7 @@ def test_every_random_order_keeps_all_bounds(problem: Problem, seed: int) -> Non
 
 def assert_keeps_all_bounds(problem: Problem, orders: Orders) -> None:
     """In the objective's window, every action starts at its head or later and ends before its tail."""
-    least_head, least_tail = all_heads_and_tails(problem)
+    least_head, least_tail = heads_and_tails(problem)
     orders = split_where_fusing_never_pays(problem, orders)
     spans = problem.objective == "span"
     start = span_start_times(problem, orders) if spans else evaluate(problem, orders).start

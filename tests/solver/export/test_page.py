@@ -7,6 +7,7 @@ import math
 import re
 from base64 import b64decode
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -23,7 +24,7 @@ from zbv_solver.export import timeline as times
 from zbv_solver.export.html import plan_html
 from zbv_solver.export.report import MODULES, gantt_canvas, plan_view, script_json
 from zbv_solver.export.report.figures import cost_facts, cost_values, idle_bars
-from zbv_solver.export.report.sections import MOST_MICROBATCHES
+from zbv_solver.export.report.sections import FEWEST_SCENARIOS, MOST_MICROBATCHES
 from zbv_solver.export.svg import MAX_BARS, WIDTH
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Units
@@ -40,6 +41,14 @@ DIFFERING: dict[str, Any] = {
     "memory": {"forward": {"tokens": 1}, "backward_input": 0, "backward_weight": {"tokens": -1}},
     "units": {"time": "us"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_scenarios() -> Iterator[None]:
+    """Every page simulates its plan and all classical schedules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zbv_solver.search.jitter.SCENARIOS", FEWEST_SCENARIOS)
+        yield
 
 
 @pytest.fixture(scope="module")

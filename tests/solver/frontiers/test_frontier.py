@@ -22,7 +22,7 @@ from zbv_solver.frontiers import frontier, memory_fraction
 from zbv_solver.frontiers.frontier import floor, frontier_points, layer_limits, smallest_limit
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.layered import JUDGED, first_plan
+from zbv_solver.search.layered import first_plan
 from zbv_solver.timing.start_times import evaluate
 
 amounts = st.integers(1, 9).map(float)
@@ -109,7 +109,6 @@ def test_more_memory_never_costs_time_and_bounds_hold(
         return known[0]
 
     monkeypatch.setattr("zbv_solver.commands.searches.frontier_points", searched_once)
-    monkeypatch.setitem(JUDGED, "quick", JUDGED["quick"] // 10)
     problem, folder = zbv.parse(document), tmp_path / "plans"
     (tmp_path / "problem.json").write_text(json.dumps(document))
     command = ["frontier", str(tmp_path / "problem.json")]

@@ -45,8 +45,8 @@ def test_proves_the_optimum_over_all_orders_of_microbatches_that_differ(number: 
         with pytest.raises(InfeasibleMemory):
             parse_problem(document).require_feasible()
         return
-    best, (problem, unit) = optimum(pipeline, effort=0.05), in_search_unit(parse_problem(document))
-    result, value = refined(problem, effort=0.1)
+    best, (problem, unit) = optimum(pipeline, effort=0.02), in_search_unit(parse_problem(document))
+    result, value = refined(problem, effort=0.04)
     bounds = [lower_bound(problem, effort).value for effort in get_args(BoundEffort)]
     assert max(result.lower_bound, *bounds) * unit <= float(best.value) * (1 + 1e-9)
     if best.is_exact and result.proved:
@@ -137,6 +137,7 @@ RELEASED = [1, 1, 1, 2, 1, 2]
     limited_problems(max_p=2, max_m=3, kinds=KINDS) | limited_problems(max_p=3, max_m=2, kinds=KINDS),
     st.none() | st.lists(st.integers(0, 3), min_size=3, max_size=3),
 )
+@settings(max_examples=25)
 def test_proves_the_optimum_where_memory_is_tight(problem: Problem, alike: list[int] | None) -> None:
     """If the W's of a rank take equally long, the model orders them by what they release."""
     if alike is not None:
@@ -184,7 +185,7 @@ def test_reports_ever_better_orders_and_bounds_and_repeats_them(problem: Problem
         solutions: list[tuple[float, Orders]] = []
         bounds: list[float] = []
         listener = Listener(lambda orders, value: solutions.append((value, orders)), bounds.append)
-        return refine(problem, start, lower_bound=0.0, effort=0.3, listener=listener), solutions, bounds
+        return refine(problem, start, lower_bound=0.0, effort=0.1, listener=listener), solutions, bounds
 
     result, solutions, bounds = run()
     for _, orders in solutions:

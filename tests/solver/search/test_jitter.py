@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import zbv_solver as zbv
 from support.problems import uniform, with_sizes
@@ -14,6 +15,7 @@ from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.problem import Times
 from zbv_solver.search import jitter as jitter_search
 from zbv_solver.search.options import SearchOptions
+from zbv_solver.timing.step_times import iteration_times
 from zbv_solver.verify.verifier import verify
 
 JITTER = zbv.Jitter.of(action=0.1, transfer=0.3)
@@ -35,8 +37,11 @@ def test_the_plan_states_how_it_was_chosen_and_is_better_when_durations_vary(pla
     assert chosen.metrics.lower_bound == planned.metrics.lower_bound
     assert chosen.metrics.gap == pytest.approx(chosen.objective / chosen.metrics.lower_bound - 1)
     zbv.check(plan_json(chosen), PROBLEM)
-    before, after = (zbv.simulate(plan, JITTER, scenarios=2000, seed=5).spans for plan in (planned, chosen))
-    assert after.p95_span < before.p95_span
+    before, after = (
+        np.quantile(iteration_times(PROBLEM, plan.orders, JITTER, scenarios=2000, seed=5).span, 0.95)
+        for plan in (planned, chosen)
+    )
+    assert after < before
     threads = zbv.plan(PROBLEM, "quick", jitter=JITTER, quantile=0.95, workers=2)
     assert (threads.plan_id, threads.simulation) == (chosen.plan_id, chosen.simulation)
 
@@ -45,7 +50,7 @@ def test_layers_keep_their_cut_and_microbatches_that_differ_have_longer_latencie
     plan: Any = zbv.plan(LAYERS, "quick", jitter="10%")
     assert plan.cut.gap == pytest.approx(plan.objective / plan.cut.lower_bound - 1, abs=1e-9)
     zbv.check(plan_json(plan), LAYERS)
-    problem = with_sizes(uniform(2, 4, limit=30.0), [0.0, 0.0, 4.0, 0.0])
+    problem = with_sizes(uniform(2, 3, limit=30.0), [0.0, 4.0, 0.0])
     options = SearchOptions("standard", without=("tune", "inject"))
     plan = jitter_search.search_for_jitter(problem, options, jitter=zbv.Jitter.of(action=0.05))
     verify(plan)

@@ -17,6 +17,11 @@ from zbv_solver.search.run import search
 RECORDED = json.loads(Path(__file__).with_name("plan_ids.json").read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _little_effort() -> None:
+    """The plans were recorded with the whole effort."""
+
+
 @pytest.mark.parametrize("case", RECORDED, ids=[case["name"] for case in RECORDED])
 def test_a_problem_keeps_its_plan(case: dict[str, Any]) -> None:
     plan = search(parse_any_problem(case["problem"]), SearchOptions(effort=case["effort"]))

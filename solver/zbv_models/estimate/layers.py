@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
+from zbv_models.estimate.frozen import Frozen
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import Kind, LayerKind, layer_kinds, shapes_of
 from zbv_models.estimate.part import Part
-from zbv_models.estimate.shapes import NONE, Degrees, Parameters, PerAction, Shapes, Stream
+from zbv_models.estimate.shapes import NONE, Degrees, PerAction, Shapes, Stream
 from zbv_models.estimate.states import (
     Account,
     HeldBytes,
@@ -159,9 +160,13 @@ class Training:
     pairs: str = "none"
     """What a pair of a forward and a backward hides, a key of :data:`~zbv_models.estimate.times.HIDDEN`."""
 
-    def shares(self, parameters: Parameters, degrees: Degrees) -> tuple[Share, ...]:
-        """The parameters of a layer by their replicas and states."""
-        return shares_of(parameters, self.state, self.account, degrees)
+    def shares(self, part: Part, degrees: Degrees) -> tuple[Share, ...]:
+        """The parameters of a part by their replicas and states."""
+        trained, frozen = (
+            shares_of(parameters, self.state, self.account, degrees)
+            for parameters in (part.trained, part.frozen)
+        )
+        return trained + tuple(replace(each, kept=each.kept.frozen) for each in frozen if each.count)
 
     def kept(self, degrees: Degrees) -> HeldBytes:
         """What a device keeps per parameter of a matrix."""
@@ -299,7 +304,7 @@ def _layer(
 ) -> LayerEstimate:
     """Some parts as a layer."""
     stage, held = degrees.zero_stage, [each.part for each in parts]
-    shares = [training.shares(each.parameters, degrees) for each in held]
+    shares = [training.shares(each, degrees) for each in held]
     replicas = [
         microbatch_times(of, stage, each.times, links) for of, each in zip(shares, parts, strict=True)
     ]
@@ -375,7 +380,8 @@ def _table_reduction(model: Transformer, degrees: Degrees, links: GroupLinks, tr
 
     Two ranks send all of it once (Megatron-LM, ``_allreduce_word_embedding_grads``).
     """
-    if training.ends_share_rank or not (model.tied_embeddings or model.prediction_layers):
+    is_shared = model.tied_embeddings or model.prediction_layers
+    if training.ends_share_rank or not is_shared or "embedding" in Frozen.of(model).parts:
         return 0.0
     size = model.vocabulary * model.stream.hidden // degrees.tensor * training.kept(degrees).accumulated
     return links.pipeline.time(size)

@@ -228,3 +228,6 @@ class Parameters(Summed):
     def on_device(self, degrees: Degrees) -> int:
         """Count on each device."""
         return self.dense_on(degrees) + self.experts_on(degrees)
+
+
+NO_PARAMETERS = Parameters()

@@ -14,7 +14,7 @@ from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.latent_attention import LatentAttention
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of
+from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of, whole_halves
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.times import is_known
 from zbv_models.layouts.cluster import AnyCluster, Cluster
@@ -74,8 +74,9 @@ def module_sets(model: Transformer) -> tuple[Modules, ...]:
 
 def keeps_scores(model: Transformer) -> bool:
     """Whether any attention is plain, which keeps its scores."""
-    halves = (half for kind in layer_kinds(model) for _, half in kind.halves)
-    return any(isinstance(half, Attention | LatentAttention) and not half.sees.flash for half in halves)
+    return any(
+        isinstance(half, Attention | LatentAttention) and not half.sees.flash for half in whole_halves(model)
+    )
 
 
 def _scores(model: Transformer) -> Modules:

@@ -45,7 +45,6 @@ class Embedding:
             exchanges=(self.exchange(shapes),),
             workspace=max(rows, table),
             output_bytes=shapes.hidden,
-            workspace_without_tables=rows,
         )
 
     def parameters(self, shapes: Shapes) -> Parameters:
@@ -120,7 +119,6 @@ class Head:
             exchanges=(exchange,) * self.predictions,
             workspace=max(extra, 2 * shapes.whole, table + shapes.whole + logits - kept),
             output_bytes=0,
-            workspace_without_tables=max(extra, 2 * shapes.whole),
         )
 
     def parameters(self, shapes: Shapes) -> Parameters:
@@ -197,7 +195,6 @@ class Joining:
             exchanges=(self.exchange(shapes), self.embedding.exchange(shapes)),
             workspace=max(3 * shapes.whole, shapes.whole + shapes.weight(self.embedding.vocabulary, h)),
             output_bytes=hidden,
-            workspace_without_tables=3 * shapes.whole,
         )
 
     def parameters(self, shapes: Shapes) -> Parameters:

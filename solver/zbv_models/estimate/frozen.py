@@ -64,6 +64,8 @@ class Lora:
                     gradient(f"gradient of what A of {name} gives", latent),
                 ),
                 moved=part.moved + PerAction(3 * size * product.n_out, 3 * size * product.n_in),
+                # The gradients of the input from both, and their sum.
+                workspace=max(part.workspace, shapes.whole + 3 * int(size * product.n_in)),
             )
         return part
 
@@ -127,7 +129,7 @@ class FrozenPart:
 
     def part(self, shapes: Shapes) -> Part:
         """Costs and memory on one device."""
-        part = self.half.part(shapes)
+        part = self.half.part(replace(shapes, is_frozen=True))
         part = replace(part, frozen=part.parameters)
         if not self.is_differentiated:
             return _without_backward(part)
@@ -139,7 +141,6 @@ class FrozenPart:
             tensors=_kept(part.tensors, adapted),
             moved=replace(part.moved, backward_weight=0.0),
             streamed=replace(part.streamed, backward_weight=0.0),
-            workspace=_workspace(part),
         )
         if not any(each.divided == "columns" for each in adapted):  # W gathers the input of these again
             part = replace(
@@ -159,11 +160,6 @@ def _kept(tensors: Iterable[Held], adapted: Iterable[Matrix]) -> tuple[Held, ...
     return tuple(kept)
 
 
-def _workspace(part: Part) -> int:
-    without = part.workspace_without_tables
-    return part.workspace if without is None else without
-
-
 def _without(exchange: Exchange, *actions: str) -> Exchange:
     """An exchange that does not take place in some actions."""
     none = dict.fromkeys(actions, 0.0)
@@ -173,7 +169,6 @@ def _without(exchange: Exchange, *actions: str) -> Exchange:
 
 def _without_backward(part: Part) -> Part:
     """A part that only computes F: what F would keep for I and W exists while it runs, at most."""
-    at_once = part.workspace_without_tables or part.output_bytes
     return replace(
         part,
         products=tuple(
@@ -185,6 +180,6 @@ def _without_backward(part: Part) -> Part:
         core=PerAction(part.core.forward),
         modules=(),
         exchanges=tuple(_without(each, "backward_input", "backward_weight") for each in part.exchanges),
-        workspace=max(part.after_forward, at_once),
+        workspace=max(part.after_forward, part.workspace),
         is_differentiated=False,
     )

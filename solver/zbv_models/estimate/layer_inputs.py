@@ -48,7 +48,6 @@ class LayerInput:
             exchanges=(),
             workspace=2 * shapes.hidden + shapes.weight(self.vocabulary, self.width),
             output_bytes=shapes.hidden,
-            workspace_without_tables=2 * shapes.hidden,
         )
 
     def parameters(self, shapes: Shapes) -> Parameters:

@@ -212,9 +212,6 @@ class Part:
     """Of the parameters, those that do not train."""
     is_differentiated: bool = True
     """Whether it has an I: not where neither it nor a part below it trains."""
-    workspace_without_tables: int | None = None
-    """The workspace if tables of the vocabulary are frozen, so that no action computes their gradients; None
-    if it has none."""
 
     @property
     def trained(self) -> Parameters:

@@ -187,9 +187,8 @@ def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
     if issue.source:
         return Issue(f"/{issue.source}{issue.pointer}", issue.detail)
     name = issue.pointer[1:]
-    if name.partition("/")[0] in BatchConfig.model_fields and (
-        getattr(asked, name.partition("/")[0]) or name not in asked.model
-    ):
+    of_batch = name.partition("/")[0]
+    if of_batch in BatchConfig.model_fields and (getattr(asked, of_batch) or of_batch not in asked.model):
         return issue
     if issue.pointer == "/model/sequence" and (asked.sequence_length or is_transformers_config(asked.model)):
         return replace(issue, pointer="/sequence_length")

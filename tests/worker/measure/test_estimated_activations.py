@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapters import Adapted
 from torch import Tensor, nn
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config
 from zbv_models.estimate.layers import LayerEstimate
@@ -25,19 +26,6 @@ MATRICES = {
     "contract": "linear_fc2",
 }
 """A block's linear layers, and their names in Megatron-LM."""
-
-
-class Adapted(nn.Module):
-    """A linear layer with LoRA's two products."""
-
-    def __init__(self, base: nn.Module, n_in: int, n_out: int):
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(n_in, RANK, bias=False), nn.Linear(RANK, n_out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.base(x) + self.up(self.down(x))
-        return output
 
 
 def estimated(width: int, heads: int, length: int, sequences: int, **more: Any) -> tuple[LayerEstimate, ...]:
@@ -107,8 +95,7 @@ def test_frozen_blocks_with_and_without_adapters_keep_exactly_the_estimated_byte
     blocks = nn.Sequential(Block(width, heads), Block(width, heads)).requires_grad_(False)
     for made in blocks:
         for name in adapted:
-            linear = getattr(made, name)
-            setattr(made, name, Adapted(linear, linear.in_features, linear.out_features))
+            setattr(made, name, Adapted(getattr(made, name), RANK))
     found = measured(1, blocks, torch.randn(sequences, length, width))
     assert (found.after_forward, found.after_input) == (2 * block.after_forward, 2 * block.after_input)
     assert found.workspace == pytest.approx(block.workspace, rel=0.02)

@@ -63,7 +63,7 @@ class Lora:
                     Held(f"what A of {name} gives", latent, after_input=True),
                     gradient(f"gradient of what A of {name} gives", latent),
                 ),
-                moved=part.moved + PerAction(3 * size * product.n_out, 3 * size * product.n_in),
+                streamed=part.streamed + PerAction(3 * size * product.n_out, 3 * size * product.n_in),
                 # The gradients of the input from both, and their sum.
                 workspace=max(part.workspace, shapes.whole + 3 * int(size * product.n_in)),
             )

@@ -151,7 +151,7 @@ def repeated_time(
 
 
 def product_times(product: Product, stream: Stream, device: Device, accumulated: float = 0.0) -> PerAction:
-    """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns.
+    """One linear layer. Narrow operands are cast, and stored twice: by rows, and for W by columns.
 
     If W adds to an accumulated gradient, it reads and writes that (Megatron-LM,
     ``wgrad_gemm_accum_fp32``); otherwise it writes a value of the stream's type.
@@ -172,7 +172,8 @@ def product_times(product: Product, stream: Stream, device: Device, accumulated:
         computed = operations / filled_share(rows, columns, groups, device)
         return extra + max(computed, device.streaming(moved) if has_size else 0.0)
 
-    cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
+    stored = (1 + product.has_weight_gradient) * narrow
+    cast = 0.0 if dtype is None else device.moving(wide + stored)
     has_input, has_weight = product.has_input_gradient, product.has_weight_gradient
     return PerAction(
         roofline(output, product.rows, product.n_out) + cast * input,

@@ -260,7 +260,7 @@ class PipelineRank:
         self._accumulation.begin(in_place=is_final)
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         with numbers_of_place(self._place, self.device, advances=True):
-            (launched,) = self.trained.launch(self.steps, of_batch=self._is_batch_trained())
+            (launched,) = self.trained.launch(self.steps, of_batch=self._is_batch_trained)
         self.calls.meet_all()
         for name in unused:
             if self._absent[name].grad is not None:

@@ -115,14 +115,8 @@ class TrainedStages:
         with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
             self.ties.check(self._patience if is_first else self._timeout)
 
-    def agree_on_gradients(self, *, of_batch: bool = False) -> None:
-        """Tell every stage whether anything below it trains. Collective.
-
-        Parameters
-        ----------
-        of_batch
-            Whether the first stage's input needs a gradient, on its rank.
-        """
+    def _agree_on_gradients(self, *, of_batch: bool) -> None:
+        """Tell every stage whether anything below it trains. Collective."""
         with naming_errors(self._transport.rank, "comparing which stages train"):
             self._skips = note_training(
                 self.stages.values(),
@@ -133,7 +127,11 @@ class TrainedStages:
             )
 
     def launch(
-        self, step: int, then: Callable[[], None] | None = None, *, of_batch: bool = False
+        self,
+        step: int,
+        then: Callable[[], None] | None = None,
+        *,
+        of_batch: Callable[[], bool] = lambda: False,
     ) -> list[Launched]:
         """Run the list as often as a step does, which a GPU may not have completed afterwards. Collective.
 
@@ -142,12 +140,12 @@ class TrainedStages:
         then
             Called after each run: the executor has seen the end of the step before.
         of_batch
-            Whether the first stage's input needs a gradient, on its rank.
+            Says, on the first stage's rank, whether its input needs a gradient.
         """
         if self._skips is not False:
             # Again in every step while a stage computes no gradient of its input: a user may unfreeze layers
             # below, which other ranks do not see.
-            self.agree_on_gradients(of_batch=of_batch)
+            self._agree_on_gradients(of_batch=of_batch())
         launched = []
         for part in range(self._options.parts):
             self._is_last_part = part == self._options.parts - 1

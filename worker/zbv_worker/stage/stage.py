@@ -227,7 +227,7 @@ class Stage:
             self.check_graph(tensors_of(output), leaves)
             self.check_graph = None
         roots = auxiliary.take_roots() if auxiliary.edges else None
-        without = self._without_gradient(x, leaves)
+        without = None if self._is_first or self.trains_below or leaves else _zeros_like(x)
         self._forwards[microbatch] = _Forward(
             leaves, batch, is_plain(x), edges, seed, roots, weight_grads, without
         )
@@ -330,7 +330,7 @@ class Stage:
             output = recomputed.forward(self._segments(target, keywords), x, self.module.modules())
         if self.objective is not None:
             self.objective.count()
-        without = self._without_gradient(x, leaves)
+        without = None if self._is_first or self.trains_below or leaves else _zeros_like(x)
         self._forwards[microbatch] = _Forward(
             leaves, batch, is_plain(x), recomputed, None, None, weight_grads, without
         )
@@ -340,12 +340,6 @@ class Stage:
     @property
     def _trains(self) -> bool:
         return any(parameter.requires_grad for parameter in self.module.parameters())
-
-    def _without_gradient(self, x: Any, leaves: Sequence[Tensor]) -> Callable[[], Tensor] | None:
-        """See :class:`_Forward`."""
-        if leaves or self._is_first or self.trains_below or not is_plain(x):
-            return None
-        return partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
 
     def _segments(self, target: Any, keywords: Mapping[str, Any]) -> list[Segment]:
         """The segments to recompute in sequence; the loss belongs to the segment of the last layer."""
@@ -477,3 +471,10 @@ class Stage:
 
 def _requiring_grad(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+
+
+def _zeros_like(value: Any) -> Callable[[], Tensor] | None:
+    """A function that makes zeros like one floating tensor, without keeping it; None for other values."""
+    if not is_plain(value):
+        return None
+    return partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zbv_models.estimate.device import GroupLinks
-from zbv_models.estimate.layers import Running, estimate_model
+from zbv_models.estimate.layers import estimate_model
+from zbv_models.estimate.replica import Running
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.layouts.request import parse_request
 

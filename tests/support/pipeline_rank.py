@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.utils.checkpoint import checkpoint
 
+from support.adapters import Adapted
 from support.small_pipeline import WIDTH, batch, model
 
 TIMEOUT = 60.0
@@ -74,6 +75,38 @@ def drops(folder: Path) -> Found:
             found[f"state of {name}"] = torch.equal(before, torch.get_rng_state())
             found[f"own {name}"] = torch.rand(2).tolist()
     return found
+
+
+def adapted() -> nn.Sequential:
+    """The layers, frozen, with adapters."""
+    layers = [layer for layer in model() if isinstance(layer, nn.Linear)]
+    return nn.Sequential(*(Adapted(layer, 2) for layer in layers))
+
+
+def freezes(folder: Path) -> Found:
+    """Gradients by name: of layers whose first half is frozen, after it was unfrozen, and of adapters."""
+    found = Found()
+    with pipeline(folder) as pipe:
+        own = [parameter for name, parameter in pipe.named_parameters() if name[0] in "01"]
+        for name, trains in (("frozen", False), ("unfrozen", True)):
+            for parameter in own:
+                parameter.requires_grad_(trains)
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            pipe.step(*batch())
+            found[name] = gradients_of(pipe)
+    with pipeline(folder, layers=adapted()) as pipe:
+        pipe.step(*batch())
+        found["adapters"] = gradients_of(pipe)
+    return found
+
+
+def gradients_of(layers: Any) -> dict[str, list[float]]:
+    return {
+        name: parameter.grad.flatten().tolist()
+        for name, parameter in layers.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 class Failing(nn.Module):

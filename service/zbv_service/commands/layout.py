@@ -27,7 +27,8 @@ examples:
 
 """
 _REQUEST = (
-    *("name", "global_batch", "sequence_length", "prediction_layers"),
+    *("name", "global_batch", "sequence_length"),
+    *("prediction_layers", "frozen", "lora_rank", "target_modules"),
     *("top", "executor", "points", "sensitivity"),
 )
 _OPTIONS = ("effort", "time_limit")

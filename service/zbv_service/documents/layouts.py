@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from zbv_models.estimate.config import Optimizer, Pairs, PrecisionName
+from zbv_models.estimate.model import FrozenWord, TargetModule
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.cluster import parse_cluster
 from zbv_models.layouts.executor_rules import FREE, require_runnable
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, Fixed, LayoutFamily, Order, Recompute
 from zbv_models.layouts.profile import Profile, parse_profile
-from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.request import OF_MODEL, BatchConfig, Request, parse_request
 from zbv_solver import __version__
 from zbv_solver.documents.fields import MAX_NAME
 from zbv_solver.documents.files import canonical_json
@@ -72,6 +73,17 @@ class LayoutRequest(RequestDocument):
     prediction_layers: Annotated[int, Field(strict=True, ge=0)] | None = Field(
         None, description="Modules of multi-token prediction, 0 for none; null: as the model says."
     )
+    frozen: list[FrozenWord] | None = Field(
+        None,
+        description="Parts that do not train: all, layers or some of them as in 0-15, embedding, head, "
+        "predictions, vision, projector; null: as the model says.",
+    )
+    lora_rank: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+        None, description="Rank of LoRA adapters in frozen layers; null: as the model says."
+    )
+    target_modules: list[TargetModule] | None = Field(
+        None, description="Matrices with adapters, by their names or in groups; null: as the model says."
+    )
     precision: PrecisionName | None = Field(
         None, description="Bytes of parameters, gradients and optimizer states; null: as the model says."
     )
@@ -118,9 +130,7 @@ def read_layouts(asked: LayoutRequest) -> Request:
             Fixed(**asked.fixed.model_dump()),
             parallel={name: value for name in KEPT if (value := getattr(asked, name)) is not None},
             executor=asked.executor,
-            global_batch=asked.global_batch,
-            sequence_length=asked.sequence_length,
-            prediction_layers=asked.prediction_layers,
+            **{name: getattr(asked, name) for name in BatchConfig.model_fields},
         )
     except InvalidInput as error:
         issues = [_placed(issue, asked) for issue in error.issues]
@@ -177,14 +187,14 @@ def _placed(issue: Issue, asked: LayoutRequest) -> Issue:
     if issue.source:
         return Issue(f"/{issue.source}{issue.pointer}", issue.detail)
     name = issue.pointer[1:]
-    if name in ("global_batch", "sequence_length", "prediction_layers") and (
-        getattr(asked, name) or name not in asked.model
-    ):
+    of_batch = name.partition("/")[0]
+    if of_batch in BatchConfig.model_fields and (getattr(asked, of_batch) or of_batch not in asked.model):
         return issue
     if issue.pointer == "/model/sequence" and (asked.sequence_length or is_transformers_config(asked.model)):
         return replace(issue, pointer="/sequence_length")
-    if issue.pointer == "/model/prediction_layers" and asked.prediction_layers is not None:
-        return replace(issue, pointer="/prediction_layers")
+    of_model = issue.pointer.removeprefix("/model/")
+    if of_model in OF_MODEL and getattr(asked, of_model) is not None:
+        return replace(issue, pointer=f"/{of_model}")
     key = issue.pointer.removeprefix("/parallel/")
     if key in KEPT and getattr(asked, key) is not None:
         return replace(issue, pointer=f"/{key}")

@@ -69,7 +69,9 @@ def _former_form(packed: bytes) -> LayoutForm:
     return form_of(unpack(packed))
 
 
-NUMBERS = ("global_batch", "sequence_length", "prediction_layers", "top")
+NUMBERS = ("global_batch", "sequence_length", "prediction_layers", "lora_rank", "top")
+LISTS = ("recompute_modules", "frozen", "target_modules")
+"""Fields with words, which are apart by spaces."""
 DEFAULTS: Mapping[str, str] = {
     "model": "llama-3.1-8b",
     "device": "h100",
@@ -125,10 +127,7 @@ class LayoutForm:
     def parse(cls, fields: Mapping[str, Sequence[str]]) -> LayoutForm:
         """The form that a browser sent."""
         return cls(
-            {
-                name: " ".join(given) if name == "recompute_modules" else given[-1].strip()
-                for name, given in fields.items()
-            }
+            {name: " ".join(given) if name in LISTS else given[-1].strip() for name, given in fields.items()}
         )
 
     def value(self, name: str) -> str:
@@ -164,7 +163,7 @@ class LayoutForm:
             | {name: self.value(name) for name in self.fixed_choices if self.value(name)},
             "executor": executor,
             **{name: self.value(name) for name in self.states if self.value(name)},
-            "recompute_modules": self.value("recompute_modules").split() or None,
+            **{name: self.value(name).split() or None for name in LISTS},
             "profiles": self._profiles(issues),
             "points": executor == "zbv",
             "sensitivity": executor == "zbv" and bool(self.value("sensitivity")),
@@ -233,7 +232,7 @@ def form_of(request: Mapping[str, Any]) -> LayoutForm:
     model, cluster = dict(request["model"]), dict(request["cluster"])
     values: dict[str, Any] = {name: request.get(name) for name in NUMBERS}
     values |= request["fixed"] | {name: request.get(name) for name in LayoutForm.states}
-    values["recompute_modules"] = " ".join(request.get("recompute_modules") or ()) or None
+    values |= {name: " ".join(request.get(name) or ()) or None for name in LISTS}
     values["profiles_json"] = json.dumps(request["profiles"], indent=2) if request.get("profiles") else None
     limit = request["options"].get("time_limit")
     values["time_limit"] = None if limit is None else f"{limit:.15g}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbv_models.estimate.indexer import Indexer
 from zbv_models.estimate.part import (
+    ALL_LINEAR,
     Exchange,
     Held,
     Linear,
+    Matrix,
     Module,
     Part,
     Product,
@@ -22,6 +25,8 @@ from zbv_models.estimate.part import (
 from zbv_models.estimate.sees import ALL, Sees
 from zbv_models.estimate.shapes import STATISTIC_BYTES, Parameters, PerAction, Shapes
 
+INPUTS = ("q_proj", "k_proj", "v_proj")
+"""The matrices of the block's input."""
 ALIGNED_BYTES = 16
 """Tensor cores need this alignment for full speed (NVIDIA, Matrix Multiplication Background, §3)."""
 
@@ -247,8 +252,21 @@ class Attention:
                 Linear(products[1], shapes.whole, shapes.stream.bias),
             ),
             saved=None if self.output_gate or self.head_gate else self.scores.saved(shapes),
+            matrices=tuple(self.matrices(shapes, *products)),
         )
         return part if self.indexer is None else self.indexer.added_to(part, shapes, self.sees, h)
+
+    def matrices(self, shapes: Shapes, first: Product, last: Product) -> Iterator[Matrix]:
+        """Those of queries (with a gate), keys, values, all of them together, and the projection back."""
+        of_values = 0 if self.shared_values or self.reads_keys else self.value
+        of_keys = 0 if self.reads_keys else self.key
+        widths = (self.projected - of_keys - of_values, of_keys, of_values)
+        for name, width in zip(INPUTS, widths, strict=True):
+            if width:
+                product = replace(first, n_out=width // shapes.tensor)
+                yield Matrix((name, "attention", ALL_LINEAR), product, "columns")
+        yield Matrix(("linear_qkv",), first, "columns")
+        yield Matrix(("o_proj", "linear_proj", "attention", ALL_LINEAR), last, "rows")
 
     def parameters(self, shapes: Shapes) -> Parameters:
         """Norm, projection to queries, keys and values, and the projection back.
@@ -274,13 +292,18 @@ class Attention:
                 "input of the projection to queries, keys, values",
                 shapes.operand(shapes.kept_input),
                 after_input=True,
+                of=(*INPUTS, "linear_qkv"),
             ),
-            gradient("gradients of queries, keys, values", shapes.operand(shapes.divided(self.projected))),
+            gradient(
+                "gradients of queries, keys, values",
+                shapes.operand(shapes.divided(self.projected)),
+                (*INPUTS, "linear_qkv"),
+            ),
             Held("queries", query),
             Held("keys", key),
             Held("values", value),
             *self.scores.tensors(shapes),
-            *projection_back(shapes, output),
+            *projection_back(shapes, output, self.sees.flash),
         ]
         if self.qk_norm:
             rows = (self.heads + self.kv_heads) // shapes.tensor * shapes.tokens
@@ -301,7 +324,7 @@ class Attention:
         return max(others, first) + self.scores.held_of_others(shapes)
 
 
-def projection_back(shapes: Shapes, heads: int) -> list[Held]:
+def projection_back(shapes: Shapes, heads: int, is_flash: bool = True) -> list[Held]:
     """The heads' output, of the given size, and the gradient of what is computed from it.
 
     The gradient of a sum over the tensor-parallel group is whole: it is gathered for I and queued in that
@@ -309,8 +332,14 @@ def projection_back(shapes: Shapes, heads: int) -> list[Held]:
     copy.
     """
     held = [
-        Held("input of the projection back", shapes.operand(heads), after_input=True),
-        gradient("gradient of the projection back", shapes.operand(shapes.whole)),
+        Held(
+            "input of the projection back",
+            shapes.operand(heads),
+            after_input=True,
+            of=("o_proj",),
+            for_input=is_flash and not shapes.keeps_narrow,
+        ),
+        gradient("gradient of the projection back", shapes.operand(shapes.whole), ("o_proj",)),
     ]
     if shapes.keeps_narrow:
         held.append(Held("output of the heads", heads))

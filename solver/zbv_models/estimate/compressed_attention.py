@@ -10,12 +10,15 @@ the paper and ``models/deepseek_v4/modeling_deepseek_v4.py`` of transformers 5.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbv_models.estimate.attention import Scores
 from zbv_models.estimate.part import (
+    ALL_LINEAR,
     Held,
+    Matrix,
     Module,
     Part,
     Product,
@@ -26,6 +29,9 @@ from zbv_models.estimate.part import (
 )
 from zbv_models.estimate.sees import CompressedSees
 from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
+
+DOWN = ("q_a_proj", "kv_proj")
+"""The projections of the block's input that LoRA may adapt."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,17 @@ class CompressedAttention:
             exchanges=(half_exchange(shapes), self.scores.exchange(shapes)),
             workspace=self.workspace(shapes),
             output_bytes=shapes.hidden,
+            matrices=tuple(self.matrices(*products[:4])),
         )
+
+    def matrices(self, down: Product, queries: Product, groups: Product, back: Product) -> Iterator[Matrix]:
+        """Those of queries, of the vectors that are keys and values, and back; without the compressor's."""
+        names = ("attention", ALL_LINEAR)
+        yield Matrix(("q_a_proj", *names), replace(down, n_out=self.query_rank))
+        yield Matrix(("q_b_proj", *names), queries, "columns")
+        yield Matrix(("kv_proj", *names), replace(down, n_out=self.head_dim))
+        yield Matrix(("o_a_proj", *names), groups, "groups")
+        yield Matrix(("o_b_proj", *names), back, "rows")
 
     def index_flops(self, shapes: Shapes) -> PerAction:
         """The indexer compares every query with all compressed tokens; I has two such products."""
@@ -142,21 +158,27 @@ class CompressedAttention:
             *half_tensors(shapes, "attention"),
             Held(
                 "input of the products down", shapes.operand(shapes.hidden), after_input=True,
-                modules=("layernorm",),
+                modules=("layernorm",), of=DOWN,
             ),
-            gradient("gradients of the products down", shapes.operand(shapes.own(self.down))),
+            gradient("gradients of the products down", shapes.operand(shapes.own(self.down)), DOWN),
             Held("latent vector of queries", latent),
-            Held("input of the projection to queries", shapes.operand(latent), after_input=True),
-            gradient("gradient of queries", shapes.operand(query)),
+            Held(
+                "input of the projection to queries", shapes.operand(latent), after_input=True,
+                of=("q_b_proj",),
+            ),
+            gradient("gradient of queries", shapes.operand(query), ("q_b_proj",)),
             Held("queries before their norm", query, modules=("mla_up_proj",)),
             Held("queries", query, modules=("mla_up_proj",)),
             Held("keys before their norm, and after it", 2 * shapes.own(self.head_dim) + entries),
             *self.scores.tensors(shapes),
             Held("output of the heads", query),
-            Held("input of the groups' projections", shapes.operand(query), after_input=True),
-            gradient("gradient of the groups' projections", back),
-            Held("input of the projection back", back, after_input=True),
-            gradient("gradient of the projection back", shapes.operand(shapes.whole)),
+            Held(
+                "input of the groups' projections", shapes.operand(query), after_input=True,
+                of=("o_a_proj",),
+            ),
+            gradient("gradient of the groups' projections", back, ("o_a_proj",)),
+            Held("input of the projection back", back, after_input=True, of=("o_b_proj",)),
+            gradient("gradient of the projection back", shapes.operand(shapes.whole), ("o_b_proj",)),
         ]  # fmt: skip
         if self.compressor:
             held.append(Held("values and weights of compressed tokens", shapes.own(self.compressor)))

@@ -17,9 +17,10 @@ from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.numeric import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
 
 from zbv_models.estimate.device import Device
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
+from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_rules import degree_issues, model_issues
+from zbv_models.estimate.model_rules import degree_issues, frozen_issues, model_issues
+from zbv_models.estimate.replica import Running
 from zbv_models.estimate.sections import Amount, ConfigSection, Flag, Share, Size
 from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.states import StateBytes
@@ -186,6 +187,7 @@ def parse_config(document: Any) -> EstimateConfig:
         *degree_issues(config.model, config.degrees),
         *_device_issues(config.model, config.parallel, config.device),
     ]
+    issues = issues or [*frozen_issues(config.model)]
     if issues:
         raise InvalidInput(issues)
     return config

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zbv_models.estimate.part import (
+    ALL_LINEAR,
     Exchange,
     Group,
     Held,
     Linear,
+    Matrix,
     Module,
     Part,
     Product,
@@ -19,6 +21,12 @@ from zbv_models.estimate.part import (
     norm_module,
 )
 from zbv_models.estimate.shapes import INDEX_BYTES, MASK_BYTES, STATISTIC_BYTES, Parameters, PerAction, Shapes
+
+FIRST = ("gate_proj", "up_proj")
+"""The matrices of the MLP's input."""
+LAST = ("down_proj",)
+OF_EXPERTS = ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1")
+"""The matrices of the input of routed experts."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,16 @@ class Mlp:
             output_bytes=shapes.hidden,
             linears=self.linears(shapes),
             saved=0,
+            matrices=self.matrices(*products),
+        )
+
+    def matrices(self, first: Product, last: Product) -> tuple[Matrix, ...]:
+        """Gate and first matrix, both together, and the last one."""
+        groups, one = ("mlp", ALL_LINEAR), replace(first, n_out=first.n_out // self.inputs)
+        return (
+            *(Matrix((name, *groups), one, "columns") for name in FIRST[-self.inputs :]),
+            Matrix(("linear_fc1",), first, "columns"),
+            Matrix(("down_proj", "linear_fc2", *groups), last, "rows"),
         )
 
     def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
@@ -93,9 +111,10 @@ class Mlp:
                 shapes.operand(shapes.kept_input),
                 after_input=True,
                 modules=("mlp",),
+                of=(*FIRST, "linear_fc1"),
             ),
             *self.inner_tensors(shapes, ffn, "mlp"),
-            gradient("gradient of the MLP's last matrix", shapes.operand(shapes.whole)),
+            gradient("gradient of the MLP's last matrix", shapes.operand(shapes.whole), LAST),
         ]
 
     def inner_tensors(self, shapes: Shapes, ffn: int, *modules: str) -> list[Held]:
@@ -106,10 +125,14 @@ class Mlp:
         of_activation = ("moe_act", *modules) if "moe" in modules else modules
         into = self.inputs * ffn
         held = [
-            gradient("gradient of the MLP's first matrix", shapes.operand(into)),
+            gradient("gradient of the MLP's first matrix", shapes.operand(into), (*FIRST, "linear_fc1")),
             Held("input of the activation", into, modules=modules),
             Held(
-                "input of the MLP's last matrix", shapes.operand(ffn), after_input=True, modules=of_activation
+                "input of the MLP's last matrix",
+                shapes.operand(ffn),
+                after_input=True,
+                modules=of_activation,
+                of=LAST,
             ),
         ]
         if self.gated and not self.fused_activation:
@@ -136,6 +159,13 @@ class Mlp:
 def _exchange(group: Group, sent: float) -> Exchange:
     """Two collectives in F and two in I."""
     return Exchange(group, PerAction(sent, sent, 0.0), PerAction(2.0, 2.0, 0.0))
+
+
+def _of_experts(matrix: Matrix) -> Matrix:
+    """A matrix of every routed expert, which is no part of the group ``mlp``."""
+    groups = {"mlp": "experts"}
+    names = (groups.get(name, name) for name in matrix.names)
+    return Matrix((f"experts.{matrix.names[0]}", *names), matrix.product, "experts")
 
 
 @dataclass(frozen=True)
@@ -188,6 +218,7 @@ class Experts:
         if self.latent is not None:
             products += [Product(shapes.own_tokens, h, width), Product(shapes.own_tokens, width, h)]
         exchanges = list(self.exchanges(shapes))
+        matrices = [_of_experts(matrix) for matrix in self.expert.matrices(*products[1:3])]
         activation = self.expert.activation_traffic(self.routed(shapes, ffn))
         moved = self.routing_traffic(shapes) + activation
         modules = [norm_module(shapes), Module("moe_act", moved=activation.forward, within="moe")]
@@ -198,6 +229,7 @@ class Experts:
             exchanges.append(half_exchange(shapes))
             of_shared = self.shared.activation_traffic(shapes.divided(self.shared.ffn))
             moved += of_shared
+            matrices += self.shared.matrices(*products[-2:])
             again = (tuple(products[-2:]), of_shared.forward)
             modules.append(Module("shared_experts", *again, exchanges=(half_exchange(shapes),), within="moe"))
         modules.append(Module("moe", tuple(products), moved.forward, exchanges=tuple(exchanges)))
@@ -212,6 +244,7 @@ class Experts:
             output_bytes=shapes.hidden,
             linears=self.linears(shapes),
             saved=None if self.latent else (STATISTIC_BYTES + INDEX_BYTES) * shapes.own_tokens * self.chosen,
+            matrices=tuple(matrices),
         )
 
     def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
@@ -301,6 +334,7 @@ class Experts:
                 shapes.hidden,
                 after_input=True,
                 modules=("layernorm",),
+                of=(*FIRST, "linear_fc1"),
             ),
             Held("probabilities of experts", scores, modules=("moe",)),
             Held("map of tokens to experts", MASK_BYTES * shapes.own_tokens * self.experts, modules=("moe",)),
@@ -310,9 +344,15 @@ class Experts:
                 shapes.operand(hidden),
                 after_input=True,
                 modules=("moe",),
+                of=OF_EXPERTS,
             ),
-            *self.expert.inner_tensors(shapes, self.routed(shapes, self.expert.ffn), "moe"),
-            gradient("gradient of the experts' last matrices", shapes.operand(hidden)),
+            *(
+                replace(each, of=tuple(f"experts.{name}" for name in each.of))
+                for each in self.expert.inner_tensors(shapes, self.routed(shapes, self.expert.ffn), "moe")
+            ),
+            gradient(
+                "gradient of the experts' last matrices", shapes.operand(hidden), ("experts.down_proj",)
+            ),
         ]
         if self.latent is not None:
             held.append(Held("sum of the experts' results", shapes.own(self.latent), after_input=True))
@@ -324,7 +364,8 @@ class Experts:
                 replace(each, modules=("shared_experts", "moe"))
                 for each in self.shared.inner_tensors(shapes, width)
             ]
-            held.append(gradient("gradient of the shared experts' last matrix", shapes.operand(shapes.whole)))
+            last = shapes.operand(shapes.whole)
+            held.append(gradient("gradient of the shared experts' last matrix", last, LAST))
         return held
 
     def workspace(self, shapes: Shapes) -> int:

@@ -43,7 +43,7 @@ class HyperConnected:
             products=(*part.products, Product(shapes.own_tokens, n * h, weights, is_narrow=False)),
             tensors=(
                 *(replace(held, is_input=False) for held in part.tensors),
-                Held("residual streams", streams, after_input=True, is_input=True),
+                Held("residual streams", streams, after_input=True, is_input=True, for_input=True),
                 Held("output of the half", shapes.hidden),
             ),
             moved=part.moved + PerAction(read, 2 * read),
@@ -97,7 +97,7 @@ class Collapse:
         return Part(
             parameters=Parameters(replicated=n * (n * h + 1) + 1),
             products=(Product(shapes.own_tokens, n * h, n, is_narrow=False),),
-            tensors=(Held("residual streams", streams, after_input=True, is_input=True),),
+            tensors=(Held("residual streams", streams, after_input=True, is_input=True, for_input=True),),
             moved=PerAction(moved, 2 * moved),
             exchanges=(),
             workspace=streams,

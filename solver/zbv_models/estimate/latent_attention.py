@@ -8,15 +8,18 @@ Training materialises keys and values of all heads, as Megatron-LM does
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zbv_models.estimate.attention import Scores, projection_back
 from zbv_models.estimate.indexer import Indexer
 from zbv_models.estimate.part import (
+    ALL_LINEAR,
     Exchange,
     Held,
     Linear,
+    Matrix,
     Module,
     Part,
     Product,
@@ -28,6 +31,9 @@ from zbv_models.estimate.part import (
 )
 from zbv_models.estimate.sees import ALL, Sees
 from zbv_models.estimate.shapes import Parameters, PerAction, Shapes
+
+DOWN = ("q_a_proj", "kv_a_proj_with_mqa")
+"""The projections down."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +125,28 @@ class LatentAttention:
             output_bytes=shapes.hidden,
             linears=self.linears(shapes),
             saved=None if self.absorbed or self.gate else self.scores.saved(shapes),
+            matrices=tuple(self.matrices(projections)),
         )
         if self.indexer is None:
             return part
         return self.indexer.added_to(part, shapes, self.sees, self.query_rank or h)
+
+    def matrices(self, products: tuple[Product, ...]) -> Iterator[Matrix]:
+        """Those down, up, and back."""
+        down, queries, both, back = products[:4]
+        groups = ("attention", ALL_LINEAR)
+        if self.query_rank is None:
+            yield Matrix(("q_proj", "linear_q_proj", *groups), queries, "columns")
+        else:
+            of_queries = replace(down, n_out=self.query_rank)
+            yield Matrix(("q_a_proj", "linear_q_down_proj", *groups), of_queries)
+            yield Matrix(("q_b_proj", "linear_q_up_proj", *groups), queries, "columns")
+        of_keys = replace(down, n_out=self.kv_rank + self.rotated_dim)
+        yield Matrix(("kv_a_proj_with_mqa", "linear_kv_down_proj", *groups), of_keys)
+        yield Matrix(("kv_b_proj", "linear_kv_up_proj", *groups), both, "columns")
+        yield Matrix(("o_proj", "linear_proj", *groups), back, "rows")
+        for gate in products[4:]:
+            yield Matrix(("g_proj", *groups), gate, "columns")
 
     def linears(self, shapes: Shapes) -> tuple[Linear, ...]:
         """Projections of queries, of keys and values, and back (torchtitan, ``deepseek_v3/model.py``).
@@ -167,28 +191,38 @@ class LatentAttention:
                 shapes.operand(shapes.own(h)),
                 after_input=True,
                 modules=("layernorm",),
+                of=(*DOWN, "q_proj", "g_proj"),
             ),
-            gradient("gradients of the projections down", shapes.operand(shapes.own(self.down))),
+            gradient("gradients of the projections down", shapes.operand(shapes.own(self.down)), DOWN),
             Held("latent vector of keys and values", shapes.own(kv)),
             Held("statistics of its norm", rows),
             Held(
-                "input of the projection to keys and values", shapes.operand(shapes.own(kv)), after_input=True
+                "input of the projection to keys and values",
+                shapes.operand(shapes.own(kv)),
+                after_input=True,
+                of=("kv_b_proj",),
             ),
-            gradient("gradients of keys and values", shapes.operand(shapes.divided(self.up))),
-            gradient("gradient of queries", shapes.operand(keys)),
+            gradient("gradients of keys and values", shapes.operand(shapes.divided(self.up)), ("kv_b_proj",)),
+            gradient("gradient of queries", shapes.operand(keys), ("q_proj", "q_b_proj")),
             *(self.absorbed_tensors(shapes) if self.absorbed else of_heads),
             *self.scores.tensors(shapes),
-            *projection_back(shapes, values),
+            *projection_back(shapes, values, self.sees.flash),
         ]
         if self.gate:
             held.append(Held("gate", shapes.divided(self.gate)))
             held.append(Held("output of the heads", values))
-            held.append(gradient("gradient of the gate", shapes.operand(shapes.divided(self.gate))))
+            of_gate = shapes.operand(shapes.divided(self.gate))
+            held.append(gradient("gradient of the gate", of_gate, ("g_proj",)))
         if q is not None:
             held.append(Held("latent vector of queries", shapes.own(q)))
             held.append(Held("statistics of the queries' norm", rows))
             held.append(
-                Held("input of the projection to queries", shapes.operand(shapes.own(q)), after_input=True)
+                Held(
+                    "input of the projection to queries",
+                    shapes.operand(shapes.own(q)),
+                    after_input=True,
+                    of=("q_b_proj",),
+                )
             )
         return held
 
@@ -196,13 +230,13 @@ class LatentAttention:
         """Queries before and after the product with the keys' matrix, keys, and the scores' outputs."""
         queries = shapes.divided(self.heads * (self.kv_rank + self.rotated_dim))
         outputs = shapes.divided(self.heads * self.kv_rank)
-        plain = shapes.divided(self.heads * self.plain_dim)
+        plain, of = shapes.divided(self.heads * self.plain_dim), ("kv_b_proj",)
         return [
-            Held("input of the product of queries", shapes.operand(plain), after_input=True),
+            Held("input of the product of queries", shapes.operand(plain), after_input=True, of=of),
             Held("queries", queries, modules=("mla_up_proj",)),
             Held("keys", shapes.own(self.kv_rank + self.rotated_dim)),
-            Held("outputs of the scores", outputs, after_input=True),
-            gradient("gradient of latent queries", shapes.operand(outputs)),
+            Held("outputs of the scores", outputs, after_input=True, of=of, for_input=True),
+            gradient("gradient of latent queries", shapes.operand(outputs), of),
         ]
 
     def exchange(self, shapes: Shapes) -> Exchange:

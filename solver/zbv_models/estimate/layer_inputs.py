@@ -35,7 +35,12 @@ class LayerInput:
                 Held("tokens", INDEX_BYTES * own, after_input=True),
                 Held("embedding of the tokens", shapes.hidden, after_input=True),
                 Held("input of the gate", shapes.hidden, after_input=True),
-                Held("the block's own input, its gate and their product", 4 * width, after_input=True),
+                Held(
+                    "the block's own input, its gate and their product",
+                    4 * width,
+                    after_input=True,
+                    for_input=True,
+                ),
                 Held("output of the product back", shapes.hidden),
                 gradient("gradient of the product back", shapes.hidden),
             ),

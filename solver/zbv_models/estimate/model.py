@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -16,6 +16,24 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAYER = r"[BMWI*Ea-z-]|\([MWI*a-z][Ea-z-]\)"
 Pattern = Annotated[str, Field(strict=True, pattern=rf"^(?:{LAYER})+$")]
 """A layer per letter, or per pair of letters in parentheses; lower-case letters are those of variants."""
+
+
+FrozenWord = Annotated[
+    str,
+    Field(
+        strict=True,
+        pattern=r"^(all|layers|embedding|head|predictions|vision|projector|\d{1,6}(-\d{1,6})?)$",
+    ),
+]
+TargetModule = Literal[
+    "all-linear", "attention", "mlp", "experts",
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "kv_proj", "o_a_proj", "o_b_proj", "g_proj",
+    "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_proj",
+    "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+]  # fmt: skip
+"""Matrices as transformers and Megatron-LM name them, and groups of them."""
+TARGET_MODULES: tuple[str, ...] = get_args(TargetModule)
 
 
 class Vision(ConfigSection):
@@ -200,6 +218,17 @@ class Transformer(ConfigSection):
 
     fused_loss: Flag = Field(
         False, description="the loss is one kernel, which overwrites the logits with their gradient"
+    )
+    frozen: tuple[FrozenWord, ...] = Field(
+        (),
+        description="parts that do not train: all, layers or some of them as in 0-15, embedding, head, "
+        "predictions, vision, projector; with lora_rank all of them, unless some are given",
+    )
+    lora_rank: Size | None = Field(
+        None, description="rank r of LoRA adapters in frozen layers; null: without adapters"
+    )
+    target_modules: tuple[TargetModule, ...] = Field(
+        (), description="matrices with adapters, by their names or in groups; if none are given, all-linear"
     )
 
     @property

@@ -6,7 +6,7 @@ blocks, equal neighbours as one layer with copies; modules of multi-token predic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -15,12 +15,13 @@ from zbv_models.estimate.attention import Attention
 from zbv_models.estimate.compressed_attention import CompressedAttention
 from zbv_models.estimate.ends import Embedding, Head, Joining, Patches, Projector
 from zbv_models.estimate.feed_forward import Experts, Mlp
+from zbv_models.estimate.frozen import Frozen, FrozenPart, Lora, WholePart
 from zbv_models.estimate.hyper_connections import AttentionResidual, Collapse, Half, HyperConnected
 from zbv_models.estimate.indexer import Indexer
 from zbv_models.estimate.latent_attention import LatentAttention
 from zbv_models.estimate.layer_inputs import LayerInput
 from zbv_models.estimate.model import Compressed, Transformer, Vision
-from zbv_models.estimate.part import Part
+from zbv_models.estimate.part import Matrix, Part
 from zbv_models.estimate.sees import CompressedSees, Sees
 from zbv_models.estimate.shapes import Degrees, Parameters, Shapes, Stream
 from zbv_models.estimate.state_space import GivenCosts
@@ -41,6 +42,7 @@ Kind = (
     | Head
     | Patches
     | Projector
+    | FrozenPart
 )
 """A kind of part: half a block, or an end of the model."""
 Halves = tuple[tuple[str, Kind], ...]
@@ -62,6 +64,10 @@ class LayerKind:
     model's."""
     streams: int = 1
     """Number of outputs, each as large as the stream, that the next layer receives."""
+    is_frozen: bool = False
+    """Whether its own parameters do not train."""
+    lora: Lora | None = None
+    """Its adapters, if it is frozen."""
 
     @property
     def count(self) -> int:
@@ -88,24 +94,57 @@ def layer_kinds(
     ends_share_rank
         Whether embedding and head are on one rank, so that shared tables are there once.
     """
+    frozen = Frozen.of(model)
     embedding = Embedding(model.vocabulary, model.positions == "learned", gradient_bytes)
     predictions, others = model.prediction_layers, []
     if predictions:
         joining = Joining(replace(embedding, learned_positions=False), not ends_share_rank)
         halves = (half for letters in model.prediction_kinds for half in _halves(model, letters))
         parts = (("joining", joining), *halves)
-        others.append(LayerKind("prediction", parts, predictions, streams=1 + predictions))
+        is_frozen = "predictions" in frozen.parts
+        others.append(
+            LayerKind("prediction", parts, predictions, streams=1 + predictions, is_frozen=is_frozen)
+        )
     has_table = not (model.tied_embeddings and ends_share_rank)
     head: Halves = (("head", Head(model.vocabulary, has_table, 1 + predictions, model.fused_loss)),)
     if model.residual_streams > 1:
         head = (("streams", Collapse(model.residual_streams)), *head)
-    return (
-        *(() if model.vision is None else _vision_layers(model.vision, model)),
-        LayerKind("embedding", (("embedding", embedding),), can_recompute=False),
+    is_frozen, is_frozen_head = (name in frozen.parts for name in ("embedding", "head"))
+    found = (
+        *(() if model.vision is None else _vision_layers(model.vision, model, frozen)),
+        LayerKind("embedding", (("embedding", embedding),), can_recompute=False, is_frozen=is_frozen),
         *blocks(model),
         *others,
-        LayerKind("head", head, can_recompute=False),
+        LayerKind("head", head, can_recompute=False, is_frozen=is_frozen_head),
     )
+    return tuple(_with_frozen(found, model))
+
+
+def _with_frozen(kinds: Iterable[LayerKind], model: Transformer) -> Iterator[LayerKind]:
+    """The layers, frozen ones with their adapters and without what they do not compute."""
+    trains = False
+    for kind in kinds:
+        lora = kind.lora
+        is_adapted = lora is not None and any(map(lora.adapts, matrices_of(model, kind)))
+        trains = trains or is_adapted or not kind.is_frozen
+        if kind.is_frozen:
+            halves = tuple((name, FrozenPart(half, trains, lora)) for name, half in kind.halves)
+            yield replace(kind, halves=halves, can_recompute=kind.can_recompute and trains)
+        else:
+            yield kind
+
+
+def matrices_of(model: Transformer, kind: LayerKind) -> tuple[Matrix, ...]:
+    """The matrices of a layer that LoRA may adapt."""
+    shapes = shapes_of(model, kind, Degrees())
+    return tuple(matrix for _, half in kind.halves for matrix in half.part(shapes).matrices)
+
+
+def whole_halves(model: Transformer) -> Iterator[WholePart]:
+    """All parts, as they are if nothing is frozen."""
+    for kind in layer_kinds(model):
+        for _, half in kind.halves:
+            yield half.half if isinstance(half, FrozenPart) else half
 
 
 def count_layers(model: Transformer) -> int:
@@ -131,10 +170,12 @@ def parameters_of(model: Transformer, *, with_predictions: bool = True) -> Param
     """Those of the model; tied ones are counted once, and so are the tables that predictions share."""
     if not with_predictions:
         model = model.model_copy(update={"prediction_layers": 0})
-    total = Parameters()
-    for kind, part in _parts(model):
-        total += part.parameters.scaled(kind.count)
-    return total
+    return sum((part.parameters.scaled(kind.count) for kind, part in _parts(model)), Parameters())
+
+
+def trained_parameters_of(model: Transformer) -> Parameters:
+    """Those that train."""
+    return sum((part.trained.scaled(kind.count) for kind, part in _parts(model)), Parameters())
 
 
 def model_flops(model: Transformer) -> float:
@@ -145,8 +186,8 @@ def model_flops(model: Transformer) -> float:
     """
     total = 0.0
     for kind, part in _parts(model):
-        products = sum(product.flops for product in part.products)
-        total += kind.count * 3 * (products + part.core.forward)
+        products = sum(each.of_actions.total * each.flops for each in part.products)
+        total += kind.count * (products + (3 if part.is_differentiated else 1) * part.core.forward)
     return total
 
 
@@ -164,16 +205,26 @@ def blocks(model: Transformer) -> tuple[LayerKind, ...]:
 
     A kind of block that occurs in several places gives layers without copies, numbered by their place.
     """
-    kinds = model.kinds
-    runs = [list(run) for _, run in groupby(range(len(kinds)), key=lambda layer: kinds[layer])]
+    kinds, frozen = model.kinds, Frozen.of(model)
+    runs = [
+        list(run)
+        for _, run in groupby(range(len(kinds)), key=lambda layer: (kinds[layer], layer in frozen.blocks))
+    ]
     places = [_name(model, kinds[run[0]]) for run in runs]
     found: list[LayerKind] = []
     for run, name in zip(runs, places, strict=True):
-        halves = _halves(model, kinds[run[0]])
+        is_frozen = run[0] in frozen.blocks
+        kind = LayerKind(
+            name,
+            _halves(model, kinds[run[0]]),
+            len(run),
+            is_frozen=is_frozen,
+            lora=frozen.lora if is_frozen else None,
+        )
         if places.count(name) == 1:
-            found.append(LayerKind(name, halves, len(run)))
+            found.append(kind)
         else:
-            found += [LayerKind(f"{name}.{layer}", halves) for layer in run]
+            found += [replace(kind, name=f"{name}.{layer}", copies=None) for layer in run]
     return tuple(found)
 
 
@@ -281,7 +332,7 @@ def _experts(model: Transformer) -> Experts:
     )
 
 
-def _vision_layers(vision: Vision, model: Transformer) -> Iterator[LayerKind]:
+def _vision_layers(vision: Vision, model: Transformer, frozen: Frozen) -> Iterator[LayerKind]:
     """Patches, blocks and projector; blocks that differ from their neighbours are numbered by their place.
 
     The blocks keep no scores.
@@ -299,16 +350,23 @@ def _vision_layers(vision: Vision, model: Transformer) -> Iterator[LayerKind]:
 
     places = vision.position_table or vision.patches
     patches = Patches(vision.patch_values, places if vision.positions in ("learned", "both") else 0)
-    yield LayerKind("patches", (("patches", patches),), can_recompute=False, sees=sees)
+    is_frozen = "vision" in frozen.parts
+    yield LayerKind("patches", (("patches", patches),), can_recompute=False, sees=sees, is_frozen=is_frozen)
     full, local = halves(None), halves(vision.window)
     kinds = [full if place in vision.full_attention else local for place in range(vision.layers)]
     if len(set(kinds)) == 1:
-        yield LayerKind("vision", kinds[0], len(kinds), sees=sees)
+        yield LayerKind("vision", kinds[0], len(kinds), sees=sees, is_frozen=is_frozen)
     else:
         for place, kind in enumerate(kinds):
-            yield LayerKind(f"vision.{place}", kind, sees=sees)
+            yield LayerKind(f"vision.{place}", kind, sees=sees, is_frozen=is_frozen)
     inner = (model.hidden,) if vision.projector is None else vision.projector
     projector = Projector(
         vision.merged, (*inner, model.hidden), vision.pooled, vision.projector_gated, vision.projectors
     )
-    yield LayerKind("projector", (("projector", projector),), can_recompute=False, sees=sees)
+    yield LayerKind(
+        "projector",
+        (("projector", projector),),
+        can_recompute=False,
+        sees=sees,
+        is_frozen="projector" in frozen.parts,
+    )

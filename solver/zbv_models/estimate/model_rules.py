@@ -8,7 +8,9 @@ from functools import lru_cache
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import Issue
 
-from zbv_models.estimate.model import Transformer, Vision
+from zbv_models.estimate.frozen import Frozen, places
+from zbv_models.estimate.model import TARGET_MODULES, Transformer, Vision
+from zbv_models.estimate.model_layers import blocks, matrices_of
 from zbv_models.estimate.shapes import Degrees
 
 LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -113,6 +115,56 @@ def degree_issues(model: Transformer, degrees: Degrees) -> Iterator[Issue]:
     yield from _tensor_issues(model, degrees)
     yield from _context_issues(model, degrees)
     yield from _expert_parallel_issues(model, degrees)
+
+
+def frozen_issues(model: Transformer) -> Iterator[Issue]:
+    """One issue per frozen part that a valid model lacks, or if nothing trains."""
+    frozen, last = Frozen.of(model), model.layers - 1
+    lacking = {
+        "vision": model.vision is None, "projector": model.vision is None,
+        "predictions": not model.prediction_layers,
+    }  # fmt: skip
+    for word in model.frozen:
+        of_layers = places(word, model.layers)
+        if lacking.get(word):
+            yield Issue("/model/frozen", f"found {word}; the model has none. Leave it out.")
+        elif word[0].isdigit() and (not of_layers or of_layers[-1] > last):
+            rule = f"the model has layers 0 to {last}; give one, or the first and the last as in 0-{last}."
+            yield Issue("/model/frozen", f"found {word}; {rule}")
+    if model.tied_embeddings and len(frozen.parts & {"embedding", "head"}) == 1:
+        (word,) = frozen.parts & {"embedding", "head"}
+        rule = "embedding and head share a table (tied_embeddings). Freeze both or neither."
+        yield Issue("/model/frozen", f"found {word} alone; {rule}")
+    if frozen.lora is None:
+        if model.target_modules:
+            found = ", ".join(model.target_modules)
+            rule = "it belongs to LoRA. Give lora_rank, too, or remove it."
+            yield Issue("/model/target_modules", f"found {found}; {rule}")
+        if len(frozen.blocks) == model.layers and not set(_parts_of(model)) - frozen.parts:
+            rule = "then nothing trains. Leave a part out, or give lora_rank."
+            yield Issue("/model/frozen", f"found {', '.join(model.frozen)}; {rule}")
+        return
+    if not frozen.blocks:
+        rule = "adapters are for frozen layers, and none is frozen. Freeze layers, too, or leave out frozen."
+        yield Issue("/model/lora_rank", f"found {model.lora_rank}; {rule}")
+        return
+    adapted = [matrix for kind in blocks(model) if kind.is_frozen for matrix in matrices_of(model, kind)]
+    names = [name for name in TARGET_MODULES if any(name in matrix.names for matrix in adapted)]
+    for module in frozen.lora.modules:
+        if module not in names:
+            rule = f"no frozen layer has such a matrix. Name some of {', '.join(names)}."
+            if not names:
+                rule = "no frozen layer has a matrix that LoRA adapts here. Leave out lora_rank."
+            yield Issue("/model/target_modules", f"found {module}; {rule}")
+
+
+def _parts_of(model: Transformer) -> Iterator[str]:
+    """The parts of a model besides its blocks."""
+    yield from ("embedding", "head")
+    if model.prediction_layers:
+        yield "predictions"
+    if model.vision is not None:
+        yield from ("vision", "projector")
 
 
 def fits(model: Transformer, degrees: Degrees) -> bool:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from zbv_models.estimate.shapes import NONE, Parameters, PerAction, Shapes
+from zbv_models.estimate.shapes import NO_PARAMETERS, NONE, Parameters, PerAction, Shapes
 
+ALL_LINEAR = "all-linear"
+"""The group of all matrices that LoRA may adapt."""
+Divided = Literal["rows", "columns", "groups", "experts"] | None
 Group = Literal["tensor", "context", "expert", "expert_in_node"]
 
 
@@ -30,6 +33,10 @@ class Held:
     """The modules whose selective recomputation drops it."""
     is_input: bool = False
     """Whether it is the layer's input, which full recomputation keeps."""
+    of: tuple[str, ...] = ()
+    """If W needs it, the first names of the matrices (:class:`Matrix`) for which it does."""
+    for_input: bool = False
+    """If W needs it, whether I does, too, so that a frozen layer keeps it."""
 
 
 def after_forward(tensors: Iterable[Held]) -> int:
@@ -42,9 +49,9 @@ def after_input(tensors: Iterable[Held]) -> int:
     return sum(tensor.bytes for tensor in tensors if tensor.after_input)
 
 
-def gradient(name: str, size: int) -> Held:
-    """A gradient that waits for W."""
-    return Held(name, size, after_forward=False, after_input=True)
+def gradient(name: str, size: int, of: tuple[str, ...] = ()) -> Held:
+    """A gradient that waits for W, of some matrices."""
+    return Held(name, size, after_forward=False, after_input=True, of=of)
 
 
 def norm_tensors(shapes: Shapes, name: str) -> list[Held]:
@@ -94,11 +101,33 @@ class Product:
     """Products of this size that run as one kernel, as those of experts do."""
     is_narrow: bool = True
     """Whether it takes the narrow operands of ``Stream.product_dtype``."""
+    has_input_gradient: bool = True
+    has_weight_gradient: bool = True
+    """Whether there is a product in I, and in W: not where parameters are frozen."""
 
     @property
     def flops(self) -> float:
-        """Operations of each action."""
+        """Operations of each action that it has."""
         return 2.0 * self.rows * self.n_in * self.n_out * self.groups
+
+    @property
+    def of_actions(self) -> PerAction:
+        """1 for every action that it has, 0 for the others."""
+        return PerAction(1.0, float(self.has_input_gradient), float(self.has_weight_gradient))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a block that LoRA may adapt."""
+
+    names: tuple[str, ...]
+    """Its own name in a part, first; those in transformers and Megatron-LM; and those of groups of matrices
+    that it belongs to."""
+    product: Product
+    """Its product on one device."""
+    divided: Divided = None
+    """What parallelism divides: the matrix by its inputs (rows), by its outputs (columns), or the groups of
+    heads or the experts that have one each."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +206,17 @@ class Part:
     saved: int | None = None
     """Bytes of other outputs that torchtitan's selective recomputation saves; None if torchtitan has no
     such part."""
+    matrices: tuple[Matrix, ...] = ()
+    """Those that LoRA may adapt."""
+    frozen: Parameters = NO_PARAMETERS
+    """Of the parameters, those that do not train."""
+    is_differentiated: bool = True
+    """Whether it has an I: not where neither it nor a part below it trains."""
+
+    @property
+    def trained(self) -> Parameters:
+        """The parameters that train."""
+        return self.parameters + self.frozen.scaled(-1)
 
     @cached_property
     def after_forward(self) -> int:
@@ -200,8 +240,7 @@ class Part:
     @cached_property
     def flops(self) -> PerAction:
         """Operations of all matrix products."""
-        once = sum(product.flops for product in self.products)
-        return PerAction(once, once, once) + self.core
+        return sum((each.of_actions.scaled(each.flops) for each in self.products), self.core)
 
 
 def group_sum(shapes: Shapes, passes: PerAction, calls: PerAction, width: int | None = None) -> Exchange:

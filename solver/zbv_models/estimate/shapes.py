@@ -127,6 +127,8 @@ class Shapes:
     sequences: int = 1
     """Sequences per microbatch, b."""
     degrees: Degrees = Degrees()
+    is_frozen: bool = False
+    """Whether no action computes gradients of matrices."""
 
     @cached_property
     def tokens(self) -> int:
@@ -172,8 +174,8 @@ class Shapes:
         return self.stream.dtype_bytes * self.sequence * self.stream.hidden // self.degrees.context
 
     def weight(self, n_in: int, n_out: int) -> int:
-        """The gradient of a matrix, which B computes before it is accumulated."""
-        return self.stream.dtype_bytes * (n_in * n_out // self.tensor)
+        """The gradient of a matrix, which B computes before it is accumulated; 0 if it is frozen."""
+        return 0 if self.is_frozen else self.stream.dtype_bytes * (n_in * n_out // self.tensor)
 
     def mask(self, of: int) -> int:
         """The dropout mask of a tensor of the given size."""
@@ -233,3 +235,6 @@ class Parameters(Summed):
     def on_device(self, degrees: Degrees) -> int:
         """Count on each device."""
         return self.dense_on(degrees) + self.experts_on(degrees)
+
+
+NO_PARAMETERS = Parameters()

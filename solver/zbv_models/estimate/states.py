@@ -87,6 +87,21 @@ class HeldBytes:
     passing: float = 0.0
     """Of the gradients in ``whole``, those that exist only from the first to the last backward of a stage."""
 
+    @property
+    def frozen(self) -> HeldBytes:
+        """The same of parameters that do not train: replicas gather only those that they divide."""
+        divided = self.divided.parameters
+        gathered = self.gathered if divided else 0.0
+        return HeldBytes(
+            whole=StaticBytes(self.whole.parameters),
+            divided=StaticBytes(divided),
+            accumulated=0.0,
+            reduced=0.0,
+            gathered=gathered,
+            updated=0.0,
+            buffers=min(self.buffers, 2 * gathered),
+        )
+
     def of(self, count: int, replicas: int) -> StaticBytes:
         """What a device holds of so many parameters."""
         return (self.whole + self.divided.scaled(1 / replicas)).scaled(count)

@@ -98,7 +98,13 @@ def compute_times(
         products += product_times(product, stream, device, accumulated)
     # Traffic takes no time if no bandwidth is given.
     moved = part.moved.scaled(device.moving(1.0)) + part.streamed.scaled(device.streaming(1.0))
-    launches = KERNELS.scaled(device.launch_time)
+    has_weights = part.is_differentiated and part.trained.total > 0
+    kernels = PerAction(
+        KERNELS.forward,
+        KERNELS.backward_input * part.is_differentiated,
+        KERNELS.backward_weight * has_weights,
+    )
+    launches = kernels.scaled(device.launch_time)
     shares = TimeShares(products.total, core.total, moved.total, launches.total)
     return core + moved + products + launches, shares
 
@@ -110,7 +116,7 @@ def accumulated_bytes(gradient_bytes: float) -> float:
 
 def adding_time(part: Part, gradient_bytes: float, stream: Stream, device: Device) -> PerAction:
     """Gradients of W's products are read and added to the accumulated ones, in a separate kernel."""
-    added = sum(product.n_in * product.n_out * product.groups for product in part.products)
+    added = sum(each.n_in * each.n_out * each.groups for each in part.products if each.has_weight_gradient)
     moved = 2 * accumulated_bytes(gradient_bytes) + stream.dtype_bytes
     return PerAction(backward_weight=device.streaming(added * moved))
 
@@ -125,7 +131,8 @@ def core_times(part: Part, device: Device) -> PerAction:
         share = MISALIGNED_SHARE
     rate = device.achieved_tflops * TERA / MICROSECONDS * share
     extra = device.kernel_latency or 0.0
-    return PerAction(core.forward / rate + extra, core.backward_input / rate + extra, 0.0)
+    again = core.backward_input / rate + extra if core.backward_input else 0.0
+    return PerAction(core.forward / rate + extra, again, 0.0)
 
 
 def repeated_time(
@@ -144,7 +151,7 @@ def repeated_time(
 
 
 def product_times(product: Product, stream: Stream, device: Device, accumulated: float = 0.0) -> PerAction:
-    """One linear layer. Narrow operands are cast, and stored twice: by rows and by columns.
+    """One linear layer. Narrow operands are cast, and stored twice: by rows, and for W by columns.
 
     If W adds to an accumulated gradient, it reads and writes that (Megatron-LM,
     ``wgrad_gemm_accum_fp32``); otherwise it writes a value of the stream's type.
@@ -152,7 +159,7 @@ def product_times(product: Product, stream: Stream, device: Device, accumulated:
     dtype = stream.product_dtype if product.is_narrow else None
     operations = product.flops * MICROSECONDS / (device.rate(dtype) * TERA)
     if device.kernel_latency is None and dtype is None:
-        return PerAction(operations, operations, operations)
+        return product.of_actions.scaled(operations)
     wide, groups = stream.dtype_bytes, product.groups
     input, output = product.rows * product.n_in * groups, product.rows * product.n_out * groups
     weight = float(product.n_in * product.n_out * groups)
@@ -165,11 +172,13 @@ def product_times(product: Product, stream: Stream, device: Device, accumulated:
         computed = operations / filled_share(rows, columns, groups, device)
         return extra + max(computed, device.streaming(moved) if has_size else 0.0)
 
-    cast = 0.0 if dtype is None else device.moving(wide + 2 * narrow)
+    stored = (1 + product.has_weight_gradient) * narrow
+    cast = 0.0 if dtype is None else device.moving(wide + stored)
+    has_input, has_weight = product.has_input_gradient, product.has_weight_gradient
     return PerAction(
         roofline(output, product.rows, product.n_out) + cast * input,
-        roofline(input, product.rows, product.n_in) + cast * output,
-        roofline(weight, product.n_in, product.n_out, 2 * accumulated or wide),
+        roofline(input, product.rows, product.n_in) + cast * output if has_input else 0.0,
+        roofline(weight, product.n_in, product.n_out, 2 * accumulated or wide) if has_weight else 0.0,
     )
 
 

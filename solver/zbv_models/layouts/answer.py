@@ -15,7 +15,7 @@ from zbv_solver.problem.layered_problem import uncut
 from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.timing.start_times import evaluate
 
-from zbv_models.estimate.model_layers import model_flops
+from zbv_models.estimate.model_layers import model_flops, parameters_of, trained_parameters_of
 from zbv_models.estimate.times import StepTimes, TimeShares
 from zbv_models.layouts.estimated_layout import (
     EstimatedLayout,
@@ -69,6 +69,10 @@ def ranking_json(
         "unsettled": ranking.unsettled,
         "proof": {"no_layout_below": ranking.no_layout_below},
     }
+    model = request.config.model
+    parameters, trained = parameters_of(model).total, trained_parameters_of(model).total
+    if trained < parameters:
+        document |= {"parameters": parameters, "trained_parameters": trained}
     if with_points:
         document["points"] = points_json(ranking, request.setting, cancelled)
     if sensitivity is not None:

@@ -21,7 +21,8 @@ from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 
 from zbv_models.estimate.device import GroupLink
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running
+from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
+from zbv_models.estimate.replica import Running
 from zbv_models.layouts.cluster import AnyCluster, transfer
 from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.layout import Layout

@@ -13,7 +13,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.numerals import figure
 
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_layers import expert_degree, layer_kinds
+from zbv_models.estimate.model_layers import expert_degree, whole_halves
 from zbv_models.estimate.state_space import GivenCosts
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.executor_memory import STATES
@@ -39,7 +39,7 @@ class ExecutorRule:
 
 
 def _has_no_state_space(model: Transformer) -> bool:
-    return not any(isinstance(half, GivenCosts) for kind in layer_kinds(model) for _, half in kind.halves)
+    return not any(isinstance(half, GivenCosts) for half in whole_halves(model))
 
 
 def _has_equal_blocks(model: Transformer) -> bool:

@@ -20,9 +20,10 @@ from typing import Literal, NamedTuple
 from zbv_solver.errors import InvalidInput, Issue
 
 from zbv_models.estimate.device import Device, GroupLink, GroupLinks
-from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Running, Training, estimate_model
+from zbv_models.estimate.layers import LayerEstimate, ModelEstimate, Training, estimate_model
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import layer_kinds
+from zbv_models.estimate.replica import Running
 from zbv_models.estimate.shapes import Degrees, PerAction
 from zbv_models.estimate.states import StaticBytes
 from zbv_models.layouts.profile import MeasuredLayer, Profile

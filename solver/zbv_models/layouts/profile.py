@@ -16,7 +16,7 @@ from zbv_solver.problem.layer import Layer, LayerCosts
 from zbv_solver.problem.reading import to_layered
 
 from zbv_models.estimate.device import GroupLink
-from zbv_models.estimate.layers import Running
+from zbv_models.estimate.replica import Running
 from zbv_models.estimate.shapes import PerAction
 from zbv_models.layouts.cluster import BYTES_PER_MICROSECOND
 

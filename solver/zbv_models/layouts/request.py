@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -13,6 +13,7 @@ from zbv_solver.errors import InvalidInput
 from zbv_solver.numerals import figure
 
 from zbv_models.estimate.config import EstimateConfig, parse_config
+from zbv_models.estimate.model import FrozenWord, TargetModule, Transformer
 from zbv_models.estimate.sections import ConfigSection, Count, Size, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 from zbv_models.layouts.cluster import AnyCluster, Cluster
@@ -40,6 +41,10 @@ NARROWING = ("tensor_parallel", "expert_parallel", "microbatch_size", "zero_stag
 Document = dict[str, Any]
 
 
+OF_MODEL = ("prediction_layers", "frozen", "lora_rank", "target_modules")
+"""Keys of :class:`BatchConfig` that replace those of the section ``model``."""
+
+
 class BatchConfig(ConfigSection):
     """Keys of ``model.json`` besides those of ``zbv estimate``."""
 
@@ -47,6 +52,15 @@ class BatchConfig(ConfigSection):
     sequence_length: Size | None = Field(None, description="tokens per sequence; null: model.sequence")
     prediction_layers: Count | None = Field(
         None, description="modules of multi-token prediction, 0 for none; null: model.prediction_layers"
+    )
+    frozen: tuple[FrozenWord, ...] | None = Field(
+        None, description=f"{Transformer.model_fields['frozen'].description}; null: model.frozen"
+    )
+    lora_rank: Size | None = Field(
+        None, description="rank r of LoRA adapters in frozen layers; null: model.lora_rank"
+    )
+    target_modules: tuple[TargetModule, ...] | None = Field(
+        None, description="matrices with adapters, by their names or in groups; null: model.target_modules"
     )
 
 
@@ -192,7 +206,7 @@ def parse_request(
     presets: tuple[str, ...] = (),
     parallel: Mapping[str, Any] | None = None,
     executor: str = FREE,
-    **batch: int | None,
+    **batch: int | Sequence[str] | None,
 ) -> Request:
     """Parse a decoded ``model.json`` or ``config.json`` of transformers.
 
@@ -203,8 +217,7 @@ def parse_request(
     parallel
         Keys of the section ``parallel`` that replace those of the document.
     batch
-        ``global_batch``, ``sequence_length`` and ``prediction_layers``, where they replace those of the
-        document.
+        Keys of :class:`BatchConfig`, where they replace those of the document.
 
     Raises :class:`InvalidInput` with one issue per broken rule; pointers are into the document.
     """
@@ -233,7 +246,8 @@ def _sections(merged: Document, sizes: BatchConfig) -> Document:
     if not isinstance(model, dict) or not isinstance(parallel, dict):
         wrong = "/model" if not isinstance(model, dict) else "/parallel"
         raise InvalidInput.at(wrong, f"found {quoted(merged[wrong[1:]])}; must be a JSON object.")
-    given = {"sequence": sizes.sequence_length, "prediction_layers": sizes.prediction_layers}
+    given = {"sequence": sizes.sequence_length}
+    given |= {key: getattr(sizes, key) for key in OF_MODEL}
     model = {**model, **{key: value for key, value in given.items() if value is not None}}
     unknown = [key for key in merged if key not in ("model", "parallel", "device")]
     return {

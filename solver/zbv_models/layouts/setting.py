@@ -15,8 +15,9 @@ from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.latent_attention import LatentAttention
 from zbv_models.estimate.layers import ModelEstimate, Training, estimate_model, without_replicas
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of
-from zbv_models.estimate.shapes import Degrees, Parameters
+from zbv_models.estimate.model_layers import blocks, count_layers, layer_kinds, shapes_of, whole_halves
+from zbv_models.estimate.part import Part
+from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.states import static_of
 from zbv_models.estimate.times import is_known
 from zbv_models.layouts.cluster import AnyCluster, Cluster
@@ -76,8 +77,9 @@ def module_sets(model: Transformer) -> tuple[Modules, ...]:
 
 def keeps_scores(model: Transformer) -> bool:
     """Whether any attention is plain, which keeps its scores."""
-    halves = (half for kind in layer_kinds(model) for _, half in kind.halves)
-    return any(isinstance(half, Attention | LatentAttention) and not half.sees.flash for half in halves)
+    return any(
+        isinstance(half, Attention | LatentAttention) and not half.sees.flash for half in whole_halves(model)
+    )
 
 
 def _scores(model: Transformer) -> Modules:
@@ -184,18 +186,18 @@ class Setting:
 def _states(setting: Setting, degrees: Degrees, ends_share_rank: bool) -> float:
     """Bytes of the states of all layers, on one device of every rank together."""
     training = setting.training
-    counts = _parameters(setting.model, training.kept(degrees).accumulated, ends_share_rank)
-    return sum(static_of(training.shares(each, degrees)).total * count for each, count in counts.items())
+    counts = _parts(setting.model, training.kept(degrees).accumulated, ends_share_rank)
+    return sum(static_of(training.shares(part, degrees)).total * count for part, count in counts.items())
 
 
 @lru_cache(maxsize=64)
-def _parameters(model: Transformer, gradient_bytes: float, ends_share_rank: bool) -> Counter[Parameters]:
-    """How many parts of a model have the same parameters."""
-    found: Counter[Parameters] = Counter()
+def _parts(model: Transformer, gradient_bytes: float, ends_share_rank: bool) -> Counter[Part]:
+    """How many equal parts a model has, without parallelism."""
+    found: Counter[Part] = Counter()
     for kind in layer_kinds(model, gradient_bytes, ends_share_rank):
         shapes = shapes_of(model, kind, Degrees())
         for _, half in kind.halves:
-            found[half.part(shapes).parameters] += kind.count
+            found[half.part(shapes)] += kind.count
     return found
 
 

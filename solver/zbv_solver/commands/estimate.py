@@ -14,7 +14,7 @@ from rich.table import Table
 from zbv_models.estimate.config import EstimateConfig, estimate_config, parse_config, problem_document
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_layers import parameters_of
+from zbv_models.estimate.model_layers import parameters_of, trained_parameters_of
 from zbv_models.estimate.sections import preset, preset_names, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
 
@@ -172,8 +172,11 @@ def _counted(model: Transformer) -> str:
     found = f"{figure(count.total / 1e9, 3)} B parameters{active}"
     predictions = parameters_of(text).total - count.total
     encoder = parameters_of(model).total - parameters_of(text).total
+    trained = trained_parameters_of(model).total
     for more, what in ((predictions, "multi-token prediction"), (encoder, "a vision encoder")):
         found += f", {figure(more / 1e9, 3)} B of {what}" if more else ""
+    if trained < parameters_of(model).total:
+        found += f", of which {figure(trained / 1e6, 4)} M train"
     return found
 
 

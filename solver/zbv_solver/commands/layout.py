@@ -21,7 +21,7 @@ from zbv_models.layouts.executor_search import ExecutorLayout, executor_layouts,
 from zbv_models.layouts.layout import MOST_LAYOUTS, MOST_LISTED, ZERO_STAGES, Fixed
 from zbv_models.layouts.profile import parse_profile
 from zbv_models.layouts.progress import Ends, LayoutProgress
-from zbv_models.layouts.request import Request, parse_request
+from zbv_models.layouts.request import OF_MODEL, BatchConfig, Request, parse_request
 from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_models.layouts.sensitivity import Outcome, outcomes
 
@@ -35,6 +35,7 @@ from zbv_solver.commands.layout_tables import (
     origins_text,
     sensitivity_note,
     sensitivity_table,
+    trained_text,
     verdict,
 )
 from zbv_solver.commands.messages import flag_of, named_flags, print_whole, spinner
@@ -103,7 +104,7 @@ def layout(arguments: argparse.Namespace) -> None:
                 write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
     print_whole(layout_table(ranking, request), stderr=console.stderr)
-    console.print(verdict(ranking), highlight=False)
+    console.print(trained_text(request) + verdict(ranking), highlight=False)
     console.print(memory_text(request.cluster), highlight=False)
     best = ranking.best[0]
     if request.profiles:
@@ -205,9 +206,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             tuple(arguments.preset),
             given_parallel(arguments),
             arguments.executor,
-            global_batch=arguments.global_batch,
-            sequence_length=arguments.sequence_length,
-            prediction_layers=arguments.prediction_layers,
+            **{name: getattr(arguments, name) for name in BatchConfig.model_fields},
         )
         return replace(request, profiles=profiles)
     except InvalidInput as error:
@@ -247,8 +246,9 @@ def _named(issue: Issue, arguments: argparse.Namespace) -> Issue:
     flags = {"/model": "--preset", "/global_batch": "--global-batch", "/model/sequence": "--sequence-length"}
     if issue.source:
         return issue
-    if issue.pointer == "/prediction_layers" and arguments.prediction_layers is not None:
-        return Issue("", issue.detail, "--prediction-layers")
+    key = issue.pointer.removeprefix("/").removeprefix("model/").partition("/")[0]
+    if key in OF_MODEL and getattr(arguments, key) is not None:
+        return Issue("", issue.detail, flag_of(key))
     if model is None and issue.pointer in flags:
         return Issue("", issue.detail, flags[issue.pointer])
     if issue.pointer in flags and "required" in issue.detail:

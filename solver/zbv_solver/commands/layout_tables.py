@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from rich.table import Table
+from zbv_models.estimate.model_layers import parameters_of, trained_parameters_of
 from zbv_models.layouts.answer import composition, costs_of, recomputation, reserved_memory, utilisation
 from zbv_models.layouts.cluster import AnyCluster
 from zbv_models.layouts.estimated_layout import PlannedLayout
@@ -141,6 +142,15 @@ def _pair_cells(planned: PairedLayout, baselines: tuple[str, ...]) -> Iterator[s
 
 def _longer(step: float, planned: PlannedLayout) -> str:
     return f"{time(step, SECONDS)} ({relative(step, planned.step_time)})"
+
+
+def trained_text(request: Request) -> str:
+    """How many parameters train, if some do not."""
+    model = request.config.model
+    parameters, trained = parameters_of(model).total, trained_parameters_of(model).total
+    if trained == parameters:
+        return ""
+    return f"{figure(trained / 1e6, 4)} M of {figure(parameters / 1e6, 4)} M parameters train. "
 
 
 def memory_text(cluster: AnyCluster) -> str:

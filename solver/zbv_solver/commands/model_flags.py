@@ -48,6 +48,8 @@ class Values(NamedTuple):
     """The only words, if there are such."""
     listed: tuple[str, ...]
     """The only words of a list."""
+    is_list: bool
+    """Whether it is a list of words."""
     is_optional: bool
 
     @classmethod
@@ -57,9 +59,14 @@ class Values(NamedTuple):
         words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
         lists = [get_args(option)[0] for option in options if get_origin(option) is tuple]
         listed = [word for item in lists if get_origin(item) is Literal for word in get_args(item)]
+        is_list = bool(listed) or any(str in _alternatives(item) for item in lists)
         kinds = {option for option in options if option in (int, float, bool, str)}
         return cls(
-            frozenset(kinds | ({str} if words else set())), tuple(words), tuple(listed), NoneType in options
+            frozenset(kinds | ({str} if words else set())),
+            tuple(words),
+            tuple(listed),
+            is_list,
+            NoneType in options,
         )
 
     def read(self, text: str) -> Any:
@@ -90,7 +97,7 @@ def flags(section: str) -> dict[str, FieldInfo]:
     """The keys of a section that have a flag: all but objects."""
     found: dict[str, FieldInfo] = SECTIONS[section].model_fields
     values = {key: Values.of(field.annotation) for key, field in found.items()}
-    return {key: field for key, field in found.items() if values[key].kinds or values[key].listed}
+    return {key: field for key, field in found.items() if values[key].kinds or values[key].is_list}
 
 
 def add_estimate_flags(parser: Parser) -> None:
@@ -121,9 +128,11 @@ def _add_value(
 ) -> None:
     """The flag of one key."""
     text = (text or "").replace("%", "%%")
-    if values.listed:
-        text = f"{text}: {', '.join(values.listed)}"
-        shown |= {"nargs": "+", "choices": values.listed, "metavar": "WORD"}
+    if values.is_list:
+        shown |= {"nargs": "+", "metavar": "WORD"}
+        if values.listed:
+            text = f"{text}: {', '.join(values.listed)}"
+            shown |= {"choices": values.listed}
     elif bool in values.kinds:
         shown |= {"action": argparse.BooleanOptionalAction}
     else:
@@ -142,7 +151,7 @@ def _reader(values: Values) -> Any:
 def _add_choice(group: argparse._ActionsContainer, key: str, annotation: Any, text: str | None) -> None:
     """The flag of a key that is absent unless it is given."""
     values = Values.of(annotation)
-    if values.listed:
+    if values.is_list:
         _add_value(group, key, values, text)
     elif values.words:
         group.add_argument(flag_of(key), choices=values.words, help=text)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support.estimates import Document, but, estimate_config, estimate_configs, llama, modern_configs
 from support.titan_operations import BLOCKS, block
 from zbv_models.estimate.config import EstimateConfig, estimate_layers, parse_config, problem_document
-from zbv_models.estimate.layers import LayerEstimate, Running, estimate_model
+from zbv_models.estimate.layers import LayerEstimate, estimate_model
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.recurrent import DeltaNet, Mamba
+from zbv_models.estimate.replica import Running
 from zbv_models.estimate.shapes import PerAction
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem

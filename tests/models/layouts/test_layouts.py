@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layouts import EXPERTS, LONE, MODEL, TIED, Document, cluster_of, request_of
+from zbv_models.estimate.model import Transformer
+from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.layouts import progress
 from zbv_models.layouts.answer import composition, points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, parse_cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, balanced, least_memory, plan_layout
 from zbv_models.layouts.executor_search import executor_layouts
+from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.progress import Ends, LayoutProgress
 from zbv_models.layouts.request import parse_request
 from zbv_models.layouts.search import Ranking, best_layouts
@@ -219,6 +222,25 @@ def test_prediction_modules_are_dropped_or_added() -> None:
     document = {"model": {**MODEL, "prediction_layers": 1}, "global_batch": 8}
     requests = (parse_request(document, cluster_of(1, 2), prediction_layers=n) for n in (None, 0, 2))
     assert [request.setting.model.prediction_layers for request in requests] == [1, 0, 2]
+
+
+def test_a_layout_of_adapters_holds_less_and_says_what_trains() -> None:
+    document = {"model": MODEL, "global_batch": 8}
+    steps, memory, counts = [], [], []
+    for more in ({}, {"lora_rank": 4, "target_modules": ["q_proj"]}, {"frozen": ["embedding"]}):
+        request = parse_request(document, cluster_of(1, 2), Fixed(data_parallel=1, microbatch_size=1), **more)
+        answer = ranking_json(best_layouts(request.layouts, request.setting), request)
+        best = answer["layouts"][0]
+        steps.append(best["step_time"])
+        memory.append(best["peak_memory"])
+        counts.append((answer.get("parameters"), answer.get("trained_parameters")))
+    assert steps[1] < steps[0]
+    assert memory[1] < memory[2] < memory[0]
+    model = Transformer.model_validate(MODEL)
+    own = parameters_of(model).total
+    adapters = 4 * model.layers * (model.hidden + model.heads * model.width_of_head)
+    embedding = model.vocabulary * model.hidden
+    assert counts == [(None, None), (own + adapters, adapters), (own, own - embedding)]
 
 
 SIZES = {"hidden": 512, "layers": 4, "vocabulary": 8_000, "sequence": 1024}

@@ -12,7 +12,8 @@ from support.executor_layouts import request_of as asked
 from support.measured_profiles import MEASURED_MODEL as MODEL
 from support.measured_profiles import PROGRAM, as_estimated
 from support.rankings import check_ranking
-from zbv_models.estimate.layers import LayerEstimate, Running
+from zbv_models.estimate.layers import LayerEstimate
+from zbv_models.estimate.replica import Running
 from zbv_models.layouts.answer import costs_of, ranking_json
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout

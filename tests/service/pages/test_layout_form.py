@@ -75,6 +75,7 @@ FIELDS: dict[str, list[str]] = {
     **{"sequence_length": ["256"], "prediction_layers": ["1"], "precision": ["mixed"]},
     **{"optimizer": ["lion"], "recompute_modules": ["core_attn", "mlp"], "top": ["3"]},
     **{"executor": ["megatron"], "effort": ["quick"], "time_limit": ["2.5"]},
+    **{"frozen": ["embedding 0-1"], "lora_rank": ["8"], "target_modules": ["q_proj v_proj"]},
     **{"recompute": ["selective"], "pipeline_parallel": ["2"], "profiles_json": [""]},
 }
 
@@ -84,6 +85,8 @@ def test_what_a_form_says_is_in_its_request_and_comes_back() -> None:
     asked = LayoutRequest.model_validate(document)
     assert (asked.precision, asked.optimizer, asked.prediction_layers) == ("mixed", "lion", 1)
     assert asked.recompute_modules == ["core_attn", "mlp"]
+    assert (asked.frozen, asked.lora_rank) == (["embedding", "0-1"], 8)
+    assert asked.target_modules == ["q_proj", "v_proj"]
     assert (asked.options.effort, asked.options.time_limit) == ("quick", 2.5)
     assert form_of(asked.model_dump(mode="json")).document() == document
     assert LayoutForm.parse({**FIELDS, "name": ["four"]}).document() == document | {"name": "four"}

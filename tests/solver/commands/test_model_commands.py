@@ -79,6 +79,11 @@ def test_a_configuration_becomes_layers_and_flags_replace_its_values(run: Run) -
     assert (problem["placement"], problem["chunks"], problem["objective"]) == ("loop", 3, "makespan")
     assert problem["layers"][1]["parameters_bytes"] == 2 * (4 * 512**2 + 2 * 512)
     assert not any("recompute" in layer for layer in problem["layers"])
+    frozen = "--frozen embedding 0-1 --table -o out.json"
+    table, problem = run(f"estimate --config model.json {frozen}", CONFIG)
+    backward = [each["backward_input"] > 0 for each in problem["layers"]]
+    assert backward == [False, False, False, True, True, True]
+    assert " M train" in table
     published = "--preset h100 --pp-degree 4 --microbatches 8 --sequence-length 2048 --prediction-layers 0"
     layers = run(f"estimate --config model.json {published}", DEEPSEEK)[1]["layers"]
     assert [(each["name"], each["repeat"]) for each in layers[1:-1]] == [("dense", 1), ("moe", 3)]
@@ -245,6 +250,9 @@ def test_what_training_keeps_has_flags_and_a_given_cut_is_timed(run: Run) -> Non
         for more in ("", "--prediction-layers 0")
     )
     assert ("prediction" in whole, "prediction" in without) == (True, False)
+    out, found = run(f"{LAYOUT} -o out.json --lora-rank 2 --target-modules mlp q_proj", GPT)
+    trained = found["trained_parameters"] / 1e6, found["parameters"] / 1e6
+    assert "{:.4g} M of {:.4g} M parameters train".format(*trained) in " ".join(out.split())
     flags = "--pipeline-parallel 2 --microbatch-size 1 --recompute none --executor megatron --cut 1,3"
     out, found = run(f"{LAYOUT} {flags} -o out.json", GPT)
     assert found["layout"] == "Et|tttL"

@@ -305,6 +305,8 @@ LAYOUT --executor torchtitan --precision float8-gather → Set product_dtype fp8
 LAYOUT --cut 4 → --cut: found a cut and executor zbv. Name an executor with a fixed order
 FIXED --cut 4 → a cut is that of one. Fix --tensor-parallel
 layout --cluster cluster.json → model, --preset: found neither
+LAYOUT --frozen 0-99 → --frozen: found 0-99; the model has layers
+LAYOUT --lora-rank 4 --target-modules experts → --target-modules: found experts; no frozen layer has
 LAYOUT --prediction-layers -1 → --prediction-layers: found -1; input should be
 layout transformers.json --cluster cluster.json → --global-batch: a config.json does not say it
 layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; must be a JSON object

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.adapters import Adapted
 from support.nested_model import NestedModel
 from support.selfcheck import hard_model
+from support.thread_transport import ThreadHub
+from torch import nn
 from zbv_models.layouts.profile import parse_profile
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem
@@ -31,9 +35,10 @@ from zbv_worker.measure.profile.profile import (
     rank_json,
     read_rank,
 )
+from zbv_worker.measure.profile.rank import RankProfiler
 from zbv_worker.measure.stage_memory import StaticBytes, stage_memory
 from zbv_worker.model.spec import ModelSpec
-from zbv_worker.models.gpt import gpt
+from zbv_worker.models.gpt import GPT, Block, GptConfig, gpt
 from zbv_worker.stage.program import Program
 from zbv_worker.stage.recorder import SplitShare
 from zbv_worker.stage.stage import Stage
@@ -41,7 +46,7 @@ from zbv_worker.values.structure import bytes_of
 
 CPU = torch.device("cpu")
 MODEL = {"layers": 3, "width": 32, "heads": 2, "length": 32, "sequences": 2, "characters": 20_000}
-GPT = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
+PROFILE = ["profile", "--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL)]
 P = 2
 
 
@@ -72,7 +77,7 @@ def test_layers_with_nested_values_are_measured_and_estimated_alike(*, is_recomp
 def test_a_profile_measures_and_records_the_program_that_will_run(tmp_path: Path) -> None:
     numbers = ["--pp", "1", "--microbatches", "2", "--repeats", "1", "--timeout", "60"]
     program = ["--precision", "bfloat16", "--no-main-gradients"]
-    assert main([*GPT, *numbers, *program, "-o", str(tmp_path / "problem.json")]) == 0
+    assert main([*PROFILE, *numbers, *program, "-o", str(tmp_path / "problem.json")]) == 0
     problem = parse_any_problem(json.loads((tmp_path / "problem.json").read_text()))
     assert isinstance(problem, LayeredProblem)
     assert dict(problem.measured) == Program("bfloat16", has_main_gradients=False).described(CPU)
@@ -83,6 +88,50 @@ def test_a_profile_measures_and_records_the_program_that_will_run(tmp_path: Path
     assert held[1] < plain[1].kept.memory.after_forward
 
 
+class Finetuned(GPT):
+    """Embedding and first block are frozen; the second one has an adapter, and the head is frozen above."""
+
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        layers = super().build_layers(names, device)
+        for name, layer in zip(names, layers, strict=True):
+            if name != "block.2":
+                layer.requires_grad_(False)
+            if name == "block.1" and isinstance(layer, Block):
+                setattr(layer, "expand", Adapted(layer.expand, 4))  # noqa: B010 - its type is another
+        return layers
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_frozen_layers_are_measured_without_what_they_do_not_compute(*, is_recomputed: bool) -> None:
+    sizes: dict[str, Any] = MODEL
+    model = Finetuned(GptConfig(**sizes), seed=0)
+    options = ProfileOptions(
+        ModelSpec("a:b"), P, microbatches=2, repeats=1, by_layer=True, recompute=is_recomputed
+    )
+    ranks = ThreadHub(P).run(lambda transport: RankProfiler(options, transport, CPU, model).measure())
+    layers = [layer for rank in ranks for layer in rank.layers]
+    estimates = list(estimate_layers(model))
+    for layer, estimate in zip(layers, estimates, strict=True):
+        assert layer.static == estimate.static
+        assert layer.kept.memory == replace(estimate.kept.memory, workspace=layer.kept.workspace), layer.name
+    found = {layer.name: layer for layer in layers}
+    flops = {estimate.name: estimate.kept.flops for estimate in estimates}
+    for name in ("embedding", "block.0"):
+        assert (found[name].kept.held_after_forward, found[name].kept.held_after_input) == (0, 0)
+        assert (flops[name].backward_input, flops[name].backward_weight) == (0, 0)
+        times, _ = found[name].kept.costs
+        assert times["backward_weight"] == 0
+    adapter = 4 * (32 + 128)
+    assert found["block.1"].static.gradients == 4 * adapter
+    tokens = 2 * 32
+    assert flops["block.1"].backward_weight == 2 * tokens * adapter
+    assert flops["block.2"].backward_weight == 2 * tokens * 12 * 32**2
+    assert flops["head"].backward_weight == 0 < flops["head"].backward_input
+    assert found["head"].kept.split is None
+    static = found["head"].static
+    assert static.gradients == static.optimizer == 0 < static.parameters
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile of a model by two ranks, with and without recomputation."""
@@ -91,7 +140,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outputs = ["--report", str(folder / "report.json"), "-o", str(folder / "problem.json")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "LEAST_WEIGHT_SHARE", 0.0)  # a busy machine may hide how long W takes
-        assert main([*GPT, *numbers, *outputs, "--memory-limit-fraction", "0.5"]) == 0
+        assert main([*PROFILE, *numbers, *outputs, "--memory-limit-fraction", "0.5"]) == 0
     return folder
 
 
@@ -349,11 +398,11 @@ TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]
             "--recompute measures layers, but --model gives a Tiny without layer_names",
         ),
         (
-            [*GPT, "--recompute", "--by-stage"],
+            [*PROFILE, "--recompute", "--by-stage"],
             "--recompute: cannot be combined with --by-stage",
         ),
-        ([*GPT, "--copies"], "--copies: needs --by-stage"),
-        ([*GPT, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
+        ([*PROFILE, "--copies"], "--copies: needs --by-stage"),
+        ([*PROFILE, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
     ],
 )
 def test_impossible_measurements_are_refused_at_once(
@@ -364,6 +413,6 @@ def test_impossible_measurements_are_refused_at_once(
 
 
 def test_every_rank_needs_a_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = [*GPT, "--pp", "6", "--microbatches", "1"]
+    arguments = [*PROFILE, "--pp", "6", "--microbatches", "1"]
     assert main([*arguments, "-o", str(tmp_path / "p.json")]) == 2
     assert "found 5 layers and 6 ranks" in capsys.readouterr().err

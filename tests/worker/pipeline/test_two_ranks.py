@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zbv_worker as zbv
+from support.adapters import Adapted
 from support.small_pipeline import ROWS, WIDTH, batch, model
 from support.thread_pipeline import on_ranks, plan_of, returned
 from torch import Tensor, nn
@@ -299,3 +300,89 @@ def test_only_the_layers_of_the_rank_are_built() -> None:
     found = returned(run(program, lambda: {name: partial(build, name) for name in "abcd"}))
     assert found == [["a", "d"], ["b", "c"]]
     assert sorted(built) == list("abcd")
+
+
+def with_frozen(*places: int) -> nn.Sequential:
+    layers = model()
+    for place in places:
+        layers[place].requires_grad_(False)
+    return layers
+
+
+def with_adapters() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Adapted(layer, 2) for layer in model() if isinstance(layer, nn.Linear)))
+
+
+FROZEN = [partial(with_frozen, *places) for places in ((0,), (0, 1), (0, 1, 2), (1,), (2, 3))]
+
+
+@pytest.mark.parametrize("layers", [*FROZEN, with_adapters])
+def test_frozen_layers_and_adapters_train_as_in_one_process(layers: Callable[[], nn.Sequential]) -> None:
+    inputs, targets = batch()
+    reference = layers()
+    losses = []
+    for _ in range(2):
+        losses.append(nnf.mse_loss(reference(inputs), targets))
+        torch.autograd.backward(losses[-1])
+
+    def program(pipe: Pipeline) -> list[Any]:
+        found = [pipe.step(inputs, targets) for _ in range(2)]
+        expected = dict(reference.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            if name in expected:  # a rank without trainable parameters has one without elements, too
+                torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
+        return found
+
+    found = returned(run(program, layers))
+    torch.testing.assert_close([*map(torch.as_tensor, found[0])], [loss.detach() for loss in losses])
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_stage_above_frozen_ones_computes_no_gradient_of_its_input(*, is_recomputed: bool) -> None:
+    """Until a layer below is trained again, on another rank; or the batch needs a gradient."""
+    inputs, targets = batch()
+    whole = model()
+    torch.autograd.backward(nnf.mse_loss(whole(inputs), targets))
+    seen: dict[int, list[bool]] = {}
+
+    def program(pipe: Pipeline) -> None:
+        for index, stage in pipe._own.trained.stages.items():
+            stage.is_recomputed = is_recomputed
+            (layer,) = stage.module.children()
+            own = seen.setdefault(index, [])
+            layer.register_forward_hook(lambda _, given, output, own=own: own.append(output.requires_grad))
+        frozen = [p for name, p in pipe.named_parameters() if name[0] in "01"]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        pipe.step(inputs, targets)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        pipe.step(inputs, targets)
+        require_gradients(pipe, whole)
+
+    returned(run(program))
+    for index, first in enumerate((False, False, True, True)):
+        # A recomputed F has no graph, and is repeated with one if there is a backward.
+        without = [False] * MICROBATCHES if is_recomputed or not first else []
+        of_first = [*without, *[True] * MICROBATCHES * first]
+        of_second = [*[False] * MICROBATCHES * is_recomputed, *[True] * MICROBATCHES]
+        assert sorted(seen[index]) == sorted([*of_first, *of_second]), index
+
+
+def test_a_batch_that_needs_a_gradient_gets_it_through_frozen_stages() -> None:
+    inputs, targets = batch()
+    whole, leaf = with_frozen(0, 1), inputs.clone().requires_grad_()
+    torch.autograd.backward(nnf.mse_loss(whole(leaf), targets))
+
+    def program(pipe: Pipeline) -> Tensor | None:
+        own = inputs.clone().requires_grad_()
+        for given in (inputs, own):
+            pipe.step(given if 0 in pipe.modules else None, targets)
+        return own.grad
+
+    found = returned(run(program, partial(with_frozen, 0, 1)))
+    assert leaf.grad is not None
+    torch.testing.assert_close(found[0], leaf.grad)

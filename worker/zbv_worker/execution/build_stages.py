@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from zbv_worker.stage.layers import add_loss_module
 from zbv_worker.stage.loss import WeightedLoss
 from zbv_worker.stage.program import AUTOCAST, PLAIN, Program
 from zbv_worker.stage.stage import Stage
+from zbv_worker.transport.channels import Transport
 
 
 def build_modules(
@@ -81,6 +82,36 @@ def build_stages(
     for stage in stages.values():
         stage.is_weighted = is_weighted
     return stages
+
+
+def note_training(
+    stages: Iterable[Stage],
+    n_stages: int,
+    transport: Transport,
+    timeout: float,
+    *,
+    of_batch: bool = False,
+) -> bool:
+    """Tell every stage whether anything below it trains. Collective.
+
+    Returns whether a stage other than the first one has nothing below it that trains.
+
+    Parameters
+    ----------
+    stages
+        Those of this rank.
+    of_batch
+        Whether the first stage's input needs a gradient, on its rank.
+    """
+    own = list(stages)
+    mine = torch.zeros(n_stages, device="cpu")  # summed without waiting for a GPU
+    for stage in own:
+        trains = any(parameter.requires_grad for parameter in stage.module.parameters())
+        mine[stage.index] = float(trains or (of_batch and stage.index == 0))
+    trained = transport.sum_over_ranks(mine, timeout).gt(0).tolist()
+    for stage in own:
+        stage.trains_below = any(trained[: stage.index])
+    return n_stages > 1 and not trained[0]
 
 
 def _module(model: PipelineModel, index: int, plan: RankPlan, device: torch.device) -> nn.Module:

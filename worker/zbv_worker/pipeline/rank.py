@@ -260,7 +260,7 @@ class PipelineRank:
         self._accumulation.begin(in_place=is_final)
         unused = [] if self.steps else [n for n, absent in self._absent.items() if absent.grad is None]
         with numbers_of_place(self._place, self.device, advances=True):
-            (launched,) = self.trained.launch(self.steps)
+            (launched,) = self.trained.launch(self.steps, of_batch=self._is_batch_trained)
         self.calls.meet_all()
         for name in unused:
             if self._absent[name].grad is not None:
@@ -317,8 +317,7 @@ class PipelineRank:
         changed: list[Tensor] = [parameter for _, parameter in self._parameters]
         changed += [buffer for module in self.trained.modules.values() for buffer in module.buffers()]
         made_in_inference = any(tensor.is_inference() for tensor in changed)
-        given = (tensor for each in self.data.microbatches for tensor in tensors_of(each.input))
-        is_trained = bool(self._parameters) or any(tensor.requires_grad for tensor in given)
+        is_trained = bool(self._parameters) or self._is_batch_trained()
         mine = torch.tensor([made_in_inference, is_trained], dtype=torch.float64, device=self.device)
         with naming_errors(self._transport.rank, "counting trainable parameters"):
             bad, trained = self._transport.sum_over_ranks(mine, self._patience).tolist()
@@ -332,6 +331,11 @@ class PipelineRank:
                 "found no parameter that requires a gradient, on any rank; a step would train nothing. Leave "
                 "at least one parameter trainable, or call evaluate."
             )
+
+    def _is_batch_trained(self) -> bool:
+        """Whether the batch of this rank needs a gradient."""
+        given = (tensor for each in self.data.microbatches for tensor in tensors_of(each.input))
+        return any(tensor.requires_grad for tensor in given)
 
     def _side_effects(self) -> Callable[[], None]:
         """How to undo a step's changes of buffers, such as running means, and of random numbers."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zbv_worker.errors import ModelError, naming_errors
 from zbv_worker.execution.binding import Batches
+from zbv_worker.execution.build_stages import note_training
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import RankPlan
 from zbv_worker.execution.timeline import Launched
@@ -74,6 +75,7 @@ class TrainedStages:
         self._batches, self._transport, self._program = batches, transport, program
         self._timeout, self._patience = timeout, patience
         self._is_last_part = True
+        self._skips: bool | None = None
         for stage in stages.values():
             stage.check_graph = partial(require_known_parameters, self.modules)
         with naming_errors(transport.rank, "connecting ranks with tied parameters"):
@@ -113,14 +115,37 @@ class TrainedStages:
         with naming_errors(self._transport.rank, f"{what}, comparing copies of tied parameters"):
             self.ties.check(self._patience if is_first else self._timeout)
 
-    def launch(self, step: int, then: Callable[[], None] | None = None) -> list[Launched]:
-        """Run the list as often as a step does, which a GPU may not have completed afterwards.
+    def _agree_on_gradients(self, *, of_batch: bool) -> None:
+        """Tell every stage whether anything below it trains. Collective."""
+        with naming_errors(self._transport.rank, "comparing which stages train"):
+            self._skips = note_training(
+                self.stages.values(),
+                self.plan.placement.n_stages,
+                self._transport,
+                self._patience if self._skips is None else self._timeout,
+                of_batch=of_batch,
+            )
+
+    def launch(
+        self,
+        step: int,
+        then: Callable[[], None] | None = None,
+        *,
+        of_batch: Callable[[], bool] = lambda: False,
+    ) -> list[Launched]:
+        """Run the list as often as a step does, which a GPU may not have completed afterwards. Collective.
 
         Parameters
         ----------
         then
             Called after each run: the executor has seen the end of the step before.
+        of_batch
+            Says, on the first stage's rank, whether its input needs a gradient.
         """
+        if self._skips is not False:
+            # Again in every step while a stage computes no gradient of its input: a user may unfreeze layers
+            # below, which other ranks do not see.
+            self._agree_on_gradients(of_batch=of_batch())
         launched = []
         for part in range(self._options.parts):
             self._is_last_part = part == self._options.parts - 1

@@ -125,6 +125,10 @@ class Recomputed:
 
         self._kept = [each._replace(input=map_tensors(held, each.input)) for each in self._kept]
 
+    def drop(self) -> None:
+        """Forget F, so that the backward repeats nothing: it has no gradient to compute."""
+        self._kept, self._updated = [], []
+
     @property
     def restores_buffers(self) -> bool:
         """Whether the backward ends with the buffers of its beginning, because F has updated some."""

@@ -16,7 +16,7 @@ join, not even at the turn of the V where one rank hosts both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,6 +72,8 @@ class _Forward(NamedTuple):
     auxiliary: tuple[list[GradientEdge], list[Tensor]] | None
     """Where auxiliary losses enter the graph, and their gradients."""
     weight_grads: WeightGrads | None
+    without_gradient: Callable[[], Tensor] | None = None
+    """Makes zeros like the input, if nothing below needs the input's gradient."""
 
 
 class Stage:
@@ -99,6 +101,9 @@ class Stage:
     ----------
     is_recomputed
         Whether F keeps no activations, and I or B recompute them. A change takes effect from the next F on.
+    trains_below
+        Whether a stage before this one trains, or the user's batch needs a gradient. Otherwise a plain tensor
+        enters like data: I computes no gradient of it, and gives zeros. Must not change during a step.
     loss_scale
         The factor of all gradients; must not change during a step.
     keywords
@@ -131,6 +136,7 @@ class Stage:
         self.index = index
         self.module = module
         self.is_recomputed = is_recomputed
+        self.trains_below = True
         self._is_first = index == 0
         self._layers = (module,) if layers is None else tuple(layers)
         self._compiled = [CompiledLayer(layer, self._recorder) for layer in self._layers if is_compiled]
@@ -188,10 +194,11 @@ class Stage:
         if self.is_recomputed and self._layers:
             return self._forward_to_recompute(microbatch, input, target, keywords, weight_grads)
         written = None
+        is_data = self._is_first or not self.trains_below
         if self._writes is False:  # most F's
-            x, leaves = enter(input, is_data=self._is_first)
+            x, leaves = enter(input, is_data=is_data)
         else:
-            x, leaves, written = enter_to_write(input, is_data=self._is_first)
+            x, leaves, written = enter_to_write(input, is_data=is_data)
         try:
             with Running(auxiliary, "forward", self._recorder, weight_grads):
                 if self._autocast is None:  # the check is cheaper than a context that does nothing
@@ -205,7 +212,7 @@ class Stage:
             self._writes = True  # a layer has begun to write, for instance a dropout that was switched on
             return self.forward(microbatch, input, target, split=split, keywords=keywords)
         if written is not None:
-            writes = note_writes(written, output, is_data=self._is_first)
+            writes = note_writes(written, output, is_data=is_data)
             self._writes = writes or self._writes is True
         batch = _requiring_grad(input) if leaves and self._is_first else ()
         seed = None
@@ -220,7 +227,10 @@ class Stage:
             self.check_graph(tensors_of(output), leaves)
             self.check_graph = None
         roots = auxiliary.take_roots() if auxiliary.edges else None
-        self._forwards[microbatch] = _Forward(leaves, batch, is_plain(x), edges, seed, roots, weight_grads)
+        without = None if self._is_first or self.trains_below or leaves else _zeros_like(x)
+        self._forwards[microbatch] = _Forward(
+            leaves, batch, is_plain(x), edges, seed, roots, weight_grads, without
+        )
         return outgoing
 
     def backward(self, microbatch: int, grad_output: Any) -> Any:
@@ -309,7 +319,7 @@ class Stage:
         weight_grads: WeightGrads | None,
     ) -> Any:
         require_no_hooks(self._shared, self.index)
-        x, leaves = enter(input, is_data=self._is_first)
+        x, leaves = enter(input, is_data=self._is_first or not self.trains_below)
         batch = _requiring_grad(input) if leaves and self._is_first else ()
         seed = None
         if self.objective is not None:
@@ -320,11 +330,16 @@ class Stage:
             output = recomputed.forward(self._segments(target, keywords), x, self.module.modules())
         if self.objective is not None:
             self.objective.count()
+        without = None if self._is_first or self.trains_below or leaves else _zeros_like(x)
         self._forwards[microbatch] = _Forward(
-            leaves, batch, is_plain(x), recomputed, None, None, weight_grads
+            leaves, batch, is_plain(x), recomputed, None, None, weight_grads, without
         )
         self._require_sendable(output)
         return leave(output)[0]
+
+    @property
+    def _trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _segments(self, target: Any, keywords: Mapping[str, Any]) -> list[Segment]:
         """The segments to recompute in sequence; the loss belongs to the segment of the last layer."""
@@ -428,11 +443,14 @@ class Stage:
     def _backpropagate(self, held: _Forward, grad_output: Gradient | None) -> Gradient | None:
         # A stage may have nothing to propagate: no trainable parameter before its first use of the input.
         edges = held.edges
-        needs_input_grad = bool(held.batch) or not self._is_first
+        without = held.without_gradient
+        needs_input_grad = bool(held.batch) or not (self._is_first or without is not None)
         gradient: Gradient | None = None
         # Checkpointing may run forwards again, which then must find the queue and the auxiliary losses.
         with Running(self.auxiliary, "backward", self._recorder, held.weight_grads):
             if isinstance(edges, Recomputed):
+                if not (needs_input_grad or self._trains):
+                    edges.drop()
                 gradient = edges.backward(grad_output, needs_input_grad=needs_input_grad)
             else:
                 gradients = as_list(held.seed if grad_output is None else grad_output) if edges else ()
@@ -442,6 +460,8 @@ class Stage:
                     torch.autograd.backward(edges, gradients)
                 if needs_input_grad:
                     gradient = take_gradient(held.inputs, is_single=held.is_single)
+        if without is not None:  # the stage before expects a tensor, which it does not use
+            return without()
         if not self._is_first:
             return gradient
         if held.batch:
@@ -451,3 +471,10 @@ class Stage:
 
 def _requiring_grad(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_of(value) if tensor.requires_grad]
+
+
+def _zeros_like(value: Any) -> Callable[[], Tensor] | None:
+    """A function that makes zeros like one floating tensor, without keeping it; None for other values."""
+    if not is_plain(value):
+        return None
+    return partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)

@@ -103,19 +103,22 @@ def _estimates(
         data = Microbatch(*(map_tensors(mode.from_tensor, part) for part in data))
         input = data.input
     known: dict[Hashable, tuple[Estimate, Any]] = {}
+    trains = False
     for at, (name, build) in enumerate(pieces.items()):
         is_last = at == len(pieces) - 1
         with without_values(f"building {name}"):
             module = built(name, build, mode)
-        alike = likeness(module, input, place=0 if at == 0 else 2 if is_last else 1)
+        alike = trains, likeness(module, input, place=0 if at == 0 else 2 if is_last else 1)
         if alike not in known:
             loss = model.loss if is_last else None
             stage = Stage(at, len(pieces), module, 1, loss, AUTOCAST[program.precision])
+            stage.trains_below = trains
             if program.has_main_gradients:
                 use_main_gradients(module.parameters())  # as in training
             with without_values(name), mode:
                 given = data._replace(input=input, target=data.target if is_last else None)
                 known[alike] = _estimate(model, stage, given, is_last=is_last, is_layer=are_layers)
+        trains = trains or any(parameter.requires_grad for parameter in module.parameters())
         estimate, input = known[alike]
         yield replace(estimate, name=name)
 

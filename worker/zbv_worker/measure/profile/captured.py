@@ -85,6 +85,7 @@ def split_into_layers(
         Whether the layers recompute their activations in the backward.
     """
     module, found, x = captured.stage.module, {}, captured.input
+    trains = captured.stage.trains_below and captured.stage.index > 0
     if not isinstance(module, nn.Sequential):
         raise InvalidRun(
             f"found a stage of class {type(module).__name__}; must be an nn.Sequential of layers."
@@ -103,6 +104,8 @@ def split_into_layers(
             is_recomputed=is_recomputed,
             is_compiled=program.is_compiled,
         )
+        stage.trains_below = trains
+        trains = trains or any(parameter.requires_grad for parameter in layer.parameters())
         output = stage.forward(0, x, target, split=False, keywords=captured.keywords)
         found[at] = Captured(stage, x, target, None, output, captured.keywords)
         x = output

@@ -24,7 +24,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.stages import Placement
 
 from zbv_worker.errors import InvalidRun
-from zbv_worker.execution.build_stages import build_stages
+from zbv_worker.execution.build_stages import build_stages, note_training
 from zbv_worker.execution.copies import Copies
 from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, require_layered
@@ -124,6 +124,7 @@ class RankProfiler:
         stages = build_stages(self._model, self._plan, self._device, program=program)
         for stage in stages.values() if program.has_main_gradients else ():
             use_main_gradients(stage.module.parameters())  # as in training
+        note_training(stages.values(), self._problem.placement.n_stages, transport, timeout)
         releases = {index: capture(stage) for index, stage in stages.items()}
         options = ExecutorOptions(look_ahead=1)
         executor = Executor(

@@ -22,7 +22,7 @@ from zbv_solver.plans.plan import Plan, gap_of
 from zbv_solver.problem.problem import D, O, Problem, R, least_with_copies
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
-from zbv_solver.search.options import BUDGETS, SearchOptions
+from zbv_solver.search.options import SearchOptions, budgets_of
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
@@ -95,7 +95,7 @@ class CopySearch:
         if self.best is None or self.is_over():
             return
         _, orders, method = self.best
-        moves = BUDGETS[self.options.effort].copied // (len(orders) * ROUNDS)
+        moves = budgets_of(self.options.effort, self.problem)[-1].copied // (len(orders) * ROUNDS)
         annealing = anneal_copies(self.problem, orders, rounds=ROUNDS, moves=moves, seed=self.options.seed)
         for value, annealed in annealing:
             self.keep(value, annealed, f"{method}, annealed")

@@ -16,9 +16,9 @@ from zbv_solver.problem.numeric import OPTIMAL_GAP
 from zbv_solver.search.options import Budget
 from zbv_solver.verify.verifier import verify
 
-BRIEF = Budget(2_000, 0.75, 4_000, 60, 4_000, 60, 20_000, 400, 80, 0.015, 60, 0.02)
+BRIEF = Budget(2_000, 0.75, 4_000, 60, 4_000, 60, 20_000, 400, 20_000, 80, 0.015, 60, 0.02)
 """All phases of a search, each with a tiny budget."""
-HEURISTIC = Budget(20_000, 0.75, 40_000, 100, 40_000, 100, 200_000, 2_000, 0, 0.015, 0, 0.02)
+HEURISTIC = Budget(20_000, 0.75, 40_000, 100, 40_000, 100, 200_000, 2_000, 200_000, 0, 0.015, 0, 0.02)
 """No CP-SAT, which would find the best order of a small problem from any start."""
 LINK = {"latency": 0.5, "bandwidth": 2}
 

@@ -324,7 +324,7 @@ def test_the_given_order_does_not_matter() -> None:
     assert search(problem, QUICK).orders == search(problem.averaged(), QUICK).orders
 
 
-BUDGET = Budget(2_000, 0.75, 160_000, 1_000, 5_600, 84, 400_000, 2_600, 120, 0.01, 60, 0.01)
+BUDGET = Budget(2_000, 0.75, 160_000, 1_000, 5_600, 84, 400_000, 2_600, 0, 120, 0.01, 60, 0.01)
 WORSE = [
     with_sizes(uniform(3, len(size), limit=12.8, p2p=1), size)
     for size in ([1.0, 3.0, 2.0, 2.0, 1.0, 2.0, 1.0, 3.0, 0.5], [0.0, 1.0, 3.0, 0.5, 0.0, 2.0, 2.0])

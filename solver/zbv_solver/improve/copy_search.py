@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from zbv_solver.construct.tables import mean_duration
-from zbv_solver.improve.copied_order import Costs, Lists, Run, execute
+from zbv_solver.improve.copied_order import ALL_WANTED, Costs, Lists, Run, execute
 from zbv_solver.kernels.jit import FloatArray, compiled_leaf
 from zbv_solver.plans.orders import Orders
 from zbv_solver.problem.numeric import ROUNDING
@@ -23,6 +23,8 @@ WARMEST = 0.2
 """The first temperature, in mean durations of an action."""
 TOGGLES = 0.15
 """Share of moves that copy an activation, or no longer; the others move an action."""
+PRICE = 0.0005
+"""What a copy costs, in mean durations of an action: of almost equal orders, the one with fewer is kept."""
 REACH = 9
 """Most places that an action moves. Short moves are more frequent, and more are accepted."""
 
@@ -41,10 +43,10 @@ def anneal_copies(
     """
     costs, lists = Costs.of(problem), Lists.of(problem, orders)
     run, best, lowest = Run.of(problem, lists), lists.copy(), np.full(1, np.inf)
-    warmest = WARMEST * mean_duration(problem)
+    warmest, price = WARMEST * mean_duration(problem), PRICE * mean_duration(problem)
     for number in range(rounds):
         warm, cool = (warmest * (1 - (number + more) / rounds) for more in (0, 1))
-        anneal(costs, lists, run, best, lowest, moves, warm, cool, seed + number)
+        anneal(costs, lists, run, best, lowest, moves, warm, cool, price, seed + number)
         if np.isfinite(lowest[0]):
             found = best.copy()
             drop(costs, found, run)
@@ -62,11 +64,12 @@ def anneal(
     moves: int,
     warm: float,
     cool: float,
+    price: float,
     seed: int,
 ) -> None:  # pragma: no cover - compiled
     """Apply moves to the lists; write the best that fit and their objective into ``best`` and ``lowest``."""
     np.random.seed(seed)
-    value = execute(costs, lists, run)
+    value = execute(costs, lists, run) + price * _copies(run)
     _keep(lists, run, best, lowest, value)
     for number in range(moves):
         # Accepting a loss d with probability exp(-d / temperature) is drawing the largest loss accepted.
@@ -83,7 +86,7 @@ def anneal(
             if target == source:
                 continue
             _shift(lists, source, target)
-        found = execute(costs, lists, run)
+        found = execute(costs, lists, run) + price * _copies(run)
         if found <= most:
             value = found
             _keep(lists, run, best, lowest, value)
@@ -91,6 +94,15 @@ def anneal(
             lists.copied[cell] = not lists.copied[cell]
         else:
             _shift(lists, target, source)
+
+
+@compiled_leaf
+def _copies(run: Run) -> int:  # pragma: no cover - compiled
+    """Number of copied activations."""
+    found = 0
+    for rank in range(len(run.counts)):
+        found += run.counts[rank, ALL_WANTED]
+    return found
 
 
 @compiled_leaf

@@ -18,13 +18,14 @@ from benchmarks.findings import WrongInput, add_output, measure_all
 if TYPE_CHECKING:
     from benchmarks.worker import ranks
 
-NAMES = ("overhead", "pipeline-step", "nccl-model")
+NAMES = ("overhead", "pipeline-step", "pairs", "nccl-model")
 DESCRIPTION = """\
 Measure ranks on the CPU cores of this machine. Times are ratios of measurements that took turns; on a busy
 machine, their intervals are wider.
 
   overhead       CPU time of the executor per action
   pipeline-step  Pipeline.step, compared with the bare executor
+  pairs          a step whose forwards run together with backwards, measured and planned
   nccl-model     which plans hang on a model of NCCL, by the number of kernels that run at once
 """
 EXAMPLES = """\

@@ -24,6 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
         **{"pp_degrees": [2], "microbatches": 4, "rows": 4, "width": 8},
         **{"rounds": 3, "warm_up": 1},
     },
+    "pairs": {"microbatches": 4, "layers": 1, "action_ms": 8, "steps": 1},
     "nccl-model": {"families": ["1F1B", "V, greedy"], "kernels": [1, 4], "sizes": [[4, 4]], "seeds": 1},
 }
 
@@ -36,7 +37,7 @@ def bench(name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     return status, findings
 
 
-@pytest.mark.parametrize("name", ["overhead", "pipeline-step"])
+@pytest.mark.parametrize("name", ["overhead", "pipeline-step", "pairs"])
 def test_a_comparison_prints_verdicts_and_writes_findings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

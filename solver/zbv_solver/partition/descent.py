@@ -193,10 +193,11 @@ def _searched(problem: LayeredProblem, orders: Orders, also: Sequence[Cut]) -> C
     first = local.best or local.closest
     if first is not None:
         local.run(first)
-    if local.best is None:
-        return None
-    bounds, chosen = local.best
-    return space.cut(bounds, tuple(map(bool, chosen)))
+    if local.best is not None:
+        bounds, chosen = local.best
+        starts.insert(0, space.cut(bounds, tuple(map(bool, chosen))))
+    # Moves keep a layer on the first and on the last stage; a start may have none there.
+    return _best_of(space, orders, starts)
 
 
 def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Cut]:
@@ -213,7 +214,7 @@ def _starts(space: CutSpace, also: Sequence[Cut]) -> Iterator[Cut]:
 
 
 def _best_of(space: CutSpace, orders: Orders, cuts: Iterable[Cut]) -> Cut | None:
-    """The best of some cuts that fit, for ranks that differ."""
+    """The best of some cuts that fit."""
     limits, best, least = space.problem.limit, None, float("inf")
     for cut in cuts:
         timing = evaluate(replace(space.problem, limit=None).cut_into(space.placement, cut), orders)

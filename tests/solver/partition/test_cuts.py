@@ -318,8 +318,18 @@ CHEAPER_AGAIN = layered(
 """The last layer takes less time if it is recomputed, as if a cheaper kernel ran."""
 
 
+NONE_FIRST = layered(
+    microbatches=1,
+    placement="v",
+    layers=[layer("a", 0, 0, 1), layer("b", 0, 0, 1)],
+    cut={"allow_empty": True},
+)
+"""A layer on the first and one on the last stage are on one rank; the best cut has none on the first."""
+
+
 @given(layered_problems(placements=("single", "v")))
 @example(CHEAPER_AGAIN)
+@example(NONE_FIRST)
 @settings(max_examples=40, deadline=None)
 def test_the_cut_for_an_order_is_the_best_of_all(problem: zbv.LayeredProblem) -> None:
     """Of the boundaries, and of what is recomputed, of a few layers."""

@@ -104,14 +104,17 @@ def note_training(
         Whether the first stage's input needs a gradient, on its rank.
     """
     own = list(stages)
-    mine = torch.zeros(n_stages, device="cpu")  # summed without waiting for a GPU
+    mine = [
+        stage.index
+        for stage in own
+        if (of_batch and stage.index == 0)
+        or any(parameter.requires_grad for parameter in stage.module.parameters())
+    ]
+    # Numbers of the hosts: a sum of tensors would wait for a GPU.
+    trained = {int(index) for indices in transport.gather(mine, timeout) for index in indices}
     for stage in own:
-        trains = any(parameter.requires_grad for parameter in stage.module.parameters())
-        mine[stage.index] = float(trains or (of_batch and stage.index == 0))
-    trained = transport.sum_over_ranks(mine, timeout).gt(0).tolist()
-    for stage in own:
-        stage.trains_below = any(trained[: stage.index])
-    return n_stages > 1 and not trained[0]
+        stage.trains_below = min(trained, default=n_stages) < stage.index
+    return n_stages > 1 and 0 not in trained
 
 
 def _module(model: PipelineModel, index: int, plan: RankPlan, device: torch.device) -> nn.Module:

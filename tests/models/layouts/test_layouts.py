@@ -299,6 +299,14 @@ def test_every_layout_is_a_point_and_those_that_may_fit_are_compared() -> None:
     assert sum(each not in large for each in compared) == min(AMONG, ranking.considered - len(large))
 
 
+def test_on_one_pipeline_rank_the_bound_is_the_step() -> None:
+    request = request_of(NARROW, cluster_of(1, 2), pipeline_parallel=1)
+    ranking = best_layouts(request.layouts, request.setting, top=3)
+    steps = [each.step_time for each in ranking.every]
+    assert [each.lower_bound for each in ranking.every] == pytest.approx(steps, rel=1e-12)
+    assert len(set(steps)) == 3
+
+
 def test_changes_move_the_step_in_the_right_direction() -> None:
     request = request_of(NARROW, cluster_of(2, 1), **LONE, recompute="none")
     ranking = best_layouts(request.layouts, request.setting)

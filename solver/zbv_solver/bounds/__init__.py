@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from zbv_solver.bounds.copies import engine_bounds
 from zbv_solver.bounds.directions import DOWN, FREED_BY_REST, HELD, REST_AFTER, UP, Direction, directions
 from zbv_solver.bounds.pairs import pair_bounds
 from zbv_solver.bounds.ramps import (
@@ -68,16 +69,21 @@ def lower_bound(
     that, and is much stronger where memory is tight. ``thorough`` adds all schedules of a few ranks
     (:mod:`.few_ranks`); it takes up to three seconds and is stronger still at half of 1F1B's memory or less.
     Where microbatches differ, ``full`` takes 0.3 seconds there, and ``thorough``, with finer groups of
-    microbatches on more ranks, up to a second. With copies to the host, no bound knows the memory limit.
+    microbatches on more ranks, up to a second. With copies to the host, only
+    :func:`.engine_bounds` knows the memory that they free.
     """
     best = Bound(0.0, "nothing to do")
-    if problem.copies is not None:  # they can make any amount of memory enough
-        problem = replace(problem, copies=None, memory=replace(problem.memory, limit=None))
+    copies = problem.copies
     if problem.communication is not None:
         for rank, value in enumerate(pair_bounds(problem)):
             if value > best.value:
                 best = Bound(value, f"load and first ramp of rank {rank}, with pairs")
         problem = problem.with_forwards_shortened()  # no other bound knows pairs
+    if copies is not None:
+        for rank, value in enumerate(engine_bounds(problem, copies)):
+            if value > best.value:
+                best = Bound(value, f"memory and engines of rank {rank}")
+        problem = problem.without_what_copies_move()  # no other bound knows copies
     if problem.is_equal:
         quick = one_machine_bounds(problem)
     else:

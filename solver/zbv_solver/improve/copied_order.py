@@ -242,16 +242,21 @@ def _step(costs: Costs, lists: Lists, run: Run, rank: int) -> bool:  # pragma: n
     if arrives < 0:
         return False
     clock, counts = run.clock[rank], run.counts[rank]
-    while counts[LEAVE] < counts[ALL_LEAVING] and run.left[rank, counts[LEAVE]] <= clock[TIME]:
-        _free(costs, run, rank, at)
-    _take(costs, run, rank, at, letter not in (F, W) and lists.copied[cell])
+    is_back = letter not in (F, W) and lists.copied[cell]
+    while _has_freed(costs, run, rank, at, clock[TIME]):
+        pass
+    room = max(0.0, costs.delta[letter, cell])
+    _take(costs, run, rank, at, is_back and run.where[cell] != HERE, room)
+    start = max(arrives, run.back[cell]) if is_back else arrives
+    # The rank waits for its input anyway: what leaves until then frees memory, for copies in, too.
+    while _has_freed(costs, run, rank, at, start):
+        _take(costs, run, rank, at, False, room)
     change = costs.delta[letter, cell]
     while clock[MEMORY] + max(0.0, change) > costs.limit[rank] and counts[LEAVE] < counts[ALL_LEAVING]:
         _free(costs, run, rank, at)
     run.totals[0] += max(0.0, clock[MEMORY] + max(0.0, change) - costs.limit[rank])
-    start = max(clock[TIME], arrives)
-    if letter not in (F, W) and lists.copied[cell]:
-        start = max(start, run.back[cell])
+    start = max(clock[TIME], start)
+    if is_back:
         clock[HOST] -= costs.moved[cell // costs.m]
     if clock[FIRST] < 0:
         clock[FIRST] = start
@@ -295,6 +300,18 @@ def _leave(costs: Costs, run: Run, rank: int, cell: int) -> None:  # pragma: no 
 
 
 @compiled_inline
+def _has_freed(
+    costs: Costs, run: Run, rank: int, at: int, until: float
+) -> bool:  # pragma: no cover - compiled
+    """Free the memory of the next copy out before an action if it has ended by then; whether it has."""
+    leave = run.counts[rank, LEAVE]
+    has_ended: bool = leave < run.counts[rank, ALL_LEAVING] and run.left[rank, leave] <= until
+    if has_ended:
+        _free(costs, run, rank, at)
+    return has_ended
+
+
+@compiled_inline
 def _free(costs: Costs, run: Run, rank: int, at: int) -> None:  # pragma: no cover - compiled
     """Wait for the next copy out before an action, and free its memory."""
     clock, counts = run.clock[rank], run.counts[rank]
@@ -308,7 +325,9 @@ def _free(costs: Costs, run: Run, rank: int, at: int) -> None:  # pragma: no cov
 
 
 @compiled_inline
-def _take(costs: Costs, run: Run, rank: int, at: int, is_needed: bool) -> None:  # pragma: no cover - compiled
+def _take(
+    costs: Costs, run: Run, rank: int, at: int, is_needed: bool, room: float
+) -> None:  # pragma: no cover - compiled
     """Begin the copies in that are due before an action, as far as there is room.
 
     If the action needs the first of them, the rank waits for room, or lacks it.
@@ -325,7 +344,7 @@ def _take(costs: Costs, run: Run, rank: int, at: int, is_needed: bool) -> None: 
             and (run.where[cell] != AWAY or clock[MEMORY] + costs.moved[stage] > costs.limit[rank])
         ):
             _free(costs, run, rank, at)
-        has_room = clock[MEMORY] + costs.moved[stage] <= costs.limit[rank]
+        has_room = clock[MEMORY] + costs.moved[stage] + room <= costs.limit[rank]
         if not is_needed and (run.where[cell] != AWAY or not has_room):
             return
         clock[MEMORY] += costs.moved[stage]

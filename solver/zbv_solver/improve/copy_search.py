@@ -19,7 +19,7 @@ from zbv_solver.problem.numeric import ROUNDING
 from zbv_solver.problem.problem import Problem
 from zbv_solver.timing.start_times import objective_of
 
-WARMEST = 0.2
+WARMEST = 0.06
 """The first temperature, in mean durations of an action."""
 TOGGLES = 0.15
 """Share of moves that copy an activation, or no longer; the others move an action."""

@@ -211,6 +211,20 @@ class Problem:
         """The same problem, in which everything stays on the device."""
         return self if self.copies is None else replace(self, copies=None)
 
+    def without_what_copies_move(self) -> Problem:
+        """A problem without copies in which no order is longer than the best one with copies: Lemma 62.
+
+        An F keeps only what cannot move to the host. An order with copies becomes one without if its copies
+        are left out.
+        """
+        if self.copies is None:
+            return self
+        delta = self.arrays.delta.copy()
+        held = np.maximum(delta[F] - np.array(self.copies.offloadable)[:, None], 0.0)
+        freed = np.minimum(delta[F] + delta[I] - held, 0.0)
+        delta[F], delta[I], delta[W], delta[B] = held, freed, -(held + freed), -held
+        return replace(self, copies=None, given_arrays=replace(self.arrays, delta=delta))
+
     def with_forwards_shortened(self) -> Problem:
         """A problem without pairs in which no order is longer than the best one with pairs: Lemma 59.
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from support.best_copies import best_with_copies
 from support.orders import fitting_orders
 from support.passing_order import Case, PassingOrder
 from support.problems import differing_problems, limited_problems, uniform, with_sizes
@@ -24,8 +25,11 @@ from zbv_solver.bounds.overtaking import passing_of_ranks
 from zbv_solver.construct.dispatch import priority_schedules, serial
 from zbv_solver.improve.cp_search import refine
 from zbv_solver.plans.orders import Orders, first_in_first_out
-from zbv_solver.problem.problem import LETTERS, B, I, Problem, W
+from zbv_solver.problem.problem import LETTERS, B, I, Objective, Problem, W
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, objective_of, span_start_times
 from zbv_solver.verify.verifier import verify_orders
 
@@ -316,3 +320,42 @@ def any_sizes(chance: Random) -> Problem:
     costs["backward_weight"] = amounts(*chance.choice([(0,), values]))
     costs["p2p"] = amounts(*chance.choice([(0,), (0, 5), (0, 3, 20)]), length=p * chunks - 1)
     return uniform(p, m, placement=placement, chunks=chunks, features=features, costs=costs, memory=None)
+
+
+@st.composite
+def small_with_copies(draw: st.DrawFn) -> Problem:
+    """Problems of integers with copies, small enough for CP-SAT to find most optima."""
+    p, m, chunks = draw(st.sampled_from([(1, 3, 2), (2, 2, 2), (2, 3, 1), (3, 2, 1), (3, 3, 1)]))
+    length = st.lists(st.integers(1, 6), min_size=p * chunks, max_size=p * chunks)
+    placement = {"placement": "v"} if chunks == 2 else {"placement": "single"}
+    costs: dict[str, Any] = dict(zip(DELTAS, draw(st.tuples(length, length, length)), strict=True))
+    costs |= {"p2p": draw(st.integers(0, 2)), "offload": draw(length), "reload": draw(length)}
+    limit = draw(st.integers(2 * chunks, 3 * chunks))
+    memory = dict(zip(DELTAS, (2, -1, -1), strict=True)) | {
+        "limit": limit,
+        "offloadable": draw(st.integers(1, 2)),
+    }
+    document = {"pp_degree": p, "microbatches": m, "costs": costs, "memory": memory, **placement}
+    return parse_problem(document | {"objective": draw(st.sampled_from(get_args(Objective)))})
+
+
+@given(small_with_copies())
+@settings(max_examples=8, deadline=None)
+def test_with_copies_the_plan_is_as_good_as_the_best_order_and_no_bound_is_above_it(problem: Problem) -> None:
+    plan = search(problem, SearchOptions("standard"))
+    best, is_exact = best_with_copies(problem, plan.objective, effort=1.5)
+    assert lower_bound(problem, "thorough").value <= best * (1 + 1e-9)
+    assert plan.objective <= best * 1.005, "CP-SAT found a better order"
+    assert not is_exact or plan.objective >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("copy", "host", "longer"), [(100, None, 1.2), (1, 2, 1.08)])
+def test_what_engines_cannot_move_in_time_or_the_host_cannot_hold_costs_time(
+    copy: float, host: float | None, longer: float
+) -> None:
+    costs = dict(zip((*DELTAS, "p2p"), (18, 18, 12, 1), strict=True))
+    memory = dict(zip(DELTAS, (2, -1, -1), strict=True)) | {"limit": 4, "host_limit": host}
+    copied = uniform(4, 16, costs=costs | {"offload": copy}, memory=memory, placement="single")
+    assert copied.copies is not None
+    at_once = replace(copied.copies, offload=(0,) * 4, reload=(0,) * 4, host_limit=None)
+    assert lower_bound(copied).value > longer * lower_bound(replace(copied, copies=at_once)).value

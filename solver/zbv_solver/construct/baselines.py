@@ -62,6 +62,10 @@ BASELINES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", *_V)
 INTERLEAVED_OVERLAP = "interleaved-1f1b-overlap"
 OVERLAPPED = ("1f1b-overlap", INTERLEAVED_OVERLAP)
 """Those of Megatron-Core for problems with pairs."""
+OFFLOADED = {"pipeoffload-half": 0.5, "pipeoffload-full": 1.0}
+"""Interleaved 1F1B with copies to the host: the share of a rank's stages that is copied. Those of the first
+chunks come first, because microbatches are away from them the longest (PipeOffload, Wan et al. 2025, arXiv
+2503.01328, section 3)."""
 PRACTICE = "-practice"
 DYNAPIPE = "dynapipe"
 MANY = 20
@@ -72,6 +76,7 @@ _ROUNDS = 32
 def baseline_names(problem: Problem) -> tuple[str, ...]:
     """The baselines of a problem: ``BASELINES`` that it has, and more with pairs or unequal microbatches."""
     known = BASELINES if problem.communication is None else (*BASELINES, *OVERLAPPED)
+    known = known if problem.copies is None else (*known, *OFFLOADED)
     names = tuple(name for name in known if not missing(name, problem))
     if problem.is_equal:
         return names
@@ -84,6 +89,8 @@ def missing(name: str, problem: Problem) -> str:
         return "needs more stages than the layers can be cut into"
     if name in _V and problem.placement.chunks != 2 and problem.model is None:
         return f"needs two stages per rank; the problem has {problem.placement.chunks}"
+    if problem.placement.chunks * OFFLOADED.get(name, 1) < 1:
+        return "needs two stages per rank; the problem has one"
     if name == "dualpipe-v" and problem.microbatches < 2 * problem.pp_degree:
         return (
             f"needs a microbatch per stage, {2 * problem.pp_degree}; the problem has {problem.microbatches}"
@@ -98,7 +105,7 @@ def placements_of(name: str, problem: Problem) -> tuple[Placement, ...]:
     it may have 2, 3 or 4.
     """
     method, p = name.removesuffix(PRACTICE), problem.pp_degree
-    if method not in (INTERLEAVED, INTERLEAVED_OVERLAP):
+    if method not in (INTERLEAVED, INTERLEAVED_OVERLAP, *OFFLOADED):
         placements = [Placement.of("v" if method in _V else "single", p)]
     elif problem.model is None:
         placements = [Placement.of("loop", p, problem.placement.chunks)]
@@ -115,7 +122,7 @@ def order_of(name: str, placement: Placement, m: int) -> Orders:
     method, p = name.removesuffix(PRACTICE), placement.pp_degree
     if method in _V:
         return Orders.of_rows([np.asarray(rows, dtype=np.int32) for rows in _V[method](p, m)])
-    if method in (INTERLEAVED, INTERLEAVED_OVERLAP):
+    if method in (INTERLEAVED, INTERLEAVED_OVERLAP, *OFFLOADED):
         chunks, more = placement.chunks, int(method == INTERLEAVED_OVERLAP)
         return Orders.of_rows([interleaved_1f1b(rank, p, m, chunks, more=more) for rank in range(p)])
     return Orders.of_rows([_SINGLE[method](rank, p, m) for rank in range(p)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -165,6 +166,22 @@ class Draws(NamedTuple):
     """(2 S m, L): of the input of F by stage and microbatch, then of the input of I or B."""
 
 
+MOST_KEPT = 1 << 14
+"""Most numbers of a kind of draw that is kept for the next schedule, which needs the same ones."""
+
+
+@lru_cache(maxsize=256)
+def _normal(seed: int, chains: tuple[int, ...], iteration: int, kind: int, size: int) -> FloatArray:
+    """Normal draws (size, L) of an iteration in L chains."""
+    found = np.empty((len(chains), size))
+    for lane, chain in enumerate(chains):
+        # One stream for every kind of draw: none depends on which others are needed.
+        bits = np.random.Philox(key=[seed, chain << 32 | iteration], counter=[0, 0, 0, kind])
+        np.random.Generator(bits).standard_normal(out=found[lane])
+    found.flags.writeable = False
+    return found.T
+
+
 _PLANES = {F: 0, I: 1, W: 2, B: 1}
 """The stream that the draws of a letter come from."""
 _RANKS, _DOWN, _UP = 3, 4, 5
@@ -179,13 +196,8 @@ def draw(jitter: Jitter, problem: Problem, seed: int, chains: Sequence[int], ite
     cells = problem.n_stages * problem.microbatches
 
     def normal(kind: int, size: int) -> FloatArray:
-        """(size, L)"""
-        found = np.empty((len(chains), size))
-        for lane, chain in enumerate(chains):
-            # One stream for every kind of draw: none depends on which others are needed.
-            bits = np.random.Philox(key=[seed, chain << 32 | iteration], counter=[0, 0, 0, kind])
-            np.random.Generator(bits).standard_normal(out=found[lane])
-        return found.T
+        is_small = size * len(chains) <= MOST_KEPT
+        return (_normal if is_small else _normal.__wrapped__)(seed, tuple(chains), iteration, kind, size)
 
     action = np.ones((len(LETTERS), cells, len(chains)))
     planes: dict[int, FloatArray] = {}

@@ -22,6 +22,7 @@ import numpy as np
 
 from zbv_solver import bounds
 from zbv_solver.construct.baselines import (
+    OFFLOADED,
     baseline,
     baseline_names,
     order_of,
@@ -37,10 +38,10 @@ from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layer import Layer, LayerCommunication, LayerCosts, Model
 from zbv_solver.problem.layered_problem import LayeredProblem, uncut
 from zbv_solver.problem.numeric import MIN_NUMBER, SEARCH_MEMORY, exceeds, integer_scale, rounded_to_bits
-from zbv_solver.problem.problem import B, I, Problem, W, objective_value, require_same_problem
+from zbv_solver.problem.problem import B, F, I, Problem, W, objective_value, require_same_problem
 from zbv_solver.problem.stages import Communication
 from zbv_solver.search.incumbent import Progress
-from zbv_solver.timing.start_times import evaluate
+from zbv_solver.timing.start_times import earliest_times, evaluate
 from zbv_solver.verify.verifier import verify_metrics, verify_orders
 
 CACHED = 64
@@ -92,13 +93,15 @@ def make_plan(
 
 
 def classical(name: str, problem: Problem) -> tuple[Problem, Orders]:
-    """The problem of a baseline, cut for its order if it has layers, and the order, perhaps with pairs.
+    """The problem of a baseline, cut for its order if it has layers, and the order, with its pairs or copies.
 
     Raises
     ------
     InvalidInput
         For a name that the problem's baselines do not have.
     """
+    if name in OFFLOADED:
+        return _with_copies(OFFLOADED[name], *baseline(name, problem))
     if problem.model is None or not problem.is_equal:
         return _with_pairs(*baseline(name, problem))
     require_baseline(name, problem)
@@ -112,6 +115,30 @@ def _with_pairs(problem: Problem, orders: Orders) -> tuple[Problem, Orders]:
     from zbv_solver.construct.pairs import joined  # few problems need it
 
     return problem, joined(problem, orders)
+
+
+def _with_copies(share: float, problem: Problem, orders: Orders) -> tuple[Problem, Orders]:
+    """An order in which a share of every rank's stages is copied, those of the first chunks.
+
+    An activation stays if its backward follows sooner than it could leave and return.
+    """
+    from zbv_solver.improve.copied_order import Lists  # loads kernels that few problems need
+
+    unlimited, copies = without_limit(problem), problem.copies
+    if copies is None:
+        return problem, orders
+    start, end = earliest_times(unlimited.without_copies(), orders)
+    away = np.zeros((problem.n_stages, problem.microbatches))
+    for letters, time in (((F,), -end), ((I, B), start)):
+        mine = np.isin(orders.letter, letters)
+        away[orders.stage[mine], orders.microbatch[mine]] += time[mine]
+    moves = np.zeros(away.shape, np.bool_)
+    for own in problem.placement.stages_of:
+        moves[list(own[: int(share * len(own))])] = True
+    moves &= away > (np.array(copies.offload) + np.array(copies.reload))[:, None]
+    lists = Lists.of(unlimited, orders)
+    lists.copied[:] = moves.ravel()
+    return problem, lists.orders(unlimited, orders)
 
 
 @lru_cache(maxsize=CACHED)

@@ -181,6 +181,19 @@ def test_a_baseline_states_whether_it_fits_and_is_absent_with_a_reason() -> None
             baseline(name, problem)
 
 
+def test_with_copies_pipeoffload_needs_less_memory_and_hardly_more_time() -> None:
+    """Its copies hide behind 1F1B's work; without stages to choose from, there is no half of them."""
+    costs = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1, "offload": 12}
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1}
+    problem = uniform(4, 16, costs=costs, memory=memory)
+    rows = {row.name: row for row in compare(problem)}
+    plain, half, full = (rows[name] for name in ("interleaved-1f1b", "pipeoffload-half", "pipeoffload-full"))
+    assert max(full.peak_memory) < max(half.peak_memory) < 0.7 * max(plain.peak_memory)
+    assert plain.span <= half.span <= full.span <= 1.05 * plain.span
+    assert "pipeoffload-half" not in baseline_names(uniform(4, 16, costs=costs, placement="single"))
+    assert set(rows) - set(baseline_names(problem.without_copies())) == {half.name, full.name}
+
+
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 4), (4, 8), (4, 32), (8, 16), (16, 64), (32, 64)])
 def test_greedy_v_has_no_bubble_at_the_memory_of_1f1b(p: int, m: int) -> None:
     """Uniform costs, no transfers, m >= 2p: the span is the work of one rank (Qi et al. 2024)."""

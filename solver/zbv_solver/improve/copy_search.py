@@ -32,7 +32,7 @@ REACH = 9
 def anneal_copies(
     problem: Problem, orders: Orders, *, rounds: int, moves: int, seed: int
 ) -> Iterator[tuple[float, Orders]]:
-    """The objective and the order, with the fewest copies, of the best one after each round.
+    """The objective and the order of the best one after each round; in the end with the fewest copies.
 
     Nothing is yielded as long as no order fits. All orders are executable.
 
@@ -49,7 +49,8 @@ def anneal_copies(
         anneal(costs, lists, run, best, lowest, moves, warm, cool, price, seed + number)
         if np.isfinite(lowest[0]):
             found = best.copy()
-            drop(costs, found, run)
+            if number == rounds - 1:
+                drop(costs, found, run)
             made = found.orders(problem, orders)
             yield objective_of(problem, made), made
 

@@ -23,7 +23,7 @@ from zbv_solver.problem.problem import D, O, Problem, R, least_with_copies
 from zbv_solver.search.assemble import compare, make_plan
 from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
 from zbv_solver.search.options import SearchOptions, budgets_of
-from zbv_solver.search.run import search
+from zbv_solver.search.run import Search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
@@ -108,7 +108,9 @@ class CopySearch:
         if options.time_limit is not None:
             left = max(0.01, options.time_limit - self.seconds)
             options = replace(options, time_limit=share * left)
-        return search(_at_limit(self.problem, limit), options, cancelled=self.cancelled)
+        running = Search(_at_limit(self.problem, limit), options, cancelled=self.cancelled)
+        running.run()
+        return running.plan()
 
     def plan(self) -> Plan:
         """The verified plan of the best order."""

@@ -43,10 +43,12 @@ class Entry(NamedTuple):
 
 def entries_of(orders: Orders, rank: int) -> Iterator[Entry]:
     """The entries of a rank in the order of its list."""
-    before = defaultdict(list)
-    for at, letter, stage, microbatch in [] if orders.copies is None else orders.copies.tolist():
-        before[at].append((letter, stage, microbatch))
-    for at in range(*orders.offset[rank : rank + 2].tolist()):
+    before, own = defaultdict(list), orders.offset[rank : rank + 2]
+    if orders.copies is not None:
+        first, last = np.searchsorted(orders.copies[:, 0], own)
+        for at, letter, stage, microbatch in orders.copies[first:last].tolist():
+            before[at].append((letter, stage, microbatch))
+    for at in range(*own.tolist()):
         for letter, stage, microbatch in before[at]:
             yield Entry(None, COPY_LETTERS[letter - len(LETTERS)], stage, microbatch)
         yield Entry(at, LETTERS[orders.letter[at]], int(orders.stage[at]), int(orders.microbatch[at]))

@@ -44,6 +44,12 @@ UPWARDS = ["solver/zbv_solver/plans/plan.py imports zbv_solver.export.html.plan_
 """A notebook asks the plan itself for its picture."""
 
 
+MODULES_OF_TORCH = {
+    f"solver/zbv_models/estimate/{name}.py imports" for name in ("module_counts", "module_tree")
+}
+"""They read the module trees of transformers; another module imports them when a file needs that."""
+
+
 def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -60,7 +66,7 @@ def test_packages_import_only_what_they_may_know(package: str) -> None:
         for name in imports(path)
         if name.split(".")[0] in FORBIDDEN[package]
     ]
-    assert wrong == []
+    assert [each for each in wrong if not each.startswith(tuple(MODULES_OF_TORCH))] == []
 
 
 def place(part: Path, name: str) -> str:
@@ -118,6 +124,7 @@ def test_of_the_service_the_worker_knows_only_the_client() -> None:
         ("zbv_solver", ("numpy", "pydantic", "numba")),
         ("zbv_solver.search.run", ("torch", "fastapi", "ortools", "jinja2")),
         ("zbv_solver.plans.plan", ("numba", "torch", "fastapi")),
+        ("zbv_solver.commands.layout", ("torch", "transformers")),
         ("zbv_service.commands.cli", ("fastapi", "sqlalchemy", "httpx", "torch")),
         ("zbv_service.commands.run", ("fastapi", "sqlalchemy", "numba", "torch")),
         ("zbv_service.app", ("ortools", "zbv_solver.search.run")),

@@ -14,6 +14,7 @@ from zbv_models.estimate.state_space import GivenCosts
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAYER = r"[BMWI*Ea-z-]|\([MWI*a-z][Ea-z-]\)"
+Word = Annotated[str, Field(strict=True, max_length=200)]
 Pattern = Annotated[str, Field(strict=True, pattern=rf"^(?:{LAYER})+$")]
 """A layer per letter, or per pair of letters in parentheses; lower-case letters are those of variants."""
 
@@ -89,6 +90,27 @@ class Compressed(ConfigSection):
     chosen: Size | None = Field(
         None, description="compressed tokens that the indexer chooses for a query; null: all of them"
     )
+
+
+class Origin(ConfigSection):
+    """Where the sizes of a model come from, if not from formulas for all of its file."""
+
+    model_type: Word = Field(description="the type that the file has")
+    measured: Word | None = Field(
+        None, description="the class of transformers, and its version, whose modules were measured"
+    )
+    text_alone: Flag = Field(False, description="everything but the language model is left out")
+
+    @property
+    def text(self) -> str:
+        """A sentence for everything that a reader must know."""
+        of_text = f"Of {self.model_type}, this is the language model alone. " if self.text_alone else ""
+        if self.measured is None:
+            return of_text
+        return (
+            f"{of_text}zbv has no formulas for {self.model_type}: its layers were counted in the module "
+            f"tree of {self.measured}, and scale as the nearest known kinds do. "
+        )
 
 
 class Variant(ConfigSection):
@@ -186,6 +208,7 @@ class Transformer(ConfigSection):
     layer_vocabulary: Size | None = Field(
         None, description="rows of that table, if these are not the vocabulary"
     )
+    origin: Origin | None = Field(None, description="of a file whose type zbv does not know")
     residual_sums: Size | None = Field(
         None, description="earlier sums of blocks that every half reads, on average; null: the stream alone"
     )

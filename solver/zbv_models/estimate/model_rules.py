@@ -194,7 +194,9 @@ def _divided(model: Transformer) -> dict[str, int]:
     for letter in sorted(set("".join((*model.kinds, *model.prediction_kinds)))):
         varied, like = model.varied(letter)
         of = "" if letter == like else f" of variant {letter}"
-        if like == "-":
+        if like == "M" and model.origin is not None:
+            found["heads"] = model.heads
+        elif like == "-":
             found[f"ffn{of}"] = varied.ffn_width
         elif like in "*WI":
             found[f"heads{of}"] = varied.heads

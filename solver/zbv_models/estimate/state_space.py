@@ -17,7 +17,8 @@ class GivenCosts(ConfigSection):
 
     parameters: Total = Field(description="number of parameters")
     flops: Amount = Field(description="of its products with weights in F; as many in I and in W")
-    core_flops: Amount = Field(0.0, description="other operations in F; twice as many in I")
+    core_flops: Amount = Field(0.0, description="other operations in F")
+    core_flops_back: Amount | None = Field(None, description="those in I; null: twice as many as in F")
     memory_traffic: Amount = Field(0.0, description="bytes in F; twice as many in I")
     after_forward: Amount = Field(0.0, description="bytes that are kept after F")
     after_input: Amount = Field(0.0, description="bytes that are kept after I")
@@ -27,6 +28,7 @@ class GivenCosts(ConfigSection):
         tokens, t = shapes.tokens, shapes.tensor
         moved = self.memory_traffic * tokens / t
         core = self.core_flops * tokens / t
+        back = 2 * core if self.core_flops_back is None else self.core_flops_back * tokens / t
         h = shapes.stream.hidden
         n_out = max(1, round(self.flops / (2 * h * t)))
         kept, waiting = (int(size * tokens) // t for size in (self.after_forward, self.after_input))
@@ -34,14 +36,14 @@ class GivenCosts(ConfigSection):
         return Part(
             parameters=Parameters(shared=self.parameters, replicated=0),
             products=(Product(self.flops * tokens / t / (2 * h * n_out), h, n_out),) if self.flops else (),
-            core=PerAction(core, 2 * core, 0.0),
+            core=PerAction(core, back, 0.0),
             tensors=(
                 Held("input", shapes.hidden, is_input=True),
                 Held("tensors inside the layer", inner),
                 Held("inputs and gradients of its products", waiting, after_forward=False, after_input=True),
             ),
             moved=PerAction(moved, 2 * moved, 0.0),
-            exchanges=(half_exchange(shapes),),
+            exchanges=(half_exchange(shapes),) if self.flops else (),
             workspace=shapes.whole + inner // 2,
             output_bytes=shapes.hidden,
         )

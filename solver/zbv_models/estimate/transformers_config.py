@@ -49,6 +49,39 @@ def from_transformers(document: Document) -> Section:
     return model
 
 
+def read_config(document: Document, sequence: int) -> Section:
+    """The section ``model`` of a file of any type that zbv or transformers knows, for sequences of a length.
+
+    Of a type that zbv does not know, it is the language model alone, if the file has a section for it; layers
+    without formulas are measured (:mod:`zbv_models.estimate.module_tree`). That runs code of transformers,
+    which takes seconds: a service must not do it for a request.
+
+    Raises
+    ------
+    InvalidInput
+        As :func:`from_transformers`; or transformers is not installed, or cannot make a decoder of the file.
+    """
+    name = document["model_type"]
+    if name in tuple(TEXT_KINDS) or name in tuple(WRAPPERS):
+        return from_transformers(document)
+    texts = (key for key in TEXTS if is_transformers_config(document.get(key)))
+    if isinstance(name, str) and (key := next(texts, None)) is not None:
+        try:
+            model = read_config(document[key], sequence)
+        except InvalidInput as error:
+            raise error.below(f"/{key}") from None
+        measured = (model.get("origin") or {}).get("measured")
+        return {**model, "origin": {"model_type": name, "measured": measured, "text_alone": True}}
+    try:
+        from zbv_models.estimate import module_tree  # late: it imports torch and transformers
+    except ImportError as error:
+        remedy = f"With transformers, zbv measures its layers: pip install 'zbv[transformers]' ({error})."
+        raise _unknown(document, "", remedy) from None
+    if not isinstance(name, str) or not module_tree.knows(name):
+        raise _unknown(document, "", "The installed transformers does not know it either.")
+    return module_tree.model_of(document, sequence)
+
+
 def _refuse_unread(*sections: Keys) -> None:
     issues = [issue for keys in sections for issue in keys.unread()]
     if issues:
@@ -74,9 +107,9 @@ def _text(document: Document, name: Any, where: str) -> tuple[Keys, Section]:
     return keys, {key: value for key, value in model.items() if value is not None}
 
 
-def _unknown(document: Document, where: str) -> InvalidInput:
+def _unknown(document: Document, where: str, more: str = "") -> InvalidInput:
     """The error of a type that zbv does not read, with what can be planned instead."""
-    remedy = "Write its sizes as model.json instead."
+    remedy = f"{more} Write its sizes as model.json instead.".strip()
     for key in TEXTS:
         text: Any = document.get(key)
         if _is_readable(text):

@@ -73,6 +73,8 @@ def ranking_json(
     parameters, trained = parameters_of(model).total, trained_parameters_of(model).total
     if trained < parameters:
         document |= {"parameters": parameters, "trained_parameters": trained}
+    if model.origin is not None:
+        document["origin"] = model.origin.text.strip()
     if with_points:
         document["points"] = points_json(ranking, request.setting, cancelled)
     if sensitivity is not None:

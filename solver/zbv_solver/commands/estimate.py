@@ -16,7 +16,7 @@ from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import parameters_of, trained_parameters_of
 from zbv_models.estimate.sections import preset, preset_names, presets_of, with_presets
-from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
+from zbv_models.estimate.transformers_config import is_transformers_config, read_config
 
 from zbv_solver.commands.messages import flag_of, table_of
 from zbv_solver.commands.model_flags import SECTIONS, flags
@@ -49,8 +49,8 @@ def estimate(arguments: argparse.Namespace) -> None:
     overrides = _overrides(arguments)
     try:
         if is_transformers_config(document):
-            document = {"model": from_transformers(document)}
-            _require_sequence(with_presets({}, arguments.preset, overrides))
+            others = with_presets({}, arguments.preset, overrides)
+            document = {"model": read_config(document, _sequence(others))}
         config = parse_config(with_presets(document, arguments.preset, overrides))
         estimated = estimate_config(config)
     except InvalidInput as error:
@@ -62,10 +62,11 @@ def estimate(arguments: argparse.Namespace) -> None:
         _write_tables(config, estimated, sys.stderr if arguments.output == "-" else sys.stdout)
 
 
-def _require_sequence(others: dict[str, Any]) -> None:
+def _sequence(others: dict[str, Any]) -> Any:
     if "sequence" not in others.get("model", {}):
         detail = "a config.json does not say how long sequences are in training. Give their number of tokens."
         raise InvalidInput([Issue("", detail, "--sequence-length")])
+    return others["model"]["sequence"]
 
 
 def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:
@@ -157,8 +158,9 @@ def _summary(config: EstimateConfig, rows: Rows) -> str:
     flops = sum(layer.flops.total * count for layer, count in rows)
     flops *= config.parallel.tensor_parallel * config.parallel.context_parallel
     static = sum(layer.static.total * count for layer, count in rows)
+    origin = "" if config.model.origin is None else config.model.origin.text
     return (
-        f"{_counted(config.model)}; {figure(flops / 1e12)} TFLOP per microbatch of "
+        f"{origin}{_counted(config.model)}; {figure(flops / 1e12)} TFLOP per microbatch of "
         f"{counted(config.model.tokens, 'token')}; {gigabytes(static)} of static memory over "
         f"{counted(config.parallel.pp_degree, 'rank')}"
     )

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from rich.console import Console
-from zbv_models.estimate.transformers_config import is_transformers_config
+from zbv_models.estimate.transformers_config import is_transformers_config, read_config
 from zbv_models.layouts.answer import ranking_json
 from zbv_models.layouts.cluster import AnyCluster, doubts, parse_cluster
 from zbv_models.layouts.executor_rules import FREE
@@ -32,6 +32,7 @@ from zbv_solver.commands.layout_tables import (
     composition_table,
     layout_table,
     memory_text,
+    origin_text,
     origins_text,
     sensitivity_note,
     sensitivity_table,
@@ -104,7 +105,7 @@ def layout(arguments: argparse.Namespace) -> None:
                 write_text(json.dumps(document) + "\n")
     console = Console(stderr=arguments.output == "-")
     print_whole(layout_table(ranking, request), stderr=console.stderr)
-    console.print(trained_text(request) + verdict(ranking), highlight=False)
+    console.print(origin_text(request) + trained_text(request) + verdict(ranking), highlight=False)
     console.print(memory_text(request.cluster), highlight=False)
     best = ranking.best[0]
     if request.profiles:
@@ -199,6 +200,8 @@ def _request(arguments: argparse.Namespace) -> Request:
         load(path, partial(parse_profile, source=file_label(path))) for path in arguments.profile
     )
     try:
+        if is_transformers_config(document):
+            document = {"model": read_config(document, arguments.sequence_length)}
         request = parse_request(
             document,
             cluster,

@@ -144,6 +144,12 @@ def _longer(step: float, planned: PlannedLayout) -> str:
     return f"{time(step, SECONDS)} ({relative(step, planned.step_time)})"
 
 
+def origin_text(request: Request) -> str:
+    """Where the model's sizes come from, if its type is not known."""
+    origin = request.config.model.origin
+    return "" if origin is None else origin.text
+
+
 def trained_text(request: Request) -> str:
     """How many parameters train, if some do not."""
     model = request.config.model

@@ -304,7 +304,7 @@ def _measured(
             model(input_ids=tokens, **({"attention_mask": tokens} if has_mask else {}))
     except Exception as error:  # the model's own code may raise anything
         detail = f"{type(model).__name__} does not run on tensors without values: {_words(error)}"
-        most = getattr(model.config, "max_position_embeddings", None)
+        most = model.config.to_dict().get("max_position_embeddings")
         if isinstance(most, int) and most < sequence:
             detail += f" Its max_position_embeddings is {most}, and sequences have {sequence} tokens."
         raise _refused("", f"{detail} {REMEDY}") from error
@@ -369,7 +369,8 @@ def _section(model: Any, outside: Count, blocks: list[_Measured], sequence: int)
         letters = letter({"like": "M", "state_space": _rest(block, shapes, *first)})
         sizes = block.second.sizes
         pattern += f"({letters}{letter(sizes)})" if sizes else letters
-    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
+    config = model.config.get_text_config(decoder=True).to_dict()
+    heads = config.get("num_attention_heads")  # one number, or one for each block
     heads = heads if isinstance(heads, int) and 0 < heads < hidden else 1
     name = f"{type(model).__name__}, transformers {transformers.__version__}"
     of_experts = {

@@ -304,7 +304,7 @@ def test_a_file_gives_the_values_of_the_section_model(document: Document, sectio
 
 TWO = {"num_hidden_layers": 2}
 DEEP2, QWEN_NEXT = {"model_type": "deepseek_v3", **TWO}, {"model_type": "qwen3_next", **TWO}
-REFUSED = ("falcon_h1", "gemma3n_text", "glm5_next", "longcat_flash", "qwen4_exp", "rwkv", "zamba2")
+REFUSED = ("falcon_h1", "gemma3n_text", "glm5_next", "qwen4_exp", "rwkv", "zamba2")
 SENT = "save the section {} as a file"
 UNREADABLE: list[Any] = [
     {"model_type": "gemma3n_text"}, {**LLAMA, "wormholes": 3}, {"hidden_size": 1}, [], None

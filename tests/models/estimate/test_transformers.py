@@ -32,11 +32,12 @@ COMPLETED: dict[str, dict[str, Any]] = {
               "first_k_dense_replace": 1},
     "hunyuan_v1_dense": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
+    "longcat_flash": {"zero_expert_num": 0},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
     "qwen2_moe": {"sliding_window": 4096},
 }  # fmt: skip
-"""Classes whose defaults alone make no model."""
+"""Classes whose defaults alone make no model, or one with matrices that nothing uses."""
 TEXT_CLASSES = {"step3p5": ("step3p7", "Step3p7TextModel")}
 """Language models that only wrappers use: the module and the class, without a head."""
 SMALL: dict[str, Any] = {
@@ -65,7 +66,7 @@ def fields(name: str) -> dict[str, Any]:
 
 
 def count_key(name: str) -> str:
-    return "n_layer" if "n_layer" in fields(name) else "num_hidden_layers"
+    return next(key for key in ("n_layer", "num_layers", "num_hidden_layers") if key in fields(name))
 
 
 def made(name: str, **changes: Any) -> Any:

@@ -94,6 +94,8 @@ class Frozen:
     blocks: frozenset[int] = frozenset()
     """By their places, from 0."""
     lora: Lora | None = None
+    adapted: frozenset[int] = frozenset()
+    """Of the blocks, those with adapters."""
 
     @classmethod
     def of(cls, model: Transformer) -> Frozen:
@@ -105,7 +107,10 @@ class Frozen:
         lora = (
             None if model.lora_rank is None else Lora(model.lora_rank, model.target_modules or (ALL_LINEAR,))
         )
-        return cls(frozenset(parts), frozenset(blocks), lora)
+        adapted = set(blocks) if lora is not None else set[int]()
+        if model.layers_to_transform:
+            adapted &= {place for word in model.layers_to_transform for place in places(word, model.layers)}
+        return cls(frozenset(parts), frozenset(blocks), lora, frozenset(adapted))
 
 
 def places(word: str, layers: int) -> range:

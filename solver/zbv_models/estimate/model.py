@@ -6,7 +6,8 @@ import re
 from functools import lru_cache
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, WithJsonSchema
+from zbv_solver.errors import did_you_mean
 
 from zbv_models.estimate.sections import ConfigSection, Count, Flag, Rate, Size
 from zbv_models.estimate.shapes import Stream
@@ -19,12 +20,35 @@ Pattern = Annotated[str, Field(strict=True, pattern=rf"^(?:{LAYER})+$")]
 """A layer per letter, or per pair of letters in parentheses; lower-case letters are those of variants."""
 
 
+LAYERS = r"\d{1,6}(-\d{1,6})?"
+FROZEN = ("all", "layers", "embedding", "head", "predictions", "vision", "projector")
+FORM = "a layer as in 3, or layers as in 0-15"
+
+
+def _layer_word(word: str) -> str:
+    if re.fullmatch(LAYERS, word) is None:
+        raise ValueError(f"must be {FORM}")
+    return word
+
+
+def _frozen_word(word: str) -> str:
+    if word not in FROZEN and re.fullmatch(LAYERS, word) is None:
+        similar = did_you_mean(word, FROZEN)
+        raise ValueError(f"not a part of a model.{similar} Use {', '.join(FROZEN)}, {FORM}")
+    return word
+
+
+LayerWord = Annotated[
+    str,
+    Field(strict=True),
+    AfterValidator(_layer_word),
+    WithJsonSchema({"type": "string", "pattern": f"^{LAYERS}$"}),
+]
 FrozenWord = Annotated[
     str,
-    Field(
-        strict=True,
-        pattern=r"^(all|layers|embedding|head|predictions|vision|projector|\d{1,6}(-\d{1,6})?)$",
-    ),
+    Field(strict=True),
+    AfterValidator(_frozen_word),
+    WithJsonSchema({"type": "string", "pattern": f"^({'|'.join(FROZEN)}|{LAYERS})$"}),
 ]
 TargetModule = Literal[
     "all-linear", "attention", "mlp", "experts",
@@ -252,6 +276,9 @@ class Transformer(ConfigSection):
     )
     target_modules: tuple[TargetModule, ...] = Field(
         (), description="matrices with adapters, by their names or in groups; if none are given, all-linear"
+    )
+    layers_to_transform: tuple[LayerWord, ...] = Field(
+        (), description="layers with adapters, as in 0-15; if none are given, all frozen ones"
     )
 
     @property

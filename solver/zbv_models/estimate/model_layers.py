@@ -208,7 +208,10 @@ def blocks(model: Transformer) -> tuple[LayerKind, ...]:
     kinds, frozen = model.kinds, Frozen.of(model)
     runs = [
         list(run)
-        for _, run in groupby(range(len(kinds)), key=lambda layer: (kinds[layer], layer in frozen.blocks))
+        for _, run in groupby(
+            range(len(kinds)),
+            key=lambda layer: (kinds[layer], layer in frozen.blocks, layer in frozen.adapted),
+        )
     ]
     places = [_name(model, kinds[run[0]]) for run in runs]
     found: list[LayerKind] = []
@@ -219,7 +222,7 @@ def blocks(model: Transformer) -> tuple[LayerKind, ...]:
             _halves(model, kinds[run[0]]),
             len(run),
             is_frozen=is_frozen,
-            lora=frozen.lora if is_frozen else None,
+            lora=frozen.lora if run[0] in frozen.adapted else None,
         )
         if places.count(name) == 1:
             found.append(kind)

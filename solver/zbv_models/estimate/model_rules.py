@@ -136,10 +136,10 @@ def frozen_issues(model: Transformer) -> Iterator[Issue]:
         rule = "embedding and head share a table (tied_embeddings). Freeze both or neither."
         yield Issue("/model/frozen", f"found {word} alone; {rule}")
     if frozen.lora is None:
-        if model.target_modules:
-            found = ", ".join(model.target_modules)
-            rule = "it belongs to LoRA. Give lora_rank, too, or remove it."
-            yield Issue("/model/target_modules", f"found {found}; {rule}")
+        for key in ("target_modules", "layers_to_transform"):
+            if words := getattr(model, key):
+                rule = "it belongs to LoRA. Give lora_rank, too, or remove it."
+                yield Issue(f"/model/{key}", f"found {', '.join(words)}; {rule}")
         if len(frozen.blocks) == model.layers and not set(_parts_of(model)) - frozen.parts:
             rule = "then nothing trains. Leave a part out, or give lora_rank."
             yield Issue("/model/frozen", f"found {', '.join(model.frozen)}; {rule}")
@@ -148,7 +148,15 @@ def frozen_issues(model: Transformer) -> Iterator[Issue]:
         rule = "adapters are for frozen layers, and none is frozen. Freeze layers, too, or leave out frozen."
         yield Issue("/model/lora_rank", f"found {model.lora_rank}; {rule}")
         return
-    adapted = [matrix for kind in blocks(model) if kind.is_frozen for matrix in matrices_of(model, kind)]
+    for word in model.layers_to_transform:
+        of_layers = places(word, model.layers)
+        if not of_layers or of_layers[-1] > last or not set(of_layers) <= frozen.blocks:
+            rule = f"must be frozen layers, of which there are {len(frozen.blocks)} from 0 to {last}."
+            yield Issue("/model/layers_to_transform", f"found {word}; {rule}")
+            return
+    adapted = [
+        matrix for kind in blocks(model) if kind.lora is not None for matrix in matrices_of(model, kind)
+    ]
     names = [name for name in TARGET_MODULES if any(name in matrix.names for matrix in adapted)]
     for module in frozen.lora.modules:
         if module not in names:

@@ -195,6 +195,7 @@ def layers_of(model: Transformer, **parallel: Any) -> dict[str, LayerEstimate]:
         ({"gated": False}, ["mlp"], 4 * RANK * 2 * (64 + 96)),
         (COMPRESSED, ["o_a_proj", "o_b_proj"], 4 * RANK * (2 * (32 + 8) + 16 + 64)),
         ({"frozen": ["2-3"]}, ["q_proj"], 2 * RANK * (64 + 64)),
+        ({"layers_to_transform": ["0", "2-3"]}, ["q_proj"], 3 * RANK * (64 + 64)),
     ],
 )
 def test_adapters_have_r_parameters_per_input_and_output_on_any_number_of_devices(
@@ -225,6 +226,12 @@ def test_what_is_frozen_holds_its_parameters_alone_and_costs_nothing_per_step() 
         assert found[name].step.total == 0
     assert {found[f"block.{place}"].static for place in (2, 3)} == {whole["block"].static}
     assert found["block.3"].step == whole["block"].step
+
+
+def test_layers_below_those_with_adapters_have_no_backward() -> None:
+    found = layers_of(tiny(lora_rank=RANK, layers_to_transform=["2-3"]))
+    run_backward = [place for place in range(4) if found[f"block.{place}"].flops.backward_input]
+    assert run_backward == [2, 3]
 
 
 def test_replicas_reduce_and_update_adapters_alone() -> None:
@@ -329,7 +336,16 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"frozen": ["vision"]}, "/model/frozen", "found vision; the model has none"),
     ({"frozen": ["predictions"]}, "/model/frozen", "found predictions; the model has none"),
     ({"frozen": ["head"], "tied_embeddings": True}, "/model/frozen", "Freeze both or neither"),
-    ({"frozen": ["tables"]}, "/model/frozen/0", "pattern"),
+    ({"frozen": ["tables"]}, "/model/frozen/0", "Use all, layers, embedding, head"),
+    ({"frozen": ["layres"]}, "/model/frozen/0", "Did you mean layers"),
+    ({"layers_to_transform": ["0"]}, "/model/layers_to_transform", "Give lora_rank"),
+    ({"lora_rank": 4, "layers_to_transform": ["first"]}, "/model/layers_to_transform/0", "as in 0-15"),
+    ({"lora_rank": 4, "layers_to_transform": ["4"]}, "/model/layers_to_transform", "from 0 to 3"),
+    (
+        {"lora_rank": 4, "frozen": ["0-1"], "layers_to_transform": ["1-2"]},
+        "/model/layers_to_transform",
+        "1-2",
+    ),
     ({"target_modules": ["q_proj"]}, "/model/target_modules", "Give lora_rank"),
     ({"lora_rank": 4, "frozen": ["embedding"]}, "/model/lora_rank", "none is frozen"),
     ({"lora_rank": 4, "target_modules": ["experts"]}, "/model/target_modules", "Name some of all-linear"),

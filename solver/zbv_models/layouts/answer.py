@@ -16,6 +16,7 @@ from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.timing.start_times import evaluate
 
 from zbv_models.estimate.model_layers import model_flops, parameters_of, trained_parameters_of
+from zbv_models.estimate.states import StaticBytes
 from zbv_models.estimate.times import StepTimes, TimeShares
 from zbv_models.layouts.estimated_layout import (
     EstimatedLayout,
@@ -23,6 +24,7 @@ from zbv_models.layouts.estimated_layout import (
     layers_on_ranks,
     least_memory,
 )
+from zbv_models.layouts.executor_memory import STATES
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_models.layouts.layout import PARTS, Layout
@@ -97,6 +99,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "model_flops_utilisation": utilisation(planned, request),
         "peak_memory": max(plan.metrics.peak_memory),
         "reserved_memory": reserved_memory(planned),
+        "memory": memory_of_ranks(planned),
         "composition": composition(planned),
         "costs": costs_of(planned),
         "partition": [] if model is None else [list(stage) for stage in model.partition],
@@ -225,6 +228,42 @@ def _columns(rows: list[tuple[Layout, float, float]]) -> dict[str, list[Any]]:
         "step_time": [float(f"{step:.4g}") for _, step, _ in rows],
         "peak_memory": [int(float(f"{memory:.4g}")) for _, _, memory in rows],
     }
+
+
+def memory_of_ranks(planned: PlannedLayout) -> list[dict[str, float]]:
+    """Bytes on a device of every rank at its peak: what holds them, which adds up to the peak.
+
+    ``parameters``, ``gradients`` and ``optimizer`` are there all the time; of the gradients that exist only
+    while the backwards of a stage run, those that exist at once. ``buffers`` are the workspace of the action
+    that needs most, what an executor holds for transfers, and ``reserve``. ``activations`` are the rest.
+    """
+    problem, found = planned.plan.problem, []
+    cut = problem.model
+    if cut is None:  # for type checkers: the plan of a layout has layers
+        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    devices, transfers = cut.devices or (None,) * problem.pp_degree, 0
+    if isinstance(planned, ExecutorLayout):
+        largest = max(layer.output_bytes for layer in planned.estimated.estimate.layers)
+        transfers = STATES[planned.executor].buffers(problem.microbatches, largest)
+        transfers *= problem.placement.chunks
+    for rank, names in enumerate(layers_on_ranks(problem)):
+        reserve = planned.estimated.setting.cluster.groups[planned.layout.group_of[rank]].reserve
+        static = sum((planned.estimated.layer_on(name, rank).static for name in names), StaticBytes())
+        held = cut.static[rank] - reserve - transfers
+        for stage in problem.placement.stages_of[rank]:
+            layers = slice(cut.cut.bounds[stage], cut.cut.bounds[stage + 1])
+            held += sum(cut.model.columns(cut.cut.recompute[stage], devices[rank]).static[layers])
+        whole = problem.memory.static[rank]
+        found.append(
+            {
+                "parameters": static.parameters,
+                "gradients": held - static.parameters - static.optimizer,
+                "optimizer": static.optimizer,
+                "activations": planned.plan.metrics.peak_memory[rank] - whole,
+                "buffers": whole - held,
+            }
+        )
+    return found
 
 
 def composition(planned: PlannedLayout) -> dict[str, float]:

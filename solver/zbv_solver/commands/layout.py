@@ -34,6 +34,7 @@ from zbv_solver.commands.layout_tables import (
     memory_text,
     origin_text,
     origins_text,
+    rank_memory_table,
     sensitivity_note,
     sensitivity_table,
     trained_text,
@@ -111,6 +112,7 @@ def layout(arguments: argparse.Namespace) -> None:
     if request.profiles:
         console.print(origins_text(ranking), highlight=False)
     print_whole(composition_table(best), stderr=console.stderr)
+    print_whole(rank_memory_table(best), stderr=console.stderr)
     if found:
         print_whole(sensitivity_table(ranking, found), stderr=console.stderr)
         console.print(sensitivity_note(found), highlight=False)

@@ -7,7 +7,14 @@ from itertools import groupby
 
 from rich.table import Table
 from zbv_models.estimate.model_layers import parameters_of, trained_parameters_of
-from zbv_models.layouts.answer import composition, costs_of, recomputation, reserved_memory, utilisation
+from zbv_models.layouts.answer import (
+    composition,
+    costs_of,
+    memory_of_ranks,
+    recomputation,
+    reserved_memory,
+    utilisation,
+)
 from zbv_models.layouts.cluster import AnyCluster
 from zbv_models.layouts.estimated_layout import PlannedLayout
 from zbv_models.layouts.executor_rules import FREE
@@ -20,7 +27,17 @@ from zbv_models.layouts.sensitivity import MOST_PLANS, Outcome
 
 from zbv_solver.commands.cut_score import with_group
 from zbv_solver.commands.model_flags import FLAGS
-from zbv_solver.export.quantities import SECONDS, counted, figure, gigabytes, percent, relative, time, timer
+from zbv_solver.export.quantities import (
+    SECONDS,
+    counted,
+    figure,
+    fixed,
+    gigabytes,
+    percent,
+    relative,
+    time,
+    timer,
+)
 from zbv_solver.export.timeline import pair_savings
 
 ROWS = (
@@ -33,6 +50,8 @@ EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
 PAIR_ROWS = ("forwards in pairs", "step without pairs")
 LEAST_SHARE = 5e-5
 """Parts below this share of the step are not shown."""
+MOST_RANKS = 16
+"""Rows of the table of memory."""
 SHORT = {
     "tensor_parallel": "tp",
     "context_parallel": "cp",
@@ -191,6 +210,21 @@ def composition_table(planned: PlannedLayout) -> Table:
         share = length / planned.step_time
         if share >= LEAST_SHARE:
             table.add_row(name.replace("_", " "), seconds(length), percent(share, 1))
+    return table
+
+
+def rank_memory_table(planned: PlannedLayout) -> Table:
+    """What the devices hold: of every rank, or of the fullest ones."""
+    ranks = memory_of_ranks(planned)
+    sums = [sum(each.values()) for each in ranks]
+    shown = sorted(sorted(range(len(ranks)), key=lambda rank: -sums[rank])[:MOST_RANKS])
+    which = "of every rank" if len(shown) == len(ranks) else f"of the {MOST_RANKS} fullest ranks"
+    table = Table(title=f"tensors on a device {which} at its peak, in GB", title_justify="left")
+    for name in ("rank", *ranks[0], "sum"):
+        table.add_column(name, justify="right")
+    for rank in shown:
+        sizes = (*ranks[rank].values(), sums[rank])
+        table.add_row(str(rank), *(fixed(size / 1e9, 2) for size in sizes))
     return table
 
 

@@ -30,7 +30,7 @@ from zbv_models.fixed_orders.executor_cut import cut_for_executor
 from zbv_models.fixed_orders.megatron_layout import parse_layout
 from zbv_models.layouts import executor_rules as rules
 from zbv_models.layouts import executor_search as executor_module
-from zbv_models.layouts.answer import ranking_json
+from zbv_models.layouts.answer import memory_of_ranks, ranking_json
 from zbv_models.layouts.cluster import Cluster
 from zbv_models.layouts.estimated_layout import EstimatedLayout, layers_on_ranks
 from zbv_models.layouts.executor_memory import STATES
@@ -273,6 +273,11 @@ def test_a_search_counts_what_an_executor_holds_for_transfers(executor: str) -> 
         hosted = [each.costs.memory for stage in stages for each in model.each[cut[stage] : cut[stage + 1]]]
         of_layers = sum(each.static for each in hosted) + max(each.workspace for each in hosted)
         assert static - of_layers == pytest.approx(cluster.reserve + buffers)
+    held, peaks = memory_of_ranks(best), best.plan.metrics.peak_memory
+    assert [sum(each.values()) for each in held] == pytest.approx(list(peaks))
+    gradients = sum(each.static.gradients * each.copies for each in best.estimated.estimate.layers)
+    assert sum(each["gradients"] for each in held) == pytest.approx(gradients)
+    assert min(each["buffers"] for each in held) >= cluster.reserve + buffers
 
 
 @pytest.mark.parametrize(("model", "sets"), [

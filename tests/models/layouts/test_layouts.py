@@ -17,9 +17,15 @@ from support.executor_layouts import EXPERTS, LONE, MODEL, TIED, Document, clust
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import parameters_of
 from zbv_models.layouts import progress
-from zbv_models.layouts.answer import composition, points_json, ranking_json
+from zbv_models.layouts.answer import composition, memory_of_ranks, points_json, ranking_json
 from zbv_models.layouts.cluster import Cluster, parse_cluster
-from zbv_models.layouts.estimated_layout import EstimatedLayout, balanced, least_memory, plan_layout
+from zbv_models.layouts.estimated_layout import (
+    EstimatedLayout,
+    balanced,
+    layers_on_ranks,
+    least_memory,
+    plan_layout,
+)
 from zbv_models.layouts.executor_search import executor_layouts
 from zbv_models.layouts.layout import Fixed
 from zbv_models.layouts.progress import Ends, LayoutProgress
@@ -261,6 +267,13 @@ def test_parts_of_a_step(model: Document, recompute: str, data: st.DataObject) -
     assert sum(found.values()) == pytest.approx(planned.step_time, rel=1e-9)
     assert min(found.values()) >= -1e-9 * planned.step_time
     assert (found["recomputation"] > 0) >= (recompute == "full")
+    peaks = planned.plan.metrics.peak_memory
+    held = memory_of_ranks(planned)
+    assert [sum(each.values()) for each in held] == pytest.approx(list(peaks), rel=1e-9)
+    assert min(min(each.values()) for each in held) >= -1e-9 * max(peaks)
+    on_rank = [sum(estimated.layer_on(name, rank).static.gradients for name in names)
+               for rank, names in enumerate(layers_on_ranks(planned.plan.problem))]  # fmt: skip
+    assert [each["gradients"] for each in held] == pytest.approx(on_rank, rel=1e-9)
     assert least_memory(estimated) <= max(planned.plan.metrics.peak_memory) * (1 + 1e-9)
 
 

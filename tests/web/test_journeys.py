@@ -133,6 +133,8 @@ def test_the_form_leads_to_the_best_layouts_and_comes_back(
     expect(page.locator(".verdict")).to_contain_text("No layout has a step below")
     expect(page.locator(".plot circle.best")).to_have_count(1)
     expect(page.locator("[aria-labelledby=sensitivity] tbody tr")).to_have_count(8)
+    ranks = layout_search["answer"]["layouts"][0]["memory"]
+    expect(page.locator("[aria-labelledby=memory] tbody tr")).to_have_count(len(ranks))
     expect(page.get_by_text("2, 80 GB each")).to_be_visible()  # the size of an H100, not the room for tensors
     page.get_by_role("link", name="Change and search again").click()
     for name in texts.keys() - {"model_json"}:

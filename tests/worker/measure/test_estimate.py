@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zbv_models.estimate.config import estimate_layers as advised_layers
+from zbv_models.estimate.config import parse_config
+from zbv_models.estimate.transformers_config import read_config
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_worker.commands.cli import main
@@ -394,3 +397,49 @@ def test_blocks_and_groups_of_a_product_count_like_one_after_the_other(
             ]
 
     assert counted(is_fake=True) == counted(is_fake=False) == [2 * 24 * 40 * 16] * 3
+
+
+UNTRAINED = {
+    "model_type": "falcon_h1", "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000, "mamba_n_heads": 8,
+    "mamba_d_head": 64, "mamba_d_ssm": 512, "mamba_d_state": 32,
+}  # fmt: skip
+
+
+def test_a_type_that_the_worker_does_not_train_is_estimated_as_by_the_advisor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, report, output = (tmp_path / name for name in ("config.json", "report.json", "problem.json"))
+    path.write_text(json.dumps(UNTRAINED))
+    sizes = json.dumps({"sequence_length": 64, "sequences": 2})
+    command = ["estimate", f"transformers:{path}", "--model-args", sizes]
+    written = ["--pp-degree", "2", "--tflops", "100", "--report", str(report), "-o", str(output)]
+    assert main([*command, *written]) == 0
+    assert "FalconH1ForCausalLM" in capsys.readouterr().err
+    read = {**read_config(UNTRAINED, 64), "microbatch_size": 2}
+    device, parallel = {"achieved_tflops": 1.0}, {"pp_degree": 1, "microbatches": 1, "placement": "single"}
+    config = parse_config({"model": read, "parallel": parallel, "device": device})
+    expected = [layer for layer in advised_layers(config) for _ in layer.names]
+    layers = json.loads(report.read_text())["layers"]
+    assert len(layers) == len(expected) == 5
+    for found, layer in zip(layers, expected, strict=True):
+        assert found["parameters"] == layer.parameters
+        assert found["kept"]["flops"]["backward_input"] == int(layer.flops.backward_input)
+        assert found["kept"]["memory"]["after_forward"] == layer.plain.after_forward
+        # Parameters and two moments of 2 bytes each, and gradients in float32.
+        assert found["static_total"] == 10 * layer.parameters
+    assert isinstance(parse_any_problem(json.loads(output.read_text())), LayeredProblem)
+    assert main([*command, "--stages", "4"]) == 2
+    assert "--stages" in capsys.readouterr().err
+
+
+def test_of_an_untrained_type_wrong_arguments_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**UNTRAINED, "model_type": "wormhole"}))
+    assert main(["estimate", f"transformers:{path}"]) == 2
+    assert "wormhole" in capsys.readouterr().err
+    path.write_text(json.dumps(UNTRAINED))
+    assert main(["estimate", f"transformers:{path}", "--model-args", '{"sequences": 0}']) == 2
+    assert "microbatch_size" in capsys.readouterr().err

@@ -87,24 +87,42 @@ def execute(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from zbv_worker.errors import InvalidRun
+    from zbv_worker.host.process import say
     from zbv_worker.measure.estimate.document import estimate_json, flops_table, held_table
     from zbv_worker.measure.estimate.estimate import estimate_layers, estimate_stages
+    from zbv_worker.measure.estimate.untrained_types import (
+        untrained_config,
+        untrained_document,
+        untrained_layers,
+    )
     from zbv_worker.model.checks import has_ties
     from zbv_worker.model.protocol import Layered
     from zbv_worker.model.spec import ModelSpec
     from zbv_worker.stage.program import Program
 
     _require_scale(parsed)
-    model = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed).build()
-    n_stages = 2 * parsed.pp_degree if parsed.pp_degree else parsed.stages
-    if n_stages is None and not isinstance(model, Layered):
-        raise InvalidRun(
-            f"found a {type(model).__name__} without layers (zbv_worker.model.Layered), so only its stages "
-            f"can be estimated. Pass --pp-degree or --stages."
-        )
+    spec = ModelSpec.parse(parsed.model, parsed.model_args, parsed.seed)
     program = Program(parsed.precision, has_main_gradients=parsed.main_gradients)
-    layers = list(estimate_layers(model, program)) if isinstance(model, Layered) else []
-    stages = list(estimate_stages(model, n_stages, program)) if n_stages else []
+    document = untrained_document(spec.factory)
+    stages: list[Estimate] = []
+    if document is not None:
+        if parsed.stages:
+            raise InvalidRun("--stages: the worker does not train this type, so it has no stages. Omit it.")
+        config = untrained_config(document, spec.arguments, program)
+        layers, is_tied = untrained_layers(config), config.model.tied_embeddings
+        origin = "" if config.model.origin is None else config.model.origin.text
+        say(f"zbv-worker: the worker does not train this type; formulas estimate it. {origin}".rstrip())
+    else:
+        model = spec.build()
+        n_stages = 2 * parsed.pp_degree if parsed.pp_degree else parsed.stages
+        if n_stages is None and not isinstance(model, Layered):
+            raise InvalidRun(
+                f"found a {type(model).__name__} without layers (zbv_worker.model.Layered), so only its "
+                f"stages can be estimated. Pass --pp-degree or --stages."
+            )
+        layers = list(estimate_layers(model, program)) if isinstance(model, Layered) else []
+        stages = list(estimate_stages(model, n_stages, program)) if n_stages else []
+        is_tied = has_ties(model)
     to_pipe = parsed.output is not None and str(parsed.output) == "-"
     out = Console(stderr=to_pipe)
     if layers:
@@ -117,7 +135,7 @@ def execute(parsed: argparse.Namespace) -> int:
         write(estimate_json(layers, stages))
     with json_output("--output", parsed.output) as write:
         if parsed.output is not None:
-            write(_problem(parsed, layers, stages, is_tied=has_ties(model)))
+            write(_problem(parsed, layers, stages, is_tied=is_tied))
     return 0
 
 

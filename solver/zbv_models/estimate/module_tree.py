@@ -19,6 +19,7 @@ import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -132,19 +133,32 @@ def _configuration(document: Mapping[str, Any]) -> Any:
 
 
 def _built(config: Any, attention: str) -> Any:
-    made = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if made is None:
-        found = f"found {quoted(config.model_type)}; transformers has no language model of this type."
-        raise _refused("/model_type", f"{found} {REMEDY}")
     config.use_cache = False
     ALL_ATTENTION_FUNCTIONS.register(FLASH, lambda *_, **__: None)
     try:
-        with torch.device("meta"):
-            return made._from_config(config, attn_implementation=attention, dtype=torch.bfloat16).train()
+        made = _class_of(type(config))
+        if made is not None:
+            with torch.device("meta"):
+                model = made._from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+            if isinstance(model.get_input_embeddings(), nn.Embedding):
+                return model.train()
     except Exception as error:
         raise _refused(
             "", f"transformers cannot build this model: {_words(error)} Correct the file."
         ) from error
+
+    found = f"found {quoted(config.model_type)}; transformers has no language model of this type."
+    raise _refused("/model_type", f"{found} {REMEDY}")
+
+
+def _class_of(configuration: Any) -> Any:
+    """The language model of a configuration's class, with a head if there is one; None without any."""
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        if configuration in mapping:
+            return mapping[configuration]
+    home = configuration.__module__.replace(".configuration_", ".modeling_")
+    own = [each for name, each in vars(import_module(home)).items() if name.endswith("TextModel")]
+    return next((each for each in own if each.config_class is configuration), None)
 
 
 def _refused(pointer: str, detail: str) -> InvalidInput:
@@ -333,7 +347,8 @@ def _run_once(
 ) -> Any:
     """Run a block that differs from those before it; the others give what that gave, which has no values."""
     if kind not in known:
-        known[kind] = counting.run(forward, args, kwargs, list(block.parameters()))
+        weights = [each for each in block.parameters() if each.requires_grad]
+        known[kind] = counting.run(forward, args, kwargs, weights)
     return known[kind][1]
 
 
@@ -342,12 +357,14 @@ def _section(model: Any, outside: Count, blocks: list[_Measured], sequence: int)
     table = model.get_input_embeddings().weight
     vocabulary, hidden = table.shape
     head = model.get_output_embeddings()
-    is_tied = head is not None and head.weight is table
+    config = model.config.get_text_config(decoder=True).to_dict()
+    is_tied = bool(config.get("tie_word_embeddings")) if head is None else head.weight is table
     shapes = Shapes(Stream(hidden), sequence)
     # What lies outside of the blocks, besides the formulas of the ends, is of the first block.
-    ends = hidden + vocabulary * hidden * (1 if is_tied else 2)
+    ends = hidden + vocabulary * hidden * (1 if is_tied or head is None else 2)
     more = _size(model) - ends - sum(each.parameters for each in blocks)
-    products = max(0.0, outside.products - 2.0 * sequence * vocabulary * hidden)
+    of_head = 0.0 if head is None else 2.0 * sequence * vocabulary * hidden
+    products = max(0.0, outside.products - of_head)
     seconds = [block.second for block in blocks]
     seconds.sort(key=lambda second: second.experts is None)  # those with experts decide
     common = next((each.common for each in seconds if each.common), {})
@@ -369,7 +386,6 @@ def _section(model: Any, outside: Count, blocks: list[_Measured], sequence: int)
         letters = letter({"like": "M", "state_space": _rest(block, shapes, *first)})
         sizes = block.second.sizes
         pattern += f"({letters}{letter(sizes)})" if sizes else letters
-    config = model.config.get_text_config(decoder=True).to_dict()
     heads = config.get("num_attention_heads")  # one number, or one for each block
     heads = heads if isinstance(heads, int) and 0 < heads < hidden else 1
     name = f"{type(model).__name__}, transformers {transformers.__version__}"

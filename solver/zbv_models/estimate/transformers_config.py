@@ -64,10 +64,11 @@ def read_config(document: Document, sequence: int) -> Section:
     name = document["model_type"]
     if name in tuple(TEXT_KINDS) or name in tuple(WRAPPERS):
         return from_transformers(document)
-    texts = (key for key in TEXTS if is_transformers_config(document.get(key)))
+    texts = (key for key in (*TEXTS, "thinker_config") if is_transformers_config(document.get(key)))
     if isinstance(name, str) and (key := next(texts, None)) is not None:
+        outer = {each: document[each] for each in ("tie_word_embeddings",) if each in document}
         try:
-            model = read_config(document[key], sequence)
+            model = read_config({**outer, **document[key]}, sequence)
         except InvalidInput as error:
             raise error.below(f"/{key}") from None
         measured = (model.get("origin") or {}).get("measured")

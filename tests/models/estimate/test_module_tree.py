@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.estimate.test_transformers import as_file, counted_by_transformers, made
+from models.estimate.test_transformers import as_file, built, counted_by_transformers, made
 from support.estimates import but
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import layer_kinds, parameters_of, shapes_of
@@ -163,6 +163,22 @@ def test_of_other_wrappers_the_language_model_alone_is_read() -> None:
     with pytest.raises(InvalidInput) as refused:
         read_config({**document, "text_config": {**text, "model_type": "wormhole"}}, SEQUENCE)
     assert [issue.pointer for issue in refused.value.issues] == ["/text_config/model_type"]
+
+
+def test_a_language_model_without_a_head_has_that_of_its_file() -> None:
+    """Types of wrappers alone: transformers has no class with a head for them."""
+    sizes = {
+        **SIZES,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+    }
+    text = {**as_file(made("qwen2_5_omni_text", **sizes)), "tie_word_embeddings": True}
+    wrapped = {"model_type": "qwen2_5_omni", "thinker_config": {"model_type": "x", "text_config": text}}
+    tied = Transformer.model_validate(read_config(wrapped, SEQUENCE))
+    untied = Transformer.model_validate(read_config({**text, "tie_word_embeddings": False}, SEQUENCE))
+    table = SIZES["vocab_size"] * SIZES["hidden_size"]
+    assert parameters_of(untied).total - parameters_of(tied).total == table
+    llama = as_file(made("qwen2", **SIZES))  # the same blocks, with the head
+    assert parameters_of(untied).total == parameters_of(built(llama)).total
 
 
 @pytest.mark.parametrize(("document", "words"), [

@@ -9,11 +9,13 @@ from pathlib import Path
 from rich.table import Table
 from zbv_models.estimate.model import Transformer
 from zbv_models.estimate.model_layers import parameters_of
-from zbv_models.estimate.transformers_config import from_transformers
+from zbv_models.estimate.transformers_config import read_config
 from zbv_solver.documents.validation import validated
 from zbv_solver.errors import InvalidInput
 
-COLUMNS = ("file", "type", "total", "active", "active without the embedding", "predictions", "encoder")
+COLUMNS = ("file", "type", "by", "total", "active", "active without the embedding", "predictions", "encoder")
+SEQUENCE = 4096
+"""Tokens of a sequence, which do not change parameters."""
 
 
 def configs_table(files: Iterable[Path]) -> Table:
@@ -31,13 +33,14 @@ def configs_table(files: Iterable[Path]) -> Table:
         try:
             table.add_row(path.name, name, *_counts(document))
         except InvalidInput as error:
-            table.add_row(path.name, name, f"refused: {error.issues[0]}")
+            table.add_row(path.name, name, "refused", str(error.issues[0]))
     return table
 
 
 def _counts(document: object) -> list[str]:
-    read = from_transformers(document) if isinstance(document, dict) else {}
-    model = validated(Transformer, {"sequence": 4096, **read})
+    read = read_config(document, SEQUENCE) if isinstance(document, dict) else {}
+    model = validated(Transformer, {"sequence": SEQUENCE, **read})
+    by = "module tree" if model.origin is not None and model.origin.measured else "formulas"
     text = model.model_copy(update={"vision": None})
     alone = parameters_of(text, with_predictions=False)
     embedding = model.vocabulary * model.hidden
@@ -48,4 +51,4 @@ def _counts(document: object) -> list[str]:
         parameters_of(text).total - alone.total,
         parameters_of(model).total - parameters_of(text).total,
     )
-    return [f"{count / 1e9:.3f}" for count in counts]
+    return [by, *(f"{count / 1e9:.3f}" for count in counts)]

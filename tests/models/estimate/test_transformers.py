@@ -66,7 +66,7 @@ def fields(name: str) -> dict[str, Any]:
 
 
 def count_key(name: str) -> str:
-    return next(key for key in ("n_layer", "num_layers", "num_hidden_layers") if key in fields(name))
+    return next((key for key in ("n_layer", "num_layers") if key in fields(name)), "num_hidden_layers")
 
 
 def made(name: str, **changes: Any) -> Any:

@@ -21,6 +21,7 @@ from zbv_solver.errors import InvalidInput
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from zbv_models.estimate.module_counts import Counting  # noqa: E402  # it imports torch
 from zbv_models.estimate.module_tree import model_of  # noqa: E402  # it imports torch
 
 SEQUENCE = 512
@@ -39,6 +40,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     },
     "bamba": {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "attn_layer_indices": [2]},
 }  # fmt: skip
+MORE = {"deepseek_v3": 0.12, "bamba": 0.03}
+"""Relative differences of bytes: copies of rotated keys, and stand-ins for scans without their norms."""
 UNKNOWN: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_ssm": 1024, "mamba_d_state": 64},
     "gemma3n_text": {
@@ -62,7 +65,7 @@ def parts(model: Transformer) -> list[tuple[int, Part]]:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_tree_has_the_parameters_operations_and_tensors_of_our_formulas(name: str) -> None:
-    """Operations within 1 %; bytes within 12 %, because transformers keeps copies of rotated keys."""
+    """Operations within 1 %, and bytes within 0.5 %; of some types, transformers keeps more."""
     document = as_file(made(name, **{**SIZES, **KNOWN[name]}))
     tree = Transformer.model_validate(model_of(document, SEQUENCE))
     read = {**from_transformers(document), "sequence": SEQUENCE, "fused_activation": False}
@@ -79,7 +82,7 @@ def test_a_tree_has_the_parameters_operations_and_tensors_of_our_formulas(name: 
         return [flops.forward, flops.backward_input, flops.backward_weight, *kept]
 
     for place, (found, expected) in enumerate(zip(sums(tree), sums(ours), strict=True)):
-        assert found == pytest.approx(expected, rel=0.01 if place < 3 else 0.12)
+        assert found == pytest.approx(expected, rel=0.01 if place < 3 else MORE.get(name, 0.005))
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
@@ -99,8 +102,15 @@ def test_a_type_that_zbv_does_not_know_has_the_parameters_that_transformers_coun
         assert fits(model, Degrees(expert=8, data=8))
 
 
-def test_equal_blocks_run_once() -> None:
+def test_equal_blocks_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of twice as many blocks has the same variants."""
+    runs, run_block = [], Counting.run
+
+    def run(*args: Any) -> Any:
+        runs.append(args)
+        return run_block(*args)
+
+    monkeypatch.setattr(Counting, "run", run)
     few, many = (
         model_of(
             as_file(made("falcon_h1", **{**SIZES, **UNKNOWN["falcon_h1"], "num_hidden_layers": count})), 64
@@ -109,6 +119,7 @@ def test_equal_blocks_run_once() -> None:
     )
     assert few["variants"] == many["variants"]
     assert many["pattern"] == 2 * few["pattern"]
+    assert len(runs) == 2
 
 
 def test_longer_sequences_have_more_work_of_attention_per_token() -> None:

@@ -22,6 +22,7 @@ from zbv_models.estimate.transformers_vision import read_vision
 GATES = ("attn_output_gate", "attention_output_gate", "gated_attention")
 TEXTS = ("text_config", "llm_config", "language_config")
 """Sections with a language model in files of other types."""
+MEASURED = "`zbv estimate` and `zbv layout` measure other types where transformers is installed."
 DROPOUTS = ("hidden_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "dropout")
 """Dropout outside attention; inside flash attention it costs nothing."""
 
@@ -108,9 +109,9 @@ def _text(document: Document, name: Any, where: str) -> tuple[Keys, Section]:
     return keys, {key: value for key, value in model.items() if value is not None}
 
 
-def _unknown(document: Document, where: str, more: str = "") -> InvalidInput:
+def _unknown(document: Document, where: str, more: str = MEASURED) -> InvalidInput:
     """The error of a type that zbv does not read, with what can be planned instead."""
-    remedy = f"{more} Write its sizes as model.json instead.".strip()
+    remedy = "Write its sizes as model.json instead."
     for key in TEXTS:
         text: Any = document.get(key)
         if _is_readable(text):
@@ -121,7 +122,7 @@ def _unknown(document: Document, where: str, more: str = "") -> InvalidInput:
     known, name = {*TEXT_KINDS, *(() if where else WRAPPERS)}, document["model_type"]
     similar = did_you_mean(name, sorted(known)) if isinstance(name, str) else ""
     rule = f"zbv reads {len(known)} types, which docs/estimates.md lists.{similar}"
-    return InvalidInput.at(f"{where}/model_type", f"found {quoted(name)}; {rule} {remedy}")
+    return InvalidInput.at(f"{where}/model_type", f"found {quoted(name)}; {rule} {remedy} {more}")
 
 
 def _is_readable(document: Any) -> bool:

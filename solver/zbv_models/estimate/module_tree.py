@@ -146,7 +146,6 @@ def _built(config: Any, attention: str) -> Any:
         raise _refused(
             "", f"transformers cannot build this model: {_words(error)} Correct the file."
         ) from error
-
     found = f"found {quoted(config.model_type)}; transformers has no language model of this type."
     raise _refused("/model_type", f"{found} {REMEDY}")
 

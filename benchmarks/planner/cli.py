@@ -61,61 +61,35 @@ def _add_tables(commands: Any) -> None:
     command = commands.add_parser(
         "partitioning",
         help="compare the cuts that zbv chooses with an even cut and GPipe's; compare recomputation",
-        description="Plan models with the same search on an even cut, on GPipe's cut and on the cut that zbv "
-        "chooses. Then plan a model within little memory with and without recomputation.",
     )
     _add_search_options(command)
     command.set_defaults(run=_partitioning)
-    command = commands.add_parser(
-        "jitter",
-        help="compare plans chosen with and without jitter, and the classical schedules, when durations vary",
-        description="Plan problems with and without the option `jitter` (5 %% per action, 20 %% per "
-        "transfer, quantile 0.95). Simulate both plans and the classical schedules in new scenarios.",
-    )
-    _add_search_options(command)
-    _add_workers_and_only(command)
-    command.add_argument(
-        "--scenarios", type=int, default=512, metavar="N", help="simulated iterations (default: 512)"
-    )
-    add_output(command)
-    command.set_defaults(run=_jitter)
-    command = commands.add_parser(
-        "packing",
-        help="pack global batches; compare with other methods and with what is usual",
-        description="Pack batches of sequences for four replicas. Compare the planned steps with those of "
-        "other methods, planned by the same search, and with equal tokens in the given order.",
-    )
-    _add_search_options(command)
-    _add_workers_and_only(command)
-    add_output(command)
-    command.set_defaults(run=_packing)
-    command = commands.add_parser(
-        "unequal",
-        help="plan problems whose microbatches differ; compare with bounds, baselines and the mean plan",
-        description="Plan problems whose microbatches differ. Compare with proven bounds, with the classical "
-        "schedules and DynaPipe's, and with a plan for the mean microbatch that the same search made.",
-    )
-    _add_search_options(command)
-    _add_workers_and_only(command)
-    add_output(command)
-    command.set_defaults(run=_unequal)
+    for run, text in (
+        (_jitter, "compare plans chosen with and without jitter, and the classical schedules"),
+        (_packing, "pack global batches; compare with other methods and with what is usual"),
+        (
+            _unequal,
+            "plan problems whose microbatches differ; compare with bounds, baselines and the mean plan",
+        ),
+    ):
+        command = commands.add_parser(run.__name__.removeprefix("_"), help=text)
+        _add_search_options(command)
+        _add_workers_and_only(command)
+        if run is _jitter:
+            command.add_argument(
+                "--scenarios", type=int, default=512, metavar="N", help="simulated iterations (default: 512)"
+            )
+        add_output(command)
+        command.set_defaults(run=run)
     command = commands.add_parser(
         "per-step",
         help="plan one step after another, each with other microbatches; compare with the quick effort",
-        description="Plan the steps of a training run, each with other microbatches (8 ranks, 64 "
-        "microbatches). Report the time to a first verified plan, and how the plans after a fifth of a "
-        "second compare with those of the quick effort.",
     )
     command.add_argument("--steps", type=int, default=50, metavar="N", help="per run (default: 50)")
     command.add_argument("--only", metavar="GLOB", help="only runs with a matching name")
     add_output(command)
     command.set_defaults(run=_per_step)
-    command = commands.add_parser(
-        "layouts",
-        help="search the layouts of a large cluster",
-        description="Search the best layout of Llama 3.1 70B on 128 H100: the time, and the share of layouts "
-        "that bounds rule out.",
-    )
+    command = commands.add_parser("layouts", help="search the layouts of Llama 3.1 70B on 128 H100")
     add_output(command)
     command.set_defaults(run=_layouts)
 

@@ -137,8 +137,5 @@ def _warm_up(instances: Sequence[Instance], options: SearchOptions, cancelled: C
             {"pp_degree": 3, "microbatches": 4, "objective": objective, "costs": costs, "memory": memory}
         )
         for effort in sorted({instance.search_options(options).effort for instance in instances}):
-            search(
-                problem,
-                replace(options, effort=effort, time_limit=WARM_UP_SECONDS),
-                cancelled=cancelled,
-            )
+            short = replace(options, effort=effort, time_limit=WARM_UP_SECONDS)
+            search(problem, short, cancelled=cancelled)

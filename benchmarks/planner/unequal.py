@@ -105,13 +105,8 @@ def measure_unequal(instance: PlanningInstance, options: SearchOptions) -> Unequ
     plan = search(problem, options)
     seconds = time.perf_counter() - began
     baselines = [_rival(each.name, problem, each) for each in compare(problem)]
-    return UnequalRow(
-        instance,
-        seconds,
-        plan.objective,
-        plan.metrics.gap,
-        (*baselines, *mean_plans(problem, options)),
-    )
+    rivals = (*baselines, *mean_plans(problem, options))
+    return UnequalRow(instance, seconds, plan.objective, plan.metrics.gap, rivals)
 
 
 def mean_plans(problem: Problem, options: SearchOptions) -> Iterator[Rival]:

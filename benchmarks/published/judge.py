@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import StatisticsError, correlation, mean, median
 
 import numpy as np
@@ -230,16 +230,9 @@ def of_runs(runs: Sequence[Throughput]) -> float | None:
 
 def of_layouts(runs: Sequence[Throughput]) -> float | None:
     """The same, with one value for the runs of a layout: the median."""
-    medians = _medians(runs)
-    if len(medians) < LEAST_RUNS:
-        return None
-    predicted = {run.layout: run.predicted for run in runs}
-    return spearman([predicted[layout] for layout in medians], list(medians.values()))
-
-
-def _medians(runs: Sequence[Throughput]) -> dict[Hashable, float]:
-    """Median measured throughput of every layout."""
-    measured: dict[Hashable, list[float]] = defaultdict(list)
+    by_layout: dict[Hashable, list[Throughput]] = defaultdict(list)
     for run in runs:
-        measured[run.layout].append(run.measured)
-    return {layout: median(values) for layout, values in measured.items()}
+        by_layout[run.layout].append(run)
+    return of_runs(
+        [replace(own[0], measured=median(run.measured for run in own)) for own in by_layout.values()]
+    )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from math import inf
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -87,7 +88,6 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
         memory, answers = Memory(), Counter[int]()
         requests = [*_attacks(large_id), *worst(large_id, trace_path), *_largest(served, only)]
         for request in requests:
-            where = _title(request)
             if not _is_wanted(request, only):
                 continue
             cpu = served.cpu_seconds
@@ -95,7 +95,7 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
             share = (served.cpu_seconds - cpu) / seconds
             counts = (f"{count} × {status or 'none'}" for status, count in sorted(statuses.items()))
             found += _findings(
-                f"{where} ({', '.join(counts) or 'no answer yet'}; {share:.0%} of a core)", loads
+                f"{_title(request)} ({', '.join(counts) or 'no answer yet'}; {share:.0%} of a core)", loads
             )
             answers += statuses
             for each in found[-3:]:  # show progress, because all requests take many minutes
@@ -144,13 +144,14 @@ def _is_wanted(request: Worst, only: Sequence[str]) -> bool:
 
 
 def _title(request: Worst) -> str:
-    return f"{request.method} {_short(request.path)}: {request.name}"
+    """The name of a request, with the ids of its address shortened."""
+    path = re.sub(r"[0-9a-f]{32,}", "…", request.path)
+    return f"{request.method} {path}: {request.name}"
 
 
 def _begin_run(served: Served, plan_id: str) -> str:
     """Start a run; returns the address for the trace of one of its ranks."""
-    headers = {"Authorization": f"Bearer {served.token}"} if served.token else {}
-    with httpx.Client(base_url=served.address, headers=headers, timeout=ANSWER_SECONDS) as http:
+    with httpx.Client(**_reaching(served)) as http:
         http.post("/v1/agents", json={**AGENT, "slots": 256, "devices": []}).raise_for_status()
         run = {**RUN, "plan_id": plan_id, "nodes": 1, "steps": 1000}
         http.post("/v1/runs", json=run).raise_for_status()
@@ -160,9 +161,14 @@ def _begin_run(served: Served, plan_id: str) -> str:
 
 async def _store(served: Served) -> Stored:
     """Store the largest objects of every kind."""
-    headers = {"Authorization": f"Bearer {served.token}"} if served.token else {}
-    async with httpx.AsyncClient(base_url=served.address, headers=headers, timeout=ANSWER_SECONDS) as http:
+    async with httpx.AsyncClient(**_reaching(served)) as http:
         return await store(http, LARGEST)
+
+
+def _reaching(served: Served) -> dict[str, Any]:
+    """Arguments of a client of the service."""
+    headers = {"Authorization": f"Bearer {served.token}"} if served.token else {}
+    return {"base_url": served.address, "headers": headers, "timeout": ANSWER_SECONDS}
 
 
 def _findings(name: str, loads: Sequence[Load]) -> list[Finding]:
@@ -177,11 +183,6 @@ def _findings(name: str, loads: Sequence[Load]) -> list[Finding]:
             Finding(f"{what} (median {median:.1f}, longest {longest:.0f})", late, "ms", at_most(target))
         )
     return found
-
-
-def _short(path: str) -> str:
-    """Return an address with its ids shortened."""
-    return re.sub(r"[0-9a-f]{32,}", "…", path)
 
 
 async def _quiet(served: Served, control: str, asking: Sequence[bytes], seconds: float) -> Sequence[Load]:

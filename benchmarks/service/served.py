@@ -53,10 +53,6 @@ MANY_LAYOUTS: dict[str, Any] = {
 """A request of 300 bytes with 1,468,832 layouts."""
 
 
-class NotStarted(BenchmarkError):
-    """The service did not start; the message has its log."""
-
-
 @dataclass
 class Served:
     """A service process."""
@@ -68,7 +64,7 @@ class Served:
     address: str = field(init=False)
 
     def start(self) -> None:
-        """Start or restart it; raises :class:`NotStarted`."""
+        """Start or restart it; raises :class:`BenchmarkError` with the log."""
         with (self.folder / "log").open("a") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, "serve", "--port", "0", *self.options],
@@ -84,7 +80,7 @@ class Served:
             if found:
                 self.address = found[1]
                 return
-        raise NotStarted(f"the service did not start; its log:\n{(self.folder / 'log').read_text()}")
+        raise BenchmarkError(f"the service did not start; its log:\n{(self.folder / 'log').read_text()}")
 
     @property
     def token(self) -> str | None:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -34,14 +35,8 @@ def add_soak(commands: Any) -> None:
         "--minutes", type=positive_number, default=2.0, metavar="N", help="how long to run (default: 2)"
     )
     command.add_argument("--seed", type=int, metavar="N", help="repeat the run with this seed")
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("build/soak"),
-        metavar="DIR",
-        help="directory for contradictions (default: build/soak)",
-    )
+    folder, text = Path("build/soak"), "directory for contradictions (default: build/soak)"
+    command.add_argument("-o", "--output", type=Path, default=folder, metavar="DIR", help=text)
     command.add_argument("--replay", type=Path, metavar="FILE", help="check only the problem in this file")
     command.set_defaults(run=_soak)
 
@@ -51,12 +46,8 @@ def _soak(parsed: argparse.Namespace) -> int:
         return 0 if replay(parsed.replay) else 1
     seed = secrets.randbelow(2**31) if parsed.seed is None else parsed.seed
     print(f"seed {seed}", flush=True)
-    ended = soak(
-        seed,
-        parsed.output,
-        seconds=60 * parsed.minutes,
-        say=lambda line: print(line, flush=True),
-    )
+    say = partial(print, flush=True)
+    ended = soak(seed, parsed.output, seconds=60 * parsed.minutes, say=say)
     print(summary(ended), flush=True)
     return 0 if ended.found is None else 1
 
@@ -119,13 +110,7 @@ def examine(kind: str, document: dict[str, Any], seed: str, coverage: Coverage) 
         found, details = f"{type(error).__name__}: {error}", traceback.format_exc()
     else:
         return None
-    return {
-        "found": found,
-        "traceback": details,
-        "kind": kind,
-        "seed": seed,
-        "problem": document,
-    }
+    return {"found": found, "traceback": details, "kind": kind, "seed": seed, "problem": document}
 
 
 def replay(path: Path, say: Say = print) -> bool:

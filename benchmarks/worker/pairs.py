@@ -8,9 +8,9 @@ with few cores. Every process has the plan's costs, so both lengths are in one u
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,10 @@ from zbv_worker.transport.world import World
 
 from benchmarks.findings import Finding, Target
 from benchmarks.worker.ranks import Workload, on_ranks
+
+if TYPE_CHECKING:
+    from zbv_solver.plans.orders import Orders
+    from zbv_solver.problem.problem import Problem
 
 MOST = 1.05
 PP_DEGREE, EXPERTS = 2, 2
@@ -46,39 +50,28 @@ class PairsWorkload(Workload):
 
 def measure(workload: PairsWorkload) -> list[Finding]:
     """Compare the same plan with pairs and with their halves one after the other."""
-    problem, orders = _plan(workload)
     from zbv_solver.timing.start_times import evaluate
 
-    document = {"problem": problem, "ranks": orders.all_text()}
-    parsed = _problem(problem)
+    document, problem, orders = _plan(workload)
+    request = {"workload": workload.model_dump(), "plan": {"problem": document, "ranks": orders.all_text()}}
     found = []
-    for name, is_paired, planned in (
-        ("pairs", True, evaluate(parsed, orders).makespan),
-        ("one by one", False, evaluate(parsed, orders.without_pairs()).makespan),
+    for name, planned, target in (
+        ("pairs", orders, Target(MOST)),
+        ("one by one", orders.without_pairs(), None),
     ):
-        request = {"workload": workload.model_dump(), "plan": document, "is_paired": is_paired}
-        measured = _length(on_ranks("pairs", request, PP_DEGREE * EXPERTS))
-        target = Target(MOST) if is_paired else None
-        found.append(Finding(f"{name}: measured / planned step", measured / planned, "", target))
+        answers = on_ranks("pairs", {**request, "is_paired": target is not None}, PP_DEGREE * EXPERTS)
+        # the median step, as long as on the slowest pipeline
+        measured = float(np.median(np.max([answer["steps"] for answer in answers], axis=0)))
+        ratio = measured / evaluate(problem, planned).makespan
+        found.append(Finding(f"{name}: measured / planned step", ratio, "", target))
         found.append(Finding(f"{name}: step", measured, "ms"))
     return found
 
 
-def _length(answers: Sequence[Mapping[str, Any]]) -> float:
-    """The median step in milliseconds, as long as on the slowest pipeline."""
-    steps = np.max([answer["steps"] for answer in answers], axis=0)
-    return float(np.median(steps))
-
-
-def _problem(document: Mapping[str, Any]) -> Any:
-    from zbv_solver.problem.reading import parse_problem
-
-    return parse_problem(dict(document))
-
-
-def _plan(workload: PairsWorkload) -> tuple[dict[str, Any], Any]:
+def _plan(workload: PairsWorkload) -> tuple[dict[str, Any], Problem, Orders]:
     """A problem in milliseconds, and DualPipeV's order with I and W, whose neighbours are pairs."""
     from zbv_solver.construct.pairs import joined, starts
+    from zbv_solver.problem.reading import parse_problem
 
     costs = {"forward": workload.action_ms, "backward_input": workload.action_ms, "backward_weight": 0.1}
     hidden = workload.action_ms * workload.communication
@@ -88,9 +81,9 @@ def _plan(workload: PairsWorkload) -> tuple[dict[str, Any], Any]:
         "objective": "makespan",
         "costs": {**costs, "communication": {"forward": hidden, "backward_input": hidden}},
     }
-    problem = _problem(document)
+    problem = parse_problem(document)
     *_, (_, orders) = starts(problem)
-    return document, joined(problem, orders)
+    return document, problem, joined(problem, orders)
 
 
 # --- on a rank

@@ -18,7 +18,8 @@ from zbv_worker.failures.blame import Doing, FailureNotes
 from zbv_worker.failures.failures import Failures, OwnProcess
 from zbv_worker.failures.progress import Progress, attach_progress
 from zbv_worker.transport.connected import ConnectedTransport, ControlPlane
-from zbv_worker.transport.world import Layout
+from zbv_worker.transport.gloo_control import GlooControl
+from zbv_worker.transport.world import Layout, World
 
 
 class Said:
@@ -60,7 +61,21 @@ def report(error: BaseException) -> int:
     return 2 if isinstance(error, InvalidRun) else 1
 
 
+def end_late() -> None:
+    """Rank 0 of two fails; rank 1 takes its time before it asks the store in rank 0 for the reason."""
+    control = GlooControl(World.from_environment(), 60.0)
+    process = OwnProcess(lambda error: time.sleep(3 * control.rank), report)
+    rank = Failures(control, 60.0, 60.0, process=process)
+    rank.watch()
+    with rank.watched("step 4"):
+        if control.rank == 0:
+            raise InvalidRun("wrong")
+        control.hear(0, 60.0)
+
+
 def main(what: str) -> None:
+    if what == "late":
+        return end_late()
     said = Said(hangs=what == "hangs")
 
     def record(error: BaseException) -> None:

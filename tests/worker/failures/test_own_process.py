@@ -60,6 +60,13 @@ def test_a_rank_whose_action_waits_for_a_gather_blames_the_silent_sibling(tmp_pa
     assert status == 1
 
 
+def test_rank_0_serves_the_store_until_the_others_have_read_its_reason(tmp_path: Path) -> None:
+    with LocalRanks([python_command("support.ending_rank", "late")] * 2, tmp_path) as ranks:
+        wait_until(lambda: all(each.poll() is not None for each in ranks.processes), "the ranks end")
+        assert "reported wrong" in ranks.log(0)
+        assert "reported rank 0 lost: wrong." in ranks.log(1)
+
+
 def test_a_complete_run_succeeds_even_if_its_connections_do_not_close(tmp_path: Path) -> None:
     status, said = end("closes", tmp_path)
     assert said == [

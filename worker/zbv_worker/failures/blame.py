@@ -9,7 +9,7 @@ rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from zbv_worker.host.process import Clock, HostClock
 SILENT_SECONDS = 5 * BEAT_SECONDS
 """A rank without a sign of life for this long is said to be silent, once it is the cause of a failure."""
 _SILENT = "it gives no sign of life; its process or host ended, or is stopped"
-_FAILURE, _SIGN, _ENDED = "failure", "sign/{}", "ended"
+_FAILURE, _READ, _SIGN, _ENDED = "failure", "failure/read/{}", "sign/{}", "ended"
 
 
 class Notes(Protocol):
@@ -75,6 +75,20 @@ class FailureNotes:
         """The cause that a rank has published."""
         found = self._notes.posted(_FAILURE)
         return None if found is None else Loss(**json.loads(found))
+
+    def needs_no_more(self) -> None:
+        """Announce that this rank knows the cause, and reads no more notes."""
+        self._notes.post(_READ.format(self._rank), "")
+
+    def readers(self, ranks: Iterable[int]) -> list[int]:
+        """Those of some ranks that may still read notes: they do not know the cause, and have not ended."""
+        ended = json.dumps(_ENDED)
+        return [
+            rank
+            for rank in ranks
+            if self._notes.posted(_READ.format(rank)) is None
+            and self._notes.posted(_SIGN.format(rank)) != ended
+        ]
 
     def sign(self, beat: int, doing: Doing) -> None:
         """Publish a sign of life."""

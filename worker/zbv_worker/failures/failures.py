@@ -300,9 +300,12 @@ class Failures:
             if blamed is not error:
                 self._try_to_record(self._process, blamed)
             status = self._process.report(blamed)
+            if self.rank:
+                with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0
+                    self._notes.needs_no_more()
             self._break()
-            if self.rank == 0 and self._layout.world_size > 1 and lives_in_rank_0():
-                time.sleep(2 * BEAT_SECONDS)  # the others read the reason from this process
+            if self.rank == 0 and lives_in_rank_0():
+                self._wait_for_readers()
         finally:
             leave(status)
 
@@ -332,6 +335,18 @@ class Failures:
         with suppress(ConnectionError):  # of the ranks' store: it may have ended with rank 0
             self._notes.publish(loss)
         return error
+
+    def _wait_for_readers(self) -> None:
+        """Keep the ranks' store, which lives in this process, until the others have read the reason.
+
+        A rank that is to blame gets little time, because it may be gone.
+        """
+        begun, lost = time.monotonic(), None if self._loss is None else self._loss.rank
+        while readers := self._notes.readers(range(1, self._layout.world_size)):
+            seconds = 2 * BEAT_SECONDS if readers == [lost] else ABORT_SECONDS
+            if time.monotonic() - begun > seconds:
+                break
+            time.sleep(_POLL_SECONDS)
 
     def _named(
         self, error: ChannelTimeout | PeerLost | TimeoutError | ConnectionError

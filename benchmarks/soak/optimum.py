@@ -15,7 +15,7 @@ from math import gcd, lcm, prod
 
 from ortools.sat.python import cp_model
 
-from benchmarks.soak.pipeline import Action, B, F, I, Order, Pipeline, Schedule, W
+from benchmarks.soak.pipeline import Action, B, F, I, Order, Pipeline, W
 
 MOST_ENUMERATED = 4_000
 """Most orders to enumerate; with more orders, CP-SAT solves the problem."""
@@ -114,7 +114,6 @@ def solved(pipeline: Pipeline, *, effort: float = EFFORT, with_presolve: bool = 
     """Return the best order that CP-SAT finds; equal microbatches of a stage run in ascending order."""
     simple = one_at_a_time(pipeline)
     model = _Model(pipeline)
-    model.hint(simple)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = effort
@@ -293,23 +292,6 @@ class _Model:
         for j in range(self.pipeline.microbatches):
             self.model.add(first <= self.start[F, stage, j])
         return first
-
-    def hint(self, order: Order) -> None:
-        """Hint the present actions, their starts, and their order."""
-        schedule = Schedule.of(self.pipeline, order)
-        if schedule is None:
-            return
-        starts = schedule.starts_after([actions[0] for actions in order])
-        for action, present in self.present.items():
-            if present is not self.one and action[0] != W:  # I and W share one literal
-                self.model.add_hint(present, action in starts)
-            if action in starts:
-                step = starts[action] * self.pipeline.time_unit / self.unit
-                self.model.add_hint(self.start[action], int(step))
-        place = {action: at for at, action in enumerate(schedule.sequence)}
-        for (first, second), literal in self.before.items():
-            is_before = first in place and second in place and place[first] < place[second]
-            self.model.add_hint(literal, is_before)
 
     def order(self, solver: cp_model.CpSolver) -> Order:
         """Read the order from the literals."""

@@ -1,12 +1,10 @@
-"""Ranks of which one misses a collective, for every collective; the others write their errors to a file.
+"""Ranks of which one misses a collective, for every collective; the others return their errors.
 
-Under torchrun's environment: ``python -m support.absent_rank FOLDER``. Three ranks.
+A program of :mod:`support.rank_files` for three ranks.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,7 +51,6 @@ def _wait_for(paths: Iterable[Path]) -> None:
             time.sleep(0.02)
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    found = {what: error_of(what, late, folder) for what, late in LATE.items()}
-    (folder / f"rank-{World.from_environment().rank}.json").write_text(json.dumps(found))
+def found(folder: Path) -> dict[str, str]:
+    """What every collective raises on this rank."""
+    return {what: error_of(what, late, folder) for what, late in LATE.items()}

@@ -1,12 +1,10 @@
 """A rank that connects in several ways, one after the other, and writes down what it saw.
 
-Under torchrun's environment: ``python -m support.connecting_rank FOLDER``. Four ranks.
+A program of :mod:`support.rank_files` for four ranks.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,8 +96,8 @@ def of_an_eager_group(run: Callable[[Layout], Any], layout: Layout) -> tuple[Any
     return result, splits
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def found(folder: Path) -> dict[str, Any]:
+    """What this rank saw."""
     found: dict[str, Any] = {"first": used(), "second": used(Layout(2, 2))}
     rank = World.current().rank
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
@@ -113,8 +111,4 @@ def main(folder: Path) -> None:
     found["user's sum"] = mine.item()
     dist.destroy_process_group()
     found["after"] = used()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

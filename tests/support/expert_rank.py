@@ -1,12 +1,11 @@
 """A rank of a pipeline of two positions whose layers exchange tokens between two expert-parallel processes.
 
-Under torchrun's environment: ``python -m support.expert_rank FOLDER``. Four ranks; each writes the gradients
-of every case, and what its layers did in which order.
+A program of :mod:`support.rank_files` for four ranks; each returns the gradients of every case, and what its
+layers did in which order.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -245,8 +244,8 @@ def trained(case: Case, mesh: Any, overlap: Any) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def found(folder: Path) -> dict[str, Any]:
+    """What this rank saw, by case."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, EXPERTS), mesh_dim_names=("pp", "ep"))
     found: dict[str, Any] = {}
@@ -256,10 +255,6 @@ def main(folder: Path) -> None:
             "pairs": trained(case, mesh, None),
             "one by one": trained(case, mesh, one_by_one),
         }
-    torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

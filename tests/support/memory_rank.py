@@ -1,13 +1,11 @@
 """A rank that trains microbatches of different lengths, and compares its memory with the plan's account.
 
-Under torchrun's environment: ``python -m support.memory_rank FOLDER``. The account is measured on this rank
+A program of :mod:`support.rank_files`. The account is measured on this rank
 with two lengths, one microbatch at a time; memory is linear in the length.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -173,15 +171,10 @@ def followed(seed: int, transport: Transport) -> dict[str, list[float]]:
     return {"seen": list(map(min, of_steps)), "expected": held_on_device(plan, of_rank, moved)}
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    world = World.from_environment()
-    transport = connect(world, "gloo", CPU, TIMEOUT)
-    found = [followed(seed, transport) for seed in SEEDS]
+def found(folder: Path) -> dict[int, dict[str, list[float]]]:
+    """What :func:`followed` returns, by plan."""
+    transport = connect(World.from_environment(), "gloo", CPU, TIMEOUT)
+    found = {seed: followed(seed, transport) for seed in SEEDS}
     transport.barrier(TIMEOUT)
     transport.close()
-    (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -1,11 +1,10 @@
 """A rank that trains a model with several kinds of parallelism, and writes down losses and parameters.
 
-Under torchrun's environment: ``python -m support.parallel_rank FOLDER``. Four ranks.
+A program of :mod:`support.rank_files` for four ranks.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -268,18 +267,13 @@ def counting(calls: Counter[str]) -> Any:
     return patch("zbv_worker.stage.distributed_grads.add_linear_gradients", counted)
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def found(folder: Path) -> dict[str, Any]:
+    """What this rank saw, by case."""
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     found = {}
     for name, case in CASES.items():
         print(name, flush=True)  # noqa: T201 - a rank's log
         found[name] = trained(case, folder / name if name in SAVED else None)
-    torch.save(found, folder / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

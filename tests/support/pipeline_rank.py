@@ -1,14 +1,11 @@
 """A rank of programs that need a process: each has its own random numbers, start and errors.
 
-Under torchrun's environment: ``python -m support.pipeline_rank FOLDER PROGRAM …``. The folder has the plan,
-and gets what the rank saw.
+A program of :mod:`support.rank_files`. The folder has the plan; the arguments name functions of this module.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.utils.checkpoint import checkpoint
 
-from support.adapters import Adapted
 from support.small_pipeline import WIDTH, batch, model
 
 TIMEOUT = 60.0
@@ -77,38 +73,6 @@ def drops(folder: Path) -> Found:
     return found
 
 
-def adapted() -> nn.Sequential:
-    """The layers, frozen, with adapters."""
-    layers = [layer for layer in model() if isinstance(layer, nn.Linear)]
-    return nn.Sequential(*(Adapted(layer, 2) for layer in layers))
-
-
-def freezes(folder: Path) -> Found:
-    """Gradients by name: of layers whose first half is frozen, after it was unfrozen, and of adapters."""
-    found = Found()
-    with pipeline(folder) as pipe:
-        own = [parameter for name, parameter in pipe.named_parameters() if name[0] in "01"]
-        for name, trains in (("frozen", False), ("unfrozen", True)):
-            for parameter in own:
-                parameter.requires_grad_(trains)
-            for parameter in pipe.parameters():
-                parameter.grad = None
-            pipe.step(*batch())
-            found[name] = gradients_of(pipe)
-    with pipeline(folder, layers=adapted()) as pipe:
-        pipe.step(*batch())
-        found["adapters"] = gradients_of(pipe)
-    return found
-
-
-def gradients_of(layers: Any) -> dict[str, list[float]]:
-    return {
-        name: parameter.grad.flatten().tolist()
-        for name, parameter in layers.named_parameters()
-        if parameter.grad is not None
-    }
-
-
 class Failing(nn.Module):
     """Fails in the second step."""
 
@@ -150,11 +114,6 @@ def dist_rank() -> int:
     return int(os.environ["RANK"])
 
 
-def main(folder: Path, *programs: str) -> None:
-    torch.set_num_threads(1)
-    found = {program: globals()[program](folder) for program in programs}
-    (folder / f"rank-{dist_rank()}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+def found(folder: Path, *programs: str) -> dict[str, Found]:
+    """What this rank saw, by program."""
+    return {program: globals()[program](folder) for program in programs}

@@ -1,8 +1,14 @@
-"""Programs that run on several ranks, and the files in which the ranks write what they saw."""
+"""Programs that run on several ranks: each rank writes what it saw to a file.
+
+A program is a module of ``support`` with a function ``found``, which gets a folder and further arguments. A
+rank is ``python -m support.rank_files MODULE FOLDER ARGUMENT …`` under torchrun's environment.
+"""
 
 from __future__ import annotations
 
-import json
+import os
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +19,18 @@ from support.processes import DEADLINE
 
 
 def found_by(module: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What each rank of a program of ``support`` wrote to ``rank-RANK.json`` or ``.pt`` in the folder."""
-    command = python_command(f"support.{module}", str(folder), *arguments)
+    """What each rank of a program saw."""
+    command = python_command("support.rank_files", module, str(folder), *arguments)
     with LocalRanks([command] * ranks, folder) as started:
         started.wait(DEADLINE)
-    return [_read(folder / f"rank-{rank}") for rank in range(ranks)]
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _read(path: Path) -> Any:
-    if (tensors := path.with_suffix(".pt")).exists():
-        return torch.load(tensors, weights_only=False)
-    return json.loads(path.with_suffix(".json").read_text())
+def main(module: str, folder: Path, *arguments: str) -> None:
+    torch.set_num_threads(1)
+    found = import_module(f"support.{module}").found(folder, *arguments)
+    torch.save(found, folder / f"rank-{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -1,11 +1,10 @@
 """A rank that trains models with and without sharding and writes down the parameters.
 
-Under torchrun's environment: ``python -m support.sharded_rank FOLDER``. Four ranks: two replicas of a V.
+A program of :mod:`support.rank_files` for four ranks: two replicas of a V.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,19 +146,15 @@ def sum_of_halves(transport: GlooTransport) -> float:
     return float(gradient.full_tensor())
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    world = World.from_environment()
-    transport = GlooTransport(GlooControl(world, TIMEOUT, Layout.of_world(4, 2)), CPU, TIMEOUT)
+def found(folder: Path) -> dict[str, Any]:
+    """What this rank saw, by case."""
+    control = GlooControl(World.from_environment(), TIMEOUT, Layout.of_world(4, 2))
+    transport = GlooTransport(control, CPU, TIMEOUT)
     found: dict[str, Any] = {
         name: {is_sharded: trained(case, transport, is_sharded=is_sharded) for is_sharded in (False, True)}
         for name, case in CASES.items()
     }
     found["sum of halves"] = sum_of_halves(transport)
-    torch.save(found, folder / f"rank-{world.rank}.pt")
     transport.barrier(TIMEOUT)
     transport.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

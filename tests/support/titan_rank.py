@@ -1,13 +1,10 @@
 """A rank that does with a plan what torchtitan's trainer does, on the stand-ins of :mod:`support.titan`.
 
-Under torchrun's environment, two ranks in each of two pipelines: ``python -m support.titan_rank FOLDER``. The
-folder has the plans, and gets what the rank saw.
+A program of :mod:`support.rank_files` for two ranks in each of two pipelines. The folder has the plans.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,17 +139,13 @@ def refused(plan: Path, dims: titan.ParallelDims) -> dict[str, str]:
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def found(folder: Path) -> dict[str, Any]:
+    """What this rank saw, by case."""
     dist.init_process_group("gloo")
     dims = titan.ParallelDims(2, 4)
     found: dict[str, Any] = {
         name: trained(folder / plan, dtype, dims) for name, (plan, dtype) in CASES.items()
     }
     found["refused"] = refused(folder / "plan.json", dims)
-    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from zbv_worker.stage.kept import Kept
 
-from support.fake_nccl.cuda import FakeCuda
 from support.fake_nccl.device import Device
 
 _PRIME = 65521
@@ -92,19 +91,8 @@ class FakeStage:
         number = 4 * (100 * self.stage + microbatch)
         input = self.exchange(input, number)
         self._saved[microbatch] = (input, target)
-        stage, is_last = self.stage, self._is_last
-        if not is_last:
-            output = self._queued(
-                "F", (input,), lambda out, x: out.copy_(_forward(stage, microbatch, x)), tuple(input.shape)
-            )
-            return self.exchange(output, number + 1)
-        assert target is not None
-        return self._queued(
-            "F",
-            (input, target),
-            lambda out, x, y: out.copy_((_forward(stage, microbatch, x) + y).sum()),
-            (),
-        )
+        output = self._output(microbatch, input, target)
+        return output if self._is_last else self.exchange(output, number + 1)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A stage has no modes."""
@@ -112,17 +100,21 @@ class FakeStage:
 
     def evaluate(self, input: Tensor, target: Tensor | None = None) -> Tensor:
         """Queue the F of an evaluation, which does not depend on the microbatch."""
+        return self._output(0, input, target, "evaluation")
+
+    def _output(self, microbatch: int, input: Tensor, target: Tensor | None, name: str = "F") -> Tensor:
+        """The output, or with a target the loss."""
         stage, shape = self.stage, tuple(input.shape)
         if target is None:
             return self._queued(
-                "F", (input,), lambda out, x: out.copy_(_forward(stage, 0, x)), shape, "evaluation"
+                "F", (input,), lambda out, x: out.copy_(_forward(stage, microbatch, x)), shape, name
             )
         return self._queued(
             "F",
             (input, target),
-            lambda out, x, y: out.copy_((_forward(stage, 0, x) + y).sum()),
+            lambda out, x, y: out.copy_((_forward(stage, microbatch, x) + y).sum()),
             (),
-            "evaluation",
+            name,
         )
 
     def backward(self, microbatch: int, grad_output: Tensor | None) -> Tensor | None:
@@ -225,39 +217,6 @@ class NestedFakeStage(FakeStage):
             grad_output = self._queued(letter, grad_output, lambda out, a, b: out.copy_(a + b), shape)
         made = super().backward_input(microbatch, grad_output, letter=letter)
         return None if made is None else (made, made * 0)
-
-
-class OffloadingFakeStage(FakeStage):
-    """Keeps its inputs in host memory between F and B or I, as activation offloading does.
-
-    The copy to the host runs on its own stream. ``record_stream`` delays the reuse of the input's memory
-    until the copy is complete.
-    """
-
-    def __init__(self, stage: int, n_stages: int, device: Device, seconds: Mapping[str, float]):
-        super().__init__(stage, n_stages, device, seconds)
-        self._cuda = FakeCuda(device)
-        self._side = self._cuda.Stream()
-
-    def forward(self, microbatch: int, input: Tensor, target: Tensor | None = None, *, split: bool) -> Tensor:
-        """Queue F and the copy."""
-        output = super().forward(microbatch, input, target, split=split)
-        self._side.wait_stream(self._cuda.current_stream())
-        with self._cuda.stream(self._side):
-            self._device.current.launch("slow copy", self._random("F"), lambda: None, (input,))
-            kept = input.to("cpu", non_blocking=True)
-        self._device.memory.record_stream(input, self._side)
-        self._saved[microbatch] = (kept, target)
-        return output
-
-    def backward_input(
-        self, microbatch: int, grad_output: Tensor | None, *, letter: str = "I"
-    ) -> Tensor | None:
-        """Queue the copy back, and I."""
-        kept, target = self._saved[microbatch]
-        self._cuda.current_stream().wait_stream(self._side)
-        self._saved[microbatch] = (kept.to("cuda", non_blocking=True), target)
-        return super().backward_input(microbatch, grad_output, letter=letter)
 
 
 class MovedFakeStage(FakeStage):

@@ -63,17 +63,6 @@ STAGES: dict[str, Callable[[list[nn.Module]], Stage]] = {
 }
 
 
-@pytest.fixture
-def compiled_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.compile`` traces forward and backward, but generates no code, which takes most of its time."""
-    compiled = torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda layer, dynamic, options: compiled(layer, dynamic=dynamic, backend="aot_eager"),
-    )
-
-
 def stage_of(modules: list[nn.Module], autocast: torch.dtype | None = None, **options: Any) -> Stage:
     return Stage(1, 3, nn.Sequential(*modules), 1, autocast=autocast, **options)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from zbv_worker.host.local_ranks import LocalRanks, python_command
+from support.rank_files import found_by
 from zbv_worker.measure.live_bytes import LiveBytes
 
 
@@ -16,10 +15,8 @@ def test_the_memory_of_microbatches_of_different_lengths_follows_the_plan(
     p: int, tolerance: float, tmp_path: Path
 ) -> None:
     """The account is a fixed part and one per token."""
-    with LocalRanks([python_command("support.memory_rank", str(tmp_path))] * p, tmp_path / "logs") as ranks:
-        ranks.wait(240)
-    for rank in range(p):
-        for found in json.loads((tmp_path / f"rank-{rank}.json").read_text()):
+    for of_rank in found_by("memory_rank", p, tmp_path):
+        for found in of_rank.values():
             largest = max(found["expected"])
             assert largest > 1e6
             differences = [abs(a - b) for a, b in zip(found["seen"], found["expected"], strict=True)]

@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.failing_ranks import ended
-from support.pipeline_rank import adapted, gradients_of
 from support.plans import random_plan, searched, unit_problem, write_plan
 from support.rank_files import found_by
-from support.small_pipeline import batch, model
-from torch.nn import functional as nnf
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
-PROGRAMS = ("drops", "freezes", "refuses", "fails")
+PROGRAMS = ("drops", "refuses", "fails")
 Found = list[dict[str, Any]]
 
 
@@ -37,17 +33,6 @@ def test_ranks_that_are_seeded_alike_drop_other_elements(seen: dict[str, Found])
         assert rank["again"] == rank["first"]
     drawn = [mask for rank in seen["drops"] for name in ("first", "second") for mask in rank[name]]
     assert all(drawn.count(mask) == 2 for mask in drawn)
-
-
-def test_frozen_layers_and_adapters_get_the_gradients_of_one_process(seen: dict[str, Found]) -> None:
-    whole, layers = adapted(), model()
-    torch.autograd.backward(nnf.mse_loss(whole(batch()[0]), batch()[1]))
-    torch.autograd.backward(nnf.mse_loss(layers(batch()[0]), batch()[1]))
-    every = gradients_of(layers)
-    upper = {name: gradient for name, gradient in every.items() if name[0] in "23"}
-    for program, expected in (("frozen", upper), ("unfrozen", every), ("adapters", gradients_of(whole))):
-        found = {name: each for rank in seen["freezes"] for name, each in rank[program].items()}
-        assert found == {name: pytest.approx(each, rel=1e-4, abs=1e-6) for name, each in expected.items()}
 
 
 def test_random_numbers_outside_of_the_layers_stay_those_of_the_user(seen: dict[str, Found]) -> None:

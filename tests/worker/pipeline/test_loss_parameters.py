@@ -101,12 +101,14 @@ def gradients(pipe: zbv.Pipeline) -> Gradients:
 
 
 @pytest.mark.parametrize("is_pair", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "of_plan"), [*((form, "v") for form in FORMS), ("module", "single"), ("closure", "recomputed")]
+)
 def test_parameters_of_a_loss_are_trained_like_those_of_a_layer(
-    plan: Plan, form: str, *, is_pair: bool
+    form: str, of_plan: str, *, is_pair: bool
 ) -> None:
     make, prefix = FORMS[form]
-    with zbv.Pipeline(plan, model(), make(Margin(is_pair=is_pair))) as pipe:
+    with zbv.Pipeline(planned(of_plan), model(), make(Margin(is_pair=is_pair))) as pipe:
         for _ in range(2):
             pipe.step(*batch())
         torch.testing.assert_close(
@@ -115,16 +117,11 @@ def test_parameters_of_a_loss_are_trained_like_those_of_a_layer(
         assert set(pipe.state_dict()) == set(gradients(pipe))
 
 
-def test_clipping_counts_the_parameters_of_a_loss(plan: Plan) -> None:
-    reference, margin = model(), Margin(is_pair=False)
-    expected(reference, margin)
-    norm = nn.utils.clip_grad_norm_([*reference.parameters(), *margin.parameters()], 0.1)
-    with zbv.Pipeline(plan, model(), Margin(is_pair=True)) as pipe:
-        pipe.step(*batch())
-        torch.testing.assert_close(pipe.clip_grad_norm_(0.1), norm)
+def test_the_loss_is_none_of_the_layers_of_the_last_stage() -> None:
+    with zbv.Pipeline(planned("v"), model(), Margin(is_pair=True)) as pipe:
         last = pipe.modules[max(pipe.modules)]
         assert isinstance(last, nn.Sequential)
-        assert all(isinstance(layer, nn.Linear) for layer in last)  # the loss is not one of them
+        assert all(isinstance(layer, nn.Linear) for layer in last)
         assert len(last) == len([*last])
         part: Any = last[:1]
         assert len(part) == 1
@@ -199,33 +196,6 @@ def test_checkpoints_have_the_loss(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "moved").rename(tmp_path / "of-True")
     torch.testing.assert_close(run(4), through)
     assert "loss.temperature" in through
-
-
-class Tied(nn.Module):
-    """A loss that uses the weight of a layer."""
-
-    def __init__(self, layer: nn.Linear):
-        super().__init__()
-        self.weight = layer.weight
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        error = (nnf.linear(output, self.weight, self.bias) - target).square()
-        return error.sum(), error.numel()
-
-
-def test_a_loss_may_share_a_parameter_with_a_layer(plan: Plan) -> None:
-    reference = model()
-    plain = Tied(reference[0])  # type: ignore[arg-type]  # a Linear
-    inputs, targets = batch()
-    total, weight = plain(reference(inputs), targets)
-    torch.autograd.backward(total / weight)
-    layers = model()
-    with zbv.Pipeline(plan, layers, Tied(layers[0])) as pipe:  # type: ignore[arg-type]  # a Linear
-        pipe.step(inputs, targets)
-        found = gradients(pipe)
-    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    torch.testing.assert_close(found, wanted | {"loss.bias": plain.bias.grad})
 
 
 class Whole(nn.Module):

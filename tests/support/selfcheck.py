@@ -49,9 +49,10 @@ class HardModel:
         self._seed = seed
 
     def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        """Layers 8k/S to 8(k+1)/S."""
-        first, last = (at * _LAYERS // n_stages for at in (stage, stage + 1))
-        return self.build_layers(self.layer_names()[first:last], device)
+        """An equal number of layers per stage, as far as they divide."""
+        names = self.layer_names()
+        first, last = (at * len(names) // n_stages for at in (stage, stage + 1))
+        return self.build_layers(names[first:last], device)
 
     def layer_names(self) -> Sequence[str]:
         """The eight layers."""

@@ -29,7 +29,8 @@ from zbv_worker.transport.world import Layout, World
 
 from support.cut_models import cut_problem
 from support.orders import copied_at_random
-from support.selfcheck import HardModel, random_orders
+from support.selfcheck import random_orders
+from support.trained import Remembering
 
 TIMEOUT = 60.0
 CPU = torch.device("cpu")
@@ -50,18 +51,6 @@ class Small(GPT):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
-
-
-class Hard(HardModel):
-    """Also keeps what it built; its parameters do not divide evenly, and some are frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.built: list[nn.Module] = []
-
-    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        self.built.append(module := super().build_layers(names, device))
-        return module
 
 
 class Tempered(Small):
@@ -96,7 +85,7 @@ def _gpt(**cut: Any) -> Problem:
 
 
 CASES = {
-    "uneven": Case(Hard, cut_problem(HardModel().layer_names(), (3, 2, 1, 2)), {}),
+    "uneven": Case(Remembering, cut_problem(Remembering().layer_names(), (3, 2, 1, 2)), {}),
     "recomputed, mixed, accumulated": Case(
         Small,
         _gpt(recompute=RECOMPUTED),

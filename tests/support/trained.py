@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +27,15 @@ SPEC = ModelSpec("tests:model")
 
 
 class Remembering(HardModel):
-    """A model that keeps the stages that were built from it."""
+    """A model that keeps the modules that were built from it."""
 
     def __init__(self, seed: int = 0, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD):
         super().__init__(seed)
         self.built: list[nn.Module] = []
         self._optimizer = optimizer
 
-    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        module = super().build_stage(stage, n_stages, device)
-        self.built.append(module)
+    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
+        self.built.append(module := super().build_layers(names, device))
         return module
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

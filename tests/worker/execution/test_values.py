@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from support.nested_model import NestedModel, reference
-from support.plans import unit_problem
-from support.selfcheck import random_orders
+from support.plans import random_plan
 from support.trained import Remembering, train_in_threads
 from torch import Tensor, nn
 from zbv_worker.errors import ModelError
@@ -28,10 +26,8 @@ class Wrong(Remembering):
 
 @pytest.mark.parametrize("p", [1, 2])
 def test_a_keyword_that_no_layer_takes_is_refused(p: int) -> None:
-    problem = unit_problem(p, MICROBATCHES)
-    orders = random_orders(problem, Random(0))
     with pytest.raises(ModelError, match="the keyword 'more', and no layer of the model takes it"):
-        train_in_threads(problem, orders, TrainingOptions(), 1, model=Wrong)
+        train_in_threads(*random_plan(p, MICROBATCHES), TrainingOptions(), 1, model=Wrong)
 
 
 class Paired(Remembering):
@@ -40,30 +36,15 @@ class Paired(Remembering):
 
 
 def test_a_training_needs_loss_sum_for_pairs() -> None:
-    problem = unit_problem(2, MICROBATCHES)
     with pytest.raises(ModelError, match=r"returned a pair of sum and weight.* Rename the method"):
-        train_in_threads(problem, random_orders(problem, Random(0)), TrainingOptions(), 1, model=Paired)
-
-
-class Nested(NestedModel):
-    """A model for :func:`train_in_threads`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.built: list[nn.Module] = []
-
-    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        module = super().build_stage(stage, n_stages, device)
-        self.built.append(module)
-        return module
+        train_in_threads(*random_plan(2, MICROBATCHES), TrainingOptions(), 1, model=Paired)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_training_and_evaluation_have_the_same_losses(replicas: int) -> None:
     """The evaluation comes first, and no tensor requires a gradient there."""
-    problem = unit_problem(2, MICROBATCHES // replicas)
     options = TrainingOptions(evaluate_every=1, replicas=replicas)
-    found = train_in_threads(problem, random_orders(problem, Random(0)), options, 2, model=Nested)
+    found = train_in_threads(*random_plan(2, MICROBATCHES // replicas), options, 2, model=NestedModel)
     evaluations = next(report.evaluations for report in found.reports if report.evaluations)
     assert found.losses[0] == pytest.approx(reference(MICROBATCHES)[1], rel=1e-6)
     assert evaluations[0] == pytest.approx(found.losses[0], rel=1e-6)
@@ -96,9 +77,7 @@ class Nothing(Remembering):
 
 
 def test_a_stage_may_pass_on_nothing() -> None:
-    problem = unit_problem(2, MICROBATCHES)
-    orders = random_orders(problem, Random(0))
-    found = train_in_threads(problem, orders, TrainingOptions(), 2, model=Nothing)
+    found = train_in_threads(*random_plan(2, MICROBATCHES), TrainingOptions(), 2, model=Nothing)
     assert found.losses[1] < found.losses[0]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
 import torch
-from support.plans import unit_problem
-from support.selfcheck import random_orders
+from support.plans import random_plan
 from support.small_pipeline import batch, flat_gradients
 from support.small_pipeline import model as small_model
 from support.trained import Remembering, train_alone, train_in_threads
@@ -67,9 +65,8 @@ def test_a_run_trains_the_parameters_of_a_loss(replicas: int, *, is_mean: bool) 
         given: dict[str, Any] = {"loss": loss} if is_mean else {"loss_sum": loss}
         return Model(made, data=microbatch, optimizer=optimizer, **given)
 
-    problem = unit_problem(2, MICROBATCHES)
     options = TrainingOptions(replicas=replicas, clip_norm=0.5)
-    train_in_threads(problem, random_orders(problem, Random(1)), options, STEPS, model=model)
+    train_in_threads(*random_plan(seed=1), options, STEPS, model=model)
     expected = trained_alone(MICROBATCHES * replicas, clip_norm=0.5)
     layout = Layout(2, replicas)
     for replica in range(replicas):
@@ -98,15 +95,8 @@ class Flat(torch.optim.SGD):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_optimizer_may_keep_the_gradients_of_a_run(replicas: int) -> None:
-    problem = unit_problem(2, MICROBATCHES)
-    found = train_in_threads(
-        problem,
-        random_orders(problem, Random(1)),
-        TrainingOptions(replicas=replicas),
-        STEPS,
-        model=Remembering,
-        optimizer=Flat,
-    )
+    options = TrainingOptions(replicas=replicas)
+    found = train_in_threads(*random_plan(seed=1), options, STEPS, optimizer=Flat)
     expected, _, _ = train_alone(MICROBATCHES * replicas, STEPS)
     for parameters in found.parameters:
         torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)
@@ -136,6 +126,5 @@ class WithGraph(Remembering):
     [(Hidden, "uses a trainable tensor of shape"), (WithGraph, "microbatch returned a tensor that requires")],
 )
 def test_what_a_run_would_not_train_is_refused(model: type[Remembering], message: str) -> None:
-    problem = unit_problem(2, MICROBATCHES)
     with pytest.raises(ModelError, match=message):
-        train_in_threads(problem, random_orders(problem, Random(1)), TrainingOptions(), 1, model=model)
+        train_in_threads(*random_plan(seed=1), TrainingOptions(), 1, model=model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from random import Random
 
@@ -36,22 +35,12 @@ class Half(Remembering):
     """Four layers in bfloat16; with similar microbatches, a sum in bfloat16 loses the later gradients."""
 
     def layer_names(self) -> Sequence[str]:
-        return [f"layer.{at}" for at in range(4)]
+        return [f"layer{at}" for at in range(4)]
 
-    def build_stage(self, stage: int, n_stages: int, device: torch.device) -> nn.Module:
-        first, last = (at * 4 // n_stages for at in (stage, stage + 1))
-        module = self.build_layers(self.layer_names()[first:last], device)
-        self.built.append(module)
-        return module
-
-    def build_layers(self, names: Sequence[str], device: torch.device) -> nn.Sequential:
-        layers = OrderedDict((name.replace(".", ""), self._half(name)) for name in names)
-        return nn.Sequential(layers).to(device)
-
-    def _half(self, name: str) -> nn.Module:
+    def _layer(self, at: int) -> nn.Module:
         # A norm's gradient comes from autograd, a Linear's from W.
         layer = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())
-        generator = torch.Generator().manual_seed(int(name[-1]))  # threads share torch's default generator
+        generator = torch.Generator().manual_seed(at)  # threads share torch's default generator
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.normal_(0.1, 0.3, generator=generator)
@@ -161,11 +150,11 @@ def test_only_main_gradients_live_between_actions_and_the_optimizer_frees_them()
 
 
 def test_estimate_and_profile_count_four_bytes_for_the_gradient_of_a_half_parameter() -> None:
-    count = sum(p.numel() for p in Half().build_layers(["layer.1"], CPU).parameters())
+    count = sum(p.numel() for p in Half().build_layers(["layer1"], CPU).parameters())
     estimates = list(estimate_layers(Half()))
     assert [each.static.gradients for each in estimates] == [4 * count] * 4
     assert [each.static.parameters for each in estimates] == [2 * count] * 4
-    module = Half().build_layers(["layer.1"], CPU)
+    module = Half().build_layers(["layer1"], CPU)
     stage = stage_of(module)
     use_main_gradients(module.parameters())
     stage.forward(0, torch.randn(4, 8).bfloat16(), split=False)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import torch
 from support.gradients import relative_error
-from support.plans import unit_problem
-from support.selfcheck import random_orders
+from support.plans import random_plan
 from support.trained import CPU, Remembering, train_alone, train_in_threads
 from torch import Tensor
-from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Problem
 from zbv_worker.errors import ModelError, NotFinite
 from zbv_worker.gradients import loss_scale
 from zbv_worker.run.options import TrainingOptions
@@ -45,11 +40,6 @@ class Empty(Padded):
         return 0
 
 
-def plan(microbatches: int = MICROBATCHES) -> tuple[Problem, Orders]:
-    problem = unit_problem(2, microbatches)
-    return problem, random_orders(problem, Random(0))
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,7 +50,7 @@ def plan(microbatches: int = MICROBATCHES) -> tuple[Problem, Orders]:
     ],
 )
 def test_training_equals_one_process_with_the_whole_batch(options: TrainingOptions) -> None:
-    found = train_in_threads(*plan(), options, STEPS, model=Padded)
+    found = train_in_threads(*random_plan(), options, STEPS, model=Padded)
     count = MICROBATCHES * options.replicas * options.parts
     expected, losses, _ = train_alone(count, STEPS, clip_norm=options.clip_norm, model=Padded)
     assert found.losses == pytest.approx(losses, rel=1e-5)
@@ -70,7 +60,7 @@ def test_training_equals_one_process_with_the_whole_batch(options: TrainingOptio
 
 def test_gradients_are_divided_by_the_loss_scale_of_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "_FIRST_SCALE", 64.0)  # so that no step overflows
-    found = train_in_threads(*plan(), TrainingOptions(precision="float16"), STEPS, model=Padded)
+    found = train_in_threads(*random_plan(), TrainingOptions(precision="float16"), STEPS, model=Padded)
     expected, losses, _ = train_alone(MICROBATCHES, STEPS, model=Padded)
     assert found.losses == pytest.approx(losses, rel=0.01)
     assert relative_error(found.parameters[0], expected) < 0.02
@@ -79,7 +69,7 @@ def test_gradients_are_divided_by_the_loss_scale_of_float16(monkeypatch: pytest.
 def test_evaluation_is_a_mean_over_tokens() -> None:
     """An evaluation runs the plan once. Its weights do not leak into the step."""
     options = TrainingOptions(replicas=2, parts=2, evaluate_every=10)
-    found = train_in_threads(*plan(), options, STEPS, model=Padded)
+    found = train_in_threads(*random_plan(), options, STEPS, model=Padded)
     evaluations = next(r.evaluations for r in found.reports if r.evaluations)
     assert evaluations[0] == pytest.approx(train_alone(MICROBATCHES * 2, STEPS, model=Padded)[1][0], rel=1e-5)
     assert found.losses == pytest.approx(train_alone(MICROBATCHES * 4, STEPS, model=Padded)[1], rel=1e-5)
@@ -103,7 +93,7 @@ def test_a_recomputed_loss_counts_its_weight_once() -> None:
 
 def test_a_step_without_tokens_is_not_finite() -> None:
     with pytest.raises(NotFinite, match="step 0"):
-        train_in_threads(*plan(), TrainingOptions(clip_norm=1.0), 1, model=Empty)
+        train_in_threads(*random_plan(), TrainingOptions(clip_norm=1.0), 1, model=Empty)
 
 
 @pytest.mark.parametrize(

@@ -86,16 +86,20 @@ def on_ranks(
     loss: Callable[[Any, Any], Any] | None,
     program: Callable[[Pipeline], Any],
     *,
-    ranks: int,
+    ranks: int | None = None,
     replicas: int = 1,
     loss_of: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> list[Any]:
     """What a program returns or raises on every rank; each makes its own layers.
 
-    ``loss_of`` makes each rank's loss from its layers. Further options are those of :class:`Pipeline`.
+    ``loss_of`` makes each rank's loss from its layers. Documents of plans need ``ranks``. Further options are
+    those of :class:`Pipeline`.
     """
-    hub, place = ConnectedHub(ranks, replicas), RankDevice(torch.device("cpu"), "gloo")
+    hub, place = (
+        ConnectedHub(ranks or plan.problem.pp_degree, replicas),
+        RankDevice(torch.device("cpu"), "gloo"),
+    )
     # In one thread, because all threads draw from torch's default generator.
     local, made = threading.local(), [layers() for _ in range(hub.layout.world_size)]
     losses = [loss if loss_of is None else loss_of(each) for each in made]

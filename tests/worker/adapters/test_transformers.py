@@ -372,9 +372,7 @@ def test_ties_by_hand_train_as_in_the_unsplit_model(
     names = parameter_names(layers, model)
     layers.save_pretrained(tmp_path, {names[name]: value for name, value in model.state_dict().items()})
     for source in (model, tmp_path) if change is not shares_blocks else (model,):
-        found = on_ranks(
-            plan_of(ranks, placement), partial(layers_of_copy, source), None, program, ranks=ranks
-        )
+        found = on_ranks(plan_of(ranks, placement), partial(layers_of_copy, source), None, program)
         assert not [each for each in found if isinstance(each, Exception)]
         losses = next(losses for losses, _ in found if losses[0] is not None)
         torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)

@@ -166,7 +166,7 @@ def saved_and_resumed(
     whole: dict[str, Any] = {}
     for last, (ranks, placement) in zip((2, 4), places, strict=True):
         plan, mse = plan_of(ranks, placement), nn.functional.mse_loss
-        found = returned(on_ranks(plan, lambda: blocks(frozen), mse, partial(program, last), ranks=ranks))
+        found = returned(on_ranks(plan, lambda: blocks(frozen), mse, partial(program, last)))
         whole = {name: value for rank in found for name, value in rank.items()}
     return whole
 
@@ -209,8 +209,8 @@ def resumed_with(folder: Path, first: Callable[..., Any], second: Callable[..., 
         return {group["lr"] for group in optimizer.param_groups}
 
     mse = nn.functional.mse_loss
-    on_ranks(plan_of(2, "single"), blocks, mse, partial(program, first, 1), ranks=2)
-    return on_ranks(plan_of(1, "single"), blocks, mse, partial(program, second, 2), ranks=1)
+    on_ranks(plan_of(2, "single"), blocks, mse, partial(program, first, 1))
+    return on_ranks(plan_of(1, "single"), blocks, mse, partial(program, second, 2))
 
 
 def test_every_schedule_of_an_optimizer_gets_its_state(tmp_path: Path) -> None:
@@ -225,9 +225,7 @@ def test_every_schedule_of_an_optimizer_gets_its_state(tmp_path: Path) -> None:
         return [(each.gamma, each.last_epoch) for each in rates]
 
     for last, ranks in ((2, 2), (3, 1)):
-        found = on_ranks(
-            plan_of(ranks, "single"), blocks, nn.functional.mse_loss, partial(program, last), ranks=ranks
-        )
+        found = on_ranks(plan_of(ranks, "single"), blocks, nn.functional.mse_loss, partial(program, last))
         assert found == [[(0.5, last), (0.25, 0)]] * ranks
 
 
@@ -262,7 +260,7 @@ def test_ranks_that_did_not_exist_get_the_state_that_all_ranks_had(
     for differs in (False, True):
         for ranks in (2, 4):
             run, mse = partial(program, differs), nn.functional.mse_loss
-            found = on_ranks(plan_of(ranks, "single"), blocks, mse, run, ranks=ranks)
+            found = on_ranks(plan_of(ranks, "single"), blocks, mse, run)
             if not differs:
                 assert found == [3 * ranks // 2] * ranks
                 assert len(restored) == (0 if ranks == 2 else 4)
@@ -332,7 +330,7 @@ def test_a_rank_whose_layers_are_frozen_runs_the_same_loop() -> None:
             sizes.append(sum(p.numel() for p in trainable))
         return sizes
 
-    first, second = on_ranks(plan_of(2, "v"), blocks, nn.functional.mse_loss, program, ranks=2)
+    first, second = on_ranks(plan_of(2, "v"), blocks, nn.functional.mse_loss, program)
     assert first[1:] == [0, 0]
     assert second[0] == second[1] > 0
 
@@ -354,6 +352,6 @@ def test_a_rank_without_parameters_runs_the_same_loop(tmp_path: Path) -> None:
         return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
 
     names = ["0.weight", "0.bias", "3.weight", "3.bias"]
-    found = on_ranks(plan_of(2, "v"), layers, nn.functional.mse_loss, program, ranks=2)
+    found = on_ranks(plan_of(2, "v"), layers, nn.functional.mse_loss, program)
     assert found == [(names, names), (["no_parameter"], [])]
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000002.g1"

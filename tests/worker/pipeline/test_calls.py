@@ -30,7 +30,7 @@ def outcomes(
             pipe.evaluate(*batch(rows=rows))
         return program(pipe, pipe._transport.rank)
 
-    return on_ranks(plan_of(ranks, placement), model, mse, run, ranks=ranks, replicas=replicas)
+    return on_ranks(plan_of(ranks, placement), model, mse, run, replicas=replicas)
 
 
 def require_told(found: list[Any]) -> None:
@@ -110,7 +110,7 @@ def test_parts_of_batches_of_other_sizes_are_refused_in_the_first_call(ranks: in
 
     if placement == "v":  # one rank has both, and sees it alone
         return
-    require_told_or_refused(on_ranks(plan_of(ranks, placement), model, mse, program, ranks=ranks))
+    require_told_or_refused(on_ranks(plan_of(ranks, placement), model, mse, program))
 
 
 def require_told_or_refused(found: list[Any]) -> None:
@@ -153,7 +153,7 @@ def test_ranks_may_be_given_only_what_their_layers_need(ranks: int, placement: s
             pipe.step(inputs if is_first else None, targets if is_last else None)
         return True
 
-    assert on_ranks(plan_of(ranks, placement), model, mse, program, ranks=ranks) == [True] * ranks
+    assert on_ranks(plan_of(ranks, placement), model, mse, program) == [True] * ranks
 
 
 @pytest.mark.parametrize("data_rank", [None, 0])
@@ -164,7 +164,7 @@ def test_shapes_change_only_if_all_ranks_see_them_or_one_has_all_data(data_rank:
         for rows in (ROWS, ROWS, ROWS // 2):
             pipe.step(*(() if pipe._transport.rank else batch(rows=rows)))
 
-    found = on_ranks(plan_of(2, "v"), model, mse, program, ranks=2, data_rank=data_rank)
+    found = on_ranks(plan_of(2, "v"), model, mse, program, data_rank=data_rank)
     if data_rank is None:
         assert all("other shapes than in the first step" in str(each) for each in found), found
     else:
@@ -202,7 +202,7 @@ def test_what_a_rank_does_not_use_may_differ(ranks: int, placement: str, kind: s
             pipe.evaluate(*given)
         return True
 
-    assert on_ranks(plan_of(ranks, placement), model, mse, program, ranks=ranks) == [True] * ranks
+    assert on_ranks(plan_of(ranks, placement), model, mse, program) == [True] * ranks
 
 
 def test_replicas_that_train_other_parameters_raise_an_error() -> None:

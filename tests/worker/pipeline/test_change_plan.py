@@ -58,7 +58,7 @@ def test_a_change_of_plan_does_not_change_the_training(ranks: int, placement: st
                 pipe.change_plan(others[step][1])
         return ids, losses, actions, gradients(pipe)
 
-    found = on_ranks(plan, model, mse, program, ranks=ranks, replicas=replicas)
+    found = on_ranks(plan, model, mse, program, replicas=replicas)
     wanted, means = expected()
     for ids, losses, actions, mine in found:
         for changed, (_, document) in zip(actions[1:3], others, strict=False):
@@ -81,7 +81,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_pipeline_goes_on() -> None:
         pipe.step(*batch(1))
         return 1.0
 
-    assert on_ranks(plan, model, mse, program, ranks=2) == [1.0, 1.0]
+    assert on_ranks(plan, model, mse, program) == [1.0, 1.0]
 
 
 def test_ranks_that_change_to_different_plans_say_so() -> None:
@@ -90,7 +90,7 @@ def test_ranks_that_change_to_different_plans_say_so() -> None:
     def program(pipe: Pipeline) -> None:
         pipe.change_plan(shuffled(plan, pipe._transport.rank)[1])
 
-    found = on_ranks(plan, model, mse, program, ranks=2)
+    found = on_ranks(plan, model, mse, program)
     assert all(isinstance(each, Disagreement | PeerLost) for each in found)
     assert any(isinstance(each, Disagreement) for each in found)
 
@@ -114,4 +114,4 @@ def test_a_plan_with_other_layers_on_a_stage_is_refused() -> None:
     def named() -> dict[str, nn.Module]:
         return {f"n{at}": layer for at, layer in enumerate([*model(), *model()])}
 
-    assert on_ranks(plan(*[1] * 8), named, mse, program, ranks=2) == [plan(*[2] * 8).plan_id] * 2
+    assert on_ranks(plan(*[1] * 8), named, mse, program) == [plan(*[2] * 8).plan_id] * 2

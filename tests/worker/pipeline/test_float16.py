@@ -42,7 +42,7 @@ def scale_of(pipe: Pipeline) -> float:
 
 def on_two(program: Any, precision: str, replicas: int = 1) -> list[Any]:
     return returned(
-        on_ranks(plan_of(2, "v"), layers, Tiny(), program, ranks=2, replicas=replicas, precision=precision)
+        on_ranks(plan_of(2, "v"), layers, Tiny(), program, replicas=replicas, precision=precision)
     )
 
 

@@ -38,8 +38,7 @@ def run(
     placement: str, program: Callable[[Pipeline], Any], loss: Any = nnf.mse_loss, **more: Any
 ) -> list[Any]:
     """What a program returns or raises on every rank."""
-    given = {"layers": model, "ranks": RANKS, **more}
-    return on_ranks(plan_of(RANKS, placement), given.pop("layers"), loss, program, **given)
+    return on_ranks(plan_of(RANKS, placement), more.pop("layers", model), loss, program, **more)
 
 
 def part(pipe: Pipeline, seed: int = 1) -> tuple[Tensor, Tensor]:

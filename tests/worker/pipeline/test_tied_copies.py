@@ -155,9 +155,7 @@ def test_random_ties_train_as_in_one_process(seed: int) -> None:
     expected = alone(layers, groups, optimizer)
     ranks, placement, replicas = choice.choice(PLACEMENTS)
     plan = plan_of(ranks, placement)
-    found = merged(
-        on_ranks(plan, lambda: copy.deepcopy(layers), loss, program, ranks=ranks, replicas=replicas)
-    )
+    found = merged(on_ranks(plan, lambda: copy.deepcopy(layers), loss, program, replicas=replicas))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
@@ -199,7 +197,7 @@ def test_functions_may_share_parameters_of_existing_modules(
         return train(pipe, sgd(pipe.parameters()))
 
     plan = plan_of(2, placement)
-    found = merged(on_ranks(plan, lambda: form(copy.deepcopy(layers)), loss, program, ranks=2))
+    found = merged(on_ranks(plan, lambda: form(copy.deepcopy(layers)), loss, program))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -294,7 +292,7 @@ def test_copies_that_are_treated_differently_are_refused_with_the_reason(way: st
         def program(pipe: Pipeline, steps: int = steps) -> dict[str, Tensor]:
             return train(pipe, prepared(pipe), steps)
 
-        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2)
+        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program)
         refusals = [str(each) for each in found if isinstance(each, InvalidRun)]
         assert refusals
         assert all(isinstance(each, InvalidRun | PeerLost) for each in found)
@@ -311,7 +309,7 @@ def test_parameters_on_one_rank_are_one_parameter(way: str) -> None:
         return train(pipe, prepared(pipe), 2)
 
     for placement, ties in (("v", [("embedding.weight", "head.weight")]), ("single", [])):
-        found = on_ranks(plan_of(2, placement), partial(layers_of, 1, ties), loss, program, ranks=2)
+        found = on_ranks(plan_of(2, placement), partial(layers_of, 1, ties), loss, program)
         assert "head.weight" in merged(found)
 
 
@@ -329,7 +327,7 @@ def test_rounding_of_a_copy_does_not_add_up() -> None:
         pipe.evaluate(*batch(0))
         return values(names_of(pipe))
 
-    found = merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2))
+    found = merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program))
     assert torch.equal(found["embedding.weight"], found["head.weight"])
 
 
@@ -348,7 +346,7 @@ def test_every_use_of_the_parameters_compares_the_copies(call: str, tmp_path: Pa
             pipe.checkpoints(tmp_path, made).save(1)
         raise AssertionError("unlike copies were used")
 
-    found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2)
+    found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program)
     assert {type(each) for each in found} <= {InvalidRun, PeerLost}
     assert InvalidRun in map(type, found)
 
@@ -376,7 +374,6 @@ def test_a_run_goes_on_with_other_ranks_and_placements(order: tuple[int, int], t
             lambda: copy.deepcopy(layers),
             loss,
             partial(program, until=until),
-            ranks=ranks,
         )
         whole = merged(found)
     for name, value in alone(layers, groups, OPTIMIZERS["adamw"]).items():
@@ -401,9 +398,7 @@ def test_a_state_dict_needs_one_name_of_a_tied_parameter_and_must_not_have_two_v
             return values(names_of(pipe))
 
         for placement in ("single", "v"):
-            found = merged(
-                on_ranks(plan_of(2, placement), lambda: copy.deepcopy(layers), loss, program, ranks=2)
-            )
+            found = merged(on_ranks(plan_of(2, placement), lambda: copy.deepcopy(layers), loss, program))
             assert all(torch.equal(found[name], new) for name in names)
 
 
@@ -421,7 +416,7 @@ def test_a_buffer_that_layers_on_different_ranks_share_must_not_change() -> None
                             module.momentum = 0.0
             return train(pipe, made, 2)
 
-        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2)
+        found = on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program)
         if frozen:
             assert torch.equal(merged(found)["a.weight"], merged(found)["c.weight"])
         else:
@@ -450,7 +445,7 @@ def test_layers_with_dots_in_their_names_may_state_their_ties(placement: str, te
 
     layers = {f"block.{at}": partial(nn.Linear, WIDTH, WIDTH) for at in range(6)}
     made, mse = partial(Stated, layers, 1), nn.functional.mse_loss
-    found = on_ranks(plan_of(2, placement), made, mse, program, ranks=2)
+    found = on_ranks(plan_of(2, placement), made, mse, program)
     assert len({identity for identities, _ in found for identity in identities}) == tensors
     first, second = merged([tied for _, tied in found]).values()
     assert torch.equal(first, second)
@@ -476,8 +471,8 @@ def test_a_parameter_of_another_rank_must_not_be_used_in_secret() -> None:
         return train(pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
 
     with pytest.raises(WorkerError, match=r"no layer of this rank has|uses embedding\.weight"):
-        merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program, ranks=2))
+        merged(on_ranks(plan_of(2, "single"), lambda: copy.deepcopy(layers), loss, program))
     expected = alone(layers, lambda named: [p for _, p in named], lambda ps: torch.optim.SGD(ps, lr=0.1))
-    found = merged(on_ranks(plan_of(2, "v"), lambda: copy.deepcopy(layers), loss, program, ranks=2))
+    found = merged(on_ranks(plan_of(2, "v"), lambda: copy.deepcopy(layers), loss, program))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)

@@ -28,7 +28,7 @@ def run(
     **options: Any,
 ) -> list[Any]:
     """What a program returns or raises on both ranks. The first and the last stage are on rank 0."""
-    return on_ranks(plan_of(2, "v", MICROBATCHES), layers, loss, program, ranks=2, **options)
+    return on_ranks(plan_of(2, "v", MICROBATCHES), layers, loss, program, **options)
 
 
 def rank_of(pipe: Pipeline) -> int:

@@ -21,6 +21,9 @@ from zbv_worker.host.local_ranks import LocalRanks, python_command
 PAGE = (ROOT / "docs" / "your-model.md").read_text()
 BLOCKS = re.findall(r"^```(python|sh)\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 
+SIZES = ["--model-args", '{"layers": 4, "width": 32, "heads": 2, "length": 32, "sequences": 2}']
+"""A small GPT in place of the one of the page."""
+
 
 class Reader:
     """Does what the page shows.
@@ -54,7 +57,8 @@ class Reader:
         elif program == "zbv":
             assert zbv([*arguments, "--effort", "quick"]) == 0
         elif program == "zbv-worker":
-            assert zbv_worker([*arguments, "--repeats", "2"]) == 0
+            sizes = SIZES if "zbv_worker.models.gpt:gpt" in arguments else []
+            assert zbv_worker([*arguments, "--repeats", "2", *sizes]) == 0
         elif program == "python":
             self._ranks(line, 1, "support.run_script", *arguments)
         else:

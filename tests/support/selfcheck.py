@@ -4,15 +4,12 @@ Threads or processes run a plan with a small model made of everything that is ha
 (layers used twice, tied, frozen, without bias, with parameters that are not queued), and the gradients are
 compared, parameter by parameter, with those of plain autograd on the whole model.
 
-As a program (under torchrun or with its environment) it runs the plan files of a folder one after the other
-over real transports and leaves every rank's gradients there: ``python -m support.selfcheck FOLDER TIMEOUT``.
-Plans whose names begin with "nested" run a model of nested values.
+As a program of :mod:`support.rank_files` it runs the plan files of a folder one after the other over real
+transports. Plans whose names begin with "nested" run a model of nested values.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,6 +37,7 @@ Gradients = dict[str, Tensor]
 
 _CPU = torch.device("cpu")
 _LAYERS, _WIDTH, _WORDS = 8, 12, 17
+TIMEOUT = 60.0
 
 
 class HardModel:
@@ -216,24 +214,19 @@ def _gradients(modules: Iterable[nn.Module]) -> Gradients:
     }
 
 
-def main(folder: Path, timeout: float) -> None:
-    """Run every ``*.plan.json`` of a folder as one rank; writes ``NAME.RANK.pt`` next to each."""
-    torch.set_num_threads(1)
-    world = World.from_environment()
-    transport = connect(world, "gloo", _CPU, timeout)
+def found(folder: Path) -> dict[str, tuple[Gradients, dict[int, float]]]:
+    """This rank's gradients and losses of every ``*.plan.json`` of a folder."""
+    transport = connect(World.from_environment(), "gloo", _CPU, TIMEOUT)
+    found = {}
     for path in sorted(folder.glob("*.plan.json")):
-        plan = PlanSource(file=path).rank_plan(world.rank, timeout)
-        gathered = transport.gather([key_of(channel) for channel in plan.channels], timeout)
-        transport.open({ChannelKey(*key) for keys in gathered for key in keys}, timeout)
+        plan = PlanSource(file=path).rank_plan(transport.rank, TIMEOUT)
+        gathered = transport.gather([key_of(channel) for channel in plan.channels], TIMEOUT)
+        transport.open({ChannelKey(*key) for keys in gathered for key in keys}, TIMEOUT)
         name = path.name.removesuffix(".plan.json")
         model = NestedModel() if name.startswith("nested") else hard_model()
-        gradients, result = run_rank(plan, model, transport, timeout)
-        transport.flush(timeout)
-        torch.save(gradients, folder / f"{name}.{world.rank}.pt")
-        (folder / f"{name}.{world.rank}.json").write_text(json.dumps({"losses": result.losses}))
-    transport.barrier(timeout)
+        gradients, result = run_rank(plan, model, transport, TIMEOUT)
+        transport.flush(TIMEOUT)
+        found[name] = gradients, result.losses
+    transport.barrier(TIMEOUT)
     transport.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)
+    return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from support import nested_model
 from support.gradients import relative_error
 from support.orders import copied_at_random
 from support.plans import write_plan
+from support.rank_files import found_by
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients, run_in_threads
 from zbv_solver.construct.baselines import BASELINES, baseline
 from zbv_solver.plans.channels import channels
@@ -26,7 +26,6 @@ from zbv_solver.problem.stages import Copies, Costs, Memory, Placement, Placemen
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.verify.verifier import verify_orders
-from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 TOLERANCE = 1e-5
 MICROBATCHES = 8
@@ -83,29 +82,26 @@ NAMES += ["copies", "nested-copies"]
 
 
 @pytest.fixture(scope="module", params=DEGREES)
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A folder with every rank's gradients of every case; p processes are started once for all of them."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every rank's gradients and losses by case; p processes are started once for all of them."""
     p: int = request.param
     folder = tmp_path_factory.mktemp(f"ranks-{p}")
     for name, problem, orders in cases(p):
         verify_orders(problem, orders)
         write_plan(folder / f"{name}.plan.json", problem, orders)
-    command = python_command("support.selfcheck", str(folder), "60")
-    with LocalRanks([command] * p, folder / "logs") as ranks:
-        ranks.wait(timeout=240)
-    return folder, p
+    return found_by("selfcheck", p, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_processes_over_gloo_compute_the_gradients_of_one_process(
-    results: tuple[Path, int], name: str
+    results: list[dict[str, Any]], name: str
 ) -> None:
-    folder, p = results
     found: dict[str, torch.Tensor] = {}
     losses: list[float] = []
-    for rank in range(p):
-        found |= torch.load(folder / f"{name}.{rank}.pt")
-        losses += json.loads((folder / f"{name}.{rank}.json").read_text())["losses"].values()
+    for of_rank in results:
+        gradients, own_losses = of_rank[name]
+        found |= gradients
+        losses += own_losses.values()
     is_nested = name.startswith("nested")
     reference, loss = nested_reference() if is_nested else reference_of(0, MICROBATCHES)
     assert relative_error(found, reference) <= (1e-6 if is_nested else TOLERANCE)

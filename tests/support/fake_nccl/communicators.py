@@ -178,8 +178,6 @@ class Communicator:
 
     def abort(self, rank: int) -> None:
         """End a rank's operations; the other ranks' go on waiting."""
-        if rank in self.aborted:
-            return
         self.aborted.add(rank)
 
         def end() -> None:

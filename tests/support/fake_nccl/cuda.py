@@ -253,10 +253,7 @@ class OnDevice(TorchFunctionMode):
             content = source.clone()  # from pageable memory: staged before the call returns
             self._launch("copy", lambda: raw.copy_(content), (), (target,))
         elif self._block(target) is None:
-            if non_blocking:
-                raise ModelError("a copy to memory that is not pinned blocks the host")
-            target.copy_(self._read_on_host(source))
-            return target
+            raise ModelError("a copy to memory that is not pinned blocks the host")
         else:
             self._queue_copy(target, source)
         if not non_blocking and not (self._on_device(source) and self._on_device(target)):

@@ -235,10 +235,6 @@ class FakeEvent:
         """Mark the current end of a stream's queue, by default of the current one."""
         self.recording = (stream or self._device.current).record()
 
-    def wait(self, stream: FakeStream | None = None) -> None:
-        """Make a stream wait for the event."""
-        (stream or self._device.current).wait_event(self)
-
     def query(self) -> bool:
         """Whether the stream has passed the latest recording; True if there is none."""
         return self.recording is None or self._device.has_passed(self.recording)

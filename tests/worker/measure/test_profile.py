@@ -164,14 +164,6 @@ def test_a_model_that_fails_is_reported_with_its_error(
     assert not (tmp_path / "p.json").exists()
 
 
-def test_a_missing_model_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["profile", "--model", "nowhere.at:all", "--pp", "1", "--microbatches", "4"]
-    assert main([*arguments, "-o", str(tmp_path / "p.json")]) == 2
-    said = capsys.readouterr().err
-    assert "found no module 'nowhere'" in said
-    assert "Traceback" not in said
-
-
 def test_a_terminated_profile_ends_its_rank_and_removes_its_files(tmp_path: Path) -> None:
     output = ["-o", str(tmp_path / "problem.json")]
     arguments = ["--model", "zbv_worker.models.gpt:gpt", "--model-args", json.dumps(MODEL), *output]

@@ -401,6 +401,10 @@ TINY = ["profile", "--model", "zbv_worker.models.tiny:tiny"]
             [*PROFILE, "--recompute", "--by-stage"],
             "--recompute: cannot be combined with --by-stage",
         ),
+        (
+            ["profile", "--model", "nowhere.at:all"],
+            "zbv-worker: --model nowhere.at:all: found no module 'nowhere'",
+        ),
         ([*PROFILE, "--copies"], "--copies: needs --by-stage"),
         ([*PROFILE, "--report", "no/where.json"], "--report no/where.json: No such file or directory."),
     ],

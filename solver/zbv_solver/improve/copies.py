@@ -108,7 +108,7 @@ def _planned(problem: Problem, orders: Orders, start: FloatArray, end: FloatArra
         earlier = _with_earlier_weight(orders, rank, over)
         if earlier is None:
             return None
-        orders, rows = earlier, []
+        orders = earlier
         start, end = earliest_times(problem, orders)
     copies = np.concatenate(rows)
     return replace(orders, copies=copies) if len(copies) else orders

@@ -27,8 +27,8 @@ from zbv_solver.search.run import Search
 from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
-SHARES = (1.0, 0.85, 0.7, 0.55, 0.45)
-"""Memory for which orders are searched, as shares of what 1F1B needs."""
+SHARES = (1.0, 0.7, 0.0)
+"""Memory for which orders are searched, as shares of what 1F1B needs. The last is the limit, without copies."""
 ROUNDS = 10
 """Rounds of annealing; between two of them the search may end."""
 

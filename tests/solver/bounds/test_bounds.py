@@ -17,6 +17,7 @@ from support.orders import fitting_orders
 from support.passing_order import Case, PassingOrder
 from support.problems import differing_problems, limited_problems, uniform, with_sizes
 from zbv_solver.bounds import BoundEffort, few_ranks, lower_bound
+from zbv_solver.bounds.copies import engine_bounds
 from zbv_solver.bounds.differing import MicrobatchPaths
 from zbv_solver.bounds.differing_ramps import Ramps
 from zbv_solver.bounds.directions import may_fuse
@@ -349,13 +350,25 @@ def test_with_copies_the_plan_is_as_good_as_the_best_order_and_no_bound_is_above
     assert not is_exact or plan.objective >= best * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("copy", "host", "longer"), [(100, None, 1.2), (1, 2, 1.08)])
-def test_what_engines_cannot_move_in_time_or_the_host_cannot_hold_costs_time(
-    copy: float, host: float | None, longer: float
+@pytest.mark.parametrize(
+    ("copy", "host", "moved", "bound"),
+    [
+        # A microbatch holds 2 for 150 on rank 0, of which it is away for 114, and 1 for 12.
+        (1000, None, 2, 16 * 312 / 4),
+        (10, None, 2, 16 * (312 - 2 * (114 - 20)) / 4),
+        (10, None, 1, 16 * (312 - 1 * (114 - 20)) / 4),
+        (10, 2, 2, 16 * 312 / 6),
+    ],
+)
+def test_what_copies_save_is_memory_times_the_time_that_activations_are_on_the_host(
+    copy: float, host: float | None, moved: float, bound: float
 ) -> None:
-    costs = dict(zip((*DELTAS, "p2p"), (18, 18, 12, 1), strict=True))
-    memory = dict(zip(DELTAS, (2, -1, -1), strict=True)) | {"limit": 4, "host_limit": host}
-    copied = uniform(4, 16, costs=costs | {"offload": copy}, memory=memory, placement="single")
-    assert copied.copies is not None
-    at_once = replace(copied.copies, offload=(0,) * 4, reload=(0,) * 4, host_limit=None)
-    assert lower_bound(copied).value > longer * lower_bound(replace(copied, copies=at_once)).value
+    costs = dict(zip((*DELTAS, "p2p"), (18, 18, 12, 1), strict=True)) | {"offload": copy}
+    memory = dict(zip(DELTAS, (2, -1, -1), strict=True)) | {
+        "limit": 4,
+        "host_limit": host,
+        "offloadable": moved,
+    }
+    problem = uniform(4, 16, costs=costs, memory=memory, placement="single")
+    assert problem.copies is not None
+    assert max(engine_bounds(problem, problem.copies)) == pytest.approx(bound)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from support.problems import with_copies
 from zbv_solver.improve.copied_order import Costs, Lists, Run, execute
 from zbv_solver.improve.copy_search import anneal_copies
 from zbv_solver.plans.orders import Orders
-from zbv_solver.problem.problem import Problem
+from zbv_solver.problem.problem import F, I, Problem, W
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
@@ -91,3 +92,25 @@ def test_an_order_of_more_memory_becomes_one_that_fits() -> None:
     # With room for all, the same search ends without copies.
     *_, (value, orders) = anneal_copies(whole, first.orders, rounds=1, moves=2_000, seed=0)
     assert (orders.copies, math.isclose(value, first.objective)) == (None, True)
+
+
+def test_a_copy_in_that_is_due_before_its_forward_waits_for_it() -> None:
+    """The backward of microbatch 0 has its copy back already, so it waits for no other one."""
+    costs = {"forward": 1, "backward_input": 1, "backward_weight": 0, "offload": 0, "reload": 3}
+    memory = {"forward": 1, "backward_input": -1, "backward_weight": 0}
+    document = {"pp_degree": 1, "microbatches": 4, "placement": "single", "costs": costs, "memory": memory}
+    problem = parse_problem(document)
+    order = [(0, letter, j) for letter, j in ((F, 0), (F, 1), (F, 2), (I, 0), (F, 3), (I, 3), (I, 1), (I, 2))]
+    orders = Orders.of_rows([np.array([*order, *((0, W, j) for j in range(4))], np.int32)])
+    lists = Lists.of(problem, orders)
+    lists.copied[[0, 3]] = True
+    verify_orders(problem, lists.orders(problem, orders))
+
+
+@pytest.mark.parametrize(("microbatches", "best"), [(2, 41), (4, 73)])
+def test_where_memory_holds_two_activations_the_order_is_the_best_one(microbatches: int, best: float) -> None:
+    """CP-SAT proves the first and finds no shorter one than the second (tests/support/best_copies.py)."""
+    costs = {"forward": 3, "backward_input": 3, "backward_weight": 2, "p2p": 1, "offload": 3}
+    memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 4}
+    document = {"pp_degree": 2, "microbatches": microbatches, "costs": costs, "memory": memory}
+    assert search(parse_problem(document), SearchOptions("standard")).objective == best

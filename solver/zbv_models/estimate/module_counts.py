@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zbv_models.estimate.sees import Sees
 
-MOST_OPERATORS = 1_000_000
+MOST_OPERATORS = 100_000
 """Operators that a model may run: about a minute."""
 
 

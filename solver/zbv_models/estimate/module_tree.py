@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zbv_solver.documents.validation import quoted
 from zbv_solver.errors import InvalidInput
+from zbv_solver.problem.numeric import MAX_LAYERS
 
 from zbv_models.estimate.feed_forward import Experts, Mlp
 from zbv_models.estimate.module_counts import Count, Counting, flash, norm, storage, tensors
@@ -44,6 +45,8 @@ FEED_FORWARD = re.compile("mlp|feed_?forward|ffn|^ff$|expert|moe", re.IGNORECASE
 PLACES = ("idx", "index", "layer_id", "layer_number")
 """Ends of the names of attributes that say which block it is, not what it computes."""
 NOT_OF_SIZES = ("quantization_config", "compression_config", "auto_map", "dtype", "torch_dtype")
+MOST_WORDS = 300
+"""Characters of another library's message that a refusal repeats."""
 REMEDY = "Write its sizes as model.json instead."
 
 
@@ -126,6 +129,9 @@ def _configuration(document: Mapping[str, Any]) -> Any:
         config = transformers.CONFIG_MAPPING[document["model_type"]].from_dict(values)
     except Exception as error:  # transformers raises classes of several libraries
         raise _refused("", f"transformers rejects this file: {_words(error)} Correct it.") from error
+    layers = config.get_text_config(decoder=True).to_dict().get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise _refused("/num_hidden_layers", f"found {layers}; must be at most {MAX_LAYERS}.")
     if config.is_encoder_decoder:
         found = f"found {quoted(document['model_type'])}, which has an encoder and a decoder"
         raise _refused("/model_type", f"{found}; zbv plans models with one sequence of layers.")
@@ -165,8 +171,9 @@ def _refused(pointer: str, detail: str) -> InvalidInput:
 
 
 def _words(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200].rstrip('.')}."
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MOST_WORDS else text[:MOST_WORDS].rpartition(" ")[0] + " …"
+    return f"{type(error).__name__}: {text.rstrip('.')}."
 
 
 def _blocks(model: nn.Module) -> nn.ModuleList:
@@ -388,6 +395,8 @@ def _section(model: Any, outside: Count, blocks: list[_Measured], sequence: int)
     heads = config.get("num_attention_heads")  # one number, or one for each block
     heads = heads if isinstance(heads, int) and 0 < heads < hidden else 1
     name = f"{type(model).__name__}, transformers {transformers.__version__}"
+    if model.config._attn_implementation != FLASH:
+        name += ", which keeps attention's matrices of scores"
     of_experts = {
         key: value for key, value in seconds[0].sizes.items() if seconds[0].experts and key != "like"
     }

@@ -76,8 +76,7 @@ _ROUNDS = 32
 def baseline_names(problem: Problem) -> tuple[str, ...]:
     """The baselines of a problem: ``BASELINES`` that it has, and more with pairs or unequal microbatches."""
     known = BASELINES if problem.communication is None else (*BASELINES, *OVERLAPPED)
-    known = known if problem.copies is None else (*known, *OFFLOADED)
-    names = tuple(name for name in known if not missing(name, problem))
+    names = tuple(name for name in (*known, *OFFLOADED) if not missing(name, problem))
     if problem.is_equal:
         return names
     return (*names, *(name + PRACTICE for name in names), DYNAPIPE)
@@ -89,6 +88,8 @@ def missing(name: str, problem: Problem) -> str:
         return "needs more stages than the layers can be cut into"
     if name in _V and problem.placement.chunks != 2 and problem.model is None:
         return f"needs two stages per rank; the problem has {problem.placement.chunks}"
+    if name in OFFLOADED and (problem.copies is None or problem.copies.host_limit is not None):
+        return "needs copies to the host (costs.offload), and a host without a limit"
     if problem.placement.chunks * OFFLOADED.get(name, 1) < 1:
         return "needs two stages per rank; the problem has one"
     if name == "dualpipe-v" and problem.microbatches < 2 * problem.pp_degree:
@@ -157,7 +158,7 @@ def require_baseline(name: str, problem: Problem) -> None:
     """Raise :class:`InvalidInput` for a name that the problem's baselines do not have."""
     names = baseline_names(problem)
     if name not in names:
-        reason = missing(name, problem) if name in BASELINES else f"must be one of {', '.join(names)}"
+        reason = missing(name, problem) or f"must be one of {', '.join(names)}"
         raise InvalidInput.at("", f"found baseline {name!r}; {reason}.")
 
 

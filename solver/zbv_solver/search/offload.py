@@ -28,7 +28,7 @@ from zbv_solver.timing.start_times import objective_of
 from zbv_solver.verify.verifier import verify_orders
 
 SHARES = (1.0, 0.7, 0.0)
-"""Memory for which orders are searched, as shares of what 1F1B needs. The last is the limit, without copies."""
+"""Memory for which orders are searched, as shares of what 1F1B needs; the last is the problem's limit."""
 ROUNDS = 10
 """Rounds of annealing; between two of them the search may end."""
 

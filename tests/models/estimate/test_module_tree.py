@@ -196,6 +196,8 @@ def test_a_language_model_without_a_head_has_that_of_its_file() -> None:
     ({"model_type": "wormhole"}, ("wormhole", "transformers does not know", "model.json")),
     ({"model_type": "whisper"}, ("whisper", "encoder and a decoder")),
     ({"model_type": "falcon_h1", "num_hidden_layers": "many"}, ("transformers rejects", "num_hidden_layers")),
+    ({"model_type": "falcon_h1", "hidden_size": "64"}, ("hidden_size", "expected int")),
+    ({"model_type": "falcon_h1", "num_hidden_layers": 10_000}, ("/num_hidden_layers", "at most 512")),
     ({"model_type": "bert", "is_decoder": True, "max_position_embeddings": 64}, ("64", "512 tokens")),
     ({"model_type": "vit"}, ("vit", "no language model")),
 ])  # fmt: skip
@@ -205,6 +207,22 @@ def test_what_cannot_be_read_is_refused_with_its_reason(document: Any, words: tu
         read_config(document, SEQUENCE)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_a_loop_over_tokens_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 100, "context_length": 1024}
+    monkeypatch.setattr("zbv_models.estimate.module_counts.MOST_OPERATORS", 1_000)
+    with pytest.raises(InvalidInput, match="more than 1000 operators, as of a loop over tokens"):
+        read_config({"model_type": "rwkv", **sizes}, SEQUENCE)
+
+
+def test_the_answer_says_where_attention_keeps_scores() -> None:
+    """Types whose attention is transformers' own, and no function that training replaces."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 100}
+    for name, keeps in (("falcon", True), ("persimmon", False)):
+        model = Transformer.model_validate(read_config({"model_type": name, **sizes}, SEQUENCE))
+        assert model.origin is not None
+        assert ("matrices of scores" in model.origin.text) == keeps
 
 
 def test_a_length_that_is_no_length_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

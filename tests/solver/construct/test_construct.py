@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.problems import differing_problems, limited, limited_problems, problems, uniform, with_sizes
+from support.problems import (
+    differing_problems,
+    limited,
+    limited_problems,
+    problems,
+    uniform,
+    with_copies,
+    with_sizes,
+)
 from zbv_solver.construct import baselines
 from zbv_solver.construct.baselines import BASELINES, baseline, baseline_names, cyclic
 from zbv_solver.construct.board import Board, place, stays_safe
@@ -82,6 +90,14 @@ def test_every_baseline_is_a_valid_order_of_the_same_model(problem: Problem) -> 
         verify_orders(baselines.without_limit(of), orders)
         assert sum(of.costs.forward) == pytest.approx(sum(problem.costs.forward))
         assert sum(of.memory.forward) == pytest.approx(sum(problem.memory.forward))
+
+
+@given(with_copies())
+def test_baselines_with_copies_are_valid_and_need_a_host_without_a_limit(problem: Problem) -> None:
+    assert problem.copies is not None
+    names = {row.name for row in compare(problem)}
+    assert names == set(baseline_names(problem))
+    assert ("pipeoffload-full" in names) == (problem.copies.host_limit is None)
 
 
 # The ranks and microbatches, and the list of one rank. 5 microbatches make rounds of two and of three.

@@ -1,4 +1,4 @@
-"""The best order with copies to the host of a small problem, by a model of its own in CP-SAT.
+"""The best order with copies to the host of a small problem, by a separate model in CP-SAT.
 
 Memory is the amount held over time, not a sum along a list, and copies are intervals of two engines.
 """

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,7 @@ class ForkedPopen:
         start_new_session: bool = False,
     ):
         self.returncode: int | None = None
+        self._waiting = threading.Lock()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -63,10 +65,14 @@ class ForkedPopen:
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+        with self._waiting:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # somebody else has waited for it: as Popen, whose place this takes
+                    pid, status = self.pid, 0
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float) -> int:

@@ -316,7 +316,7 @@ layout gpt.json --cluster cluster-H100.json → Did you mean h100?
 estimate --config gpt.json → --preset: found no device. Name one of a100
 estimate → --config, --preset: found neither; give one
 estimate --config transformers.json → --sequence-length: a config.json does not say how long
-estimate --config t5.json → t5.json: /model_type: found 't5'
+estimate --config t5.json --sequence-length 512 → t5.json: /model_type: found 't5', which has an encoder
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)
 ESTIMATE --memory-limit nan → --memory-limit: found nan
 estimate --preset deepseek-v3 --recompute selective → or give other recompute_modules

@@ -12,6 +12,7 @@ from sqlalchemy import text
 from support.serving import DEADLINE, Service, Serving
 from support.tokens import add, kind_of
 from zbv_service.security.access import scopes_of
+from zbv_service.settings import Settings
 
 
 async def test_a_run_waits_for_all_its_agents_and_each_gets_a_node(service: Service) -> None:
@@ -138,7 +139,9 @@ async def test_a_draining_agent_gets_no_work_and_a_leaving_agent_fails_its_run(s
     assert "deregistered while it had a node" in found["error"]["detail"]
 
 
-async def test_unknown_ids_are_not_found_and_a_repeated_registration_is_one_agent(service: Service) -> None:
+async def test_unknown_ids_are_not_found_and_a_repeated_registration_is_one_agent(
+    service: Service, settings: Settings
+) -> None:
     for address in ("/v1/runs/x", "/v1/runs/x/events", "/v1/agents/x", "/v1/agents/x/work"):
         answer = await service.http.get(address)
         assert (answer.status_code, answer.json()["type"]) == (404, "/errors/not-found"), address
@@ -148,7 +151,7 @@ async def test_unknown_ids_are_not_found_and_a_repeated_registration_is_one_agen
     body = {"id": agent, "name": "h", "address": "h", "port": 1, "slots": 1}
     again = await service.http.post("/v1/agents", json=body)
     assert (again.status_code, again.json()["agent"]["name"]) == (200, "host-a")
-    assert again.json()["timeout_seconds"] == 15.0
+    assert again.json()["timeout_seconds"] == settings.agent_timeout_seconds
     assert len(await service.listed("agents")) == 1
 
 

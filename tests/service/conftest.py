@@ -129,7 +129,7 @@ def settings(directory: Path, database_url: str) -> Settings:
         searches=2,
         heartbeat_seconds=0.2,
         computation_seconds=DEADLINE,
-        agent_timeout_seconds=3600.0,  # a computation of low priority may take long beside other load
+        agent_timeout_seconds=3600.0,  # computations have low priority, so they may take long
         max_body_bytes=100_000,
         max_plan_bytes=200_000,
         max_cells=10_000,

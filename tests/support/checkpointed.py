@@ -25,7 +25,7 @@ from support.thread_transport import ThreadHub
 
 CPU = torch.device("cpu")
 MODEL = {"layers": 4, "width": 16, "heads": 2, "length": 16, "sequences": 2, "characters": 20_000}
-STEPS = 9
+STEPS = 7
 
 
 def write_v(path: Path, p: int, microbatches: int) -> Path:

@@ -155,8 +155,13 @@ def unsplit(config: Any, layers: TransformersLayers, stages: Sequence[Stage]) ->
     return model
 
 
-@pytest.mark.parametrize("way", ["i and w", "b", "recomputed"])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *((family, "i and w") for family in SUPPORTED),
+        *((family, way) for family in ("gpt2", "mixtral") for way in ("b", "recomputed")),
+    ],
+)
 def test_a_split_model_has_the_loss_and_gradients_of_the_whole(family: str, way: str) -> None:
     config = config_of(family)
     layers = from_transformers(config, seed=3)
@@ -246,9 +251,14 @@ ENDS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((family, torch.float32) for family in ENDS), ("llama", torch.bfloat16)]
+    ("content", "family", "dtype"),
+    [
+        *((content, "llama", torch.float32) for content in FOLDERS),
+        ("different", "gpt2", torch.float32),
+        ("head alone", "gpt_neox", torch.float32),
+        ("different beyond bfloat16", "llama", torch.bfloat16),
+    ],
 )
-@pytest.mark.parametrize("content", FOLDERS)
 def test_a_folder_is_tied_as_transformers_ties_it(
     content: str, family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -291,8 +301,10 @@ def shares_blocks(model: Any) -> None:
     model.model.norm.weight = model.model.layers[1].input_layernorm.weight
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("change", [retied, replaced, copied, shares_blocks])
+@pytest.mark.parametrize(
+    ("change", "is_tied"),
+    [(retied, False), (replaced, True), (copied, True), (copied, False), (shares_blocks, True)],
+)
 def test_a_given_model_is_tied_as_its_tensors_are(
     change: Callable[[Any], None], is_tied: bool, tmp_path: Path
 ) -> None:
@@ -714,7 +726,7 @@ class TestPipelineModel:
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 @given(data=st.data())
 def test_conv1d_computes_what_autograd_computes(data: st.DataObject) -> None:
@@ -743,7 +755,7 @@ def test_conv1d_computes_what_autograd_computes(data: st.DataObject) -> None:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 @given(data=st.data())
 def test_experts_compute_what_autograd_computes(data: st.DataObject) -> None:

@@ -27,7 +27,7 @@ CLIPPING = ("--clip-norm", "0.5")
 
 
 def test_another_plan_ranks_replicas_and_sharding_can_resume(tmp_path: Path) -> None:
-    """A V on two ranks; two sharded replicas of one rank, in two parts; two replicas of two ranks; 1F1B."""
+    """A V on two ranks; two sharded replicas of one rank, in two parts; 1F1B."""
     runs, plan = Runs(tmp_path), write_v(tmp_path / "random.json", p=2, microbatches=4)
     undisturbed = runs.losses(plan, *CLIPPING)
     saved = tmp_path / "saved"
@@ -36,13 +36,11 @@ def test_another_plan_ranks_replicas_and_sharding_can_resume(tmp_path: Path) -> 
     quarters = write_v(tmp_path / "one-rank.json", p=1, microbatches=1)
     divided = ("--data-parallel", "2", "--shard", "--accumulate", "2")
     found |= runs.losses(quarters, *always, *divided, ranks=2, steps=5)
-    halves = write_v(tmp_path / "two-ranks.json", p=2, microbatches=2)
-    found |= runs.losses(halves, *always, "--data-parallel", "2", ranks=4, steps=7)
     other = write_plan(tmp_path / "1f1b.json", *baseline("1f1b", unit_problem(2, 4)))
     found |= runs.losses(other, *always, steps=STEPS)
     assert found == pytest.approx(undisturbed, rel=2e-5)
     assert sorted(path.name for path in saved.glob("step-*")) == [
-        f"step-{at:08d}.g{generation}" for at, generation in ((7, 3), (8, 4), (9, 4))
+        f"step-{at:08d}.g{generation}" for at, generation in ((5, 2), (6, 3), (7, 3))
     ]
 
 
@@ -84,9 +82,7 @@ def halve(path: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "one bit of a tensor": lambda folder: flip(folder / "rank-00001.safetensors"),
-    "half of the tensors": lambda folder: halve(folder / "rank-00000.safetensors"),
     "no tensors": lambda folder: (folder / "rank-00001.safetensors").unlink(),
-    "one bit of the index": lambda folder: flip(folder / "index.json"),
     "half of the index": lambda folder: halve(folder / "index.json"),
     "no checksums": lambda folder: (folder / "checksums.json").write_bytes(b""),
 }

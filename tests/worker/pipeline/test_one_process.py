@@ -20,11 +20,6 @@ from zbv_solver.plans.plan import Plan
 NAMES = ["a", "b.0", "b.1", "c"]
 
 
-@pytest.fixture(scope="module", params=["v", "single"])
-def plan(request: pytest.FixtureRequest) -> Plan:
-    return searched(unit_problem(1, 2, request.param))
-
-
 @pytest.fixture(scope="module")
 def layered() -> Plan:
     return searched(cut_problem(NAMES, (1, 3), microbatches=2))

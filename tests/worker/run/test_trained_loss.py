@@ -54,8 +54,7 @@ def trained_alone(microbatches: int, clip_norm: float) -> list[Tensor]:
     return [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize(("replicas", "is_mean"), [(1, True), (2, False)])
 def test_a_run_trains_the_parameters_of_a_loss(replicas: int, *, is_mean: bool) -> None:
     models: list[tuple[list[nn.Module], Scaled]] = []
 
@@ -93,8 +92,8 @@ class Flat(torch.optim.SGD):
             parameter -= self.param_groups[0]["lr"] * gradient.view_as(parameter)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_optimizer_may_keep_the_gradients_of_a_run(replicas: int) -> None:
+def test_an_optimizer_may_keep_the_gradients_of_a_run() -> None:
+    replicas = 2
     options = TrainingOptions(replicas=replicas)
     found = train_in_threads(*random_plan(seed=1), options, STEPS, optimizer=Flat)
     expected, _, _ = train_alone(MICROBATCHES * replicas, STEPS)

@@ -203,7 +203,7 @@ def test_modules_that_left_the_tree_are_ordinary_afterwards() -> None:
     assert "recorder" not in vars(old)
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_copies_and_saved_modules_are_ordinary(protocol: int) -> None:
     layers = [nn.Linear(WIDTH, WIDTH), nn.Embedding(5, WIDTH, padding_idx=1)]
     module = nn.Sequential(*layers)

@@ -43,7 +43,6 @@ class Empty(Padded):
 @pytest.mark.parametrize(
     "options",
     [
-        TrainingOptions(),
         TrainingOptions(replicas=3, clip_norm=0.05),
         TrainingOptions(non_finite="skip"),
         TrainingOptions(replicas=2, parts=2, clip_norm=0.05, evaluate_every=1),

@@ -153,7 +153,7 @@ def compare(layers: nn.Sequential, cuts: Sequence[int], *, split: bool, may_refu
     assert torch.equal(batch, before), "the user's batch was changed"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_stages_train_as_the_uncut_layers_do(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(PLAIN)), min_size=1, max_size=5), "layers")
@@ -162,7 +162,7 @@ def test_stages_train_as_the_uncut_layers_do(data: st.DataObject) -> None:
     compare(layers, sorted(cuts), split=data.draw(st.booleans(), "split"))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_nested_values_may_be_written_to(data: st.DataObject) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(NESTED)), min_size=1, max_size=4), "layers")

@@ -145,7 +145,7 @@ class Cluster:
 @contextmanager
 def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
     """A service with other settings than the default, above all a short timeout of agents."""
-    chosen = {"agent_heartbeat_seconds": 0.5, "agent_timeout_seconds": AGENT_TIMEOUT, **settings}
+    chosen = {"agent_heartbeat_seconds": 1.0, "agent_timeout_seconds": AGENT_TIMEOUT, **settings}
     changed = {f"ZBV_{name.upper()}": str(value) for name, value in chosen.items()}
     # For the ranks, so that they find their model.
     changed["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
@@ -169,7 +169,7 @@ def until(holds: Callable[[], object], story: Callable[[], str] = str) -> None:
     deadline = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < deadline, f"did not happen in time\n{story()}"
-        time.sleep(0.25)  # a request costs the service as much CPU time as a step costs a rank
+        time.sleep(0.5)  # a request costs the service as much CPU time as a step costs a rank
 
 
 def read_losses(folder: Path) -> list[float] | None:

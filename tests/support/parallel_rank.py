@@ -218,7 +218,7 @@ def trained(case: Case, saved: Path | None) -> dict[str, Any]:
     model, calls = Model(case, mesh), Counter[str]()
     checkpoint = None if saved is None else CheckpointOptions(saved, every=STEPS, timeout=TIMEOUT)
     options = TrainingOptions(
-        replicas=case.replicas, clip_norm=case.clip_norm, evaluate_every=1, checkpoint=checkpoint
+        replicas=case.replicas, clip_norm=case.clip_norm, evaluate_every=STEPS, checkpoint=checkpoint
     )
     run = RunOptions((), ModelSpec("tests:model"), STEPS, timeout=TIMEOUT, training=options)
     with counting(calls):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 import torch.nn.functional as nnf
 from support.gradients import relative_error
 from support.nested_model import WIDTH as MIXED
@@ -111,9 +112,14 @@ def require_equal(
         assert difference < tolerance, name
 
 
+QUICKLY = {"compile_threads": 1, "cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
+"""Otherwise torch starts a process per core, compiles programs that try vector instructions, and headers."""
+
+
 def test_generated_code_has_the_gradients_of_uncompiled_layers() -> None:
     """With the same random numbers for dropout. Layers of equal code share one compilation."""
-    require_one_compilation(Dropping, split=True)
+    with inductor.patch(QUICKLY):
+        require_one_compilation(Dropping, split=True)
 
 
 @pytest.mark.usefixtures("compiled_without_code")
@@ -193,6 +199,7 @@ class Fickle(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("compiled_without_code")
 def test_a_layer_must_call_its_linears_alike_for_every_microbatch() -> None:
     module = Fickle()
     module.times = 2

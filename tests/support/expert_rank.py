@@ -162,11 +162,10 @@ CASES = {
     "V, random delays": Case(is_split=True, delay=0.004),
     "one stage per rank": Case("single", is_split=True, counts=True),
     "dropout, recomputed": Case("single", is_split=True, dropout=0.3, is_recomputed=True),
-    "dropout, checkpointed, bfloat16": Case(
-        "single", is_split=True, dropout=0.3, is_checkpointed=True, precision="bfloat16"
+    "dropout, checkpointed, float16": Case(
+        dropout=0.3, is_checkpointed=True, precision="float16", counts=True
     ),
     "buffers, recomputed": Case("single", is_split=True, is_recomputed=True, counts=True),
-    "float16": Case(precision="float16", is_recomputed=True, counts=True),
     "the caller's autocast": Case("loop", is_split=True, is_autocast=True, is_checkpointed=True),
 }
 

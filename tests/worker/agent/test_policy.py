@@ -199,10 +199,3 @@ def test_the_documents_agents_run_the_models_and_checkpoints_that_the_documents_
                 assert is_model_allowed(factory, agent.allow_model), (factory, agent.allow_model)
                 directory = Path(words[words.index("--checkpoint-dir") + 1])
                 assert any(directory.is_relative_to(each) for each in agent.allow_checkpoint_dir)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_the_documents_commands_have_options_that_exist(document: str) -> None:
-    for program, *words in commands(document):
-        if program == "zbv-worker":
-            _parser().parse_args(words)

@@ -165,7 +165,7 @@ def test_simultaneous_claims_get_different_numbers(tmp_path: Path, monkeypatch: 
     assert numbers == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_the_newest_checkpoint_belongs_to_the_newest_generation(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

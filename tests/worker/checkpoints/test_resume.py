@@ -315,26 +315,6 @@ def test_parameters_of_others_are_refused_at_once(tmp_path: Path) -> None:
         assert "[3]" in str(error)
 
 
-def test_a_rank_whose_layers_are_frozen_runs_the_same_loop() -> None:
-    def program(pipe: Pipeline) -> list[int]:
-        sizes = []
-        for names in ("0123", "12", "12"):
-            for name, parameter in pipe.named_parameters():
-                parameter.requires_grad_(name[0] in names)
-            trainable = [p for p in pipe.parameters() if p.requires_grad]
-            optimizer = torch.optim.AdamW(trainable, fused=True)
-            pipe.step(*batch(0))
-            pipe.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            sizes.append(sum(p.numel() for p in trainable))
-        return sizes
-
-    first, second = on_ranks(plan_of(2, "v"), blocks, nn.functional.mse_loss, program)
-    assert first[1:] == [0, 0]
-    assert second[0] == second[1] > 0
-
-
 def test_a_rank_without_parameters_runs_the_same_loop(tmp_path: Path) -> None:
     """Stages 1 and 2 of the V have none."""
 

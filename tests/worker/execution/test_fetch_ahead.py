@@ -185,15 +185,6 @@ def test_an_error_surfaces_at_the_action_that_needs_the_data(ahead: int) -> None
     executor.close()
 
 
-def test_losses_do_not_depend_on_who_fetches_the_data() -> None:
-    losses = []
-    for ahead in (0, 1, 5):
-        executor = executor_of(Source(), ahead)
-        losses.append([executor.step(step).losses for step in range(3)])
-        executor.close()
-    assert losses[0] == losses[1] == losses[2]
-
-
 def test_an_evaluation_never_runs_while_a_thread_fetches() -> None:
     source = Source()
     executor = executor_of(source, 3)

@@ -29,7 +29,7 @@ from zbv_solver.verify.verifier import verify_orders
 
 TOLERANCE = 1e-5
 MICROBATCHES = 8
-DEGREES = (2, 4)
+RANKS = 3
 KINDS: tuple[PlacementKind, ...] = ("v", "v", "loop", "single")
 """The placements of the random plans."""
 
@@ -48,17 +48,17 @@ def problem_of(placement: Placement, microbatches: int, seed: int = 0) -> Proble
     )
 
 
-def cases(p: int) -> Iterator[tuple[str, Problem, Orders]]:
-    """The plans that p processes run."""
-    problem = problem_of(Placement.of("v", p), MICROBATCHES)
+def cases() -> Iterator[tuple[str, Problem, Orders]]:
+    """The plans that the processes run."""
+    problem = problem_of(Placement.of("v", RANKS), MICROBATCHES)
     plan = search(problem, SearchOptions(effort="quick"))
     yield "search", plan.problem, plan.orders
     for name in BASELINES:
         yield (name, *baseline(name, problem))
     for seed, kind in enumerate(KINDS):
-        problem = problem_of(Placement.of(kind, p), MICROBATCHES, seed)
+        problem = problem_of(Placement.of(kind, RANKS), MICROBATCHES, seed)
         yield f"random-{kind}-{seed}", problem, random_orders(problem, Random(seed))
-    problem = problem_of(Placement.of("v", p), MICROBATCHES)
+    problem = problem_of(Placement.of("v", RANKS), MICROBATCHES)
     yield "nested", problem, random_orders(problem, Random(1))
     for name in ("copies", "nested-copies"):
         orders = copied_at_random(random_orders(problem, Random(2)), Random(2))
@@ -81,15 +81,14 @@ NAMES = ["search", *BASELINES, *(f"random-{kind}-{seed}" for seed, kind in enume
 NAMES += ["copies", "nested-copies"]
 
 
-@pytest.fixture(scope="module", params=DEGREES)
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every rank's gradients and losses by case; p processes are started once for all of them."""
-    p: int = request.param
-    folder = tmp_path_factory.mktemp(f"ranks-{p}")
-    for name, problem, orders in cases(p):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every rank's gradients and losses by case; the processes are started once for all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, problem, orders in cases():
         verify_orders(problem, orders)
         write_plan(folder / f"{name}.plan.json", problem, orders)
-    return found_by("selfcheck", p, folder)
+    return found_by("selfcheck", RANKS, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -229,24 +229,6 @@ def test_modules_are_alike_if_classes_settings_and_shapes_are_equal() -> None:
 # --- refusals
 
 
-class Peeking(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if float(x.sum()) > 0 else x
-
-
-class Choosing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0]
-
-
-@pytest.mark.parametrize(
-    ("layer", "operator"), [(Peeking, r"aten\._local_scalar_dense"), (Choosing, r"aten\.nonzero|aten\.index")]
-)
-def test_a_layer_that_reads_values_is_named(layer: type[nn.Module], operator: str) -> None:
-    with pytest.raises(InvalidRun, match=rf"piece\.1 depends on the values of tensors \(it uses {operator}"):
-        list(estimate_layers(Pieces(Mlp, layer, Mlp)))
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [

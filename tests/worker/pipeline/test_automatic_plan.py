@@ -15,7 +15,7 @@ from zbv_solver.plans.reading import parse_plan
 from zbv_worker.errors import InvalidRun
 from zbv_worker.model.layer_list import as_layered
 from zbv_worker.pipeline import automatic_plan
-from zbv_worker.pipeline.automatic_plan import described, plan_layers
+from zbv_worker.pipeline.automatic_plan import plan_layers
 from zbv_worker.pipeline.pipeline import Pipeline
 from zbv_worker.stage.program import PLAIN
 
@@ -91,13 +91,6 @@ def test_layers_that_share_parameters_are_planned_as_a_v() -> None:
     layers = layers_of(3)
     document, _ = planned([*layers, layers[0]])
     assert parse_plan(document).problem.placement.kind == "v"
-
-
-def test_one_rank_may_plan_too() -> None:
-    (document,) = planned(layers_of(8), p=1)
-    first, second, *_ = described(parse_plan(document))
-    assert "planned 4 microbatches on 1 rank:" in first
-    assert second == "zbv: rank 0: 0 … 7 (8 layers)"
 
 
 @pytest.mark.parametrize(

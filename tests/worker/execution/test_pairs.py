@@ -246,3 +246,9 @@ def test_a_stages_random_numbers_do_not_depend_on_turns() -> None:
     stepped(draws(turns))
     stepped(draws(alone), overlap=lambda forward, backward: (forward(), backward()))
     assert turns == alone
+
+
+def test_a_backward_draws_other_numbers_than_the_f_beside_it() -> None:
+    drawn: dict[str, list[float]] = {"F": [], "B": []}
+    stepped(lambda where: drawn[where].append(float(torch.rand(()))))
+    assert not set(drawn["F"]) & set(drawn["B"])

@@ -39,19 +39,14 @@ _START_SECONDS = 240.0
 _POLL_SECONDS = 0.02
 
 
-def fork_process(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    log: Path,
-    modules: tuple[str, ...] = RANKS,
-) -> Process:
+def fork_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
     """Like ``start_process``, but fork for ``[env -u NAME] python -m MODULE``."""
     if tuple(command[:2]) == ("env", "-u"):
         environment = {name: value for name, value in environment.items() if name != command[2]}
         command = command[3:]
     if tuple(command[:2]) != (sys.executable, "-m"):
         return start_process(command, environment, log)
-    return fork_module(command[2], command[3:], environment, log, modules)
+    return fork_module(command[2], command[3:], environment, log)
 
 
 def fork_module(

@@ -42,7 +42,6 @@ TIMEOUT = 60.0
 LOOK_AHEAD, STEPS = 1, 4
 WARM_UP = 4
 """Steps until the buffers of the host are as large as they will be."""
-SEEDS = (3, 4)
 WIDTH = 32
 LENGTHS = (16, 64, 16, 32, 128, 16, 48, 80)
 
@@ -171,10 +170,10 @@ def followed(seed: int, transport: Transport) -> dict[str, list[float]]:
     return {"seen": list(map(min, of_steps)), "expected": held_on_device(plan, of_rank, moved)}
 
 
-def found(folder: Path) -> dict[int, dict[str, list[float]]]:
-    """What :func:`followed` returns, by plan."""
+def found(folder: Path, *seeds: str) -> dict[str, dict[str, list[float]]]:
+    """What :func:`followed` returns, by seed of a plan."""
     transport = connect(World.from_environment(), "gloo", CPU, TIMEOUT)
-    found = {seed: followed(seed, transport) for seed in SEEDS}
+    found = {seed: followed(int(seed), transport) for seed in seeds}
     transport.barrier(TIMEOUT)
     transport.close()
     return found

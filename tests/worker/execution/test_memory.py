@@ -10,12 +10,12 @@ from support.rank_files import found_by
 from zbv_worker.measure.live_bytes import LiveBytes
 
 
-@pytest.mark.parametrize(("p", "tolerance"), [(1, 0.005), (2, 0.05)])
+@pytest.mark.parametrize(("p", "tolerance", "seeds"), [(1, 0.005, "34"), (2, 0.05, "3")])
 def test_the_memory_of_microbatches_of_different_lengths_follows_the_plan(
-    p: int, tolerance: float, tmp_path: Path
+    p: int, tolerance: float, seeds: str, tmp_path: Path
 ) -> None:
-    """The account is a fixed part and one per token."""
-    for of_rank in found_by("memory_rank", p, tmp_path):
+    """The account is a fixed part and one per token. An odd seed's plan has copies to the host."""
+    for of_rank in found_by("memory_rank", p, tmp_path, *seeds):
         for found in of_rank.values():
             largest = max(found["expected"])
             assert largest > 1e6

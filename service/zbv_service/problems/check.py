@@ -40,8 +40,7 @@ def check(settings: Settings, body: Any) -> ProblemCheck:
     try:
         question = _question_of(body, settings)
     except InvalidInput as error:
-        issues = _documents_of(error.issues)
-        return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
+        return refused(error)
     return ProblemCheck(
         is_valid=True,
         issues=[],
@@ -50,6 +49,12 @@ def check(settings: Settings, body: Any) -> ProblemCheck:
         layers=facts_of_layers(question) if isinstance(question, LayeredProblem) else None,
         plan=None if body.get("plan") is None else _check_plan(body["plan"], question, settings.max_cells),
     )
+
+
+def refused(error: InvalidInput) -> ProblemCheck:
+    """The broken rules of a body that is not a valid problem."""
+    issues = _documents_of(error.issues)
+    return ProblemCheck(is_valid=False, issues=issues, problem_summary=None, facts=None)
 
 
 def _check_plan(document: Any, question: Question, max_cells: int) -> PlanCheck:

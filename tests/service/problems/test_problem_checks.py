@@ -46,6 +46,7 @@ async def test_a_check_lists_the_rules_for_which_a_search_would_be_refused(hones
         {"problem": {**PROBLEM, "microbatches": 10_000}},  # more than this honest accepts
         {"problem": PROBLEM, "options": {"time_limit": 1e9}},
         {"problem": {**PROBLEM, "memory": {**PROBLEM["memory"], "backward_weight": -1}}},
+        {"problem": {**PROBLEM, "units": {"time": "a\0b"}}},
         {"options": {}},
         [],
         7,

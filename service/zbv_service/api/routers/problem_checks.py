@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
+from zbv_solver.errors import InvalidInput
 
 from zbv_service.api.bodies import read_text
 from zbv_service.api.error_handlers import documented
 from zbv_service.api.openapi import body_of, operation_id
 from zbv_service.api.state import state_of
 from zbv_service.errors import INFEASIBLE_MEMORY, INVALID_BODY
-from zbv_service.problems.check import check_text
+from zbv_service.problems.check import check_text, refused
 from zbv_service.problems.documents import (
     CheckRequest,
     CompareRequest,
@@ -42,7 +43,10 @@ async def check_problem(request: Request) -> Response:
     """Says whether `POST /v1/searches` would accept this body. A broken rule is reported with status 200."""
     found = state_of(request)
     async with read_text(request, found.settings.max_body_bytes) as body:
-        text = await found.computations.of_body(partial(check_text, found.settings), body)
+        try:
+            text = await found.computations.of_body(partial(check_text, found.settings), body)
+        except InvalidInput as error:  # of the JSON itself
+            text = refused(error).model_dump_json().encode()
     return Response(text, media_type="application/json")
 
 

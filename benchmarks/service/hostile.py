@@ -28,8 +28,7 @@ from urllib.parse import urlsplit
 import httpx
 from rich.console import Console
 from support.largest_objects import LARGEST, Stored, reads, store
-from support.malformed import AGENT, ID, RUN
-from support.worst_bodies import COUNTER, WEIGHTS, Worst, worst
+from support.worst_bodies import AGENT, COUNTER, ID, RUN, WEIGHTS, Worst, worst
 from zbv_service.client import Client
 
 from benchmarks.findings import Finding, at_most, quantile

@@ -47,8 +47,21 @@ class Work:
 _current = Work()
 
 
-def unit() -> float:
-    """CPU seconds to decode and encode JSON of :data:`UNIT_BYTES`, at best."""
+_units: list[float] = []
+
+
+def units(seconds: float, most: float) -> float:
+    """How many units a time is: the CPU seconds to decode and encode JSON of :data:`UNIT_BYTES`, at best.
+
+    If that is too many of the shortest units measured so far, the unit is measured now, at the same load.
+    """
+    if not _units or seconds > most * min(_units):
+        _units.append(_unit())
+        return seconds / _units[-1]
+    return seconds / min(_units)
+
+
+def _unit() -> float:
     text = json.dumps([1.5] * (UNIT_BYTES // 5))
     taken = []
     for _ in range(5):

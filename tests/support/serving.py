@@ -24,6 +24,8 @@ PROBLEM: dict[str, Any] = {
     "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1},
     "memory": {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "limit": 8},
 }
+PLAN: dict[str, Any] = {"problem": PROBLEM, "ranks": orders_of(parse_problem(PROBLEM)).all_text()}
+"""A valid plan: one microbatch after another."""
 MODEL = {"factory": "a.b:c"}
 Document = dict[str, Any]
 

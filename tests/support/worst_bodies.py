@@ -15,8 +15,18 @@ from typing import Any
 
 from zbv_solver.export import FORMATS
 
-from support.malformed import AGENT, ID, RUN
-
+ID = "0" * 32
+RUN: dict[str, Any] = {
+    "plan_id": "0" * 64,
+    "model": {"factory": "a.b:c", "arguments": {"layers": 1}, "seed": 0},
+    "nodes": 1,
+    "steps": 1,
+    "options": {"backend": "gloo", "timeout": 1.0, "checkpoint": {"directory": "/x", "every": 1}},
+}
+AGENT: dict[str, Any] = {
+    **{"id": ID, "name": "node", "address": "127.0.0.1", "port": 1, "slots": 2, "devices": ["cpu"]},
+    **{"versions": {"torch": "2"}, "allows": {"models": ["*"]}},
+}
 MIB = 1024**2
 COUNTER = b"10203040"
 """Eight digits of a body or an address. Every repetition replaces them, so that no response is cached."""

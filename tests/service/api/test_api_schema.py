@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +21,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from support.live import live_service
-from support.malformed import AGENT, PLAN
 from support.paths import ROOT
-from support.serving import DEADLINE
+from support.serving import DEADLINE, PLAN
+from support.worst_bodies import AGENT
 from zbv_service.client import AgentClient
 
 DOCUMENT = json.loads((ROOT / "service" / "openapi.json").read_text())
@@ -50,13 +48,13 @@ class Known:
     statuses: Counter[int] = field(default_factory=Counter)
 
 
-@contextmanager
-def started(folder: Path) -> Iterator[Known]:
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
     """A service with a plan, a finished search, and a run on an agent."""
     soon = {"agent_heartbeat_seconds": 0.5}
     soon["agent_timeout_seconds"] = 1.5  # agents wait for work at most half as long
     with (
-        live_service(folder, "honest", max_cells=64, **soon) as live,
+        live_service(tmp_path_factory.mktemp("schema"), "honest", max_cells=64, **soon) as live,
         AgentClient(live.address) as client,
     ):
         plan_id = client.import_plan(PLAN)
@@ -65,12 +63,6 @@ def started(folder: Path) -> Iterator[Known]:
         search = client.wait(client.submit(PLAN["problem"], {"effort": "quick"}).id, timeout=DEADLINE)
         ids = {"plan_id": plan_id, "agent_id": AGENT["id"], "run_id": run.id, "search_id": search.id}
         yield Known(live.address, ids)
-
-
-@pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
-    with started(tmp_path_factory.mktemp("schema")) as found:
-        yield found
 
 
 # schemathesis would give all these tests the same name, and pytest-xdist runs only one test per name.
@@ -100,8 +92,7 @@ def test_every_operation_is_tested() -> None:
     assert len(OPERATIONS) == sum(len(methods) for methods in DOCUMENT["paths"].values())
 
 
-def test_requests_with_valid_ids_and_bodies_are_among_them(tmp_path: Path) -> None:
-    with started(tmp_path) as known:
-        for label in ("POST /v1/layouts", "GET /v1/plans/{plan_id}", "DELETE /v1/agents/{agent_id}"):
-            test_every_operation_responds_as_documented(label, known)
+def test_requests_with_valid_ids_and_bodies_are_among_them(known: Known) -> None:
+    for label in ("POST /v1/layouts", "GET /v1/plans/{plan_id}", "DELETE /v1/agents/{agent_id}"):
+        test_every_operation_responds_as_documented(label, known)
     assert {200, 202, 204, 404, 422} <= set(known.statuses)

@@ -18,9 +18,8 @@ import httpx
 import pytest
 from sqlalchemy import event
 from support.live import Live, live_service
-from support.malformed import PLAN
 from support.processes import announce, is_alive
-from support.serving import DEADLINE, PROBLEM, Serving, until
+from support.serving import DEADLINE, PLAN, PROBLEM, Serving, until
 from zbv_service.api import readiness
 from zbv_service.client import Client
 from zbv_service.compute.processes import IsolatedProcesses

@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import Request
-from support.malformed import AGENT
 from support.serving import MODEL, PROBLEM, Service, Serving
+from support.worst_bodies import AGENT
 from zbv_service.api.error_advice import ADVICE
 from zbv_service.api.negotiation import HTML, accepts
 from zbv_service.database import Database, DatabaseAway

@@ -22,8 +22,8 @@ import httpx
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from support.largest_objects import SMALLEST, Amounts, Read, Stored, reads, store
-from support.loop_work import UNIT_BYTES, Work, measured, unit, watching_threads
+from support.largest_objects import SMALLEST, Amounts, Read, reads, store
+from support.loop_work import UNIT_BYTES, Work, measured, units, watching_threads
 from support.serving import DEADLINE, Service, Serving
 
 LARGE = Amounts(features=16, microbatches=2_000, samples=20_000, rows=8, nodes=24)
@@ -88,8 +88,8 @@ async def read(http: httpx.AsyncClient, each: Read) -> Work:
 
 
 def lateness(work: Work) -> list[tuple[float, Work]]:
-    """The work with its length in units, if it is too long; the unit is measured now, at the same load."""
-    length = work.longest / unit()
+    """The work with its length in units, if it is too long."""
+    length = units(work.longest, MOST_UNITS)
     return [(round(length, 2), work)] if length > MOST_UNITS else []
 
 
@@ -116,16 +116,15 @@ def without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-async def test_every_route_that_reads_is_measured(service: Service) -> None:
+async def test_every_route_that_reads_is_measured_long_lists_take_turns_and_short_requests_need_none(
+    service: Service,
+) -> None:
     app: FastAPI = service.app
     routes = [route for route in app.router.routes if isinstance(route, APIRoute)]
     paths = {route.path for route in routes if "GET" in (route.methods or ())}
-    some = Stored("s", "p", "l", "r", "f", "a", "w")
-    assert {each.route for each in reads(some)} == paths, "add new routes to tests/support/largest_objects.py"
-
-
-async def test_long_lists_take_turns_and_short_requests_need_none(service: Service) -> None:
-    lists = [each for each in reads(await store(service.http, SMALLEST)) if is_long_list(each)]
+    known = reads(await store(service.http, SMALLEST))
+    assert {each.route for each in known} == paths, "add new routes to tests/support/largest_objects.py"
+    lists = [each for each in known if is_long_list(each)]
     async with service.app.state.application.computations.listing(1_000):
         asked = (service.http.get(each.path, headers={"Accept": each.accept}) for each in lists)
         waiting = [*map(asyncio.create_task, asked)]

@@ -9,13 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.fake_searches import orders_of
 from support.live import Command
-from support.serving import DEADLINE, MODEL, PROBLEM
+from support.serving import DEADLINE, MODEL, PLAN, PROBLEM
 from zbv_service import client as client_module
 from zbv_service.client import Client, Run, Search
 from zbv_service.commands.cli import main
-from zbv_solver.problem.reading import parse_problem
 
 COMMANDS = [
     *(["searches"], ["runs"], ["follow", "a"], ["cancel", "a"], ["submit", "a.json"]),
@@ -35,9 +33,7 @@ def begun(client: Client, seed: int, name: str | None = None) -> Search:
 
 def waiting_run(client: Client, name: str | None = None) -> Run:
     """A run that waits for agents."""
-    ranks = orders_of(parse_problem(PROBLEM)).all_text()
-    plan_id = client.import_plan({"problem": PROBLEM, "ranks": ranks})
-    return client.submit_run(plan_id, MODEL, nodes=2, steps=7, name=name)
+    return client.submit_run(client.import_plan(PLAN), MODEL, nodes=2, steps=7, name=name)
 
 
 def test_lists_are_json_in_a_pipe_newest_first_and_filtered(command: Command, client: Client) -> None:

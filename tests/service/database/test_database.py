@@ -13,9 +13,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import NullPool, create_engine, text
 from support.databases import PostgresDatabases
-from support.malformed import PLAN
 from support.postgres import a_server
-from support.serving import Serving
+from support.serving import PLAN, Serving
 from support.tokens import add, bearer
 from zbv_service.database import Database, DatabaseAway, DatabaseUnusable, SearchTable
 from zbv_service.database.engine import Base

@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from support.drawn_plans import one_by_one
-from support.fake_searches import orders_of
-from support.serving import PROBLEM, Service, Serving
+from support.serving import PLAN, PROBLEM, Service, Serving
 from support.tokens import add
 from zbv_service import app
 from zbv_service.pages import assets
@@ -29,14 +28,12 @@ from zbv_solver.search.assemble import baseline_plan, make_plan
 from zbv_solver.search.jitter import simulate
 from zbv_solver.verify.verifier import verify
 
-RANKS = orders_of(parse_problem(PROBLEM)).all_text()
-DOCUMENT = {"problem": PROBLEM, "ranks": RANKS}
-"""What :meth:`Service.import_plan` sends."""
+RANKS = PLAN["ranks"]
 
 
 async def test_the_metrics_of_an_imported_plan_are_computed_and_it_is_stored_once(service: Service) -> None:
     plan_id = await service.import_plan()
-    again = await service.http.post("/v1/plans", json=DOCUMENT)
+    again = await service.http.post("/v1/plans", json=PLAN)
     assert (again.status_code, again.headers["location"]) == (200, f"/v1/plans/{plan_id}")
     stored = (await service.http.get(again.headers["location"])).json()
     plan = parse_plan(stored)
@@ -59,7 +56,7 @@ async def test_a_wrong_plan_is_refused_and_not_stored(service: Service) -> None:
         "wrong problem": {"problem": {**PROBLEM, "pp_degree": "two"}},
     }
     for name, change in wrong.items():
-        answer = await service.http.post("/v1/plans", json={**DOCUMENT, **change})
+        answer = await service.http.post("/v1/plans", json={**PLAN, **change})
         body = answer.json()
         assert answer.status_code == 422, (name, body)
         assert body["type"] in ("/errors/invalid-plan", "/errors/invalid-body"), name
@@ -272,7 +269,7 @@ async def test_a_rank_that_the_plan_does_not_have_is_not_found(service: Service)
 async def test_the_fast_path_requires_a_token(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving("immediate", auth="tokens") as service:
         tokens = {scope: await add(service, scope, name=scope) for scope in SCOPES}
-        plan = await service.http.post("/v1/plans", json=DOCUMENT, headers=tokens["search"])
+        plan = await service.http.post("/v1/plans", json=PLAN, headers=tokens["search"])
         path = f"/v1/plans/{plan.json()['plan_id']}/ranks/0"
         assert (await service.http.get(path, headers=tokens["read"])).status_code == 200
         short = fast_fetches(service, monkeypatch)

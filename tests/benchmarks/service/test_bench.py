@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,14 @@ from zbv_service.app import create_app
 from zbv_service.settings import Settings
 
 from benchmarks.cli import main
-from benchmarks.service import served
+from benchmarks.service import agents, served
 from benchmarks.service.load import get, offer
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     database = f"sqlite:///{tmp_path_factory.mktemp('bench')}/zbv.db"
-    settings = Settings(auth="none", database=database, searches=1)
+    settings = Settings(auth="none", database=database, searches=1, agent_timeout_seconds=3600.0)
     with listening(create_app(settings, kinds=kinds(fake_searches.immediate))) as found:
         yield found
 
@@ -79,11 +81,34 @@ def test_the_log_of_a_service_that_does_not_start_is_printed(
     assert "the service did not start; its log:\nno reason" in capsys.readouterr().err
 
 
-def test_heartbeats_of_a_run_are_measured_and_no_agent_is_lost(tmp_path: Path) -> None:
-    output = tmp_path / "found.json"
-    database = f"sqlite:///{tmp_path}/beats.db"
+class InThisProcess:
+    """A service that the benchmark would have started."""
+
+    token = None
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    @property
+    def cpu_seconds(self) -> float:
+        return time.process_time()
+
+
+def test_heartbeats_of_a_run_are_measured_and_no_agent_is_lost(
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def serving(*options: str) -> Iterator[InThisProcess]:
+        started.append(options)
+        yield InThisProcess(live.address)
+
+    monkeypatch.setattr(agents, "serving", serving)
+    output, database = tmp_path / "found.json", "sqlite:///beats.db"
     size = ["--agents", "8", "--seconds", "1"]
     main(["service", "heartbeats", *size, "--database", database, "-o", str(output)])
+    assert started == [("--database", database)]
     found = {row["what"]: row for row in json.loads(output.read_text())["heartbeats"]["findings"]}
     assert found["8 agents: heartbeats"]["value"] == 4
     for name in ("responses other than 200", "agents lost", "the run continued undisturbed"):

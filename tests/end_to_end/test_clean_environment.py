@@ -21,7 +21,6 @@ import pytest
 from support.containers import Container, Dockerfile, compose, containers
 from support.paths import ROOT
 from support.processes import DEADLINE
-from zbv_solver import __version__
 from zbv_worker.host.local_ranks import free_port
 
 PACKAGES = [ROOT / "solver" / "zbv_solver", ROOT / "service" / "zbv_service", ROOT / "worker" / "zbv_worker"]
@@ -104,9 +103,7 @@ def test_code_comes_from_the_wheel(installed: Installed) -> None:
     assert all(Path(path).is_relative_to(installed.commands.parent) for path in found)
 
 
-def test_the_commands_print_version_help_and_openapi(installed: Installed) -> None:
-    assert installed.say("zbv-service", "--version").split() == ["zbv-service", __version__]
-    assert "agent" in installed.say("zbv-worker", "--help")
+def test_the_openapi_document_is_that_of_the_repository(installed: Installed) -> None:
     document = json.loads((ROOT / "service" / "openapi.json").read_text())
     assert json.loads(installed.say("zbv-service", "openapi")) == document
 
@@ -203,12 +200,9 @@ def test_the_service_serves_pages_styles_and_metrics(started: Started) -> None:
 def test_the_worker_images_health_check_passes_while_its_agent_works(started: Started) -> None:
     check = started.node.health
     assert check is not None
-    until(lambda: started.healthy(check), started.processes, started.installed.folder)
-    until(
-        lambda: len(started.get("/v1/agents", "application/json").json()["agents"]) == 1,
-        started.processes,
-        started.installed.folder,
-    )
+    folder, listed = started.installed.folder, "/v1/agents"
+    until(lambda: bool(started.get(listed, "application/json").json()["agents"]), started.processes, folder)
+    until(lambda: started.healthy(check), started.processes, folder)
     assert not [word for word in check if "--state-dir" in word], "uses the default directory"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from distributed.cli.dask_scheduler import main as dask_scheduler
 from distributed.cli.dask_worker import main as dask_worker
-from support.containers import DOCKER, Container, Dockerfile, compose, containers
+from support.containers import DOCKER, Dockerfile, compose, containers
 from support.paths import ROOT
 from zbv_service.api.routers.agents import MAX_WAIT
 from zbv_service.client.tokens import FILE_VARIABLE
@@ -352,12 +352,6 @@ def test_grace_periods_exceed_the_time_to_shut_down() -> None:
     assert float(hard_stop[0]) < seconds("balancer")
 
 
-def test_services_workers_and_nodes_are_redundant() -> None:
-    for name in ("service", "dask-worker"):
-        assert STACK[name].service["deploy"]["replicas"] == 2
-    assert [STACK[name].service["hostname"] for name in ("node-1", "node-2")] == ["node-1", "node-2"]
-
-
 def test_the_balancers_timeouts_exceed_long_polls_and_keep_alives() -> None:
     text = (DOCKER / "haproxy.cfg").read_text()
     waits = {name: float(value) for name, value in re.findall(r"timeout (client|server) (\d+)s", text)}
@@ -412,15 +406,3 @@ def test_programs_accept_the_documented_commands() -> None:
         words[words.index("--checkpoint-dir") + 1] for words in tried if "--checkpoint-dir" in words
     )
     assert str(Path(checkpoints).parent) in STACK["node-1"].mounts
-
-
-def test_the_compose_reader_resolves_commands_mounts_and_health_checks() -> None:
-    """The reader that the tests above use recognises the wrong cases."""
-    node, scheduler = STACK["node-1"], STACK["dask-scheduler"]
-    assert isinstance(node, Container)
-    assert node.words[:2] == ["zbv-worker", "agent"]
-    assert scheduler.words[:2] == ["dask", "scheduler"]
-    assert STACK["service"].words[:2] == ["zbv-service", "serve"]
-    assert STACK["password"].health is None
-    assert node.health == ["zbv-worker", "agent", "--check"]
-    assert node.writable == {"/var/lib/zbv", "/checkpoints", "/tmp"}

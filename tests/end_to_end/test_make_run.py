@@ -16,6 +16,8 @@ from support.forked_ranks import fork_process, server
 from zbv_service.client.tokens import FILE_VARIABLE, TOKEN_VARIABLE
 from zbv_worker.host import local_ranks
 
+from examples.demo import run
+
 
 @pytest.fixture
 def process_is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -33,7 +35,10 @@ def test_profile_plan_train_and_compare(
 ) -> None:
     """The service runs in a new process; the ranks are forked."""
     monkeypatch.setattr(local_ranks, "start_process", fork_process)
-    smaller = ["--steps", "4", "--width", "48", "--effort", "quick"]
+    smaller = ["--steps", "3", "--width", "12", "--effort", "quick"]
+    for name, value in (("_PROFILE_ROUNDS", 2), ("MICROBATCHES", 4), ("LAYERS_PER_STAGE", 1)):
+        monkeypatch.setattr(run, name, value)
+    monkeypatch.setattr(run, "MODEL_SIZE", {"heads": 6, "length": 16, "sequences": 1})
     monkeypatch.setattr("sys.argv", ["demo", "--exit", "--port", "0", *smaller, "--folder", str(tmp_path)])
     before = server().running
     with pytest.raises(SystemExit) as ended:
@@ -49,7 +54,7 @@ def test_profile_plan_train_and_compare(
     outcomes = json.loads((tmp_path / "summary.json").read_text())
     losses = [outcome["run"]["losses"] for outcome in outcomes]
     assert len(losses) == 3
-    assert all(len(steps) == 4 and steps[-1] < steps[0] for steps in losses)
+    assert all(len(steps) == 3 and steps[-1] < steps[0] for steps in losses)
     assert not leftovers(tmp_path), "the demonstration left processes behind"
     assert server().running <= before, "and no rank"
 

@@ -102,10 +102,8 @@ def test_services_share_the_work_of_both_kinds(site: Site) -> None:
     assert [event.kind for event in one.client.events(layouts.id)][-2:] == ["improvement", "end"]
 
 
-@pytest.mark.parametrize("kind", ["plan", "layouts"])
-def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Site, kind: str) -> None:
-    asked = site.services[0]
-    running = begun(asked.client, seed=2) if kind == "plan" else begun_layouts(asked)
+def test_any_service_cancels_a_search_of_another_one_on_a_remote_worker(site: Site) -> None:
+    running = begun(site.services[0].client, seed=2)
     other = next(each for each in site.services if each is not site.owner(running))
     other.client.cancel(running.id)
     assert ended_by_cancellation(other.client, running).attempts == 1

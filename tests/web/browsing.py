@@ -33,6 +33,7 @@ BROWSERS = (
 BROWSER_FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
+    "--in-process-gpu",
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",

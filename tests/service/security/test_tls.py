@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import ssl
@@ -10,13 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
-from support.serving import PROBLEM
 from zbv_service.client import Client, tls
 from zbv_service.client.tokens import CredentialsUnusable
 from zbv_service.client.tokens import find as find_token
@@ -106,14 +103,12 @@ def test_commands_take_certificates_by_flags(
 ) -> None:
     for name in (tls.CA_VARIABLE, tls.CERT_VARIABLE, tls.KEY_VARIABLE):
         monkeypatch.setenv(name, "")  # the command sets them; monkeypatch restores them
-    monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(PROBLEM)))
     chain, key = certificates.client
     flags = ["--tls-ca", str(certificates.ca), "--tls-cert", str(chain), "--tls-key", str(key)]
-    command = ["submit", "-", "--server", address, "--detach"]
+    command = ["searches", "--server", address]
     assert main(command) == 1
     refused = capsys.readouterr().err
     assert ("CERTIFICATE_VERIFY_FAILED" in refused, "--tls-ca" in refused) == (True, True)
-    monkeypatch.setattr(sys, "stdin", StringIO(json.dumps(PROBLEM)))
     assert main([*command, *flags]) == 0
     agent = ["agent", "--server", "https://127.0.0.1:9", "--tls-ca", str(certificates.folder / "none.pem")]
     assert worker(agent) == 2

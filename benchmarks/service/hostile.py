@@ -30,6 +30,7 @@ from rich.console import Console
 from support.largest_objects import LARGEST, Stored, reads, store
 from support.worst_bodies import AGENT, COUNTER, ID, RUN, WEIGHTS, Worst, worst
 from zbv_service.client import Client
+from zbv_solver.export import FORMATS
 
 from benchmarks.findings import Finding, at_most, quantile
 from benchmarks.service.load import Load, get, head, offer
@@ -85,7 +86,7 @@ def measure(seconds: float, only: Sequence[str] = ()) -> list[Finding]:
         alone = _findings("without hostile clients", alone_loads)
         found += alone
         memory, answers = Memory(), Counter[int]()
-        requests = [*_attacks(large_id), *worst(large_id, trace_path), *_largest(served, only)]
+        requests = [*_attacks(large_id), *worst(trace_path), *_reads(large_id), *_largest(served, only)]
         for request in requests:
             if not _is_wanted(request, only):
                 continue
@@ -125,6 +126,23 @@ def _layouts() -> bytes:
     """No two requests have the same ``reserve``, so the service knows no answer."""
     cluster = {**MANY_LAYOUTS["cluster"], "reserve": int(COUNTER)}
     return json.dumps({**MANY_LAYOUTS, "cluster": cluster, "options": {"time_limit": 1}}).encode()
+
+
+def _reads(plan_id: str) -> Iterator[Worst]:
+    """Reads of a large stored plan and of lists."""
+    for path in ("searches", "plans", "runs", "agents"):
+        yield Worst(f"list of {path}", "GET", f"/v1/{path}?limit=1000")
+        yield Worst(f"page of {path}", "GET", f"/{path}?limit=1000")
+    for name in (*FORMATS, "unknown"):
+        yield Worst(f"export {name}", "GET", f"/v1/plans/{plan_id}/export/{name}")
+    for name in ("", "/chart", "/actions", "/thumbnail.png", "/frontier", "/compare", "/compare?with=zb-h1"):
+        yield Worst(f"page of a plan{name}", "GET", f"/plans/{plan_id}{name}")
+    yield Worst("plan", "GET", f"/v1/plans/{plan_id}")
+    yield Worst("plan that is not read", "GET", f"/v1/plans/{plan_id}", reads=False)
+    yield Worst("form with a plan", "GET", f"/new?from={plan_id}")
+    yield Worst("openapi", "GET", "/openapi.json")
+    yield Worst("readiness", "GET", "/readyz")
+    yield Worst("metrics", "GET", "/metrics")
 
 
 def _largest(served: Served, only: Sequence[str]) -> list[Worst]:

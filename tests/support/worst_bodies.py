@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zbv_solver.export import FORMATS
-
 ID = "0" * 32
 RUN: dict[str, Any] = {
     "plan_id": "0" * 64,
@@ -126,8 +124,8 @@ def _layouts(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
     yield "many presets", partial(filled, '{"cluster":{},"model":{"presets":[', '"h100",', "]}}", size)
 
 
-def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
-    """Yield all requests. ``plan_id`` is a large stored plan, ``trace_path`` the address of a trace."""
+def worst(trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
+    """Yield all requests with bodies. ``trace_path`` is the address of a trace."""
     for path in ("/v1/searches", "/v1/problems/check", "/v1/problems/estimate", "/v1/problems/compare"):
         for name, make in _problem_bodies(sizes.body):
             yield Worst(name, "POST", path, make)
@@ -154,7 +152,6 @@ def worst(plan_id: str, trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Wor
     yield Worst("plan: empty objects", "POST", "/v1/plans", partial(filled, "[", "{},", "]", sizes.plan))
     yield Worst("plan: spaces", "POST", "/v1/plans", partial(filled, "[", " ", "]", sizes.plan))
     yield Worst("plan that is right", "POST", "/v1/plans", partial(_right_plan, sizes.plan))
-    yield from _reads(plan_id)
 
 
 def _agent_bodies(trace_path: str, sizes: Sizes) -> Iterator[Worst]:
@@ -184,22 +181,6 @@ def _agent_bodies(trace_path: str, sizes: Sizes) -> Iterator[Worst]:
     yield Worst("trace: bomb", "PUT", trace_path, bomb, encoding="gzip")
     log_path = trace_path.removesuffix("trace") + "log"
     yield Worst("log: bomb", "PUT", log_path, bomb, "text/plain", "gzip")
-
-
-def _reads(plan_id: str) -> Iterator[Worst]:
-    for path in ("searches", "plans", "runs", "agents"):
-        yield Worst(f"list of {path}", "GET", f"/v1/{path}?limit=1000")
-        yield Worst(f"page of {path}", "GET", f"/{path}?limit=1000")
-    for name in (*FORMATS, "unknown"):
-        yield Worst(f"export {name}", "GET", f"/v1/plans/{plan_id}/export/{name}")
-    for name in ("", "/chart", "/actions", "/thumbnail.png", "/frontier", "/compare", "/compare?with=zb-h1"):
-        yield Worst(f"page of a plan{name}", "GET", f"/plans/{plan_id}{name}")
-    yield Worst("plan", "GET", f"/v1/plans/{plan_id}")
-    yield Worst("plan that is not read", "GET", f"/v1/plans/{plan_id}", reads=False)
-    yield Worst("form with a plan", "GET", f"/new?from={plan_id}")
-    yield Worst("openapi", "GET", "/openapi.json")
-    yield Worst("readiness", "GET", "/readyz")
-    yield Worst("metrics", "GET", "/metrics")
 
 
 def _json(document: Any) -> bytes:

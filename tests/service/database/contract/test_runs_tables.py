@@ -34,7 +34,7 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(databases: list
     tables = [RunTable(database) for database in databases]
     for index in range(4):
         await AgentTable(databases[0]).add(*an_agent(f"agent-{index}"))
-    names = [f"run-{index}" for index in range(6)]
+    names = [f"run-{index}" for index in range(4)]
     await asyncio.gather(
         *(tables[index % 4].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
     )
@@ -83,7 +83,7 @@ async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
     async def play(part: int) -> None:
         random = Random(part)
         runs, agents = RunTable(databases[part % 2]), AgentTable(databases[part % 2])
-        for turn in range(5):
+        for turn in range(3):
             with suppress(AgentsTaken):
                 await runs.assign(decide)
             for agent in (await agents.page(AgentListQuery())).items:

@@ -1,4 +1,4 @@
-"""Reading ``config.json`` against transformers itself: parameters on the meta device, keys and defaults."""
+"""Reading ``config.json`` against transformers itself: parameters, operations of F, keys and defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from zbv_models.estimate.families import TEXT_KINDS, VISION_KINDS, WRAPPERS
 from zbv_models.estimate.model import Transformer
-from zbv_models.estimate.model_layers import layer_kinds, parameters_of
+from zbv_models.estimate.model_layers import layer_kinds, parameters_of, shapes_of
+from zbv_models.estimate.shapes import Degrees
 from zbv_models.estimate.transformers_config import from_transformers
 from zbv_models.estimate.transformers_keys import defaults
 from zbv_solver.documents.validation import validated
@@ -46,16 +47,17 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1}
 VARIANTS: list[dict[str, Any]] = [
-    {}, *({"tie_word_embeddings": tied} for tied in (True, False)), {"attention_bias": True},
-    {"mlp_bias": True}, {"num_key_value_heads": 8}, {"num_key_value_heads": 1}, {"head_dim": 32},
-    {"first_k_dense_replace": 3}, {"n_shared_experts": 2}, {"mlp_only_layers": [1, 4]},
-    *({name: 8, **EXPERTS} for name in ("num_experts", "n_routed_experts", "num_local_experts")),
-    {"decoder_sparse_step": 2}, {"interleave_moe_layer_step": 2}, {"q_lora_rank": 64, "kv_lora_rank": 32},
-    {"index_topk": 16, "index_n_heads": 4, "index_head_dim": 32}, {"shared_expert_intermediate_size": 96},
-    {"linear_num_value_heads": 16, "linear_value_head_dim": 64},
-    {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2},
+    {},
+    {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 8, "num_experts": 8,
+     "first_k_dense_replace": 3, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2,
+     "q_lora_rank": 64, "kv_lora_rank": 32, **EXPERTS},
+    {"tie_word_embeddings": False, "mlp_bias": True, "num_key_value_heads": 1, "n_routed_experts": 8,
+     "mlp_only_layers": [1, 4], "interleave_moe_layer_step": 2, "n_shared_experts": 2, **EXPERTS},
+    {"head_dim": 32, "num_local_experts": 8, "decoder_sparse_step": 2,
+     "shared_expert_intermediate_size": 96, "linear_num_value_heads": 16, "linear_value_head_dim": 64,
+     "index_topk": 16, "index_n_heads": 4, "index_head_dim": 32, **EXPERTS},
 ]  # fmt: skip
-
+"""Every key has another value than in ``SMALL`` in one of these."""
 
 def config_class(name: str) -> Any:
     return transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]
@@ -114,12 +116,9 @@ def test_a_type_and_its_variants_have_the_parameters_that_transformers_counts(na
     if name != "nemotron_h":  # which needs its layers; other files may leave out what their class defines
         few = {"model_type": name, count_key(name): LAYERS, **COMPLETED.get(name, {})}
         assert (built(few).stream, layer_kinds(built(few))) == (built(keys).stream, layer_kinds(built(keys)))
-    for changes in (each for each in VARIANTS if set(each) - set(EXPERTS) <= set(fields(name))):
-        if name == "nemotron_h" and changes.get("tie_word_embeddings"):
-            continue  # transformers does not tie those of Nemotron-H
-        if name == "deepseek_v4" and "n_shared_experts" in changes:
-            continue  # transformers makes one shared expert, whatever the file says
-        config = made(name, **{**SMALL, **changes})
+    unlike = {"nemotron_h": {"tie_word_embeddings": False}, "deepseek_v4": {"n_shared_experts": 1}}
+    for changes in VARIANTS:  # of which transformers follows no other ties, and no other shared experts
+        config = made(name, **{**SMALL, **changes, **unlike.get(name, {})})
         expected = counted_by_transformers(config)
         assert counted(as_file(config)) == pytest.approx(expected, rel=2e-3), changes
 
@@ -201,7 +200,9 @@ def test_rubbish_in_any_key_is_refused_by_its_name_or_has_no_effect(name: str) -
     sections = [(), *((key,) for key in ("text_config", "vision_config") if key in document)]
     for section in sections:
         inner = document[section[0]] if section else document
-        for key, value in [("wormholes", 3), *((key, value) for key in inner for value in RUBBISH)]:
+        # Every other key gets the one half of the values, and in another type perhaps the other half.
+        wrong = [(key, value) for at, key in enumerate(inner) for value in RUBBISH[at % 2 :: 2]]
+        for key, value in [("wormholes", 3), *wrong]:
             changed = {**inner, key: value}
             try:
                 read = from_transformers({**document, section[0]: changed} if section else changed)
@@ -211,3 +212,70 @@ def test_rubbish_in_any_key_is_refused_by_its_name_or_has_no_effect(name: str) -
                 continue
             assert key != "wormholes"
             validated(Transformer, {"sequence": 8, **read})
+
+
+TYPES = (
+    "afmoe apertus deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5_moe exaone4 gemma gemma2 gemma3_text "
+    "gemma4_text gpt_neox gpt_oss granitemoeshared hy_v3 laguna llama mimo_v2_flash minimax_m2 "
+    "minimax_m3_vl_text mistral mixtral nemotron olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe solar_open"
+)
+"""All that the worker trains, and one or more for each formula of attention and of experts."""
+RECURRENT = "bailing_hybrid bamba jamba kimi_linear lfm2_moe minimax nemotron_h olmo_hybrid qwen3_5_text"
+"""Types with layers of given costs, whose recurrence transformers computes by tokens, or in other chunks."""
+SIZES: dict[str, Any] = {
+    **SMALL, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "vocab_size": 128,
+    "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_experts": 8, "n_routed_experts": 8,
+    "num_local_experts": 8, "index_n_heads": 2, "index_head_dim": 16, "o_lora_rank": 16, "o_groups": 2,
+    "sliding_window": 16, **EXPERTS,
+}  # fmt: skip
+LATENT = {"num_key_value_heads": 4}
+LEFT_OUT = {"deepseek_v32": 0.005, "qwen2_moe": 1e-4}
+"""Weights of the indexer's heads, and a gate of one value per token."""
+
+
+def counted_by_torch(name: str, length: int) -> tuple[Any, dict[str, int]]:
+    """A small file of a type, and operations of a forward by names of torch's functions.
+
+    Experts get as many tokens as the router sends them.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = made(name, **{**SIZES, **(LATENT if "kv_lora_rank" in fields(name) else {})})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    tokens = torch.ones((1, length), dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    found = counter.get_flop_counts()["Global"]
+    return as_file(config), {str(function): int(count) for function, count in found.items()}
+
+
+def operations(document: Any, length: int, *, with_scores: bool = True) -> float:
+    """With all scores computed."""
+    read = {"sequence": length, "attention": "plain", "causal": False, **from_transformers(document)}
+    model = Transformer.model_validate({**read, "prediction_layers": 0})
+    total, n = 0.0, model.residual_streams
+    for kind in layer_kinds(model):
+        for _, half in kind.halves:
+            part = half.part(shapes_of(model, kind, Degrees()))
+            products = sum(product.flops for product in part.products)
+            total += kind.count * (products + (part.core.forward if with_scores else 0))
+    # The mix of streams is a product in transformers; zbv counts its memory traffic.
+    return total + (2 * model.layers * 2 * length * n * n * model.hidden if n > 1 else 0)
+
+
+@pytest.mark.parametrize("name", TYPES.split())
+def test_a_forward_has_the_operations_that_torch_counts(name: str) -> None:
+    length = 128 if name == "deepseek_v4" else 32  # it compresses 128 tokens to one
+    document, by_function = counted_by_torch(name, length)
+    expected = sum(by_function.values())
+    assert operations(document, length) == pytest.approx(expected, rel=LEFT_OUT.get(name, 1e-9))
+
+
+@pytest.mark.parametrize("name", RECURRENT.split())
+def test_layers_without_attention_have_the_products_with_weights_that_torch_counts(name: str) -> None:
+    document, by_function = counted_by_torch(name, 32)
+    expected = by_function["aten.mm"] + by_function.get("aten.addmm", 0)
+    assert operations(document, 32, with_scores=False) == pytest.approx(expected, rel=1e-9)

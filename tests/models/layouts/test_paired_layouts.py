@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from support.executor_layouts import EXPERTS, MODEL, Document, cluster_of, request_of
@@ -12,7 +13,7 @@ from zbv_models.layouts.answer import composition, ranking_json
 from zbv_models.layouts.estimated_layout import EstimatedLayout, plan_layout
 from zbv_models.layouts.paired_layout import MADE_FOR_PAIRS, PairedLayout
 from zbv_models.layouts.request import Request
-from zbv_models.layouts.search import best_layouts
+from zbv_models.layouts.search import Ranking, best_layouts
 from zbv_solver.commands.layout_tables import layout_table
 from zbv_solver.errors import InvalidInput
 from zbv_solver.verify.verifier import verify_orders
@@ -26,9 +27,14 @@ def request(pairs: str, **fixed: object) -> Request:
     return request_of(EXPERTS, CLUSTER, 32, parallel={"pairs": pairs}, **{**PIPELINE, **fixed})
 
 
+@cache
+def ranking(pairs: str) -> Ranking:
+    asked = request(pairs, expert_parallel=4)
+    return best_layouts(asked.families(), asked.setting)
+
+
 def test_pairs_shorten_the_best_layout_and_what_it_is_compared_with_is_longer() -> None:
-    asked = request("experts", expert_parallel=4)
-    best = best_layouts(asked.families(), asked.setting).best[0]
+    best, alone = ranking("experts").best[0], ranking("none").best[0]
     assert isinstance(best, PairedLayout)
     verify_orders(best.plan.problem, best.plan.orders)
     assert best.alone is not None
@@ -36,8 +42,6 @@ def test_pairs_shorten_the_best_layout_and_what_it_is_compared_with_is_longer() 
     assert {each.name for each in best.baselines} <= set(MADE_FOR_PAIRS)
     assert [each for each in best.baselines if each.fits]
     assert all(best.step_time <= each.step_time * (1 + 1e-9) for each in best.baselines if each.fits)
-    plain = request("none", expert_parallel=4)
-    alone = best_layouts(plain.families(), plain.setting).best[0]
     assert best.step_time <= alone.step_time
     assert composition(alone)["expert_parallel"] > composition(best)["expert_parallel"] >= 0
 
@@ -59,25 +63,23 @@ def test_bounds_and_parts_of_a_step_hold_with_pairs(pairs: str, expert: int) -> 
 
 
 def test_the_answer_and_the_table_say_what_pairs_save() -> None:
-    asked = request("experts", expert_parallel=4)
-    ranking = best_layouts(asked.families(), asked.setting)
-    (layout,) = json.loads(json.dumps(ranking_json(ranking, asked)))["layouts"]
-    pairs, best = layout["pairs"], ranking.best[0]
+    asked, found = request("experts", expert_parallel=4), ranking("experts")
+    (layout,) = json.loads(json.dumps(ranking_json(found, asked)))["layouts"]
+    pairs, best = layout["pairs"], found.best[0]
     assert 0 < pairs["paired"] <= pairs["forwards"]
     assert pairs["factor"] == pytest.approx(132 / 112)
     assert pairs["saved"] > 0
     assert pairs["step_time_without"] > layout["step_time"]
-    rows = [str(cell) for cell in layout_table(ranking, asked).columns[0].cells]
+    rows = [str(cell) for cell in layout_table(found, asked).columns[0].cells]
     assert rows[-len(pairs["baselines"]) :] == [f"step of {each['name']}" for each in pairs["baselines"]]
-    without = request("none", expert_parallel=4)
-    (plain,) = ranking_json(best_layouts(without.families(), without.setting), without)["layouts"]
+    (plain,) = ranking_json(ranking("none"), request("none", expert_parallel=4))["layouts"]
     assert "pairs" not in plain
     assert isinstance(best, PairedLayout)
 
 
 def test_a_layout_with_little_memory_has_no_baseline_that_does_not_fit() -> None:
-    asked = request("experts", expert_parallel=4, microbatch_size=1)
-    roomy = best_layouts(asked.families(), asked.setting).best[0]
+    roomy = ranking("experts").best[0]
+    asked = request("experts", expert_parallel=4, microbatch_size=roomy.layout.microbatch_size)
     peaks = max(roomy.plan.metrics.peak_memory)
     tight = replace(asked, cluster=replace(CLUSTER, memory=0.9 * peaks, size=0.9 * peaks))
     found = best_layouts(tight.families(), tight.setting).best[0]

@@ -127,6 +127,8 @@ def test_none_undoes_every_value_that_may_be_absent(run: Run) -> None:
 
 MEGATRON = "cut model.json --effort quick --executor megatron"
 GIVEN = f"{MEGATRON} --layout Et*5|tL"
+AT_ONCE = f"{GIVEN} --time-limit 1e-9"
+FOUR = f"{MEGATRON} --layout 1,2,1,2 --time-limit 1e-9"
 ONE_STAGE = f"{MEGATRON} --no-free-order --virtual-stages 1"
 TORCH = "cut model.json --executor torch --schedule 1F1B GPipe --no-free-order"
 TITAN = "cut model.json --executor torchtitan"
@@ -165,15 +167,15 @@ def test_the_best_cut_is_printed_and_is_a_plan(run: Run) -> None:
         (VISION, ONE_STAGE, '--pipeline-model-parallel-layout "Ettt|tttL"', "inf"),
         (ENDS, f"{ONE_STAGE} 2", "interleaved-1F1B with 2 virtual stages has no cut: found 3 transf", "inf"),
         (ENDS, f"{ONE_STAGE} 2 --json", '"refused": [\n    {\n      "schedule": "interleaved-1F1B"', "inf"),
-        ({"memory": {"limit": 18}}, GIVEN, "It does not fit the memory of rank 0.", "all ranks"),
-        ({"memory": {"limit": 50}}, GIVEN, "It fits the memory of all ranks.", "not fit"),
-        ({}, GIVEN, "Megatron-LM takes it.|Stage 0 is the bottleneck.|No cut under this schedule is", "inf"),
-        ({}, GIVEN, "The best cut of all schedules (interleaved-1F1B", "not fit"),
-        ({}, f"{GIVEN} --time-limit 1e-9", "The best cut under this schedule is", "of all schedules"),
+        ({"memory": {"limit": 18}}, AT_ONCE, "It does not fit the memory of rank 0.", "all ranks"),
+        ({"memory": {"limit": 50}}, AT_ONCE, "It fits the memory of all ranks.", "not fit"),
+        ({}, GIVEN, "Megatron-LM takes it.|Stage 0 is the bottleneck.|No cut under this schedule is|"
+         "The best cut of all schedules (interleaved-1F1B", "not fit"),
+        ({}, AT_ONCE, "The best cut under this schedule is", "of all schedules"),
         ({}, f"{MEGATRON} --layout Et*4|ttL", "It is proved that no cut under this schedule is", "gained"),
         # The schedule of a given cut is the executor's, unless flags fix it.
-        ({}, f"{MEGATRON} --layout 1,2,1,2", "under interleaved-1F1B, groups of 2", "inf"),
-        ({}, f"{MEGATRON} --layout 1,2,1,2 --group-size 4", "under interleaved-1F1B, groups of 4", "inf"),
+        ({}, FOUR, "under interleaved-1F1B, groups of 2", "inf"),
+        ({}, f"{FOUR} --group-size 4", "under interleaved-1F1B, groups of 4", "inf"),
         ({}, f"{TITAN} --layout 1,2,1,2 --schedule ZBVZeroBubble", "under ZBVZeroBubble", "inf"),
     ],
 )  # fmt: skip

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from support.forked_ranks import fork_process
 from support.gradients import relative_error
-from support.paths import TESTS
 from support.plans import unit_problem, write_plan
 from support.selfcheck import Gradients, hard_model, random_orders, reference_gradients
 from zbv_solver.construct.baselines import baseline
@@ -20,6 +20,7 @@ from zbv_solver.problem.problem import Problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
+from zbv_worker.host import local_ranks
 from zbv_worker.host.local_ranks import LocalRanks, python_command
 
 TOLERANCE = 1e-5
@@ -51,9 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.compute_only.csv").write_text(export(plan, "torch-csv"))
         (folder / f"{name}.compute_comms.csv").write_text(export(plan, "torch-comms-csv"))
     command = python_command("support.run_csv", str(folder))
-    search_path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    with LocalRanks([command] * 2, folder / "logs", {"PYTHONPATH": search_path}) as ranks:
-        ranks.wait(timeout=120)
+    with pytest.MonkeyPatch.context() as patch:  # torch is imported once
+        patch.setattr(local_ranks, "start_process", partial(fork_process, modules=("support.run_csv",)))
+        with LocalRanks([command] * 2, folder / "logs") as ranks:
+            ranks.wait(timeout=120)
     return folder
 
 

@@ -72,7 +72,7 @@ SIX = layered_problems(most_layers=6) | layered_problems(most_layers=6, mixed=Tr
 FOUR = layered_problems(4, ANY) | layered_problems(4, ANY, mixed=True)
 
 
-@settings(max_examples=120)
+@settings(max_examples=70)
 @given(SIX | FOUR, st.floats(0, 1))
 @example(DEAD_END, 0.0)
 def test_the_balanced_cut_is_the_best_and_none_is_below_the_floor(problem: Any, share: float) -> None:

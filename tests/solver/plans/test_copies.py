@@ -186,6 +186,7 @@ def test_wrong_numbers_name_their_place(costs: dict[str, Any], memory: dict[str,
 
 
 @given(with_copies())
+@settings(max_examples=15)
 def test_the_smallest_limit_is_exact(problem: Problem) -> None:
     """A plan exists at the smallest limit, and less is refused."""
     least = problem.smallest_limit

@@ -76,7 +76,7 @@ def plans(draw: st.DrawFn) -> zbv.Plan:
 
 
 @given(plans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_plans_round_trip_as_documents_and_keep_their_identity(plan: zbv.Plan) -> None:
     document = altered(plan)
     again = parse_plan(document)

@@ -1,4 +1,4 @@
-"""The same problem gets the same plan in every version: twenty plan ids that were recorded once.
+"""The same problem gets the same plan in every version: plan ids that were recorded once.
 
 A change of a search may move an id, and then the objective must not be worse; a mere rewrite must move none.
 """

@@ -109,7 +109,7 @@ def heavy(p: int, m: int, limit: float | None) -> Problem:
     return with_sizes(uniform(p, m, limit=limit), [4.0 if k % 5 == 2 else 0.0 for k in range(m)])
 
 
-@pytest.mark.parametrize("effort", get_args(Effort))
+@pytest.mark.parametrize("effort", ["quick", "standard"])
 @given(problem=problems(max_p=3, max_m=4, kinds=("v", "loop", "single")), seed=st.integers(0, 99))
 @example(heavy(2, 5, None), 1)
 @settings(max_examples=4)
@@ -200,10 +200,9 @@ def test_phases_can_be_left_out(problem: Problem, without: tuple[str, ...]) -> N
     assert plan.provenance.extra.get("without", []) == list(without)
 
 
-@pytest.mark.parametrize("seed", [6, 21])
-def test_threads_do_not_change_which_chain_wins(seed: int) -> None:
-    """On these problems tuning meets the bound, in one chain after many more steps than in the other."""
-    chance = Random(seed)
+def test_threads_do_not_change_which_chain_wins() -> None:
+    """On this problem tuning meets the bound, in one chain after many more steps than in the other."""
+    chance = Random(6)
     names = {"forward": 10, "backward_input": 12, "backward_weight": 8}
     costs = {name: [chance.randint(8, 12) * base // 10 for _ in range(6)] for name, base in names.items()}
     problem = uniform(3, 8, limit=6, objective="makespan", costs=costs)
@@ -335,7 +334,7 @@ WORSE = [
 @given(differing_problems(max_p=3, max_m=6))
 @example(WORSE[0])
 @example(WORSE[1])
-@settings(max_examples=8)
+@settings(max_examples=4)
 def test_thorough_is_never_worse_than_standard(problem: Problem) -> None:
     more = replace(BUDGET, tuned=11_200, annealed=800_000)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The tables and the picture of the documentation are what the commands print today."""
+"""The example of the README, and tables and picture of the documentation, are what is printed today."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ def test_the_guide_and_the_help_state_the_same_times(capsys: pytest.CaptureFixtu
     assert "about four times as long" in text
 
 
-def test_the_picture_is_the_plan_that_zbv_finds(tmp_path: Path) -> None:
+def test_the_readmes_example_prints_what_it_says_and_the_picture_is_its_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`make picture` draws it again."""
+    code = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    stated = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
+    assert len(stated) == 2
+    assert capsys.readouterr().out.splitlines() == stated
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
-    assert main(["plan", EXAMPLE, "-o", str(plan)]) == 0
     assert main(["export", str(plan), "--format", "svg", "-o", str(picture)]) == 0
     assert picture.read_text(encoding="utf-8") == (ROOT / "docs/plan.svg").read_text(encoding="utf-8")

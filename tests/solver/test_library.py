@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zbv_solver as zbv
 from support.layered import LAYERED
-from support.paths import ROOT
 from support.problems import uniform_document
 
 DOCUMENT = uniform_document(2, 4, limit=4)
-
-
-def test_the_readmes_example_prints_what_it_says(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    code = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
-    stated = re.findall(r"^print\(.*\)  # (.*)$", code, re.MULTILINE)
-    assert len(stated) == 2
-    assert capsys.readouterr().out.splitlines() == stated
-    assert (tmp_path / "plan.json").is_file()
 
 
 @pytest.mark.parametrize("document", [DOCUMENT, LAYERED], ids=["stages", "layers"])

@@ -47,7 +47,6 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1}
 VARIANTS: list[dict[str, Any]] = [
-    {},
     {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 8, "num_experts": 8,
      "first_k_dense_replace": 3, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2,
      "q_lora_rank": 64, "kv_lora_rank": 32, **EXPERTS},
@@ -58,6 +57,7 @@ VARIANTS: list[dict[str, Any]] = [
      "index_topk": 16, "index_n_heads": 4, "index_head_dim": 32, **EXPERTS},
 ]  # fmt: skip
 """Every key has another value than in ``SMALL`` in one of these."""
+
 
 def config_class(name: str) -> Any:
     return transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]
@@ -175,12 +175,15 @@ def test_a_model_with_a_vision_encoder_has_the_parameters_that_transformers_coun
     assert counted({**document, "vision_config": None}) < counted(document)
     others = ("tie_word_embeddings", "layer_types", "moe_layers", "per_layer_config")
     text = {key: value for key, value in document["text_config"].items() if key not in others}
+    seen = document["vision_config"]
     for outer, inner in TIES:
         if outer is None and name in UNTIED_AS_PUBLISHED:
             continue
         of_text, of_file = ({} if tied is None else {"tie_word_embeddings": tied} for tied in (inner, outer))
         rest = {key: value for key, value in document.items() if key != "tie_word_embeddings"}
+        vision = {key: 2 if key == "num_hidden_layers" else value for key, value in seen.items()}
         file = {**rest, "text_config": {**text, "num_hidden_layers": 4, **of_text}, **of_file}
+        file["vision_config"] = vision
         expected = counted_by_transformers(config_class(name)(**json.loads(json.dumps(file))))
         assert counted(file) == pytest.approx(expected, rel=2e-3), (outer, inner)
     if WRAPPERS[name].flat:  # published files have the text's keys next to ``vision_config``

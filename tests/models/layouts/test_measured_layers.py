@@ -126,9 +126,8 @@ def test_measured_links_replace_those_of_nodes() -> None:
     assert measured.once(names) > plain.once(names)
 
 
-@pytest.mark.parametrize("factor", [0.2, 3.0])
-def test_bounds_hold_for_measured_layers(factor: float) -> None:
-    document = as_estimated(2, factor=factor)
+def test_bounds_hold_for_measured_layers() -> None:
+    document = as_estimated(2, factor=0.2)
     for layer in document["layers"]:
         layer["backward"] = 0.6 * (layer["backward_input"] + layer["backward_weight"])
     fixed: Document = {"tensor_parallel": 1, "context_parallel": 1, "zero_stage": 0}

@@ -230,7 +230,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_experts": 8, "n_routed_experts": 8,
     "num_local_experts": 8, "index_n_heads": 2, "index_head_dim": 16, "o_lora_rank": 16, "o_groups": 2,
-    "sliding_window": 16, **EXPERTS,
+    "sliding_window": 16, "vocab_size_per_layer_input": 128, "mamba_chunk_size": 16, "mamba_d_state": 16,
+    "linear_num_heads": 4, "linear_head_dim": 16, **EXPERTS,
 }  # fmt: skip
 LATENT = {"num_key_value_heads": 4}
 LEFT_OUT = {"deepseek_v32": 0.005, "qwen2_moe": 1e-4}

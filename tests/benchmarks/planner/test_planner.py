@@ -65,66 +65,44 @@ def no_spinner(_text: str) -> Iterator[Callable[[str], None]]:
 # What a plan is held to
 
 
-@pytest.mark.parametrize(
-    ("ours", "verdict"), [(99, "win"), (99.9999999, "tie"), (100, "tie"), (100.00005, "tie"), (101, "loss")]
-)
-def test_the_smaller_value_wins_and_values_within_a_millionth_tie(ours: float, verdict: str) -> None:
-    found = outcome((1, ours, 90), of=instance(peers={"a": peer(100)}))
-    assert found.verdict == verdict
-    assert found.ratio == pytest.approx(ours / 100)
+SINGLE = {"zb": peer(99, placement="single")}
+MISSING = {"large": peer(50, fits=False), "failed": {"placement": "v", "error": "no"}, "null": peer(None)}
+BY_MAKESPAN = {"a": {"placement": "v", "span": 50, "makespan": 100, "fits": True}}
 
 
-def test_the_best_contender_decides() -> None:
-    peers = {"slow": peer(120), "best": peer(100), "loop": peer(105, placement="loop")}
-    found = outcome((1, 110, 90), of=instance(peers=peers))
-    assert found.best is not None
-    assert (found.best.name, found.best.value, found.verdict) == ("best", 100, "loss")
-
-
-def test_peers_that_fail_or_do_not_fit_are_ignored() -> None:
-    peers = {"large": peer(50, fits=False), "failed": {"placement": "v", "error": "no"}, "null": peer(None)}
-    found = outcome((1, 110, 90), of=instance(peers=peers))
-    assert (found.verdict, found.best, found.ratio) == ("no peer", None, None)
-
-
-def test_a_peer_with_another_placement_counts_unless_it_is_below_the_bound() -> None:
-    def with_single_at(value: float) -> Outcome:
-        return outcome((1, 110, 100), of=instance(peers={"zb": peer(value, placement="single")}))
-
-    assert with_single_at(100).verdict == "loss"
-    assert with_single_at(99.9999999).verdict == "loss"  # below by rounding only
-    below = with_single_at(99)
-    assert below.verdict == "no peer"
-    assert [entry.value for entry in below.below_bound] == [99]
-    assert below.contradicting == []
-
-
-def test_a_peer_with_the_same_placement_below_the_bound_is_a_loss_and_a_contradiction() -> None:
-    found = outcome((1, 110, 100), of=instance(peers={"v": peer(95)}))
-    assert found.verdict == "loss"
-    assert [entry.value for entry in found.contradicting] == [95]
-
-
-def test_peers_are_compared_by_the_objective_of_the_problem() -> None:
+@pytest.mark.parametrize(("ours", "peers", "verdict", "best", "below", "contradicting"), [
+    # The smaller value wins, and values within a millionth tie.
+    *((ours, {"a": peer(100)}, verdict, 100, [], []) for ours, verdict in (
+        (99, "win"), (99.9999999, "tie"), (100, "tie"), (100.00005, "tie"), (101, "loss"))),
+    # The best contender decides; those that fail or do not fit are none.
+    (110, {"slow": peer(120), "best": peer(100), "loop": peer(105, placement="loop")}, "loss", 100, [], []),
+    (110, MISSING, "no peer", None, [], []),
+    # Of another placement, one below our bound is none, unless that is by rounding only.
+    (110, {"zb": peer(99.9999999, placement="single")}, "loss", 99.9999999, [], []),
+    (110, SINGLE, "no peer", None, [99], []),
+    # Of the same placement, one below our bound contradicts it.
+    (110, {"v": peer(95)}, "loss", 95, [], [95]),
+])  # fmt: skip
+def test_a_plan_is_compared_with_its_best_contender(
+    ours: float, peers: Any, verdict: str, best: float | None, below: list[float], contradicting: list[float]
+) -> None:
+    found = outcome((1, ours, 100 if ours == 110 else 90), of=instance(peers=peers))
+    assert (found.verdict, found.best and found.best.value) == (verdict, best)
+    assert found.ratio == (best and pytest.approx(ours / best))
+    assert [entry.value for entry in found.below_bound] == below
+    assert [entry.value for entry in found.contradicting] == contradicting
     problem = uniform_document(2, 4, limit=4, objective="makespan")
-    peers = {"a": {"placement": "v", "span": 50, "makespan": 100, "fits": True}}
-    assert outcome((1, 90, 80), of=instance(problem=problem, peers=peers)).verdict == "win"
+    assert outcome((1, 90, 80), of=instance(problem=problem, peers=BY_MAKESPAN)).verdict == "win"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "is_reached"), [(5, True), (3, True), (2.9, False), (None, True)], ids=str
-)
-def test_a_target_is_reached_when_the_gap_is_proven_in_time(seconds: float | None, is_reached: bool) -> None:
-    target = instance(reach={"gap": 0.02, "seconds": seconds})
+@pytest.mark.parametrize(("gap", "seconds", "after"), [
+    *((0.02, seconds, 3) for seconds in (5, 3, 2.9, None)), (0, None, None),
+])  # fmt: skip
+def test_a_target_is_reached_when_the_gap_is_proven_in_time(gap: float, seconds: Any, after: Any) -> None:
+    target = instance(reach={"gap": gap, "seconds": seconds})
     found = outcome((1, 110, 100), (3, 102, 100), (9, 101, 100), of=target)
-    assert found.reached_after == 3
-    assert found.is_reached is is_reached
-
-
-def test_an_unproven_target_is_missed() -> None:
-    found = outcome((1, 110, 100), of=instance(reach={"gap": 0}))
-    assert found.reached_after is None
-    assert not found.is_reached
+    assert found.reached_after == after
+    assert found.is_reached is (after is not None and seconds != 2.9)
 
 
 def test_the_summary_counts_every_instance_once() -> None:
@@ -199,21 +177,15 @@ def test_ctrl_c_keeps_the_results_so_far() -> None:
     assert report_json(report)["interrupted"] is True
 
 
-def test_an_ablation_runs_the_suite_without_each_mechanism() -> None:
-    out = StringIO()
-    report = bench([instance()], QUICK, ablate=True, out=out, spinner=no_spinner)
-    names = [mechanism.name for mechanism in MECHANISMS]
-    assert set(PHASES) < set(names)
-    assert [run.without for run in report.runs] == [(), *((name,) for name in names)]
+@pytest.mark.parametrize("without", [(), PHASES[:1]], ids=str)
+def test_an_ablation_runs_the_suite_without_each_further_mechanism(without: tuple[str, ...]) -> None:
+    out, options = StringIO(), SearchOptions(effort="quick", without=without)
+    report = bench([instance()], options, ablate=True, out=out, spinner=no_spinner)
+    names = [mechanism.name for mechanism in MECHANISMS[len(without) :]]
+    assert {*PHASES} < {*without, *names}
+    assert [run.without for run in report.runs] == [without, *((*without, name) for name in names)]
     assert [added.mechanism for added in report.contributions] == names
     assert all(name in out.getvalue().rpartition("what each mechanism adds")[2] for name in names)
-
-
-def test_an_ablation_of_a_reduced_search_leaves_out_one_more_mechanism() -> None:
-    options = SearchOptions(effort="quick", without=PHASES[:1])
-    report = bench([instance()], options, ablate=True, out=StringIO(), spinner=no_spinner)
-    others = [(PHASES[0], mechanism.name) for mechanism in MECHANISMS[1:]]
-    assert [run.without for run in report.runs] == [PHASES[:1], *others]
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,11 @@ VARIANTS: list[dict[str, Any]] = [
      "index_topk": 16, "index_n_heads": 4, "index_head_dim": 32, **EXPERTS},
 ]  # fmt: skip
 """Every key has another value than in ``SMALL`` in one of these."""
+ALWAYS: dict[str, dict[str, Any]] = {
+    "nemotron_h": {"tie_word_embeddings": False},
+    "deepseek_v4": {"n_shared_experts": 1},
+}
+"""What transformers makes of these types, whatever the file says."""
 
 
 def config_class(name: str) -> Any:
@@ -116,9 +121,8 @@ def test_a_type_and_its_variants_have_the_parameters_that_transformers_counts(na
     if name != "nemotron_h":  # which needs its layers; other files may leave out what their class defines
         few = {"model_type": name, count_key(name): LAYERS, **COMPLETED.get(name, {})}
         assert (built(few).stream, layer_kinds(built(few))) == (built(keys).stream, layer_kinds(built(keys)))
-    unlike = {"nemotron_h": {"tie_word_embeddings": False}, "deepseek_v4": {"n_shared_experts": 1}}
-    for changes in VARIANTS:  # of which transformers follows no other ties, and no other shared experts
-        config = made(name, **{**SMALL, **changes, **unlike.get(name, {})})
+    for changes in VARIANTS:
+        config = made(name, **{**SMALL, **changes, **ALWAYS.get(name, {})})
         expected = counted_by_transformers(config)
         assert counted(as_file(config)) == pytest.approx(expected, rel=2e-3), changes
 

@@ -122,7 +122,7 @@ def irregularity(problem: LayeredProblem, bounds: Bounds) -> list[int]:
     return [int(number) for number in irregularities(blocks[None], np.diff(bounds)[None])[0]]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     times=st.lists(st.sampled_from([1.0, 1.0, 1.0, 1.001, 1.004]), min_size=5, max_size=8),
     head=st.sampled_from([0.5, 1.5, 3.0]), limit=st.sampled_from([None, None, 30]),

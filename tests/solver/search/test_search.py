@@ -42,7 +42,7 @@ WINNERS = [((5, 2), 1, (6, 3)), ((2, 5), 0, (3, 3)), ((2, 2), 0, (3, 3)), ((None
 
 
 @given(limited_problems(max_p=8, max_m=16) | differing_problems(max_p=4, max_m=8))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_every_feasible_limit_gives_a_verified_plan_and_no_other(problem: Problem) -> None:
     """The smallest limits leave room for nothing but what the banker's algorithm admits."""
     with pytest.MonkeyPatch.context() as patch:

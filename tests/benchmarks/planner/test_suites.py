@@ -13,6 +13,8 @@ from zbv_solver.errors import InvalidInput
 
 from benchmarks.planner.suite import parse_suite, select
 
+PROBLEM = uniform_document(2, 4)
+
 
 @pytest.mark.parametrize(
     ("document", "says"),
@@ -29,18 +31,9 @@ from benchmarks.planner.suite import parse_suite, select
         (suite(entry(peers={"a": peer(math.nan)})), r"s#/instances/0/peers/a/span: found nan"),
         (suite(entry(peers={"a": {"span": 1}})), r"s#/instances/0/peers/a/placement: this key is required"),
         (suite(entry(peers={"a/b": peer(1, fits=None)})), r"s#/instances/0/peers/a~1b/fits: .* required"),
-        (
-            suite(entry(), entry("x", problem=uniform_document(2, 4) | {"microbatches": 0})),
-            r"s#/instances/1/",
-        ),
-        (
-            suite(entry(problem=uniform_document(2, 4) | {"costs": {"forward": [1, 2, 3]}})),
-            r"s#/instances/0/problem/costs/backward_input: this key",
-        ),
-        (
-            suite(entry(), entry("x", problem=uniform_document(2, 4, p2p=[1, 2]))),
-            r"s#/instances/1/problem/costs/p2p: found 2 values",
-        ),
+        (suite(entry(), entry("x", problem=PROBLEM | {"microbatches": 0})), r"s#/instances/1/"),
+        (suite(entry(problem=PROBLEM | {"costs": {"forward": [1]}})), r"s#/instances/0/problem/costs/backw"),
+        (suite(entry(), entry("x", problem=uniform_document(2, 4, p2p=[1, 2]))), r"/1/problem/costs/p2p: fo"),
     ],
     ids=range(15),
 )

@@ -182,18 +182,10 @@ def test_the_command_compares_own_runs(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
-    [
-        ('{"runs": []}', [], "/runs"),
-        ("[", [], "JSON"),
-        (None, ["--only", "nothing*"], "matches none of"),
-    ],
+    [('{"runs": []}', [], "/runs"), ("[", [], "JSON"), (None, ["--only", "nothing*"], "matches none of")],
 )
 def test_wrong_input_has_status_2(
-    text: str | None,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    text: str | None, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
         path = tmp_path / "runs.json"

@@ -66,11 +66,7 @@ def test_overhead_is_cpu_time_per_action_beyond_the_plain_loop() -> None:
     def samples(microseconds: int) -> list[tuple[int, int]]:
         return [(10 * 1000 * microseconds, 10 * 1000 * (microseconds + 5))] * 3
 
-    answer = {
-        "executor": samples(60),
-        "plain loop with bare transfers": samples(45),
-        "actions": 10,
-    }
+    answer = {"executor": samples(60), "plain loop with bare transfers": samples(45), "actions": 10}
     found = {finding.what: finding.value for finding in overhead.findings(2, [answer, answer])}
     assert found == pytest.approx(
         {

@@ -76,7 +76,7 @@ def test_the_ends_keep_tokens_and_logits() -> None:
 
 
 @given(gpts)
-def test_transformers_and_parameters_are_those_of_the_papers(model: Transformer) -> None:
+def test_operations_and_parameters_are_those_of_the_papers(model: Transformer) -> None:
     """Qi et al. 2023, table 1, of a block; Narayanan et al. 2021, equation 3, of a step that recomputes.
 
     Equation 2, of parameters: 12 l h² (1 + 13/12h + (V + s)/12lh); plus the final norm, 2h.

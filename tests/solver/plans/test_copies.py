@@ -232,16 +232,6 @@ def test_a_small_host_takes_the_stage_that_helps_most() -> None:
     assert search(problem, SearchOptions("quick")).metrics.peak_memory == (13,)
 
 
-@given(with_copies(), st.floats(0, 1))
-@settings(max_examples=10)
-def test_plans_keep_the_limit_and_the_bound(problem: Problem, share: float) -> None:
-    least, whole = problem.smallest_limit, problem.without_copies().smallest_limit
-    limit = tuple(a + share * (2 * b - a) for a, b in zip(least, whole, strict=True))
-    plan = search(replace(problem, memory=replace(problem.memory, limit=limit)), SearchOptions("quick"))
-    verify(plan)
-    assert not any(map(exceeds, plan.metrics.peak_memory, limit))
-
-
 def test_copies_give_the_speed_of_more_memory_and_are_few() -> None:
     def problem(limit: float, **costs: float) -> Problem:
         memory = {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "limit": limit}

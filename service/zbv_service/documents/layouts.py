@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from zbv_models.estimate.config import Optimizer, Pairs, PrecisionName
+from zbv_models.estimate.config import CopiesChoice, Optimizer, Pairs, PrecisionName
 from zbv_models.estimate.model import FrozenWord, TargetModule
 from zbv_models.estimate.transformers_config import is_transformers_config
 from zbv_models.layouts.cluster import parse_cluster
@@ -35,7 +35,7 @@ MAX_BATCH = 65_536
 """Largest cluster and global batch: the number of layouts grows with their divisors."""
 MAX_TOP = 20
 MAX_PROFILES = 20
-KEPT = ("precision", "optimizer", "recompute_modules", "pairs")
+KEPT = ("precision", "optimizer", "recompute_modules", "pairs", "copies")
 """Keys that replace those of the model's section ``parallel``."""
 Degree = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES)] | None
 
@@ -97,6 +97,10 @@ class LayoutRequest(RequestDocument):
         None,
         description="What a forward and a backward that run together hide of each other: the all-to-all of "
         "experts, or all collectives; null: as the model says.",
+    )
+    copies: CopiesChoice | None = Field(
+        None,
+        description="What plans may copy to the host between an F and its backward; null: as the model says.",
     )
     profiles: Annotated[list[dict[str, Any]], Field(max_length=MAX_PROFILES)] = Field(
         [], description="Problems of `zbv-worker profile`: measured layers replace estimates."

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, quote
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from zbv_models.estimate.config import Optimizer, Pairs, PrecisionName
+from zbv_models.estimate.config import CopiesChoice, Optimizer, Pairs, PrecisionName
 from zbv_models.estimate.sections import preset, preset_names
 from zbv_models.layouts.layout import Order, Recompute
 from zbv_solver.errors import InvalidInput, Issue
@@ -96,6 +96,7 @@ class LayoutForm:
         "precision": get_args(PrecisionName),
         "optimizer": get_args(Optimizer),
         "pairs": get_args(Pairs),
+        "copies": get_args(CopiesChoice),
     }
     """What training keeps, chosen from lists; these replace what the model says."""
     modules: ClassVar[tuple[str, ...]] = get_args(Recomputed)

@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from zbv_solver.documents.files import number
 from zbv_solver.documents.validation import quoted, validated
 from zbv_solver.errors import InvalidInput, Issue
+from zbv_solver.problem.cut import Link
 from zbv_solver.problem.layer import Recomputed
 from zbv_solver.problem.numeric import MAX_CELLS, MAX_LAYERS, MAX_PP_DEGREE
 
@@ -49,6 +50,7 @@ PRECISIONS = {
 PRECISION_OF = {"bfloat16": "mixed-fp32-gradients", "float16": "mixed", "float32": "single"}
 """The precision of a model's type, if none is given: that of Megatron-LM with ``--bf16`` and ``--fp16``."""
 Pairs = Literal["none", "experts", "all"]
+CopiesChoice = Literal["none", "activations"]
 PrecisionName = Literal[
     "mixed", "mixed-fp32-gradients", "bf16-states", "fp8-states", "float8-gather", "single", "half"
 ]
@@ -105,6 +107,9 @@ class ParallelConfig(ConfigSection):
         "none",
         description="what a forward and a backward that run together hide of each other: the all-to-all of "
         "experts, or all collectives of a microbatch",
+    )
+    copies: CopiesChoice = Field(
+        "none", description="what a plan may copy to the host between an F and its backward"
     )
     fused_gradients: Flag = Field(
         True, description="products of W add their results to the accumulated gradients; false: a kernel does"
@@ -314,9 +319,24 @@ def problem_document(config: EstimateConfig, layers: Sequence[LayerEstimate] | N
         document["costs"] = {"link": {"latency": number(device.link_latency), "bandwidth": bandwidth}}
     if parallel.pairs != "none":
         document["costs"]["pair_factor"] = _shortened(device.cost_of_pairs)
+    if (host := host_link(parallel.copies, device)) is not None:
+        document["costs"]["host_link"] = {key: number(value) for key, value in vars(host).items()}
     if device.memory_limit is not None:
         document["memory"]["limit"] = number(device.memory_limit)
     return document
+
+
+def host_link(copies: CopiesChoice, device: Device, at: str = "/device") -> Link | None:
+    """The link to a device's host, in microseconds and bytes; None if nothing may be copied.
+
+    Raises :class:`InvalidInput` if it is unknown.
+    """
+    if copies == "none":
+        return None
+    if device.host_bandwidth is None:
+        detail = "this key is absent, so it is unknown how long a copy takes. Give it, or leave out copies."
+        raise InvalidInput.at(f"{at}/host_bandwidth", detail)
+    return Link(device.host_latency, device.host_bandwidth * BYTES_PER_MICROSECOND)
 
 
 def _layer(layer: LayerEstimate, recompute: str) -> dict[str, Any]:

@@ -124,6 +124,12 @@ class Device(ConfigSection):
         description="what a forward and a backward that run as a pair cost each other, at least 1; null: by "
         "the processors that their all-to-all needs",
     )
+    host_bandwidth: Rate | None = Field(
+        None,
+        description="GB/s that a device copies to its host, and as much back, while all devices of the node "
+        "do; null: unknown",
+    )
+    host_latency: Amount = Field(0.0, description="us, of every such copy")
     memory_limit: Amount | None = Field(None, description="bytes; null: no limit")
     reserved: Amount = Field(0.0, description="bytes that a device needs in addition to the layers")
 

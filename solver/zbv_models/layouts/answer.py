@@ -18,6 +18,7 @@ from zbv_solver.timing.start_times import evaluate
 from zbv_models.estimate.model_layers import model_flops, parameters_of, trained_parameters_of
 from zbv_models.estimate.states import StaticBytes
 from zbv_models.estimate.times import StepTimes, TimeShares
+from zbv_models.layouts.copied_layout import CopiedLayout
 from zbv_models.layouts.estimated_layout import (
     EstimatedLayout,
     PlannedLayout,
@@ -94,6 +95,7 @@ def _layout(planned: PlannedLayout, request: Request, with_plan: bool) -> dict[s
         "placement": layout.placement,
         **_executor_json(planned),
         **_pairs_json(planned),
+        **_copies_json(planned),
         "step_time": planned.step_time,
         "lower_bound": planned.lower_bound,
         "model_flops_utilisation": utilisation(planned, request),
@@ -171,6 +173,21 @@ def _pairs_json(planned: PlannedLayout) -> dict[str, Any]:
             "factor": planned.plan.problem.pair_factor,
             "step_time_without": planned.alone and planned.alone.step_time,
             "baselines": plain(planned.baselines),
+        }
+    }
+
+
+def _copies_json(planned: PlannedLayout) -> dict[str, Any]:
+    """What is copied to the host, and the step without copies in seconds; empty without copies."""
+    if not isinstance(planned, CopiedLayout):
+        return {}
+    problem = planned.plan.problem
+    return {
+        "copies": {
+            "copied": planned.copied,
+            "forwards": problem.n_stages * problem.microbatches,
+            "on_host": planned.on_host,
+            "step_time_without": planned.alone and planned.alone.step_time,
         }
     }
 

@@ -61,6 +61,9 @@ class NodesConfig(ConfigSection):
     reserve: Amount | None = Field(
         None, description="bytes of a device that training does not use; null: as the device says"
     )
+    host_memory: Amount | None = Field(
+        None, description="bytes of a node's host that copies may take; null: no limit"
+    )
     allocator_share: Rate = Field(
         ALLOCATOR_SHARE, ge=1, description="what PyTorch's allocator reserves per byte of tensors"
     )
@@ -125,6 +128,8 @@ class Cluster:
     data_overlap: float
     preset: str | None
     """Name of the device; None if its rates were given."""
+    host_memory: float | None
+    """Bytes of a node's host for copies; None if unlimited."""
     allocator_share: float
     """What PyTorch's allocator reserves per byte of tensors."""
 
@@ -330,6 +335,7 @@ def _nodes(config: NodesConfig, at: str, inside: LinkConfig | None, between: Lin
         expert_overlap=device.expert_parallel_overlap,
         data_overlap=device.data_parallel_overlap,
         preset=config.device if isinstance(config.device, str) else None,
+        host_memory=config.host_memory,
     )
 
 

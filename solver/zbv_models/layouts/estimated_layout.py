@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from zbv_solver.kernels.jit import FloatArray
@@ -20,6 +21,7 @@ from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 
+from zbv_models.estimate.config import host_link
 from zbv_models.estimate.device import GroupLink
 from zbv_models.estimate.layers import LayerEstimate, ModelEstimate
 from zbv_models.estimate.replica import Running
@@ -30,6 +32,8 @@ from zbv_models.layouts.measured_layers import LayerConditions, Origins
 from zbv_models.layouts.setting import SECONDS, Modules, Setting
 
 UNITS = Units("us", "bytes")
+ANY_HOST = 1e15
+"""Bytes that no host has: the limit of copies if none is given."""
 EVERYWHERE = ("selective", "full")
 """Kinds of recomputation that every stage has."""
 
@@ -132,11 +136,10 @@ class EstimatedLayout:
         Lemmas 31-33, 35, 37, 56 and 57.
         """
         problem = self.problem
-        hidden = problem.with_communication_hidden()
-        tables = CutTables.of(hidden)
+        tables = CutTables.of(problem.relaxed)
         if surely_lacking(tables._replace(room=tables.most_room)) > 0:
             return math.inf
-        least = least_worst_load(hidden, tables) * problem.microbatches
+        least = least_worst_load(problem.relaxed, tables) * problem.microbatches
         return least * SECONDS + self.least_once
 
     @cached_property
@@ -162,6 +165,8 @@ class EstimatedLayout:
         lasts = np.cumsum(chain[::-1])[::-1]
         room = self.room - float(self._table(lambda layer: layer.static.total).min(axis=0).sum())
         held = plain[..., 3].min(axis=0) * lasts
+        if self.setting.copies != "none":
+            held[:] = 0.0  # it may all be on the host
         saved = np.maximum(held - again[..., 3].min(axis=0) * lasts, 0.0)
         extra = np.maximum(of_again - work, 0.0)
         least = balanced(work.sum() / speed, held.sum() / room, extra / speed, saved / room)
@@ -189,7 +194,20 @@ class EstimatedLayout:
             units=UNITS,
             devices=tuple(names[kind] for kind in self.kind_of) if is_mixed else (),
             pair_factor=self.pair_factor,
+            **self._host,
         )
+
+    @property
+    def _host(self) -> dict[str, Any]:
+        """The link to the host, the slowest of the groups, and the room there, if plans may have copies."""
+        groups = [self.setting.cluster.groups[group] for group in self.layout.group_of]
+        links = [link for each in groups if (link := host_link(self.setting.copies, each.device)) is not None]
+        if not links:
+            return {}
+        rooms = (
+            ANY_HOST if each.host_memory is None else each.host_memory / each.gpus_per_node for each in groups
+        )
+        return {"host": min(links, key=lambda link: link.bandwidth), "host_limit": tuple(rooms)}
 
     @property
     def pair_factor(self) -> float:
@@ -391,14 +409,16 @@ def least_memory(estimated: EstimatedLayout) -> float:
     """
     layout, groups = estimated.layout, estimated.setting.cluster.groups
     held = sum(
-        min(_held(layer, layout.recompute) for layer in layers) * layers[0].copies
+        min(_held(layer, layout.recompute, estimated.setting.copies) for layer in layers) * layers[0].copies
         for layers in estimated.layers
     )
     return held / layout.pipeline_parallel + min(groups[each].reserve for each in layout.used_groups)
 
 
-def _held(layer: LayerEstimate, recompute: str) -> float:
-    """Bytes of a layer's states, and what F of a microbatch keeps at least."""
+def _held(layer: LayerEstimate, recompute: str, copies: str) -> float:
+    """Bytes of a layer's states, and what F of a microbatch keeps on the device at least."""
+    if copies != "none":
+        return layer.static.total
     kept, again = layer.plain.after_forward, layer.recomputed(recompute)
     if again is not None:
         kept = min(kept, again.after_forward)

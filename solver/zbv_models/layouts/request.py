@@ -12,7 +12,7 @@ from zbv_solver.documents.validation import quoted, validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.numerals import figure
 
-from zbv_models.estimate.config import EstimateConfig, parse_config
+from zbv_models.estimate.config import EstimateConfig, host_link, parse_config
 from zbv_models.estimate.model import FrozenWord, TargetModule, Transformer
 from zbv_models.estimate.sections import ConfigSection, Count, Size, presets_of, with_presets
 from zbv_models.estimate.transformers_config import from_transformers, is_transformers_config
@@ -33,7 +33,7 @@ from zbv_models.layouts.setting import OP, Modules, Setting, cheap_modules, drop
 
 KEPT = (
     *("optimizer", "precision", "offloaded_states"),
-    *("context_exchange", "fused_gradients", "recompute_modules", "pairs"),
+    *("context_exchange", "fused_gradients", "recompute_modules", "pairs", "copies"),
 )
 """Keys of the section ``parallel`` that layouts share; the search chooses the others."""
 NARROWING = ("tensor_parallel", "expert_parallel", "microbatch_size", "zero_stage", "placement")
@@ -90,7 +90,8 @@ class Request:
             measured = Measured.of(self.profiles, model, cluster.in_node, cluster.preset)
         # Layouts with and without selective recomputation share their estimates.
         training = replace(self.config.training, modules=frozenset(self._modules))
-        found = Setting(model, training, cluster, measured, module_sets=self._module_sets)
+        copies = self.config.parallel.copies
+        found = Setting(model, training, cluster, measured, copies, module_sets=self._module_sets)
         return found.of_executor(FREE)
 
     @property
@@ -182,10 +183,19 @@ class Request:
         """Raise :class:`InvalidInput` if the executor has no such states, or recomputes no such layers."""
         if self.executor == FREE and (refusal := STATES[FREE].refusal(self.config.state)):
             raise InvalidInput.at("/parallel/precision", f"{FREE} requires {refusal}.")
-        pairs = self.config.parallel.pairs
-        if pairs != "none" and self.executor != FREE:
-            detail = f"found {pairs} and executor {self.executor}; only orders of {FREE} have pairs here."
-            raise InvalidInput.at("/parallel/pairs", f"{detail} Leave one of them out.")
+        pairs, copies = self.config.parallel.pairs, self.config.parallel.copies
+        for name, found in (("pairs", pairs), ("copies", copies)):
+            if found != "none" and self.executor != FREE:
+                detail = (
+                    f"found {found} and executor {self.executor}; only orders of {FREE} have {name} here. "
+                )
+                raise InvalidInput.at(f"/parallel/{name}", detail + "Leave one of them out.")
+        if pairs != "none" and copies != "none":
+            detail = f"found {copies} together with pairs {pairs}; layouts have one of them. Leave one out."
+            raise InvalidInput.at("/parallel/copies", detail)
+        for number, group in enumerate(self.cluster.groups):
+            at = f"/groups/{number}/device" if len(self.cluster.groups) > 1 else "/device"
+            host_link(copies, group.device, at)
         if pairs == "experts" and self.config.model.experts is None:
             detail = "found experts; the model has none, so there is no all-to-all to hide. Leave it out."
             raise InvalidInput.at("/parallel/pairs", detail)

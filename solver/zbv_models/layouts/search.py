@@ -23,6 +23,7 @@ from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
 
+from zbv_models.layouts.copied_layout import compared_without_copies
 from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, with_plan
 from zbv_models.layouts.layout import Layout, LayoutFamily
 from zbv_models.layouts.paired_layout import compared
@@ -383,6 +384,8 @@ class LayoutSearch:
         """A planned layout with all that an answer lists."""
         if not isinstance(node.of, PlannedLayout):
             raise TypeError("a planned layout has no plan; this is a bug in zbv, please report it.")
+        if self.setting.copies != "none":
+            return compared_without_copies(node.of, self.options, self.cancelled)
         if self.setting.training.pairs == "none":
             return node.of
         return compared(node.of, self.options, self.cancelled)

@@ -11,6 +11,7 @@ from zbv_solver.partition.cut_space import speeds_of
 from zbv_solver.problem.layer import Recomputed
 
 from zbv_models.estimate.attention import Attention
+from zbv_models.estimate.config import CopiesChoice
 from zbv_models.estimate.device import GroupLink, GroupLinks
 from zbv_models.estimate.latent_attention import LatentAttention
 from zbv_models.estimate.layers import ModelEstimate, Training, estimate_model, without_replicas
@@ -95,6 +96,8 @@ class Setting:
     cluster: AnyCluster
     measured: Measured | None = None
     """What profiles measured, which replaces estimates."""
+    copies: CopiesChoice = "none"
+    """What plans may copy to the host."""
     has_loops: bool = False
     """Whether an executor chooses the placement: stages in a loop."""
     module_sets: tuple[Modules, ...] = ()

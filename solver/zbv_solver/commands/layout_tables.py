@@ -16,6 +16,7 @@ from zbv_models.layouts.answer import (
     utilisation,
 )
 from zbv_models.layouts.cluster import AnyCluster
+from zbv_models.layouts.copied_layout import CopiedLayout
 from zbv_models.layouts.estimated_layout import PlannedLayout
 from zbv_models.layouts.executor_rules import FREE
 from zbv_models.layouts.executor_search import ExecutorLayout
@@ -47,6 +48,7 @@ ROWS = (
 )
 
 EXECUTOR_ROWS = ("executor", "schedule", "step in a free order")
+COPY_ROWS = ("forwards copied to the host", "most copies of a rank", "step without copies")
 PAIR_ROWS = ("forwards in pairs", "step without pairs")
 LEAST_SHARE = 5e-5
 """Parts below this share of the step are not shown."""
@@ -73,6 +75,8 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
     paired = [each for each in ranking.best if isinstance(each, PairedLayout)]
     baselines = tuple(dict.fromkeys(row.name for each in paired for row in each.baselines))
     rows += (*PAIR_ROWS, *(f"step of {name}" for name in baselines)) if paired else ()
+    has_copies = any(isinstance(each, CopiedLayout) for each in ranking.best)
+    rows += COPY_ROWS if has_copies else ()
     seconds = timer(ranking.best[0].step_time, SECONDS)
     for each in ranking.best:
         table.add_column(justify="right")
@@ -93,6 +97,7 @@ def layout_table(ranking: Ranking, request: Request) -> Table:
                 *([_ranks_of_groups(layout)] if layout.groups else []),
                 *(_executor_cells(each) if has_executors else ()),
                 *(_pair_cells(each, baselines) if isinstance(each, PairedLayout) else ()),
+                *(_copy_cells(each) if isinstance(each, CopiedLayout) else ()),
             ]
         )
     for name, values in zip(rows, zip(*columns, strict=True), strict=True):
@@ -157,6 +162,17 @@ def _pair_cells(planned: PairedLayout, baselines: tuple[str, ...]) -> Iterator[s
         row = steps.get(name)
         too_large = "" if row is None or row.fits else ", does not fit"
         yield "–" if row is None else _longer(row.step_time, planned) + too_large
+
+
+def _copy_cells(planned: CopiedLayout) -> tuple[str, str, str]:
+    """Forwards that are copied, the host's memory, and the step without copies."""
+    problem = planned.plan.problem
+    of = problem.n_stages * problem.microbatches
+    return (
+        f"{figure(planned.copied, 12)} of {figure(of, 12)}",
+        gigabytes(max(planned.on_host)),
+        "does not fit" if planned.alone is None else _longer(planned.alone.step_time, planned),
+    )
 
 
 def _longer(step: float, planned: PlannedLayout) -> str:

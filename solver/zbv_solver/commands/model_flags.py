@@ -27,7 +27,7 @@ NONE = "none"
 """What undoes a value of a file or a preset, for keys that may be absent."""
 FLAGS = tuple(field.name for field in dataclasses.fields(Fixed))
 """The parts of a layout that may be fixed."""
-KEPT = ("precision", "optimizer", "recompute_modules", "pairs")
+KEPT = ("precision", "optimizer", "recompute_modules", "pairs", "copies")
 """Keys of the section ``parallel`` that are flags of ``zbv layout``: what training keeps."""
 EXECUTORS = ("zbv", "torch", "megatron", "torchtitan", "any")
 OF_LAYOUTS = {

@@ -20,7 +20,7 @@ from zbv_solver.problem.problem import B, D, F, I, O, Problem, R, W
 from zbv_solver.timing.start_times import earliest_times, objective_of
 
 ROUNDS = 4
-"""How often copies are planned again, at the times of the order with the copies of the round before."""
+"""How often copies are planned, at the times of the order with the copies of the round before."""
 NEVER = -1
 
 
@@ -72,14 +72,14 @@ class Choice(NamedTuple):
         )
 
 
-def plan_copies(problem: Problem, orders: Orders) -> tuple[float, Orders] | None:
+def plan_copies(problem: Problem, orders: Orders, rounds: int = ROUNDS) -> tuple[float, Orders] | None:
     """The objective and the order with the copies that keep the memory limit; None if none were found.
 
-    ``orders`` has none, and is executable without a limit of memory.
+    ``orders`` has none, and is executable without a limit of memory. They are planned up to ``rounds`` times.
     """
     best: tuple[float, Orders] | None = None
     made = orders
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         found = _planned(problem, orders, *earliest_times(problem, made))
         if found is None:
             return best

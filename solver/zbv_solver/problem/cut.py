@@ -137,6 +137,8 @@ class CutModel:
     """As in :class:`~zbv_solver.problem.layered_problem.LayeredProblem`."""
     blocked: float = 0.0
     """The latency that blocking transfers without a link add to the costs of stages."""
+    host: Link | None = None
+    """The link that the times of copies were computed from; None without copies."""
 
     @cached_property
     def partition(self) -> tuple[tuple[str, ...], ...]:

@@ -226,7 +226,7 @@ class StageCommunicationDocument(Document):
 
 
 class LayeredCostsDocument(Document):
-    """Costs of transfers; with a partition, also the costs of its stages."""
+    """Costs of transfers and copies; with a partition, also the costs of its stages."""
 
     p2p: NumberOrList | None = None
     link: (
@@ -241,6 +241,9 @@ class LayeredCostsDocument(Document):
         description="Whether transfers keep both ranks waiting, as in 1F1B of Megatron-LM, instead of "
         "overlapping with their actions. The costs of stages then include them.",
     )
+    host_link: Link | None = Field(
+        None, description="Between a device and its host: all that an F keeps may be copied. Absent: nothing."
+    )
     forward: NumberOrList | None = None
     backward_input: NumberOrList | None = None
     backward_weight: NumberOrList | None = None
@@ -249,6 +252,8 @@ class LayeredCostsDocument(Document):
     pair_factor: Number = Field(
         1.0, description="What the two actions of a pair cost each other, at least 1."
     )
+    offload: NumberOrList | None = None
+    reload: NumberOrList | None = None
 
 
 class LayeredMemoryDocument(Document):
@@ -259,9 +264,13 @@ class LayeredMemoryDocument(Document):
     static_beside_layers: NumberOrList | None = Field(
         None, description="In a plan's problem, where `static` includes the layers."
     )
+    host_limit: NumberOrList | None = Field(
+        None, description="Memory of the host for copies, a scalar or per rank; null means unlimited."
+    )
     forward: NumberOrList | None = None
     backward_input: NumberOrList | None = None
     backward_weight: NumberOrList | None = None
+    offloadable: NumberOrList | None = None
 
 
 def _refuse_features(value: Any) -> None:

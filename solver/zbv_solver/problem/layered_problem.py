@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.problem.cut import Cut, CutModel, CutRules, Link
-from zbv_solver.problem.layer import Layer, Model
+from zbv_solver.problem.layer import Layer, LayerCosts, LayerMemory, Model
 from zbv_solver.problem.numeric import MAX_DEVICES, MAX_NUMBER, broken_rule, first_broken
 from zbv_solver.problem.problem import Objective, Problem, Units, basic_rules
 from zbv_solver.problem.rules import MAX_PAIR_FACTOR
-from zbv_solver.problem.stages import PLACEMENT_KINDS, Communication, Costs, Memory, Placement
+from zbv_solver.problem.stages import PLACEMENT_KINDS, Communication, Copies, Costs, Memory, Placement
 
 PlacementChoice = Literal["auto", "v", "loop", "single"]
 
@@ -71,6 +71,11 @@ class LayeredProblem:
     pair_factor: float = 1.0
     """What the two actions of a pair cost each other, at least 1; there are pairs if a layer states
     communication."""
+    host: Link | None = None
+    """Between a device and its host, in either direction: all that an F keeps may be copied. None: nothing
+    may."""
+    host_limit: tuple[float, ...] | None = None
+    """(p,) memory of the host for the copies of every rank; None if unlimited."""
 
     def __post_init__(self) -> None:
         issues = (
@@ -115,6 +120,30 @@ class LayeredProblem:
 
         model = replace(self.model, layers=tuple(map(hidden, self.model.layers)))
         return replace(self, model=model, pair_factor=1.0)
+
+    def without_what_copies_move(self) -> LayeredProblem:
+        """A problem without copies whose best plan is no longer than the best one with copies.
+
+        Layers keep nothing after their F. An order with copies becomes one without if its copies are left
+        out. When the F of a stage ends, its rank holds what each of its layers keeps, and it always has room
+        for the largest workspace; so it has room for what any one layer needs and keeps.
+        """
+        if self.host is None:
+            return self
+
+        def moved(costs: LayerCosts) -> LayerCosts:
+            held = costs.memory
+            return replace(
+                costs, memory=LayerMemory(static=held.static, workspace=held.workspace + held.forward)
+            )
+
+        layers = tuple(layer.with_costs(moved) for layer in self.model.layers)
+        return replace(self, model=replace(self.model, layers=layers), host=None, host_limit=None)
+
+    @cached_property
+    def relaxed(self) -> LayeredProblem:
+        """A problem without pairs and copies, whose bounds over all cuts also hold for its plans."""
+        return self.with_communication_hidden().without_what_copies_move()
 
     @cached_property
     def kinds(self) -> tuple[str | None, ...]:
@@ -171,6 +200,7 @@ class LayeredProblem:
             self.links,
             self.blocking,
             self.p2p if self.blocking else 0.0,
+            self.host,
         )
         rank_of = placement.rank_of
         columns = [
@@ -182,6 +212,8 @@ class LayeredProblem:
         def total(of: str) -> tuple[float, ...]:
             return tuple(float(sum(getattr(columns, of)[layers])) for columns, layers in stages)
 
+        held = total("after_forward")
+        copied = None if self.host is None else tuple(map(self.host.transfer, held))
         has_fused = any(any(columns.is_fused[layers]) for columns, layers in stages)
         costs = Costs(
             total("forward"),
@@ -195,7 +227,7 @@ class LayeredProblem:
             microbatches=self.microbatches,
             costs=_waiting(costs, placement) if self.blocking else costs,
             memory=Memory(
-                total("after_forward"),
+                held,
                 total("after_input"),
                 total("after_weight"),
                 model.static_of(placement.stages_of),
@@ -209,6 +241,7 @@ class LayeredProblem:
             if self.has_pairs
             else None,
             pair_factor=self.pair_factor if self.has_pairs else 1.0,
+            copies=None if copied is None else Copies(copied, copied, held, self.host_limit),
         )
 
     def as_cut_in(self, other: Problem) -> Problem:
@@ -287,6 +320,8 @@ def uncut(problem: Problem, placement: PlacementChoice | Placement | None = None
         measured=problem.measured,
         blocking=cut.blocking,
         pair_factor=problem.pair_factor,
+        host=cut.host,
+        host_limit=None if problem.copies is None else problem.copies.host_limit,
     )
 
 
@@ -321,7 +356,11 @@ def _shape_issues(problem: LayeredProblem) -> Iterator[Issue]:
 
 def _number_issues(problem: LayeredProblem) -> Iterator[Issue]:
     p, link = problem.pp_degree, problem.link
-    for pointer, values in (("/memory/static", problem.static), ("/memory/limit", problem.limit)):
+    for pointer, values in (
+        ("/memory/static", problem.static),
+        ("/memory/limit", problem.limit),
+        ("/memory/host_limit", problem.host_limit),
+    ):
         if values is not None and len(values) != p:
             rule = f"found {len(values)} values; must be a number or {p} values (one per rank)."
             yield Issue(pointer, rule)
@@ -338,6 +377,7 @@ def _number_issues(problem: LayeredProblem) -> Iterator[Issue]:
         ("/costs/p2p", (problem.p2p,)),
         ("/memory/static", problem.static),
         ("/memory/limit", problem.limit or ()),
+        ("/memory/host_limit", problem.host_limit or ()),
         *((f"{at}/latency", (each.latency,)) for at, each in _links(problem)),
     ):
         if (broken := first_broken(values)) is not None:
@@ -346,7 +386,8 @@ def _number_issues(problem: LayeredProblem) -> Iterator[Issue]:
 
 def _links(problem: LayeredProblem) -> list[tuple[str, Link]]:
     """The links with their pointers."""
-    own = [] if problem.link is None else [("/costs/link", problem.link)]
+    named = (("/costs/link", problem.link), ("/costs/host_link", problem.host))
+    own = [(at, link) for at, link in named if link is not None]
     return own + [(f"/costs/link/{rank}", each) for rank, each in enumerate(problem.links)]
 
 
@@ -418,7 +459,7 @@ def _sum_issues(problem: LayeredProblem) -> Iterator[Issue]:
         )
     most = max(layer.output_bytes for layer in each)
     for at, link in _links(problem):
-        if broken_rule(link.transfer(most)):
+        if broken_rule(link.transfer(largest if link is problem.host else most)):
             yield Issue(
                 at,
                 f"found a bandwidth of {link.bandwidth:.6g}: the longest transfer takes longer than "

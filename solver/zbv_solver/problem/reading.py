@@ -50,6 +50,7 @@ from zbv_solver.problem.stages import (
 TOKENS, TOKENS_SQUARED = "tokens", "tokens_squared"
 """The features that ``sequences`` stands for."""
 _BY_STAGE = ("forward", "backward_input", "backward_weight")
+_COPIED = ("offload", "reload", "offloadable")
 
 
 def load_problem(path: str | Path) -> AnyProblem:
@@ -283,6 +284,9 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         raise InvalidInput.at("/costs", "found both p2p and link; give one of them.")
     if document.partition is None and (issues := [*_stage_issues(document)]):
         raise InvalidInput(issues)
+    if costs.host_link is None and memory.host_limit is not None:
+        detail = "found without costs.host_link, over which layers would be copied to the host; state it."
+        raise InvalidInput.at("/memory/host_limit", detail)
     model = Model(tuple(map(_layer, document.layers)), tuple(document.recompute_modules or ()))
     return LayeredProblem(
         model=model,
@@ -302,6 +306,8 @@ def to_layered(document: LayeredProblemDocument) -> LayeredProblem:
         measured=tuple(sorted((document.measured or {}).items())),
         blocking=costs.blocking,
         pair_factor=costs.pair_factor if model.has_communication else 1.0,
+        host=costs.host_link,
+        host_limit=None if memory.host_limit is None else _per_rank(memory.host_limit, p),
     )
 
 
@@ -403,7 +409,7 @@ def _require_possible_chunks(placement: str, chunks: int | None) -> None:
 def _stage_issues(document: LayeredProblemDocument) -> Iterator[Issue]:
     """Costs of stages that are given although no partition defines the stages."""
     for at, section in (("/costs", document.costs), ("/memory", document.memory)):
-        for name in (*_BY_STAGE, "backward", "communication", "static_beside_layers"):
+        for name in (*_BY_STAGE, "backward", "communication", "static_beside_layers", *_COPIED):
             if getattr(section, name, None) is not None:
                 yield Issue(
                     f"{at}/{name}", "found together with layers, which determine it. Remove this key."
@@ -417,12 +423,15 @@ def _stage_issues(document: LayeredProblemDocument) -> Iterator[Issue]:
 def _disagreements(document: LayeredProblemDocument, problem: Problem) -> Iterator[Issue]:
     """Stated values of stages that differ from those of their layers."""
     stated = None if document.costs is None else document.costs.communication
-    for at, given, found in (
-        ("/costs", document.costs, problem.costs),
-        (f"/{COMMUNICATION}", stated, problem.communication),
-        ("/memory", document.memory, problem.memory),
+    by_stage = (*_BY_STAGE, "backward", "p2p", "static")
+    for at, given, found, names in (
+        ("/costs", document.costs, problem.costs, by_stage),
+        ("/costs", document.costs, problem.copies, _COPIED[:2]),
+        (f"/{COMMUNICATION}", stated, problem.communication, by_stage),
+        ("/memory", document.memory, problem.memory, by_stage),
+        ("/memory", document.memory, problem.copies, _COPIED[2:]),
     ):
-        for name in (*_BY_STAGE, "backward", "p2p", "static"):
+        for name in names:
             values = getattr(given, name, None)
             if not isinstance(values, list):
                 continue

@@ -53,6 +53,8 @@ def layered_json(problem: LayeredProblem) -> dict[str, Any]:
     if problem.has_pairs:
         costs["pair_factor"] = number(problem.pair_factor)
     memory = {"static": plain(problem.static), "limit": plain(problem.limit)}
+    if problem.host is not None:
+        memory["host_limit"] = plain(problem.host_limit)
     return _document(problem, problem.placement, problem.chunks or 2, costs, memory, problem)
 
 
@@ -84,6 +86,8 @@ def _document(
             costs["link"] = plain(link)
         if source.blocking:
             costs["blocking"] = True
+        if source.host is not None:
+            costs["host_link"] = plain(source.host)
         if source.devices:
             document["devices"] = plain(source.devices)
     units = {key: value for key, value in plain(problem.units).items() if value is not None}

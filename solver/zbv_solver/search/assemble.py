@@ -322,6 +322,9 @@ class OwnUnit:
         unit = SearchUnit.of([*times, *transfers])
         latency = 0.0 if link is None else unit.converted([link.latency])[0]
 
+        def of_time(link: Link) -> Link:
+            return Link(unit.converted([link.latency])[0], link.bandwidth * unit.length)
+
         def converted(layer: Layer) -> Layer:
             found = layer.with_costs(lambda costs: _converted(costs, unit))
             if link is None:
@@ -335,9 +338,8 @@ class OwnUnit:
             model=Model(tuple(map(converted, layers)), given.model.recompute_modules),
             p2p=unit.converted([given.p2p])[0] if link is None else 0.0,
             link=None if link is None else Link(latency, 1.0),
-            links=tuple(
-                Link(unit.converted([each.latency])[0], each.bandwidth * unit.length) for each in given.links
-            ),
+            links=tuple(map(of_time, given.links)),
+            host=None if given.host is None else of_time(given.host),
         )
         return cls(given, problem, unit.length)
 

@@ -92,6 +92,26 @@ def plan_layers(
     """
     if isinstance(incumbent, Orders):
         raise TypeError("for layers the incumbent must be a Plan: orders alone do not define the cut.")
+    if _needs_copies(problem):
+        # Loading the kernels for copies takes a moment.
+        from zbv_solver.search.layered_copies import ALONE_SHARE, plan_with_copies
+
+        chosen = options or SearchOptions()
+        limit = chosen.time_limit
+        alone, rest = (
+            replace(chosen, time_limit=None if limit is None else share * limit)
+            for share in (ALONE_SHARE, 1 - 2 * ALONE_SHARE)
+        )
+        return plan_with_copies(
+            problem,
+            bound_over_all_cuts(problem),
+            _quick_planner(cancelled, chosen.workers),
+            lambda layers: plan_layers(layers, replace(alone, effort="quick"), None, cancelled),
+            rest,
+            on_progress,
+            cancelled,
+            incumbent,
+        )
     own = OwnUnit.of(problem)
     start = None if incumbent is None else own.incumbent(incumbent)
     report = None if on_progress is None else lambda progress: on_progress(own.progress(progress))
@@ -106,7 +126,12 @@ def plan_layers(
 
 
 def first_plan(
-    problem: LayeredProblem, cancelled: Cancelled | None = None, workers: int = 1, useless: float = np.inf
+    problem: LayeredProblem,
+    cancelled: Cancelled | None = None,
+    workers: int = 1,
+    useless: float = np.inf,
+    *,
+    is_exhaustive: bool = True,
 ) -> Plan:
     """A verified plan in less than a second, to compare many problems: orders are constructed for the best of
     the first cuts; cuts are not improved, and baselines are left out.
@@ -116,16 +141,25 @@ def first_plan(
     useless
         An objective from which on no plan is of use: cuts whose plans cannot be better are left out, except
         for the first.
+    is_exhaustive
+        Whether cuts are sought exhaustively if none of the first ones fits.
 
     Raises
     ------
     InfeasibleMemory
         No cut has a plan that fits the memory limit.
     """
+    if _needs_copies(problem):
+        from zbv_solver.search.layered_copies import plan_with_copies
+
+        relaxed = problem.relaxed
+        bound = least_worst_load(relaxed, CutTables.of(relaxed)) * problem.microbatches
+        quickly = _quick_planner(cancelled, workers, useless)
+        return plan_with_copies(problem, bound, quickly, quickly, cancelled=cancelled)
     own = OwnUnit.of(problem)
     options = SearchOptions("quick", without=PHASES, workers=workers)
     search = _LayersSearch(own.problem, options, None, cancelled, is_first=True)
-    search.useless = useless / own.length
+    search.useless, search.is_exhaustive = useless / own.length, is_exhaustive
     return own.plan(search.run(None))
 
 
@@ -143,6 +177,22 @@ def bound_over_all_cuts(problem: LayeredProblem) -> float:
     return min(search.floors.values()) * own.length
 
 
+def _needs_copies(problem: LayeredProblem) -> bool:
+    """Whether memory is limited and may be copied to the host."""
+    return problem.host is not None and problem.limit is not None
+
+
+def _quick_planner(
+    cancelled: Cancelled | None, workers: int, useless: float = np.inf
+) -> Callable[[LayeredProblem], Plan]:
+    """First plans of layers without copies, as :func:`first_plan`, of cuts that fit without much search."""
+
+    def plan(layers: LayeredProblem) -> Plan:
+        return first_plan(layers, cancelled, workers, useless, is_exhaustive=False)
+
+    return plan
+
+
 class _LayersSearch:
     def __init__(
         self,
@@ -156,16 +206,20 @@ class _LayersSearch:
         self.problem, self.options, self.is_first = problem, options, is_first
         self.on_progress, self.cancelled = on_progress, cancelled
         self.began = time.monotonic()
-        # Bounds over all cuts must hold for plans with pairs, in which most of the steady state is.
-        hidden = problem.with_communication_hidden()
-        tables = CutTables.of(hidden)
-        self.spaces = [CutSpace(hidden, placement, tables) for placement in problem.placements]
-        self.least = least_worst_load(hidden, tables)
+        # Bounds over all cuts must hold for plans with pairs and copies.
+        relaxed = problem.relaxed
+        tables = CutTables.of(relaxed)
+        self.spaces = [CutSpace(relaxed, placement, tables) for placement in problem.placements]
+        self.least = least_worst_load(relaxed, tables)
         self.floors: dict[Placement, float] = {}
         self.best: Plan | None = None
         self.useless = np.inf
         """An objective from which on no plan is of use."""
+        self.is_exhaustive = True
+        """Whether cuts are sought exhaustively if none of the first ones fits."""
         self.method = "resumed"
+        self.is_late = False
+        """Whether the time limit has ended a part of the search."""
         self.reported = np.inf
 
     def feasible(self) -> list[tuple[CutSpace, Starts]]:
@@ -199,6 +253,9 @@ class _LayersSearch:
     def _hard_starts(self) -> list[tuple[CutSpace, Starts]]:
         """First cuts that need an exhaustive search to fit; raises :class:`InfeasibleMemory` without any."""
         limit, found = self.options.time_limit, []
+        if not self.is_exhaustive:
+            limits = self.problem.limit or ()
+            raise InfeasibleMemory(limits, limits, of_cut=True, is_proved=False)
         for space in self.spaces:
             seconds = None if limit is None else JUDGE_SHARE * limit / len(self.spaces)
             least = least_memory_cut(
@@ -342,8 +399,8 @@ class _LayersSearch:
         extra = {**best.provenance.extra, "effort": self.options.effort}
         if not self.options.without:
             extra.pop("without", None)
-        if is_cancelled:
-            extra["cut"] = "cancelled"
+        if is_cancelled or self.is_late:
+            extra["cut"] = "cancelled" if is_cancelled else "time limit"
         provenance = replace(best.provenance, seconds=time.monotonic() - self.began, extra=extra)
         return replace(
             best,
@@ -404,4 +461,6 @@ class _LayersSearch:
 
     def _is_over(self, share: float) -> bool:
         """Whether a share of the time limit has elapsed, or the search was cancelled."""
-        return self._spent() >= share or (self.cancelled is not None and self.cancelled())
+        is_late = self._spent() >= share
+        self.is_late |= is_late
+        return is_late or (self.cancelled is not None and self.cancelled())

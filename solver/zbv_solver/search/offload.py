@@ -48,6 +48,8 @@ class CopySearch:
         self.began = time.monotonic()
         self.bound = lower_bound(problem).value
         self.best: tuple[float, Orders, str] | None = None
+        self.reason: str | None = None
+        """Why the search ended early: ``cancelled`` or ``time limit``; None if it did not."""
 
     def try_orders(self, orders: Orders, method: str) -> float | None:
         """Find the copies of an order; returns the objective, or None if no copies keep the limit."""
@@ -74,13 +76,17 @@ class CopySearch:
     def is_over(self) -> bool:
         """Whether the bound is met, the time is up, or the search is cancelled."""
         limit = self.options.time_limit
-        is_met = self.best is not None and self.best[0] <= self.bound
-        is_late = limit is not None and self.seconds >= limit
-        return is_met or is_late or (self.cancelled is not None and self.cancelled())
+        if self.best is not None and self.best[0] <= self.bound:
+            return True
+        if self.cancelled is not None and self.cancelled():
+            self.reason = "cancelled"
+        elif limit is not None and self.seconds >= limit:
+            self.reason = "time limit"
+        return self.reason is not None
 
     def run(self) -> None:
         """Try orders for several amounts of memory, and anneal the best one."""
-        first = _serial(self.problem)
+        first = serial_with_copies(self.problem)
         self.keep(objective_of(self.problem, first), first, "one microbatch after another, with copies")
         limits = list(_limits(self.problem))
         for number, limit in enumerate(limits):
@@ -124,7 +130,7 @@ class CopySearch:
             lower_bound=self.bound,
             seed=self.options.seed,
             seconds=self.seconds,
-            extra={"effort": self.options.effort},
+            extra={"effort": self.options.effort} | ({"cut": self.reason} if self.reason else {}),
         )
 
 
@@ -144,7 +150,7 @@ def search_with_copies(
     return replace(running.plan(), baselines=compare(problem))
 
 
-def _serial(problem: Problem) -> Orders:
+def serial_with_copies(problem: Problem) -> Orders:
     """One microbatch after another, with the copies by which it needs the least memory."""
     orders = serial(_at_limit(problem, None)).orders
     rows = []

@@ -1,0 +1,190 @@
+"""Layers with copies to the host: cuts for several amounts of memory, and copies that make their orders fit.
+
+What copies move leaves room on the device, as if layers kept less. So layers that keep a share of what they
+do are planned without copies (:func:`with_less`), and copies make the orders fit.
+The best one is searched on with its copies (:mod:`zbv_solver.search.offload`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from zbv_solver.errors import InfeasibleMemory
+from zbv_solver.improve.copies import plan_copies
+from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.plan import CutCertificate, Plan, certify, gap_of
+from zbv_solver.problem.layer import LayerCosts, LayerMemory
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.problem import Problem, require_same_problem
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.incumbent import Cancelled, OnProgress, Progress
+from zbv_solver.search.offload import search_with_copies, serial_with_copies
+from zbv_solver.search.options import SearchOptions
+from zbv_solver.timing.start_times import objective_of
+
+KEPT = (0.85, 0.7, 0.5)
+"""Shares of what layers keep for which cuts and orders are planned. With less, orders are shorter, but
+more must be copied, so the best share depends on the speed of copies."""
+ALONE_SHARE = 0.25
+"""Share of a time limit for a plan without copies. Half of the limit is for the search on the best cut."""
+
+Planner = Callable[[LayeredProblem], Plan]
+
+
+@dataclass(frozen=True, eq=False)
+class Entrant:
+    """An order with copies on a cut, that fits."""
+
+    problem: Problem
+    orders: Orders
+    value: float
+    method: str
+
+
+def with_less(problem: LayeredProblem, is_quick: bool) -> Iterator[LayeredProblem]:
+    """Problems without copies whose orders copies may make fit, because layers keep less.
+
+    A copy moves what a stage keeps as a whole, so small stages need less room: besides the placement that is
+    best without copies, V is planned, if there is time.
+    """
+    for share in KEPT:
+        less = keeping(problem, share)
+        yield less
+        if not is_quick and problem.placement == "auto" and problem.placements[0].kind == "v":
+            yield replace(less, placement="v")
+
+
+def plan_with_copies(
+    problem: LayeredProblem,
+    bound: float,
+    quickly: Planner,
+    plan: Planner,
+    options: SearchOptions | None = None,
+    on_progress: OnProgress | None = None,
+    cancelled: Cancelled | None = None,
+    incumbent: Plan | None = None,
+) -> Plan:
+    """A verified plan of layers with copies.
+
+    Parameters
+    ----------
+    bound
+        Proven lower bound over all cuts.
+    quickly
+        Plans layers without copies in less than a second.
+    plan
+        Plans the layers themselves without copies, with as much effort as there is time for.
+    options
+        Of the search on the best cut; None leaves it out.
+    on_progress, cancelled, incumbent
+        As in :func:`zbv_solver.search.layered.plan_layers`.
+
+    Raises
+    ------
+    InfeasibleMemory
+        When no cut was found that fits; without a proof that there is none.
+    """
+    began = time.monotonic()
+    report = _over_cuts(on_progress, bound, began)
+    best = _best_cut(problem, bound, quickly, plan, report, cancelled, incumbent)
+    if options is None:
+        made = make_plan(best.problem, best.orders, method=best.method)
+    else:
+        made = search_with_copies(best.problem, options, report, cancelled, best.orders)
+    certificate = certify(problem, made.objective, bound, "cuts")
+    return replace(
+        made,
+        cut=CutCertificate(best.method, certificate.lower_bound, certificate.gap),
+        provenance=replace(made.provenance, seconds=time.monotonic() - began),
+    )
+
+
+def _best_cut(
+    problem: LayeredProblem,
+    bound: float,
+    quickly: Planner,
+    plan: Planner,
+    report: OnProgress | None,
+    cancelled: Cancelled | None,
+    incumbent: Plan | None,
+) -> Entrant:
+    """The best order with copies, of all cuts that are tried; raises :class:`InfeasibleMemory`."""
+    best = None if incumbent is None else _of_incumbent(problem, incumbent)
+    refusal: InfeasibleMemory | None = None
+    tried = [
+        (plan, keeping(problem, 1.0)),
+        *((quickly, less) for less in with_less(problem, plan is quickly)),
+    ]
+    for planner, alone in tried:
+        if best is not None and (best.value <= bound or (cancelled is not None and cancelled())):
+            break
+        try:
+            found = _fitted(problem, planner(alone))
+        except InfeasibleMemory as error:
+            refusal = refusal or error
+            continue
+        if best is None or found.value < best.value:
+            best = found
+            if report is not None:
+                report(Progress(best.value, bound, 0.0, best.method, 0.0, best.orders, best.problem))
+    if best is not None:
+        return best
+    if refusal is None:
+        raise RuntimeError("no layers were planned; this is a bug in zbv, please report it.")
+    raise InfeasibleMemory(
+        refusal.smallest, refusal.limits, of_cut=True, is_proved=False, unit=problem.units.memory
+    )
+
+
+def keeping(problem: LayeredProblem, share: float) -> LayeredProblem:
+    """The layers without copies, if they kept a share of what they do."""
+
+    def less(costs: LayerCosts) -> LayerCosts:
+        held = costs.memory
+        kept, by_inputs = share * held.forward, share * held.backward_input
+        return replace(
+            costs, memory=LayerMemory(kept, by_inputs, -(kept + by_inputs), held.static, held.workspace)
+        )
+
+    model = problem.model
+    if share < 1:
+        model = replace(model, layers=tuple(layer.with_costs(less) for layer in model.layers))
+    return replace(problem, model=model, host=None, host_limit=None)
+
+
+def _fitted(problem: LayeredProblem, plan: Plan) -> Entrant:
+    """A plan without copies of layers that keep less, with copies that make it fit.
+
+    Raises :class:`InfeasibleMemory` if its cut cannot fit.
+    """
+    if plan.problem.model is None:
+        raise TypeError("a plan of layers has no cut; this is a bug in zbv, please report it.")
+    cut = problem.cut_into(plan.problem.placement, plan.problem.model.cut)
+    cut.require_feasible()
+    name = "" if plan.cut is None else plan.cut.method
+    made = plan_copies(cut, plan.orders.without_pairs(), 1)
+    if made is None:
+        orders = serial_with_copies(cut)
+        return Entrant(cut, orders, objective_of(cut, orders), name)
+    return Entrant(cut, made[1], made[0], name)
+
+
+def _of_incumbent(problem: LayeredProblem, incumbent: Plan) -> Entrant:
+    """A caller's plan; raises :class:`InvalidPlan` if it is not one of these layers."""
+    cut = problem.as_cut_in(incumbent.problem)
+    require_same_problem(cut, incumbent.problem)
+    return Entrant(cut, incumbent.orders, objective_of(cut, incumbent.orders), "resumed")
+
+
+def _over_cuts(on_progress: OnProgress | None, bound: float, began: float) -> OnProgress | None:
+    """Reports of a search on one cut, with the bound over all cuts and the time since the beginning."""
+    if on_progress is None:
+        return None
+
+    def report(progress: Progress) -> None:
+        gap, seconds = gap_of(progress.objective, bound), time.monotonic() - began
+        on_progress(replace(progress, lower_bound=bound, gap=gap, seconds=seconds))
+
+    return report

@@ -1,0 +1,95 @@
+"""Layouts whose plans may copy activations to the host: bounds, comparisons, answers and refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from support.executor_layouts import EXPERTS, MODEL, Document, cluster_of, request_of
+from zbv_models.layouts.answer import composition, memory_of_ranks, ranking_json
+from zbv_models.layouts.copied_layout import CopiedLayout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory, plan_layout
+from zbv_models.layouts.request import Request
+from zbv_models.layouts.search import best_layouts
+from zbv_solver.commands.layout_tables import layout_table
+from zbv_solver.errors import InvalidInput
+from zbv_solver.verify.verifier import verify_orders
+
+DEEP = {**MODEL, "layers": 16, "vocabulary": 1000}
+CLUSTER = replace(cluster_of(1, 4, 1.9, host_bandwidth=200.0, host_latency=5.0), host_memory=8e9)
+"""Devices with little memory, whose layers compute twice as long as a copy of what they keep takes."""
+PIPELINE: Document = {
+    "tensor_parallel": 1,
+    "context_parallel": 1,
+    "pipeline_parallel": 4,
+    "microbatch_size": 1,
+}
+NOTHING_AGAIN: Document = {**PIPELINE, "recompute": "none"}
+
+
+def request(copies: str = "activations", **fixed: object) -> Request:
+    return request_of(DEEP, CLUSTER, 32, parallel={"copies": copies}, **{**NOTHING_AGAIN, **fixed})
+
+
+def test_copies_shorten_the_best_layout_and_the_answer_says_what_they_save() -> None:
+    asked, plain = request(), request("none")
+    ranking, alone = (
+        best_layouts(asked.families(), asked.setting),
+        best_layouts(plain.families(), plain.setting),
+    )
+    best = ranking.best[0]
+    assert isinstance(best, CopiedLayout)
+    verify_orders(best.plan.problem, best.plan.orders)
+    assert best.alone is not None
+    assert best.lower_bound <= best.step_time < 0.9 * alone.best[0].step_time
+    assert best.alone.step_time == alone.best[0].step_time
+    (layout,) = json.loads(json.dumps(ranking_json(ranking, asked)))["layouts"]
+    copies = layout["copies"]
+    assert 0 < copies["copied"] < copies["forwards"]
+    assert 0 < max(copies["on_host"]) <= 2e9  # a fourth of the node's 8 GB
+    assert copies["step_time_without"] == alone.best[0].step_time
+    assert [sum(row.values()) for row in memory_of_ranks(best)] == pytest.approx(
+        best.plan.metrics.peak_memory
+    )
+    assert sum(composition(best).values()) == pytest.approx(best.step_time, rel=1e-9)
+    cells = {
+        str(row): str(cell)
+        for row, cell in zip(*(each.cells for each in layout_table(ranking, asked).columns), strict=True)
+    }
+    assert cells["forwards copied to the host"] == f"{copies['copied']} of {copies['forwards']}"
+    (without,) = ranking_json(alone, plain)["layouts"]
+    assert "copies" not in without
+
+
+def test_a_layout_may_fit_with_copies_alone() -> None:
+    small = replace(CLUSTER, memory=1.5e9, size=1.5e9)
+    asked = request_of(DEEP, small, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
+    best = best_layouts(asked.families(), asked.setting).best[0]
+    assert isinstance(best, CopiedLayout)
+    assert best.alone is None
+    (layout,) = ranking_json(best_layouts(asked.families(), asked.setting), asked)["layouts"]
+    assert layout["copies"]["step_time_without"] is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "per-stage", "full"])
+def test_bounds_hold_with_copies(recompute: str) -> None:
+    asked = request(recompute=recompute)
+    for layout in asked.layouts[:1]:
+        estimated = EstimatedLayout.of(layout, asked.setting)
+        planned = plan_layout(estimated)
+        for bound in (estimated.mean_bound, estimated.load_bound, estimated.memory_bound):
+            assert bound <= planned.step_time * (1 + 1e-9)
+        assert least_memory(estimated) <= max(planned.plan.metrics.peak_memory)
+
+
+def test_what_copies_cannot_be_combined_with_is_refused() -> None:
+    for parallel, cluster, executor, pointer in (
+        ({"copies": "activations"}, CLUSTER, "megatron", "/parallel/copies"),
+        ({"copies": "activations", "pairs": "experts"}, CLUSTER, "zbv", "/parallel/copies"),
+        ({"copies": "activations"}, cluster_of(1, 4), "zbv", "/device/host_bandwidth"),
+    ):
+        asked = request_of(EXPERTS, cluster, 16, executor, parallel=parallel, **PIPELINE)
+        with pytest.raises(InvalidInput) as error:
+            best_layouts(asked.families(), asked.setting)
+        assert error.value.issues[0].pointer == pointer

@@ -23,7 +23,9 @@ from support.problems import differing_problems, limited, limited_problems, prob
 from support.reference import is_monotone
 from zbv_solver.bounds import Bound, lower_bound
 from zbv_solver.construct.dispatch import priority_schedules, serial
+from zbv_solver.problem.cut import Link
 from zbv_solver.problem.problem import B, F, I, Problem, W
+from zbv_solver.problem.stages import Copies
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.claims import prove_bound
 from zbv_solver.search.incumbent import Halt, Incumbent, Progress, Solution, race, without_useless_splits
@@ -36,6 +38,8 @@ QUICK = SearchOptions(effort="quick")
 LITTLE = {"constructed": 100_000, "injected": 10_000, "tuned": 10_000, "annealed": 60_000}
 SLOW = limited(uniform(4, 16, p2p=1), 2.0)  # a thorough search would take minutes
 LAYERS = layered(placement="auto", microbatches=32, memory={"limit": 30})
+COPIED = replace(SLOW, copies=Copies((2.0,) * 8, (2.0,) * 8, SLOW.memory.forward))
+COPIED_LAYERS = replace(LAYERS, host=Link(1.0, 1.0))
 JITTER = zbv.Jitter.of(action=0.1, transfer=0.3)
 RANKS = replace(JITTER, rank=JITTER.rank * 5)
 WINNERS = [((5, 2), 1, (6, 3)), ((2, 5), 0, (3, 3)), ((2, 2), 0, (3, 3)), ((None, 2), 1, (9, 3))]
@@ -227,12 +231,15 @@ def test_a_bad_incumbent_changes_no_plan_a_good_one_is_kept_and_one_of_another_p
 
 
 @pytest.mark.parametrize("seconds", [None, 1e-9, 0.3])
-@pytest.mark.parametrize(("problem", "jitter"), [(SLOW, None), (LAYERS, None), (SLOW, JITTER)])
+@pytest.mark.parametrize(
+    ("problem", "jitter"),
+    [(SLOW, None), (LAYERS, None), (SLOW, JITTER), (COPIED, None), (COPIED_LAYERS, None)],
+)
 def test_a_search_that_ends_early_has_a_plan_and_says_why(
     problem: Any, jitter: Any, seconds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its clock is the processor time, which other processes do not use up."""
-    for module in ("incumbent", "run", "layered"):
+    for module in ("incumbent", "run", "layered", "offload", "layered_copies"):
         clock = SimpleNamespace(monotonic=time.process_time)
         monkeypatch.setattr(f"zbv_solver.search.{module}.time", clock)
     is_cancelled = seconds is None

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.executor_layouts import LONE
+from support.executor_layouts import MODEL as DENSE
 from support.fake_kinds import BOUND, COUNTS, ranking
 from support.fake_searches import Listener
 from support.measured_profiles import as_estimated
@@ -254,3 +256,24 @@ async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(honest: Se
     )
     assert malformed.status_code == 400
     assert (await honest.get("/v1/searches"))["searches"] == []
+
+
+async def test_the_page_says_what_copies_save(serving: Serving) -> None:
+    nodes = {"nodes": 1, "gpus_per_node": 4, "memory": 1.9e9, "allocator_share": 1, "host_memory": 8e9}
+    rates = {"achieved_tflops": 300, "memory_bandwidth": 1500, "host_bandwidth": 200}
+    links = {"in_node": {"latency": 10, "bandwidth": 300}, "between_nodes": {"latency": 20, "bandwidth": 25}}
+    body = {
+        "model": {"model": {**DENSE, "layers": 16, "vocabulary": 1000}},
+        "cluster": {**nodes, "device": rates, "links": links},
+        "global_batch": 32,
+        "copies": "activations",
+        "fixed": {**LONE, "pipeline_parallel": 4, "recompute": "none"},
+    }
+    async with serving("solver") as service:
+        search_id = await submitted(service, body)
+        (layout,) = (await service.ended(search_id))["answer"]["layouts"]
+        page = (await service.http.get(f"/layouts/{search_id}", headers={"Accept": "text/html"})).text
+    copies = layout["copies"]
+    assert copies["step_time_without"] > layout["step_time"]
+    assert f"{copies['copied']} of {copies['forwards']} forwards are copied to the host" in page
+    assert "Without copies its step takes" in page

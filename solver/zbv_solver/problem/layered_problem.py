@@ -124,9 +124,7 @@ class LayeredProblem:
     def without_what_copies_move(self) -> LayeredProblem:
         """A problem without copies whose best plan is no longer than the best one with copies.
 
-        Layers keep nothing after their F. An order with copies becomes one without if its copies are left
-        out. When the F of a stage ends, its rank holds what each of its layers keeps, and it always has room
-        for the largest workspace; so it has room for what any one layer needs and keeps.
+        Layers keep nothing after their F, and each has room for what it needs and keeps: Lemma 63.
         """
         if self.host is None:
             return self

@@ -248,7 +248,7 @@ def test_a_stages_random_numbers_do_not_depend_on_turns() -> None:
     assert turns == alone
 
 
-def test_a_backward_draws_other_numbers_than_the_f_beside_it() -> None:
+def test_a_backward_draws_other_numbers_than_the_f_of_its_pair() -> None:
     drawn: dict[str, list[float]] = {"F": [], "B": []}
     stepped(lambda where: drawn[where].append(float(torch.rand(()))))
     assert not set(drawn["F"]) & set(drawn["B"])

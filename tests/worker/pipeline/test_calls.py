@@ -48,7 +48,7 @@ CALLS: dict[str, Callable[[Pipeline, Path], Any]] = {
     "close": lambda pipe, folder: pipe.close(),
 }
 PAIRS = [*zip(CALLS, [*CALLS][1:] + [*CALLS][:1], strict=True)]
-"""Every call beside two others."""
+"""Every call together with two others."""
 
 
 def placed(cases: Iterable[Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -53,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.compute_comms.csv").write_text(export(plan, "torch-comms-csv"))
     command = python_command("support.run_csv", str(folder))
     with pytest.MonkeyPatch.context() as patch:  # torch is imported once
-        patch.setattr(local_ranks, "start_process", partial(fork_process, modules=("support.run_csv",)))
+        patch.setattr(local_ranks, "start_process", fork_process)
         with LocalRanks([command] * 2, folder / "logs") as ranks:
             ranks.wait(timeout=120)
     return folder

@@ -133,9 +133,9 @@ def search_for_jitter(
         jitter.require_ranks(problem.pp_degree)
     except InvalidInput as error:
         raise error.below("/jitter") from None
-    if isinstance(problem, Problem) and problem.copies is not None:
+    if (problem.copies if isinstance(problem, Problem) else problem.host) is not None:
         raise InvalidInput.at(
-            "/costs/offload",
+            "/costs/offload" if isinstance(problem, Problem) else "/costs/host_link",
             "found together with jitter, but copies to the host are not simulated; leave out one of the two.",
         )
     limit = options.time_limit

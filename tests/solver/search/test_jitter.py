@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import zbv_solver as zbv
+from support.cuts import layered
 from support.problems import uniform, with_sizes
 from zbv_solver.plans.plan import Plan, plan_json
 from zbv_solver.plans.reading import parse_plan
+from zbv_solver.problem.cut import Link
 from zbv_solver.problem.problem import Times
+from zbv_solver.problem.stages import Copies
 from zbv_solver.search import jitter as jitter_search
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.timing.step_times import iteration_times
@@ -107,3 +110,13 @@ def test_a_stated_simulation_is_kept_and_repeated(planned: Plan) -> None:
     for says, changes in wrong.items():
         with pytest.raises((zbv.InvalidPlan, zbv.InvalidInput), match=says):
             is_verified(**changes)
+
+
+def test_copies_to_the_host_are_not_simulated() -> None:
+    stages = uniform(2, 4, limit=3)
+    copied = replace(stages, copies=Copies((1.0,) * 4, (1.0,) * 4, stages.memory.forward))
+    layers = replace(layered(memory={"limit": 30}), host=Link(1.0, 1.0))
+    for problem, pointer in ((copied, "/costs/offload"), (layers, "/costs/host_link")):
+        with pytest.raises(zbv.InvalidInput, match="are not simulated") as error:
+            zbv.plan(problem, jitter=zbv.Jitter.of(action=0.1))
+        assert error.value.issues[0].pointer == pointer

@@ -85,7 +85,7 @@ def export(plan: Plan, name: str) -> str:
         raise InvalidInput.at(
             "/format",
             f"found {name!r} for a plan with copies to the host, which PyTorch's schedules do not have; plan "
-            f"without costs.offload.",
+            f"without costs.offload, or costs.host_link of layers.",
         )
     if name not in FORMATS:
         raise InvalidInput.at("/format", f"found {name!r}; must be one of {', '.join(FORMATS)}.")

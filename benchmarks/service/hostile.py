@@ -140,9 +140,8 @@ def _reads(plan_id: str) -> Iterator[Worst]:
     yield Worst("plan", "GET", f"/v1/plans/{plan_id}")
     yield Worst("plan that is not read", "GET", f"/v1/plans/{plan_id}", reads=False)
     yield Worst("form with a plan", "GET", f"/new?from={plan_id}")
-    yield Worst("openapi", "GET", "/openapi.json")
-    yield Worst("readiness", "GET", "/readyz")
-    yield Worst("metrics", "GET", "/metrics")
+    for path in ("openapi.json", "readyz", "metrics"):
+        yield Worst(path, "GET", f"/{path}")
 
 
 def _largest(served: Served, only: Sequence[str]) -> list[Worst]:

@@ -331,3 +331,10 @@ def test_a_range_keeps_within_the_time_and_above_the_shortest_length(in_plan: In
     assert seen[3] == pytest.approx([last - shortest, last])
     assert seen[4] == pytest.approx([last - 2 * shortest, last])
     assert seen[5] == [0, last]
+
+
+def test_without_copies_the_same_actions_hold_what_the_order_without_copies_does(in_plan: InPlan) -> None:
+    held = in_plan(COPIED, "return Object.values(timeline.withoutCopies().profile()).map((it) => [...it]);")
+    known = memory_profile(COPIED.problem, COPIED.orders.without_copies())
+    assert held == [pytest.approx(each.tolist()) for each in known]
+    assert sum(held[0]) > sum(memory_profile(COPIED.problem, COPIED.orders)[0])

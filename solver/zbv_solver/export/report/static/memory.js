@@ -1,5 +1,6 @@
 // The memory of every rank over time: all changes that are in view, or the peak of every column of the screen where
-// the changes are too many. A band from the least to the most loaded rank replaces the lines of many ranks.
+// the changes are too many. A band from the least to the most loaded rank replaces the lines of many ranks. With copies
+// to the host, a dashed line says what the selected or the fullest rank would hold without them.
 
 import { make } from "./dom.js";
 import { amount, axisNumbers, ticks, time } from "./numbers.js";
@@ -32,17 +33,21 @@ export class Memory {
     this.peaks = peaksOf(timeline);
     this.fullest = this.peaks.indexOf(Math.max(...this.peaks));
     this.isBand = timeline.ranks > MAX_LINES;
-    const peak = Math.max(...this.peaks);
+    this.alone = timeline.copies.all.length === 0 ? null : timeline.withoutCopies();
+    const peak = Math.max(...this.peaks, ...(this.alone === null ? [] : peaksOf(this.alone)));
     const limit = Math.max(0, ...limits);
     this.top = (1.08 * (limit <= FAR_LIMIT * (peak || 1) ? Math.max(peak, limit) : peak)) / scale || 1;
     this.selected = -1;
     this.changed = () => {};
     /** @type {{ rank: number, steps: Steps }[]} */
     this.drawn = [];
+    /** @type {{ rank: number, steps: Steps } | null} */
+    this.drawnAlone = null;
     /** @type {{ at: number[], low: number[], high: number[] } | null} */
     this.band = null;
     this.entries = this.isBand ? ["all ranks, least to most", ""] : this.peaks.map((_, rank) => `rank ${rank}`);
     this.buttons = this.entries.map((label, at) => this.#entry(label, at));
+    this.withoutCopies = this.alone === null ? -1 : this.buttons.push(this.#entry("", this.buttons.length)) - 1;
     legend.replaceChildren(...this.buttons);
   }
 
@@ -72,14 +77,19 @@ export class Memory {
     const context = surface.begin();
     const columns = Math.max(1, Math.round(surface.frame.width));
     const steps = timeline.visible(range.start, range.end).reduce((sum, [first, stop]) => sum + 2 * (stop - first), 0);
-    const stepsOf = (/** @type {number} */ rank) =>
+    const stepsOf = (/** @type {number} */ rank, of = timeline) =>
       steps <= MAX_STEPS
-        ? stepsIn(timeline, rank, range.start, range.end)
-        : columnPeaks(timeline, rank, range.start, range.end, columns);
+        ? stepsIn(of, rank, range.start, range.end)
+        : columnPeaks(of, rank, range.start, range.end, columns);
     const rank = selected < 0 ? -1 : timeline.rankOf(selected);
     const one = rank < 0 ? this.fullest : rank;
     const ranks = this.isBand ? [one] : this.peaks.map((_, each) => each);
     this.drawn = ranks.map((each) => ({ rank: each, steps: stepsOf(each) }));
+    if (this.alone !== null) {
+      this.drawnAlone = { rank: one, steps: stepsOf(one, this.alone) };
+      this.buttons[this.withoutCopies].textContent = `rank ${one} without copies`;
+      this.buttons[this.withoutCopies].className = `plain line-${this.isBand ? 1 : one % 8} dashed`;
+    }
     this.band = this.isBand ? extremes(timeline, range.start, range.end, columns) : null;
     if (this.isBand) {
       this.buttons[1].textContent = rank < 0 ? `rank ${one}, the highest peak` : `rank ${one}`;
@@ -98,7 +108,11 @@ export class Memory {
         const entry = this.isBand ? 1 : each;
         const isFaded = !this.isBand && rank >= 0 && rank !== each;
         context.globalAlpha = this.#isMuted(entry) ? MUTED : isFaded ? FADED : 1;
-        this.#line(context, found, entry);
+        this.#line(context, found, entry, entry >= 8 ? [2, 3] : []);
+      }
+      if (this.drawnAlone !== null) {
+        context.globalAlpha = this.#isMuted(this.withoutCopies) ? MUTED : 1;
+        this.#line(context, this.drawnAlone.steps, this.withoutCopies, [7, 4]);
       }
       context.globalAlpha = 1;
       this.#limits(context);
@@ -115,13 +129,14 @@ export class Memory {
    * @param {CanvasRenderingContext2D} context
    * @param {Steps} steps
    * @param {number} entry
+   * @param {number[]} dashes
    */
-  #line(context, { at, held }, entry) {
+  #line(context, { at, held }, entry, dashes) {
     const { surface, timeline } = this;
     const { scale } = timeline.facts.memory;
     context.strokeStyle = getComputedStyle(this.buttons[entry]).getPropertyValue("--line-colour");
     context.lineWidth = 1.6;
-    context.setLineDash(entry >= 8 ? [2, 3] : []);
+    context.setLineDash(dashes);
     context.beginPath();
     at.forEach((when, index) => {
       if (index > 0) {
@@ -195,13 +210,17 @@ export class Memory {
     const { height } = this.surface.frame;
     let nearest = NEAR;
     let rows = /** @type {[string, string][]} */ ([]);
-    for (const { rank, steps } of isInside ? this.drawn : []) {
+    const lines = this.drawn.map(({ rank, steps }) => ({ rank, steps, name: "held", entry: this.isBand ? 1 : rank }));
+    if (this.drawnAlone !== null) {
+      lines.push({ ...this.drawnAlone, name: "held without copies", entry: this.withoutCopies });
+    }
+    for (const { rank, steps, name, entry } of isInside ? lines : []) {
       const index = steps.at.findLastIndex((at) => at <= when);
       const held = steps.held[Math.max(0, index)] / facts.memory.scale;
       const distance = Math.abs(y * height - (this.#y(held) - TOP));
-      if (index >= 0 && distance < nearest && !this.#isMuted(this.isBand ? 1 : rank)) {
+      if (index >= 0 && distance < nearest && !this.#isMuted(entry)) {
         nearest = distance;
-        rows = [["rank", String(rank)], ["from", time(steps.at[index], facts)], ["held", amount(held, facts.memory.unit)]];
+        rows = [["rank", String(rank)], ["from", time(steps.at[index], facts)], [name, amount(held, facts.memory.unit)]];
       }
     }
     return rows;

@@ -47,6 +47,7 @@ export class Timeline {
    */
   constructor(facts, buffer) {
     this.facts = facts;
+    this.buffer = buffer;
     this.count = facts.count;
     this.offset = facts.offset;
     this.ranks = facts.offset.length - 1;
@@ -87,6 +88,11 @@ export class Timeline {
     /** @type {{ during: Float64Array, after: Float64Array } | null} */
     this.held = null;
     this.copies = new Copies(facts.copies, this);
+  }
+
+  /** The same actions at the same times, with everything on the device. */
+  withoutCopies() {
+    return new Timeline({ ...this.facts, copies: null }, this.buffer);
   }
 
   /**

@@ -88,7 +88,7 @@ def read_run(settings: Settings, body: Any) -> AskedRun:
     brief = request.model_copy(update={"problem": None, "search_options": None})
     if problem is None:
         return AskedRun(brief, fingerprint, None, None, packed)
-    search = {"problem": body["problem"], "options": body.get("search_options") or {}}
+    search = {"problem": body["problem"], "options": body.get("search_options") or {}, "name": request.name}
     try:
         new = new_search(settings, search)
     except InvalidInput as error:

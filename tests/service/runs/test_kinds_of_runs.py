@@ -46,7 +46,8 @@ async def test_planning_continues_after_a_restart_and_a_finished_search_is_reuse
     serving: Serving, directory: Path
 ) -> None:
     async with serving("held", shutdown_seconds=0.5) as service:
-        run = (await service.submit_run(**OF_PROBLEM)).json()
+        run = (await service.submit_run(**OF_PROBLEM, name="nightly")).json()
+        assert (await service.search(run["search_id"]))["name"] == "nightly"
     (directory / "release").touch()
     async with serving("held") as service:
         for again in (run, (await service.submit_run(**OF_PROBLEM)).json()):

@@ -119,6 +119,8 @@ class InfeasibleMemory(ZbvError):
         Whether a time limit ended the search.
     unit
         The problem's memory unit, if it names one.
+    has_copies
+        Whether activations may be copied to the host.
     """
 
     def __init__(
@@ -129,11 +131,13 @@ class InfeasibleMemory(ZbvError):
         is_proved: bool = True,
         ended_early: bool = False,
         unit: str | None = None,
+        has_copies: bool = False,
     ):
         self.smallest, self.limits = smallest, limits
         self.of_cut, self.is_proved, self.ended_early, self.unit = of_cut, is_proved, ended_early, unit
+        self.has_copies = has_copies
         self.ranks = tuple(r for r, (s, limit) in enumerate(zip(smallest, limits, strict=True)) if limit < s)
-        super().__init__(smallest, limits, of_cut, is_proved, ended_early, unit)
+        super().__init__(smallest, limits, of_cut, is_proved, ended_early, unit, has_copies)
 
     def __str__(self) -> str:
         found = "no plan fits" if self.is_proved else "found no plan that fits"
@@ -147,9 +151,12 @@ class InfeasibleMemory(ZbvError):
         end = "" if self.is_proved else " It is not proved that no other cut fits."
         if self.ended_early and not self.is_proved:
             end += " The time limit ended the search; give a longer --time-limit."
+        held = "the forwards of one microbatch on all of its stages"
+        if self.has_copies:
+            held = "the forward of one stage, and of its other stages what is not on the host"
         return (
-            f"{found} memory.limit ({', '.join(pairs)}{more}). A rank must hold its static memory and the "
-            f"forwards of one microbatch on all of its stages; {need} [{smallest}]{unit}.{end}"
+            f"{found} memory.limit ({', '.join(pairs)}{more}). A rank must hold its static memory and "
+            f"{held}; {need} [{smallest}]{unit}.{end}"
         )
 
     def comparison(self, rank: int, between: str) -> str:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.problem.problem import COPY_LETTERS
+from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.incumbent import Cancelled
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.verify.copies import BACKWARDS, entries_of
 
-from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, plan_layout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, plan_layout, with_plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,4 +55,12 @@ def compared_without_copies(
         alone = plan_layout(EstimatedLayout.of(planned.layout, setting), options, cancelled)
     except InfeasibleMemory:
         alone = None
+    if planned.plan.orders.copies is None and (alone is None or planned.step_time <= alone.step_time):
+        alone = planned  # it needs no copies
+    elif alone is not None and alone.step_time < planned.step_time and (cut := alone.plan.problem.model):
+        problem = planned.estimated.problem.cut_into(alone.plan.problem.placement, cut.cut)
+        plan = make_plan(problem, alone.plan.orders, method=alone.plan.provenance.method)
+        planned = replace(
+            with_plan(planned.estimated, replace(plan, cut=planned.plan.cut)), lower_bound=planned.lower_bound
+        )
     return CopiedLayout(planned.estimated, planned.plan, planned.step_time, planned.lower_bound, alone)

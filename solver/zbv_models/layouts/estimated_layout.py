@@ -14,6 +14,7 @@ from zbv_solver.partition.cut_space import CutTables, speeds_of
 from zbv_solver.partition.floors import least_worst_load
 from zbv_solver.partition.least_memory import surely_lacking
 from zbv_solver.plans.plan import Plan
+from zbv_solver.problem.cut import Link
 from zbv_solver.problem.layer import Layer, LayerCommunication, LayerCosts, LayerMemory, Model, OnDevice
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem, Units
@@ -33,7 +34,7 @@ from zbv_models.layouts.setting import SECONDS, Modules, Setting
 
 UNITS = Units("us", "bytes")
 ANY_HOST = 1e15
-"""Bytes that no host has: the limit of copies if none is given."""
+"""Bytes that no host has: the limit of copies where it is absent, if another group of nodes has one."""
 EVERYWHERE = ("selective", "full")
 """Kinds of recomputation that every stage has."""
 
@@ -204,10 +205,13 @@ class EstimatedLayout:
         links = [link for each in groups if (link := host_link(self.setting.copies, each.device)) is not None]
         if not links:
             return {}
+        slowest = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+        if all(each.host_memory is None for each in groups):
+            return {"host": slowest}
         rooms = (
             ANY_HOST if each.host_memory is None else each.host_memory / each.gpus_per_node for each in groups
         )
-        return {"host": min(links, key=lambda link: link.bandwidth), "host_limit": tuple(rooms)}
+        return {"host": slowest, "host_limit": tuple(rooms)}
 
     @property
     def pair_factor(self) -> float:

@@ -211,13 +211,14 @@ def floor(problem: LayeredProblem) -> float:
 
     For V and single it uses the exact least load. If no cut fits, it is the bound without a limit.
     """
-    tables = CutTables.of(problem)
-    least = least_worst_load(problem, tables)
+    relaxed = problem.relaxed
+    tables = CutTables.of(relaxed)
+    least = least_worst_load(relaxed, tables)
     worst = []
     for placement in problem.placements:
         if placement.kind == "loop":  # no exact minimum is known
             return problem.microbatches * least
-        space = CutSpace(problem, placement, tables)
+        space = CutSpace(relaxed, placement, tables)
         balanced = even_bound(space, level_cut(space))
         if balanced is not None:
             worst.append(max(least, balanced.value))

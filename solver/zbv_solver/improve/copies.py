@@ -8,6 +8,7 @@ no copy is in time, a rank waits for one. In the end, copies that are not needed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -72,15 +73,21 @@ class Choice(NamedTuple):
         )
 
 
-def plan_copies(problem: Problem, orders: Orders, rounds: int = ROUNDS) -> tuple[float, Orders] | None:
+def plan_copies(
+    problem: Problem,
+    orders: Orders,
+    rounds: int = ROUNDS,
+    cancelled: Callable[[], bool] | None = None,
+) -> tuple[float, Orders] | None:
     """The objective and the order with the copies that keep the memory limit; None if none were found.
 
-    ``orders`` has none, and is executable without a limit of memory. They are planned up to ``rounds`` times.
+    ``orders`` has none, and is executable without a limit of memory. They are planned up to ``rounds`` times,
+    unless ``cancelled`` says that nobody needs them any more.
     """
     best: tuple[float, Orders] | None = None
     made = orders
     for _ in range(rounds):
-        found = _planned(problem, orders, *earliest_times(problem, made))
+        found = _planned(problem, orders, *earliest_times(problem, made), cancelled)
         if found is None:
             return best
         made = found
@@ -91,7 +98,13 @@ def plan_copies(problem: Problem, orders: Orders, rounds: int = ROUNDS) -> tuple
     return best
 
 
-def _planned(problem: Problem, orders: Orders, start: FloatArray, end: FloatArray) -> Orders | None:
+def _planned(
+    problem: Problem,
+    orders: Orders,
+    start: FloatArray,
+    end: FloatArray,
+    cancelled: Callable[[], bool] | None,
+) -> Orders | None:
     """The order with copies, planned at the times of its actions.
 
     What a W frees cannot be copied. Where only that is too much, W's run earlier.
@@ -99,6 +112,8 @@ def _planned(problem: Problem, orders: Orders, start: FloatArray, end: FloatArra
     rows: list[IntArray] = []
     while len(rows) < problem.pp_degree:
         rank = len(rows)
+        if cancelled is not None and cancelled():
+            return None
         own = _rank_of(problem, orders, rank, start, end)
         choice = Choice.of(own)
         over = choose(own, choice)
@@ -117,6 +132,8 @@ def _planned(problem: Problem, orders: Orders, start: FloatArray, end: FloatArra
 def _with_earlier_weight(orders: Orders, rank: int, at: int) -> Orders | None:
     """The order in which a rank runs its oldest waiting W before an index; None if no W waits there."""
     part = orders.slice_of(rank)
+    if orders.letter[part.start + at] == W:
+        return None  # it frees as much as another W
     letter, cell = orders.letter[part], np.column_stack([orders.stage[part], orders.microbatch[part]])
     inputs = {tuple(each) for each in cell[:at][letter[:at] == I].tolist()}
     waiting = [

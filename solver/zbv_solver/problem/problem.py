@@ -280,7 +280,8 @@ class Problem:
             exceeds(need, limit, FEASIBLE_MEMORY)
             for need, limit in zip(self.smallest_limit, limits, strict=True)
         ):
-            raise InfeasibleMemory(self.smallest_limit, limits, unit=self.units.memory)
+            has_copies = self.copies is not None
+            raise InfeasibleMemory(self.smallest_limit, limits, unit=self.units.memory, has_copies=has_copies)
 
     def busy_time(self, rank: int) -> float:
         """Least total work of a rank: F and the cheaper of B and I + W of all its stages and microbatches."""

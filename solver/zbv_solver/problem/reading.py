@@ -433,6 +433,9 @@ def _disagreements(document: LayeredProblemDocument, problem: Problem) -> Iterat
     ):
         for name in names:
             values = getattr(given, name, None)
+            if name in _COPIED and values is not None and problem.copies is None:
+                yield Issue(f"{at}/{name}", "found without costs.host_link, which layers need; state it.")
+                continue
             if not isinstance(values, list):
                 continue
             if name == "static" and getattr(given, "static_beside_layers", None) is None:

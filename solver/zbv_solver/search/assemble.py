@@ -181,6 +181,8 @@ def stated(row: Baseline, problem: Problem) -> tuple[Problem, Orders]:
         if placement.n_stages == stages == len(recompute) and bounds[-1] == layers:
             orders = order_of(row.name, placement, problem.microbatches)
             placed = uncut(problem, placement).cut_into(placement, Cut.at(bounds, recompute))
+            if row.name in OFFLOADED:
+                return _with_copies(OFFLOADED[row.name], placed, orders)
             return _with_pairs(placed, orders)
     raise InvalidPlan(
         f"the stated cut of baseline {row.name} has {stages} stages with {bounds[-1]} layers, which the "

@@ -282,6 +282,7 @@ class _LayersSearch:
             of_cut=True,
             is_proved=all(least.bound > 0 for _, least in found),
             unit=problem.units.memory,
+            has_copies=problem.copies is not None,
         )
 
     def _begin(self, space: CutSpace, starts: Starts) -> None:

@@ -10,9 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter, sub
+
+import numpy as np
 
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.improve.copies import plan_copies
+from zbv_solver.partition.cut_space import CutSpace, CutTables
+from zbv_solver.partition.first_cuts import level_cut
+from zbv_solver.partition.least_memory import least_memory_cut
 from zbv_solver.plans.orders import Orders
 from zbv_solver.plans.plan import CutCertificate, Plan, certify, gap_of
 from zbv_solver.problem.layer import LayerCosts, LayerMemory
@@ -88,16 +94,27 @@ def plan_with_copies(
     """
     began = time.monotonic()
     report = _over_cuts(on_progress, bound, began)
-    best = _best_cut(problem, bound, quickly, plan, report, cancelled, incumbent)
+    limit = None if options is None else options.time_limit
+
+    def is_over() -> bool:
+        # The options' limit is that of the search which follows.
+        is_late = limit is not None and time.monotonic() - began > limit
+        return is_late or (cancelled is not None and cancelled())
+
+    best = _best_cut(problem, bound, quickly, plan, report, is_over, incumbent)
+    has_left_out = best.value > bound and is_over()
     if options is None:
         made = make_plan(best.problem, best.orders, method=best.method)
     else:
         made = search_with_copies(best.problem, options, report, cancelled, best.orders)
+    extra = dict(made.provenance.extra)
+    if has_left_out:
+        extra["cut"] = "cancelled" if cancelled is not None and cancelled() else "time limit"
     certificate = certify(problem, made.objective, bound, "cuts")
     return replace(
         made,
         cut=CutCertificate(best.method, certificate.lower_bound, certificate.gap),
-        provenance=replace(made.provenance, seconds=time.monotonic() - began),
+        provenance=replace(made.provenance, seconds=time.monotonic() - began, extra=extra),
     )
 
 
@@ -107,35 +124,51 @@ def _best_cut(
     quickly: Planner,
     plan: Planner,
     report: OnProgress | None,
-    cancelled: Cancelled | None,
+    is_over: Cancelled,
     incumbent: Plan | None,
 ) -> Entrant:
     """The best order with copies, of all cuts that are tried; raises :class:`InfeasibleMemory`."""
     best = None if incumbent is None else _of_incumbent(problem, incumbent)
-    refusal: InfeasibleMemory | None = None
     tried = [
         (plan, keeping(problem, 1.0)),
         *((quickly, less) for less in with_less(problem, plan is quickly)),
     ]
     for planner, alone in tried:
-        if best is not None and (best.value <= bound or (cancelled is not None and cancelled())):
+        if best is not None and (best.value <= bound or is_over()):
             break
         try:
-            found = _fitted(problem, planner(alone))
-        except InfeasibleMemory as error:
-            refusal = refusal or error
+            found = _fitted(problem, planner(alone), is_over)
+        except InfeasibleMemory:
             continue
         if best is None or found.value < best.value:
             best = found
             if report is not None:
                 report(Progress(best.value, bound, 0.0, best.method, 0.0, best.orders, best.problem))
-    if best is not None:
-        return best
-    if refusal is None:
-        raise RuntimeError("no layers were planned; this is a bug in zbv, please report it.")
-    raise InfeasibleMemory(
-        refusal.smallest, refusal.limits, of_cut=True, is_proved=False, unit=problem.units.memory
-    )
+    return best or _leanest(problem)
+
+
+def _leanest(problem: LayeredProblem) -> Entrant:
+    """One microbatch after another, on the cut that needs the least memory without copies.
+
+    Raises :class:`InfeasibleMemory`, without a proof, if it does not fit with copies either.
+    """
+    alone = keeping(problem, 1.0)
+    tables, cuts = CutTables.of(alone), list[tuple[float, Problem]]()
+    for placement in problem.placements:
+        space = CutSpace(alone, placement, tables)
+        least = least_memory_cut(space, level_cut(space), enough=np.inf)
+        cut = problem.cut_into(placement, least.cut)
+        lacking = max(map(sub, cut.smallest_limit, problem.limit or cut.smallest_limit))
+        cuts.append((lacking, cut))
+    _, cut = min(cuts, key=itemgetter(0))
+    try:
+        cut.require_feasible()
+    except InfeasibleMemory as error:
+        raise InfeasibleMemory(
+            error.smallest, error.limits, of_cut=True, is_proved=False, unit=error.unit, has_copies=True
+        ) from None
+    orders = serial_with_copies(cut)
+    return Entrant(cut, orders, objective_of(cut, orders), "least memory")
 
 
 def keeping(problem: LayeredProblem, share: float) -> LayeredProblem:
@@ -154,7 +187,7 @@ def keeping(problem: LayeredProblem, share: float) -> LayeredProblem:
     return replace(problem, model=model, host=None, host_limit=None)
 
 
-def _fitted(problem: LayeredProblem, plan: Plan) -> Entrant:
+def _fitted(problem: LayeredProblem, plan: Plan, is_over: Cancelled) -> Entrant:
     """A plan without copies of layers that keep less, with copies that make it fit.
 
     Raises :class:`InfeasibleMemory` if its cut cannot fit.
@@ -164,7 +197,7 @@ def _fitted(problem: LayeredProblem, plan: Plan) -> Entrant:
     cut = problem.cut_into(plan.problem.placement, plan.problem.model.cut)
     cut.require_feasible()
     name = "" if plan.cut is None else plan.cut.method
-    made = plan_copies(cut, plan.orders.without_pairs(), 1)
+    made = plan_copies(cut, plan.orders.without_pairs(), 1, is_over)
     if made is None:
         orders = serial_with_copies(cut)
         return Entrant(cut, orders, objective_of(cut, orders), name)

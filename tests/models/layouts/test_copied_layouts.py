@@ -93,3 +93,14 @@ def test_what_copies_cannot_be_combined_with_is_refused() -> None:
         with pytest.raises(InvalidInput) as error:
             best_layouts(asked.families(), asked.setting)
         assert error.value.issues[0].pointer == pointer
+
+
+def test_a_plan_without_copies_is_its_own_comparison() -> None:
+    roomy = replace(CLUSTER, memory=8e9, size=8e9, host_memory=None)
+    asked = request_of(DEEP, roomy, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
+    best = best_layouts(asked.families(), asked.setting).best[0]
+    assert isinstance(best, CopiedLayout)
+    assert best.alone is not None
+    assert (best.copied, best.alone.step_time) == (0, best.step_time)
+    assert best.plan.problem.copies is not None
+    assert best.plan.problem.copies.host_limit is None

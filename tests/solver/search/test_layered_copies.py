@@ -8,7 +8,9 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
+import zbv_solver as zbv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zbv_solver.errors import InfeasibleMemory, InvalidInput
@@ -52,6 +54,14 @@ def changed(**sections: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+def cut_without_link(**sections: dict[str, Any]) -> dict[str, Any]:
+    """A document with a cut and no link to the host."""
+    names = [[f"block.{2 * stage + at}" for at in (0, 1)] for stage in range(4)]
+    document = changed(**sections) | {"partition": names}
+    del document["costs"]["host_link"]
+    return document
+
+
 def test_documents_of_layers_and_of_their_plans_say_what_copies_take() -> None:
     problem = layered(changed(memory={"host_limit": 50}))
     assert layered(json.loads(json.dumps(any_problem_json(problem)))) == problem
@@ -79,11 +89,13 @@ def test_documents_of_layers_and_of_their_plans_say_what_copies_take() -> None:
         (changed(memory={"host_limit": [1, 1, 1]}), "/memory/host_limit"),
         (changed(costs={"offload": 1}), "/costs/offload"),
         (changed(memory={"offloadable": 1}), "/memory/offloadable"),
+        (cut_without_link(costs={"offload": 1}), "/costs/offload"),
+        (cut_without_link(memory={"offloadable": 1}), "/memory/offloadable"),
     ],
 )
 def test_what_is_wrong_with_copies_of_layers_is_named(document: dict[str, Any], pointer: str) -> None:
     with pytest.raises(InvalidInput) as error:
-        layered(document)
+        parse_any_problem(document)
     assert [issue.pointer for issue in error.value.issues] == [pointer]
 
 
@@ -98,6 +110,7 @@ def test_copies_shorten_the_best_plan_of_layers_and_keep_the_limits() -> None:
     assert bound_over_all_cuts(problem) <= copied.cut.lower_bound <= copied.objective
     again = parse_plan(json.loads(json.dumps(plan_json(copied))))
     assert replace(again, provenance=copied.provenance) == copied
+    zbv.check(plan_json(copied), problem)
 
 
 def test_a_plan_of_layers_is_resumed_with_its_copies_and_reported() -> None:
@@ -120,8 +133,15 @@ def test_layers_that_fit_only_with_copies_are_planned_and_others_refused() -> No
         assert max(plan.metrics.peak_memory) <= 35
     too_tight = layered(changed(memory={"limit": 22}))
     for refused in (first_plan, plan_layers):
-        with pytest.raises(InfeasibleMemory):
+        with pytest.raises(InfeasibleMemory, match="the forward of one stage"):
             refused(too_tight)
+
+
+def test_many_small_stages_fit_where_a_rank_has_room_for_one_of_them() -> None:
+    document = changed(memory={"limit": 25}) | {"placement": "loop", "chunks": 4}
+    looped = layered(document)  # 20 of states, 1 of workspace and 4 of an F, of four stages
+    for plan in (first_plan(looped), plan_layers(looped, QUICK)):
+        assert max(plan.metrics.peak_memory) <= 25
 
 
 def test_without_a_limit_nothing_is_copied() -> None:
@@ -167,3 +187,23 @@ def test_no_plan_of_any_cut_is_shorter_than_the_bound_over_all_cuts(problem: Lay
             )
         except InfeasibleMemory:
             continue
+
+
+def test_planning_copies_ends_where_a_w_waits_behind_another_one() -> None:
+    times = np.array(
+        [
+            *([4, 6, 3, 2], [4, 6, 2, 2], [1, 6, 3, 2], [5, 4, 3, 1], [1, 4, 1, 3], [5, 2, 1, 1]),
+            *([3, 5, 3, 2], [4, 1, 3, 2], [4, 1, 2, 1], [5, 3, 2, 3], [6, 5, 1, 2], [3, 3, 2, 3]),
+        ]
+    )
+    names = ("forward", "backward_input", "backward_weight")
+    layers: list[dict[str, Any]] = []
+    for *durations, held in times.tolist():
+        memory = {"forward": held, "backward_input": -held / 2, "backward_weight": -held / 2, "static": 1}
+        costs = dict(zip(names, durations, strict=True))
+        layers.append({"name": f"layer {len(layers)}", **costs, "memory": memory})
+    looped = {"placement": "loop", "chunks": 3, "layers": layers, "memory": {"limit": 30}}
+    problem = layered(
+        {**DOCUMENT, **looped, "costs": {"p2p": 0.1, "host_link": {"latency": 0.1, "bandwidth": 0.05}}}
+    )
+    assert max(first_plan(problem).metrics.peak_memory) <= 30

@@ -168,8 +168,8 @@ def add_layout_flags(parser: Parser) -> None:
         "--cluster",
         required=True,
         metavar="FILE",
-        help="cluster (JSON): nodes, gpus_per_node, device; optionally memory (bytes) and links "
-        "(latency in µs, bandwidth in GB/s); or -",
+        help="cluster (JSON): nodes, gpus_per_node, device; optionally memory and host_memory (bytes) and "
+        "links (latency in µs, bandwidth in GB/s); or -",
     )
     known = BatchConfig.model_fields | {key: ParallelConfig.model_fields[key] for key in KEPT}
     for key, field in known.items():

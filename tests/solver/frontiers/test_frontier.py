@@ -21,8 +21,10 @@ from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.frontiers import frontier, memory_fraction
 from zbv_solver.frontiers.frontier import floor, frontier_points, layer_limits, smallest_limit
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
+from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.search.assemble import make_plan
-from zbv_solver.search.layered import first_plan
+from zbv_solver.search.layered import first_plan, plan_layers
+from zbv_solver.search.options import SearchOptions
 from zbv_solver.timing.start_times import evaluate
 
 amounts = st.integers(1, 9).map(float)
@@ -195,3 +197,17 @@ def test_a_bound_of_all_cuts_is_exact_in_the_loads_of_v_and_knows_the_limit() ->
     assert floor(layered(memory={}, placement="auto")) <= floor(problem)
     # The head and two blocks are the heavier stage.
     assert floor(layered(memory={}, placement="single")) == 4 * 124
+
+
+def test_the_floor_knows_what_copies_and_pairs_save() -> None:
+    """Without copies, the little memory would make stages recompute, which takes long."""
+    memory = {"forward": 4, "backward_input": -1, "backward_weight": -3, "static": 5}
+    less = {"forward": 0.5, "backward_input": 0.5, "backward_weight": -1}
+    block = {"name": "block", "repeat": 8, "forward": 10, "backward_input": 11, "backward_weight": 9}
+    again = {**block, "memory": memory, "recompute": {"backward_input": 40, "memory": less}}
+    hidden = {"communication": dict.fromkeys(("forward", "backward_input", "backward"), 9)}
+    copied = {"layers": [again], "costs": {"host_link": {"bandwidth": 4}}, "memory": {"limit": 33}}
+    for more in (copied, {"layers": [{**block, **hidden}]}):
+        problem = parse_any_problem({"pp_degree": 2, "microbatches": 8, **more})
+        assert isinstance(problem, zbv.LayeredProblem)
+        assert floor(problem) <= plan_layers(problem, SearchOptions("quick")).objective

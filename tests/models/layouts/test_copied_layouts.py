@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.executor_layouts import EXPERTS, MODEL, Document, cluster_of, request_of
 from zbv_models.layouts.answer import composition, memory_of_ranks, ranking_json
 from zbv_models.layouts.copied_layout import CopiedLayout
-from zbv_models.layouts.estimated_layout import EstimatedLayout, least_memory, plan_layout
+from zbv_models.layouts.estimated_layout import EstimatedLayout, PlannedLayout, least_memory, plan_layout
 from zbv_models.layouts.request import Request
 from zbv_models.layouts.search import best_layouts
 from zbv_solver.commands.layout_tables import layout_table
@@ -48,6 +49,7 @@ def test_copies_shorten_the_best_layout_and_the_answer_says_what_they_save() -> 
     copies = layout["copies"]
     assert 0 < copies["copied"] < copies["forwards"]
     assert 0 < max(copies["on_host"]) <= 2e9  # a fourth of the node's 8 GB
+    assert best.estimated.problem.host_limit == (2e9,) * 4
     assert copies["step_time_without"] == alone.best[0].step_time
     assert [sum(row.values()) for row in memory_of_ranks(best)] == pytest.approx(
         best.plan.metrics.peak_memory
@@ -95,7 +97,14 @@ def test_what_copies_cannot_be_combined_with_is_refused() -> None:
         assert error.value.issues[0].pointer == pointer
 
 
-def test_a_plan_without_copies_is_its_own_comparison() -> None:
+def test_a_plan_without_copies_is_its_own_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of the layout without copies may find less, and then it does not count."""
+
+    def worse(*arguments: Any) -> PlannedLayout:
+        found = plan_layout(*arguments)
+        return replace(found, step_time=2 * found.step_time)
+
+    monkeypatch.setattr("zbv_models.layouts.copied_layout.plan_layout", worse)
     roomy = replace(CLUSTER, memory=8e9, size=8e9, host_memory=None)
     asked = request_of(DEEP, roomy, 32, parallel={"copies": "activations"}, **NOTHING_AGAIN)
     best = best_layouts(asked.families(), asked.setting).best[0]

@@ -19,8 +19,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.shares import Shares, share_of
 
-# `make explore` runs the property tests with the second profile and a random seed.
+# `make explore` runs the property tests with the last profile and a random seed, and `make suite` with
+# ARGS=--hypothesis-seed=1 runs all tests with the second and that seed.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("seeded", deadline=None, derandomize=False, print_blob=True, max_examples=40)
 settings.register_profile(
     "explore",
     deadline=None,
@@ -29,7 +31,6 @@ settings.register_profile(
     max_examples=100,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Compile each module once, even if the environment tells Python not to write bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -64,6 +65,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure durations where the reports of all processes arrive, and import the tests faster."""
+    seeded = config.getoption("--hypothesis-seed", None) is not None
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "seeded" if seeded else "repeatable"))
     is_controller = config.getoption("numprocesses", 0) and not hasattr(config, "workerinput")
     if not is_controller:  # it collects no tests
         # Imports and collected tests are never garbage: looking for it takes a fifth of the collection.

@@ -19,6 +19,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -103,6 +104,7 @@ def run_program(module: str, arguments: Sequence[str], environment: Mapping[str,
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # an import may have looked it up, before TMPDIR was set
     sys.path[0] = os.getcwd()
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)  # it runs as __main__, as in a new interpreter

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from zbv_worker.measure.profile import profile
 from zbv_worker.measure.profile.links import ROUND_TRIPS, SIZES, LinkProfiler, fit, link_of, one_way
 from zbv_worker.measure.profile.profile import (
     LinkProfile,
+    PairProfile,
     ProfileOptions,
     RankProfile,
     Spread,
@@ -93,6 +95,43 @@ def test_the_memory_limit_is_a_fraction_of_what_1f1b_needs() -> None:
     problem = to_problem(options_of(2, 0.5), ranks_of(2))
     in_flight = 2 * (100 + 101)  # rank 0 of 1F1B: two microbatches of stages 0 and 1
     assert problem.memory.limit == (1000 + in_flight / 2, 2000 + in_flight / 2)
+
+
+@pytest.mark.parametrize(
+    ("is_split", "saved", "hidden"),
+    [
+        (True, (900e-6, 1000e-6), (300, 600, 700)),
+        (False, (900e-6, 600e-6), (200, 400, 400)),
+        (True, (-1e-6, -2e-6), (0, 0, 0)),
+        (True, (12e-3, 12e-3), (1000, 2000, 4000)),
+    ],
+    ids=["split", "not split", "slower", "more than there is"],
+)
+def test_what_pairs_save_is_the_communication_of_a_problem(
+    is_split: bool, saved: tuple[float, float], hidden: tuple[float, float, float]
+) -> None:
+    """Of 12 ms saved, F's third and the others' two thirds exceed their times."""
+    rank = ranks_of(1)[0]
+    pairs = PairProfile(*(Spread(time, time) for time in saved), share=1 / 3)
+    stage = replace(rank.stages[0], pairs=pairs, split=SplitShare(1.0 if is_split else 0.0, ()))
+    problem = to_problem(options_of(1), [replace(rank, stages=(stage, rank.stages[1]))])
+    assert problem.communication is not None
+    assert [part[0] for part in vars(problem.communication).values()] == list(hidden)
+    assert [part[1] for part in vars(problem.communication).values()] == [0, 0, 0]
+
+
+def test_pairs_of_layers_that_exchange_tokens_are_measured(tmp_path: Path) -> None:
+    """Blocks exchange for half of their time, so a pair takes half as long as its halves."""
+    block, path = 0.1, tmp_path / "problem.json"
+    model = ["--model", "support.expert_model:experts"]
+    model += ["--model-args", json.dumps({"blocks": 2, "seconds": block})]
+    numbers = ["--pp", "2", "--microbatches", "4", "--repeats", "1", "--ranks-per-stage", "2", "--pairs"]
+    assert main(["profile", *model, *numbers, "-o", str(path)]) == 0
+    problem = json.loads(path.read_text())
+    assert "profile" not in problem  # shares of layers are no layers
+    assert [layer["name"] for layer in problem["layers"] if "communication" in layer] == ["block"]
+    for hidden in problem["layers"][1]["communication"].values():
+        assert hidden == pytest.approx(1e6 * block / 2, rel=0.3)
 
 
 def test_a_ranks_measurements_survive_their_file() -> None:

@@ -60,6 +60,21 @@ def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
         help="measure copies of what every stage keeps to the host and back as well, so that the planner can "
         "choose them; needs --by-stage",
     )
+    profile.add_argument(
+        "--pairs",
+        action="store_true",
+        help="measure as well what a forward and a backward that run together hide of each other, so that "
+        "the planner can choose pairs; needs layers with collectives, such as an all-to-all of experts",
+    )
+    profile.add_argument(
+        "--ranks-per-stage",
+        type=positive,
+        default=1,
+        metavar="E",
+        help="processes that hold the same stages, for expert or tensor parallelism: P × E ranks run, of "
+        "which E neighbours hold the same stages. The model's function makes their groups. It is also "
+        "called without RANK, in the command's own process (default 1)",
+    )
     profile.add_argument("--repeats", type=positive, default=10, help="measurements per number (default 10)")
     profile.add_argument(
         "--memory-limit-fraction",
@@ -137,7 +152,9 @@ def _measure(parsed: argparse.Namespace, write_problem: WriteJson, write_report:
         by_layer=by_layer,
         recompute=parsed.recompute,
         copies=parsed.copies,
-        backend=parsed.backend or default_backend(parsed.pp),
+        pairs=parsed.pairs,
+        ranks_per_stage=parsed.ranks_per_stage,
+        backend=parsed.backend or default_backend(parsed.pp * parsed.ranks_per_stage),
         memory_limit_fraction=parsed.memory_limit_fraction,
         program=Program(parsed.precision, parsed.compile, parsed.main_gradients),
         timeout=parsed.timeout,

@@ -56,14 +56,14 @@ class Pairs:
         self._timeline, self._rank = timeline, rank
         self._progress, self._queued, self._check, self._done = progress, queued, check, done
         self._overlap = overlap
-        self._communicating: dict[tuple[int, str], bool] = {}
+        self._collectives: dict[tuple[int, str], int] = {}
         self._streams = _Streams(timeline, device) if isinstance(timeline, CudaTimeline) else None
         self._step = 0
         notice_collectives()
 
-    def has_collectives(self, action: Action) -> bool:
-        """See :class:`Half`."""
-        return self._communicating.get((action.stage, action.letter), False)
+    def collectives(self, action: Action) -> int:
+        """How many collectives this action of the stage started when it last ran in a pair; 0 before."""
+        return self._collectives.get((action.stage, action.letter), 0)
 
     def turn_to(self, half: Half) -> None:
         """Note which half runs."""
@@ -83,7 +83,7 @@ class Pairs:
         halves = [self._half(bound, patience) for bound in pair]
         forward, backward = halves
         overlap = self._overlap
-        is_new = any(_kind(half) not in self._communicating for half in halves)
+        is_new = any(_kind(half) not in self._collectives for half in halves)
         if overlap is None:
             overlaps = forward.has_collectives and backward.has_collectives
             overlap = in_turns if overlaps else _one_by_one
@@ -124,7 +124,7 @@ class Pairs:
     def _completed(self, half: Half, walk: int, step: int, patience: Patience) -> Record:
         """Pass an output on."""
         instruction, action = half.bound.instruction, half.action
-        self._communicating[_kind(half)] = half.collectives > 0
+        self._collectives[_kind(half)] = half.collectives
         if self._queued is not None:
             self._queued.add(QueuedWork(walk, step, instruction, half.start, half.end, patience))
         if half.bound.pass_on is not None:

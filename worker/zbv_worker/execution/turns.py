@@ -107,7 +107,7 @@ class Half:
         self.action: Action = bound.instruction.action
         self.stage = pairs.stages[self.action.stage]
         self.module: nn.Module | None = getattr(self.stage, "module", None)
-        self.has_collectives = pairs.has_collectives(self.action)
+        self.has_collectives = pairs.collectives(self.action) > 0
         self.start: Any = None
         self.end: Any = None
         self.output: Any = None

@@ -52,16 +52,16 @@ def layer_json(
     name: str,
     static: StaticBytes,
     output_bytes: int,
-    kept: tuple[Mapping[str, float], StageMemory],
-    recomputed: tuple[Mapping[str, float], StageMemory] | None,
+    kept: tuple[Mapping[str, Any], StageMemory],
+    recomputed: tuple[Mapping[str, Any], StageMemory] | None,
 ) -> dict[str, Any]:
     """A layer's entry in a problem.
 
     Parameters
     ----------
     kept, recomputed
-        Times by name, and memory, with kept and with recomputed activations. Recomputation is left out if it
-        saves no memory.
+        Times by name, communication too, and memory, with kept and with recomputed activations. Recomputation
+        is left out if it saves no memory.
     """
     found = {
         "name": name,
@@ -74,7 +74,7 @@ def layer_json(
     return found
 
 
-def _costs_json(times: Mapping[str, float], memory: StageMemory, static: int) -> dict[str, Any]:
+def _costs_json(times: Mapping[str, Any], memory: StageMemory, static: int) -> dict[str, Any]:
     return {
         **times,
         "memory": {

@@ -64,6 +64,22 @@ def capture(stage: Stage) -> Callable[[], Captured]:
     return release
 
 
+def action_of(captured: Captured, letter: str, microbatch: int, *, split: bool) -> Callable[[], Any]:
+    """An action of a stage on its captured tensors."""
+    stage, gradient = captured.stage, captured.gradient
+    # Several microbatches have the same input, and each may save what it has written.
+    input = copied(captured.input) if letter == "F" and stage.writes_to_input else captured.input
+    actions: dict[str, Callable[[], Any]] = {
+        "F": lambda: stage.forward(
+            microbatch, input, captured.target, split=split, keywords=captured.keywords
+        ),
+        "I": lambda: stage.backward_input(microbatch, gradient),
+        "W": lambda: stage.backward_weight(microbatch),
+        "B": lambda: stage.backward(microbatch, gradient),
+    }
+    return actions[letter]
+
+
 def split_into_layers(
     captured: Captured,
     model: PipelineModel,

@@ -14,12 +14,14 @@ from zbv_worker.measure.profile.links import fit
 from zbv_worker.measure.profile.profile import (
     ACTION_TIMES,
     LayerProfile,
+    PairProfile,
     ProfileOptions,
     RankProfile,
     Spread,
     StageProfile,
     program_of,
 )
+from zbv_worker.measure.stage_memory import StageMemory
 
 
 def to_layered_document(
@@ -33,8 +35,8 @@ def to_layered_document(
                 layer.name,
                 layer.static,
                 layer.output_bytes,
-                layer.kept.costs,
-                None if layer.recomputed is None else layer.recomputed.costs,
+                _costs(layer.kept),
+                None if layer.recomputed is None else _costs(layer.recomputed),
             )
             for layer in layers
         ],
@@ -46,9 +48,17 @@ def to_layered_document(
     )
     document["memory"]["static"] += max(rank.static.communicators for rank in ranks)
     document["memory"]["limit"] = _limit(options, layers, document["memory"]["static"])
-    program, conditions = program_of(ranks), _conditions(ranks)
+    program = program_of(ranks)
+    conditions = _conditions(ranks) if options.ranks_per_stage == 1 else {}  # shares of layers are no layers
     document |= {"measured": program} if program else {}
     return document | ({"profile": conditions} if conditions else {})
+
+
+def _costs(profile: StageProfile) -> tuple[dict[str, Any], StageMemory]:
+    """Times by name, with the layer's communication if pairs hide any, and memory."""
+    times, memory = profile.costs
+    hidden = profile.communication
+    return ({**times, "communication": hidden} if hidden else times), memory
 
 
 def _conditions(ranks: Sequence[RankProfile]) -> dict[str, Any]:
@@ -117,14 +127,22 @@ def _kind(layer: LayerProfile) -> Hashable:
 
 def _average(profiles: Sequence[StageProfile | None]) -> dict[str, Any]:
     """The mean times of some layers, by name; empty if they were not measured."""
-    times = {
-        name: [getattr(profile, name) for profile in profiles if profile is not None] for name in ACTION_TIMES
-    }
-    return {
-        name: Spread(mean(each.median for each in spreads), mean(each.p90 for each in spreads))
-        for name, spreads in times.items()
-        if spreads
-    }
+    measured = [profile for profile in profiles if profile is not None]
+    if not measured:
+        return {}
+    pairs = [profile.pairs for profile in measured if profile.pairs is not None]
+    times = {name: _mean([getattr(profile, name) for profile in measured]) for name in ACTION_TIMES}
+    if not pairs:
+        return times
+    with_input, with_backward = (
+        [getattr(each, name) for each in pairs] for name in ("with_input", "with_backward")
+    )
+    share = mean(each.share for each in pairs)
+    return {**times, "pairs": PairProfile(_mean(with_input), _mean(with_backward), share)}
+
+
+def _mean(spreads: Sequence[Spread]) -> Spread:
+    return Spread(mean(each.median for each in spreads), mean(each.p90 for each in spreads))
 
 
 def _transfers(ranks: Sequence[RankProfile]) -> dict[str, Any]:

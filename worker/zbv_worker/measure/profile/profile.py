@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from zbv_solver.problem.problem import Problem, Units
-from zbv_solver.problem.stages import Copies, Costs, Placement
+from zbv_solver.problem.stages import Communication, Copies, Costs, Placement
 
 from zbv_worker.measure.problems import plan_memory
 from zbv_worker.measure.ranks import measure_on_ranks
@@ -42,6 +42,11 @@ class ProfileOptions:
     """Whether to measure every layer with recomputation as well; needs ``by_layer``."""
     copies: bool = False
     """Whether to measure copies of what F's keep to the host and back; needs stages."""
+    pairs: bool = False
+    """Whether to measure pairs of an F and a backward as well."""
+    ranks_per_stage: int = 1
+    """Processes that hold the same stages, for a model with expert or tensor parallelism. They are
+    neighbours, and the model makes their groups."""
     backend: Backend = "gloo"
     memory_limit_fraction: float | None = None
     """Sets each rank's limit to its static memory plus this fraction of the activations that 1F1B holds on
@@ -54,6 +59,8 @@ class ProfileOptions:
 
 ACTION_TIMES = ("forward", "backward_input", "backward_weight", "backward")
 """The measured times of a stage, F, I, W and B, as :class:`StageProfile` and problems name them."""
+HIDDEN_TIMES = ("forward", "backward_input", "backward")
+"""Those of which a pair may hide a part."""
 
 
 LEAST_WEIGHT_SHARE = 0.05
@@ -90,6 +97,21 @@ class CopyProfile:
 
 
 @dataclass(frozen=True)
+class PairProfile:
+    """What pairs of an F and the backward of another microbatch save, of one stage or layer.
+
+    A pair saves the time that it is shorter than its actions one after the other.
+    """
+
+    with_input: Spread
+    """Saved by F and I."""
+    with_backward: Spread
+    """Saved by F and B."""
+    share: float
+    """Of the collectives that F and I start, those of F."""
+
+
+@dataclass(frozen=True)
 class StageProfile:
     """Times and memory of one stage or layer; memory in bytes."""
 
@@ -109,6 +131,8 @@ class StageProfile:
     """The share of the weight gradients that W computes; None without trainable parameters."""
     copies: CopyProfile | None = None
     """None if they were not measured."""
+    pairs: PairProfile | None = None
+    """None if they were not measured, or hide nothing because F or the backward has no collectives."""
 
     @property
     def costs(self) -> tuple[dict[str, float], StageMemory]:
@@ -121,6 +145,25 @@ class StageProfile:
         if self.is_worth_splitting:
             return times, self.memory
         return {**times, "backward_input": times["backward"], "backward_weight": 0.0}, self.memory
+
+    @property
+    def communication(self) -> dict[str, float] | None:
+        """What a pair hides of F, I and B, in us: a problem's ``communication``. None without pairs.
+
+        F and I share what their pair saves by the collectives that they start. What F and B save beyond F's
+        part is B's. If a split gains nothing, B stands for I.
+        """
+        pairs, times = self.pairs, self.costs[0]
+        if pairs is None:
+            return None
+        with_input, with_backward = (
+            max(0.0, saved.microseconds) for saved in (pairs.with_input, pairs.with_backward)
+        )
+        saved = with_input if self.is_worth_splitting else with_backward
+        forward = pairs.share * saved
+        parts = (forward, saved - forward, max(0.0, with_backward - forward))
+        hidden = zip(HIDDEN_TIMES, parts, strict=True)
+        return {name: round(min(time, times[name]), 1) for name, time in hidden}
 
     @property
     def weight_share(self) -> float:
@@ -252,11 +295,11 @@ def measure_ranks(
     answers = measure_on_ranks(
         ["zbv_worker.measure.profile.rank"],
         asdict(options),
-        options.pp_degree,
+        options.pp_degree * options.ranks_per_stage,
         timeout=5 * options.timeout,
         on_poll=on_round and (lambda ranks: on_round(ranks.log(0).count(PROGRESS_MARK))),
     )
-    return [read_rank(answer) for answer in answers]
+    return [read_rank(answer) for answer in answers[:: options.ranks_per_stage]]
 
 
 def profile(options: ProfileOptions, on_round: Callable[[int], None] | None = None) -> Problem:
@@ -285,6 +328,7 @@ def to_problem(options: ProfileOptions, ranks: Sequence[RankProfile]) -> Problem
         ),
         memory=plan_memory(memory, static, _limit(options, stages, static)),
         copies=_copies(stages),
+        communication=_communication(stages),
         units=Units(time="us", memory="bytes"),
         measured=tuple(sorted(program_of(ranks).items())),
     )
@@ -299,6 +343,13 @@ def _copies(stages: Sequence[StageProfile]) -> Copies | None:
         reload=tuple(copies.reload.microseconds for _, copies in measured),
         offloadable=tuple(float(min(copies.moved, stage.held_after_forward)) for stage, copies in measured),
     )
+
+
+def _communication(stages: Sequence[StageProfile]) -> Communication | None:
+    hidden = [stage.communication for stage in stages]
+    if not any(hidden):
+        return None
+    return Communication(*(tuple(each[name] if each else 0.0 for each in hidden) for name in HIDDEN_TIMES))
 
 
 def program_of(ranks: Sequence[RankProfile]) -> dict[str, str]:

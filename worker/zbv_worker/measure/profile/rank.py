@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
 from functools import partial
@@ -30,14 +30,16 @@ from zbv_worker.execution.executor import Executor, ExecutorOptions
 from zbv_worker.execution.rank_plan import PlannedCut, RankPlan, require_layered
 from zbv_worker.execution.timeline import CudaTimeline, HostTimeline
 from zbv_worker.measure.live_bytes import watching
-from zbv_worker.measure.profile.captured import Captured, capture, split_into_layers
+from zbv_worker.measure.profile.captured import Captured, action_of, capture, split_into_layers
 from zbv_worker.measure.profile.links import LinkProfiler
+from zbv_worker.measure.profile.pairs import pair_profiles
 from zbv_worker.measure.profile.per_step import measure_reductions, update_times
 from zbv_worker.measure.profile.profile import (
     PROGRESS_MARK,
     CopyProfile,
     LayerProfile,
     LinkProfile,
+    PairProfile,
     ProfileOptions,
     RankProfile,
     Spread,
@@ -201,6 +203,7 @@ class RankProfiler:
             {index: astuple(self._memory(each)) for index, each in variant.items()} for variant in variants
         ]
         times = {key: Spread.of(seconds) for key, seconds in self._times(variants).items()}
+        pairs = [self._pairs(variant) if self._options.pairs else {} for variant in variants]
         return [
             {
                 index: StageProfile(
@@ -211,6 +214,7 @@ class RankProfiler:
                     times[number, index, "B"],
                     *memory[number][index],
                     each.stage.split_share,
+                    pairs=pairs[number].get(index),
                 )
                 for index, each in variant.items()
             }
@@ -226,6 +230,11 @@ class RankProfiler:
             stage_memory(stage, *tensors, self._device, captured.keywords)
         with nullcontext() if self._device.type == "cuda" else stage.uncompiled():
             return stage_memory(stage, *tensors, self._device, captured.keywords)
+
+    def _pairs(self, captured: Mapping[int, Captured]) -> dict[int, PairProfile]:
+        timeout = self._options.timeout
+        meet = partial(self._transport.barrier, timeout)
+        return pair_profiles(captured, self._device, self._options.repeats, timeout, meet)
 
     def _copies(self, captured: Mapping[int, Captured]) -> dict[int, CopyProfile]:
         """Measure copies of what every stage keeps; all ranks at once, because they may share the host."""
@@ -246,7 +255,7 @@ class RankProfiler:
                 copies.begin()
                 forward(copied(each.input), each.target)
                 round_trip = [self._stopwatch.time(partial(run, letters)) for letters in ("OD", "RB")]
-                _action(each, "B", 0, split=False)()
+                action_of(each, "B", 0, split=False)()
                 self._stopwatch.settle()
                 if turn >= _WARM_UP:
                     times.append([seconds() for seconds in round_trip])
@@ -257,7 +266,7 @@ class RankProfiler:
                 run("D")
                 moved = before - held.bytes
                 run("RB")
-                _action(each, "B", 0, split=False)()
+                action_of(each, "B", 0, split=False)()
             copies.close()
             offload, reload = map(Spread.of, zip(*times, strict=True))
             found[index] = CopyProfile(offload, reload, max(0, moved))
@@ -294,7 +303,7 @@ class RankProfiler:
             for letter in letters:
                 for j in range(_IN_FLIGHT):
                     for index, each in captured.items():
-                        action = _action(each, letter, j, split=split)
+                        action = action_of(each, letter, j, split=split)
                         work = action if traffic is None else traffic.sending(index, letter, action)
                         found.append(((index, letter), self._stopwatch.time(work)))
         if traffic is not None:
@@ -339,22 +348,6 @@ class RankProfiler:
                 yield boundary, (near, far)
 
 
-def _action(captured: Captured, letter: str, microbatch: int, *, split: bool) -> Callable[[], Any]:
-    """An action of a stage on its captured tensors."""
-    stage, gradient = captured.stage, captured.gradient
-    # Several microbatches have the same input, and each may save what it has written.
-    input = copied(captured.input) if letter == "F" and stage.writes_to_input else captured.input
-    actions: dict[str, Callable[[], Any]] = {
-        "F": lambda: stage.forward(
-            microbatch, input, captured.target, split=split, keywords=captured.keywords
-        ),
-        "I": lambda: stage.backward_input(microbatch, gradient),
-        "W": lambda: stage.backward_weight(microbatch),
-        "B": lambda: stage.backward(microbatch, gradient),
-    }
-    return actions[letter]
-
-
 def _layer_names(model: PipelineModel, options: ProfileOptions) -> tuple[str, ...]:
     names = layer_names(require_layered(model))
     if len(names) < options.pp_degree:
@@ -382,9 +375,10 @@ def main(request: dict[str, Any], world: World) -> Any:
     device = select_device(options.backend, world.local_rank)
     if device.type == "cpu":
         use_one_core(world)
-    with connected(world, options.backend, device, options.timeout) as transport:
-        found = RankProfiler(options, transport, device).measure()
-    if options.by_layer:
+    model = options.model.build()  # before the ranks meet, because it may initialise torch.distributed
+    with connected(world, options.backend, device, options.timeout, options.ranks_per_stage) as transport:
+        found = RankProfiler(options, transport, device, model).measure()
+    if options.by_layer and options.ranks_per_stage == 1:
         reductions = measure_reductions(world, options.backend, device, options.timeout)
         found = replace(found, reductions=reductions)
     return rank_json(found)

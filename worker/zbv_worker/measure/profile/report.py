@@ -33,6 +33,8 @@ def print_report(ranks: Sequence[RankProfile], out: Console) -> None:
         if fused:
             said = f"{title} that the problem does not split (share of W in the backward): "
             out.print(said + ", ".join(fused) + ".", highlight=False, markup=False)
+        if any(found.pairs for _, found in named):
+            out.print(_pairs(title, named))
     if any(stage.copies for stage in stages_of(ranks)):
         out.print(_copies(stages_of(ranks)))
     out.print(_static(ranks))
@@ -66,6 +68,16 @@ def _held(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
     shown = table_of_numbers(f"{title}: MB held, and workspace", *columns)
     for name, found in named:
         shown.add_row(name, *map(_mb, astuple(found.memory)))
+    return shown
+
+
+def _pairs(title: str, named: Sequence[tuple[str, StageProfile]]) -> Table:
+    shown = table_of_numbers(
+        f"{title}: ms that a pair saves, median and 90th percentile", "", "F + I", "F + B"
+    )
+    for name, found in named:
+        if found.pairs is not None:
+            shown.add_row(name, _ms(found.pairs.with_input), _ms(found.pairs.with_backward))
     return shown
 
 

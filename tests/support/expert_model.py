@@ -89,7 +89,7 @@ def experts(*, blocks: int, seconds: float, seed: int = 0) -> Experts:
     group = None
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        group, _ = dist.new_subgroups(2)
+        group, _ = dist.new_subgroups(2)  # type: ignore[no-untyped-call]  # torch's own
     middle = {f"block.{at}": partial(Block, group, seconds) for at in range(blocks)}
     ends = [partial(nn.Linear, WIDTH, WIDTH)] * 2
     return Experts({"embedding": ends[0], **middle, "head": ends[1]}, seed)

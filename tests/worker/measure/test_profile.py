@@ -112,7 +112,8 @@ def test_what_pairs_save_is_the_communication_of_a_problem(
 ) -> None:
     """Of 12 ms saved, F's third and the others' two thirds exceed their times."""
     rank = ranks_of(1)[0]
-    pairs = PairProfile(*(Spread(time, time) for time in saved), share=1 / 3)
+    with_input, with_backward = (Spread(time, time) for time in saved)
+    pairs = PairProfile(with_input, with_backward, share=1 / 3)
     stage = replace(rank.stages[0], pairs=pairs, split=SplitShare(1.0 if is_split else 0.0, ()))
     problem = to_problem(options_of(1), [replace(rank, stages=(stage, rank.stages[1]))])
     assert problem.communication is not None

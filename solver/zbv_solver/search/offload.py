@@ -95,6 +95,26 @@ class CopySearch:
             plan = self._search(limit, 1 / (2 * len(limits) - number))
             self.try_orders(plan.orders, f"{plan.provenance.method}, with copies")
         self.anneal()
+        self.refine()
+
+    def refine(self) -> None:
+        """Let CP-SAT improve the order of a small problem, or prove it optimal."""
+        budget = budgets_of(self.options.effort, self.problem)[-1]
+        if self.best is None or self.is_over() or self.problem.max_actions > budget.exact_actions:
+            return
+        from zbv_solver.improve.cp_entries import refine_entries  # OR-Tools takes a second to import
+
+        _, orders, method = self.best
+        result = refine_entries(
+            self.problem,
+            orders,
+            effort=budget.exact_time,
+            seed=self.options.seed,
+            cancelled=self.is_over,
+        )
+        self.bound = max(self.bound, result.lower_bound)
+        if result.orders is not None:
+            self.keep(objective_of(self.problem, result.orders), result.orders, f"{method}, cp-sat")
 
     def anneal(self) -> None:
         """Anneal the best order with its copies."""

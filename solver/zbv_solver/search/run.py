@@ -114,6 +114,7 @@ class Search:
                     # The later phases may have left the one order of entry, which the first ones need.
                     self.incumbent.put_aside(self.incumbent.current)
                     self.incumbent.current = before
+            self.solve_pairs()
 
     def first_plan(self, enough: float) -> Plan:
         """A plan from constructed orders alone; it has a full bound if it is shorter than ``enough``."""
@@ -409,6 +410,27 @@ class Search:
         kept, self.incumbent.current = self.incumbent.current, self.paired
         self._race(chain, ANNEAL_SHARE)
         self.paired, self.incumbent.current = self.incumbent.current, kept
+
+    def solve_pairs(self) -> None:
+        """Solve the whole problem with its pairs by CP-SAT, if it is small enough."""
+        start, problem = self.paired, self.with_pairs
+        if start is None or self.incumbent.meets_bound(start) or is_over(self.incumbent, self.halt):
+            return
+        if not problem.is_equal or problem.max_actions > self.budget.exact_actions:
+            return
+        from zbv_solver.improve.cp_entries import refine_entries  # late, as above
+
+        result = refine_entries(
+            problem,
+            start.orders,
+            effort=self.budget.exact_time,
+            seed=self.options.seed,
+            cancelled=self.halt.check,
+        )
+        if result.orders is not None:
+            self.paired = Solution(objective_of(problem, result.orders), result.orders, "cp-sat")
+            self.incumbent.announce(self.paired)
+        self.incumbent.raise_bound(result.lower_bound, "cp-sat")
 
     def _with_pairs(self, best: Solution) -> list[Solution]:
         """The best order, and orders with pairs: that one with some, fixed ones, and the best so far."""

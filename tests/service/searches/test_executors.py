@@ -55,7 +55,8 @@ async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     exits = asyncio.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: exits.set())
     async with (
-        Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler,
+        # Without a dashboard, a scheduler still has an HTTP server, and warns if its usual port is taken.
+        Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", dashboard=False) as scheduler,
         Worker(scheduler.address, nthreads=1, dashboard=False) as dask_worker,
     ):
         cluster = DaskExecutor(scheduler.address, None, patience=DEADLINE)

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from zbv_worker.agent.heartbeat import FILE, STALE_SECONDS, AgentNotRunning, Heartbeat, check
+from zbv_worker.agent.heartbeat import FILE, STALE_SECONDS, AgentNotRunning, Heartbeat, alone_in, check
 from zbv_worker.commands.cli import main
 from zbv_worker.host.state_files import read_json
 
@@ -71,4 +71,18 @@ def test_an_unwritable_file_does_not_end_a_run(tmp_path: Path, caplog: pytest.Lo
     (tmp_path / "state").write_text("a file, where a folder should be")
     with caplog.at_level(logging.WARNING):
         Heartbeat(tmp_path / "state", "node-1", SERVER).write(answered=True)
+        with alone_in(tmp_path / "state"):
+            pass
     assert "cannot write" in caplog.text
+    assert "cannot lock" in caplog.text
+
+
+def test_two_agents_cannot_share_a_state_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = ["agent", "--server", SERVER, "--state-dir", str(tmp_path / "state")]
+    with alone_in(tmp_path / "state"):
+        assert main(start) == 2
+    assert f"another agent uses {tmp_path / 'state'}" in capsys.readouterr().err
+    with alone_in(tmp_path / "state"):
+        pass  # the first agent has ended

@@ -28,7 +28,7 @@ from zbv_service.client import (
 
 from zbv_worker.agent.folder_sync import FolderSync
 from zbv_worker.agent.generation import Generation, GenerationEnd, failure
-from zbv_worker.agent.heartbeat import Heartbeat
+from zbv_worker.agent.heartbeat import Heartbeat, alone_in
 from zbv_worker.agent.policy import AgentOptions
 from zbv_worker.errors import InvalidRun
 from zbv_worker.host import inventory
@@ -105,24 +105,28 @@ class Agent:
         Raises
         ------
         InvalidRun
-            If the service refuses the registration.
+            If the service refuses the registration, or another agent uses the state directory.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ending.on_signal)
         try:
-            while not self._ending.is_requested:
-                with suppress(_Interrupted), self._until_lost():
-                    if not self._id:
-                        self._register()
-                    self._sweep()
-                    work = self._interruptibly(lambda: self._ask(self._wait_for_work))
-                    if work is not None:
-                        self._carry_out(work)
-            with self._until_lost():
-                self._drain()
+            with alone_in(self._options.state_dir):
+                self._work()
         finally:
             self._client.close()
             self._waiting_client.close()
+
+    def _work(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ending.on_signal)
+        while not self._ending.is_requested:
+            with suppress(_Interrupted), self._until_lost():
+                if not self._id:
+                    self._register()
+                self._sweep()
+                work = self._interruptibly(lambda: self._ask(self._wait_for_work))
+                if work is not None:
+                    self._carry_out(work)
+        with self._until_lost():
+            self._drain()
 
     def _register(self) -> None:
         options = self._options

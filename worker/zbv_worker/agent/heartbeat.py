@@ -1,26 +1,30 @@
 """Files that show that the agent is running.
 
-One file is for health checks of containers (``zbv-worker agent --check``). The other, the pulse, is for the
+One file is for health checks of containers (``zbv-worker agent --check``). Another, the pulse, is for the
 ranks: a service gives the run of a silent agent to others, so ranks end if their agent is stopped or hangs.
-Both reflect only the agent, not the service: while the service is away, ranks continue to train.
+Both reflect only the agent, not the service: while the service is away, ranks continue to train. The third is
+a lock for other agents.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zbv_worker.errors import WorkerError
+from zbv_worker.errors import InvalidRun, WorkerError
 from zbv_worker.host.state_files import PULSE, read_json, write_json
 
 FILE = "agent.json"
 STALE_SECONDS = 60.0
 """The agent's cycle takes 30 seconds: up to 20 of waiting for work, 5 for an answer, 5 after none."""
+LOCK = "agent.lock"
 
 _PULSE_SECONDS = 0.5
 _WIDTH = 24
@@ -31,6 +35,39 @@ logger = logging.getLogger(__name__)
 
 class AgentNotRunning(WorkerError):
     """The agent's file shows no running agent."""
+
+
+@contextmanager
+def alone_in(state_dir: Path) -> Iterator[None]:
+    """Hold the lock of a state directory within the block.
+
+    Two agents of a run would replace each other's specification there, and the ranks would wait for a peer
+    that nobody starts. The lock ends with the process. If it cannot be taken, for instance on a file system
+    without locks, the agent runs without it.
+
+    Raises
+    ------
+    InvalidRun
+        If another agent holds the lock.
+    """
+    file = -1
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        file = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise InvalidRun(
+            f"--state-dir: another agent uses {state_dir}. Give every agent its own directory, also on "
+            "a file system that nodes share: --state-dir DIR."
+        ) from None
+    except OSError as error:
+        logger.warning("cannot lock %s: %s", state_dir / LOCK, error)
+    try:
+        yield
+    finally:
+        if file != -1:
+            os.close(file)
 
 
 class Heartbeat:

@@ -94,7 +94,8 @@ def add_agent(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="DIR",
         type=Path,
         default=_DEFAULT_STATE,
-        help="directory of logs and results, one folder per run (default: ./zbv-agent)",
+        help="directory of logs and results, one folder per run; every agent needs its own, also on a file "
+        "system that nodes share (default: ./zbv-agent)",
     )
     agent.add_argument(
         "--drain-seconds",

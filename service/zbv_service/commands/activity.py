@@ -178,11 +178,16 @@ def _cancel(parsed: argparse.Namespace) -> int:
 
 def _find(client: Client, given: str) -> Search | Run:
     """The search or run with an id, a beginning of an id, or a name; raises :class:`WrongInput`."""
+    from zbv_service.client import Run
+
     known: list[Search | Run] = []
     if given:  # an empty text would find all
         known += client.searches(_MOST_FOUND, q=given)
         known += client.runs(_MOST_FOUND, q=given)
     found = [each for each in known if each.name == given or each.id.startswith(given.lower())]
+    # A run's name is also that of the search that plans it.
+    planning = {each.document.get("search_id") for each in found if isinstance(each, Run)}
+    found = [each for each in found if each.id not in planning]
     if not found:
         raise WrongInput(
             f"found no search or run {given!r}. To list them: zbv-service searches, zbv-service runs"

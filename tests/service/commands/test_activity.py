@@ -129,6 +129,12 @@ def test_a_search_and_a_run_are_cancelled_and_a_cancelled_run_is_followed_with_s
     assert (status, out, "cancelled" in err) == (1, "", True)
     status, _, err = command("follow", run.id, "-o", "-")
     assert (status, "is a run; only searches have a plan" in err) == (2, True)
+    planned = client.submit_run(
+        None, MODEL, nodes=2, steps=7, problem=IN_US, search_options={"seed": 8}, name="planned first"
+    )
+    assert [search.name for search in client.searches(q="planned first")] == ["planned first"]
+    status, _, err = command("cancel", "planned first")
+    assert (status, f"run {planned.id} is" in err) == (0, True)
 
 
 @pytest.mark.parametrize("given", ["", "zzz", "%", "f" * 33])

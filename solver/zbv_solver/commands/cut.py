@@ -256,13 +256,14 @@ def _summary(found: ExecutorCut, free: Plan | None) -> str:
     lines += _refusals(best)
     if best.unsearched:
         lines.append(
-            f"The time limit ended the search before {best.unsearched} of {len(best.results)} schedules were "
-            f"tried; a longer --time-limit tries them."
+            f"The search ended before {best.unsearched} of {len(best.results)} schedules were tried; a "
+            f"longer one tries them."
         )
     if free is not None and free.objective < best.objective:
         gain, placement = 1 - free.objective / best.objective, free.problem.placement.name
         lines.append(
-            f"A free order gains {quantities.percent(gain, 1)} more: see zbv plan with placement {placement}."
+            f"With any order, as zbv plan finds it for placement {placement}, the {best.problem.objective} "
+            f"is {quantities.percent(gain, 1)} shorter."
         )
     if found.even_remark:
         lines.append(found.even_remark)

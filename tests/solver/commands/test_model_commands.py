@@ -161,7 +161,7 @@ def test_the_best_cut_is_printed_and_is_a_plan(run: Run) -> None:
         ({}, f"{TITAN} --virtual-stages 1 --no-free-order",
          'proved optimal for this schedule|\n        ["tok_embeddings", "layers.0"', "any order"),
         ({}, MEGATRON, "any order, placement", "inf"),
-        ({}, LATE, "The time limit ended the search before 6 of 7 schedules were tried| – ", "inf"),
+        ({}, LATE, "The search ended before 6 of 7 schedules were tried| – ", "inf"),
         ({**FULL, "memory": {"limit": 28}}, TORCH, "above the even cut, which ignores|none fits", "inf"),
         (EVEN, ONE_STAGE, "as long as the even cut", "0.0"),
         (VISION, ONE_STAGE, '--pipeline-model-parallel-layout "Ettt|tttL"', "inf"),

@@ -17,8 +17,8 @@ from zbv_solver.errors import ContradictedBound, InvalidInput, Issue
 if TYPE_CHECKING:  # rich is imported where it is used: --help does not need it
     from rich.table import Table
 
-_LEFT, _WHOLE = ("", "schedule", "stages", "layer"), ("schedule", "plan", "layer")
-"""Columns that are aligned to the left, and those that are never wrapped."""
+_LEFT = ("", "schedule", "stages", "layer")
+"""Columns that are aligned to the left."""
 LINE_SECONDS = 15.0
 """Seconds between two lines of progress, where standard error is no terminal."""
 _OTHERS = 12
@@ -60,12 +60,15 @@ def print_json(document: object) -> None:
 
 
 def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table: names of schedules, stages and layers are aligned to the left, and numbers to the right."""
+    """A table: names of schedules, stages and layers are aligned to the left, and numbers to the right.
+
+    Lines are never wrapped, so that a number and its unit stay together.
+    """
     from rich.table import Table
 
     table = Table(title=title)
     for name in columns:
-        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=name in _WHOLE)
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table

@@ -78,7 +78,8 @@ def _frontier_of_layers(problem: LayeredProblem, points: Sequence[FrontierPoint]
 def print_comparison(plan: Plan) -> None:
     """Compare a plan with the classical schedules of its problem."""
     objective, metrics, units = plan.problem.objective, plan.metrics, plan.problem.units
-    columns = ("schedule", "span", "makespan", "bubble rate", "peak memory", "fits", f"{objective} / plan")
+    # In lines of two, so that the table of a problem with layers fits 80 columns.
+    columns = ("schedule", "span", "makespan", "bubble\nrate", "peak\nmemory", "fits", f"{objective} /\nplan")
     own = Baseline(
         plan.origin, metrics.span, metrics.makespan, metrics.bubble_rate, metrics.peak_memory, fits=True
     )

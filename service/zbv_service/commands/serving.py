@@ -133,13 +133,14 @@ class _Server(uvicorn.Server):
         application = self._app.state.application
         if (grant := application.access.local_grant) is None:
             return
+        command = f"zbv-service token link --server {self._address}"
         if not sys.stdout.isatty():  # others may read a log, and the link permits everything
-            print("zbv-service: for a link that signs a browser in: zbv-service token link", flush=True)
+            print(f"zbv-service: for a link that signs a browser in: {command}", flush=True)
             return
         token = await application.sign_in.new_link(grant)
         print(
             f"zbv-service: to sign in, open {self._address}/sign-in?token={token}\n"
-            f"zbv-service: (works once; for another link: zbv-service token link)",
+            f"zbv-service: (works once; for another link: {command})",
             flush=True,
         )
 

@@ -73,7 +73,8 @@ async def post_sign_in(request: Request) -> Response:
             grant = await found.access.check(form.get("token", [""])[0].strip())
             session = await found.sign_in.begin(grant)
     except LinkUnusable as error:
-        return _sign_in_page(request, destination, 401, f"{error} To get a new one: zbv-service token link")
+        command = f"zbv-service token link --server {shell_of(request).base_url}"
+        return _sign_in_page(request, destination, 401, f"{error} To get a new one: {command}")
     except ApiError as error:
         if error.kind not in (UNAUTHENTICATED, INSUFFICIENT_SCOPE, OTHER_ORIGIN):
             raise

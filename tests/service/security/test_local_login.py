@@ -346,5 +346,5 @@ async def test_a_starting_service_shows_a_link_only_on_a_terminal(
     for listener in server.servers:
         listener.close()
     printed = capsys.readouterr().out
-    assert "token link" in printed
+    assert "token link --server http://zbv" in printed
     assert ("/sign-in?token=" in printed) == is_terminal

@@ -74,6 +74,8 @@ export function pretty(document) {
 
 export function curl(body, { base, has_tokens: hasTokens }) {
   const json = pretty(body).replaceAll("'", "'\\''");
-  const token = hasTokens ? ' \\\n  -H "Authorization: Bearer $(zbv-service token show-local)"' : "";
+  const token = hasTokens
+    ? ` \\\n  -H "Authorization: Bearer $(zbv-service token show-local --server ${base})"`
+    : "";
   return `curl --json '${json}'${token} \\\n  ${base}/v1/searches`;
 }

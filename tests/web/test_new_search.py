@@ -202,6 +202,12 @@ def test_values_per_stage_are_a_table_that_grows_with_the_ranks(form: Form) -> N
     form.detail("costs.forward", "chunk")
     form.set("costs.forward", "1250", 1)
     assert form.problem(READY)["costs"]["forward"] == [1500, 1250]
+    form.detail("costs.backward", "each")
+    assert "backward" not in form.problem(READY)["costs"], "I + W, as with one empty field"
+    form.set("costs.backward", "3000")
+    form.says("7 errors to correct.")
+    assert form.issue("costs.backward").count("found ''") == 1
+    form.detail("costs.backward", "same")
     form.detail("costs.p2p", "each")
     assert len(form.cells("costs.p2p")) == 7
     assert all(form.page.locator("#app thead th").all_text_contents()), "names for screen readers"

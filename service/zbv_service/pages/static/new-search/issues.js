@@ -56,7 +56,9 @@ export class Issues {
     for (const { detail, place } of this.shown) {
       const holder = find(place?.holder);
       if (holder !== null) {
-        holder.textContent = [holder.textContent, detail].filter(Boolean).join(" ");
+        if (!holder.textContent.includes(detail)) {
+          holder.textContent = [holder.textContent, detail].filter(Boolean).join(" ");
+        }
         holder.hidden = false;
         holder.closest(".issue-row")?.removeAttribute("hidden");
         const control = find(place.control);

@@ -110,7 +110,8 @@ export class ProblemForm {
       Object.assign(problem, this.layers.document(), { memory: { ...amounts([STATIC]), limit: this.#limit(limit) } });
     } else {
       const { backward, ...costs } = amounts(COSTS);
-      problem.costs = backward === "" ? costs : { ...costs, backward };
+      const isGiven = [backward].flat().some((value) => value !== "");
+      problem.costs = isGiven ? { ...costs, backward } : costs;
       if (input("has_memory").checked) {
         problem.memory = { ...amounts([...DELTAS, STATIC]), limit: this.#limit(limit) };
       }

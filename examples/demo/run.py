@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -239,7 +240,8 @@ def demonstrate(options: argparse.Namespace, out: Console, err: Console) -> None
         for line in example:
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         if options.exit:
-            again = f"zbv-service serve --database {service.database}"
+            command = os.path.relpath(Path(sys.executable).with_name("zbv-service"))
+            again = f"{command} serve --database {service.database}"
             out.print(
                 f"To view the plan {results[0].plan_id}, start the service again: {again}", soft_wrap=True
             )

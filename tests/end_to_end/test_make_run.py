@@ -47,7 +47,7 @@ def test_profile_plan_train_and_compare(
     assert ended.value.code == 0, err
     for expected in ("zbv", "1F1B", "interleaved 1F1B", "planned", "measured"):
         assert expected in out
-    kept = re.search(r"the plan ([0-9a-f]{64}), .* zbv-service serve --database sqlite:///(\S+)", out)
+    kept = re.search(r"the plan ([0-9a-f]{64}), .* \S+/zbv-service serve --database sqlite:///(\S+)", out)
     assert kept is not None, out
     with closing(sqlite3.connect(kept[2])) as database:
         assert database.execute("SELECT 1 FROM plans WHERE plan_id = ?", [kept[1]]).fetchone()

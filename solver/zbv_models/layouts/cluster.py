@@ -16,6 +16,8 @@ from zbv_models.estimate.sections import Amount, ConfigSection, Rate, Size, pres
 
 DOUBTFUL = {"bytes": 5.0, "GB/s": 5.0, "µs": 50.0}
 """A value that differs from that of the named device by this factor is questioned. Gb/s is a factor of 8."""
+LEAST_BYTES = 1e6
+"""No device or host has less memory; fewer bytes are a number of gigabytes."""
 MAX_GROUPS = 4
 MAX_DEVICES = 1_000_000
 """Of a group: the number of layouts grows with the divisors."""
@@ -55,7 +57,7 @@ class NodesConfig(ConfigSection):
             custom_error_message="must be the name of a preset or a JSON object",
         ),
     ] = Field(description="a preset, or the section device of an estimate's configuration")
-    memory: Annotated[Amount, Field(ge=1e6)] | None = Field(
+    memory: Annotated[Amount, Field(ge=LEAST_BYTES)] | None = Field(
         None, description="bytes of a device, such as 80e9; null: as the device says"
     )
     reserve: Amount | None = Field(
@@ -237,13 +239,21 @@ def equal_cluster(document: Any) -> Cluster:
 
 
 def doubts(document: Any) -> list[str]:
-    """Values of a valid document that contradict its named device by a large factor, as a wrong unit does."""
+    """Values of a valid document that a wrong unit explains.
+
+    They contradict its named device by a large factor, or are less than :data:`LEAST_BYTES`.
+    """
     groups = document.get("groups", [document])
     common, found = document.get("links") or {}, []
     for number, each in enumerate(groups):
+        at = f"/groups/{number}" if "groups" in document else ""
+        found += [
+            f"{at}/{key}: found {figure(each[key])} bytes. Check the unit."
+            for key in ("reserve", "host_memory")
+            if 0 < (each.get(key) or 0) < LEAST_BYTES
+        ]
         if not isinstance(each["device"], str):
             continue
-        at = f"/groups/{number}" if "groups" in document else ""
         device, links = _device(NodesConfig.model_validate(_of_nodes(each)), at), each.get("links") or {}
         known = {
             f"{at}/memory": (each.get("memory"), device.memory_limit, "bytes"),

@@ -287,9 +287,13 @@ def test_values_in_another_unit_are_questioned() -> None:
             for document in (equal, groups):
                 parse_cluster(document)
                 assert [each.split(":")[0].replace("/groups/0", "") for each in doubts(document)] == keys
-    assert doubts({**ONE, "device": "h100", "memory": 80e6})[0].startswith(
-        "/memory: found 80\u202f000\u202f000 bytes"
-    )
+    h100 = {**ONE, "device": "h100"}
+    assert doubts({**h100, "memory": 80e6})[0].startswith("/memory: found 80\u202f000\u202f000 bytes")
+    assert doubts({**h100, "reserve": 6, "host_memory": 512}) == [
+        "/reserve: found 6 bytes. Check the unit.",
+        "/host_memory: found 512 bytes. Check the unit.",
+    ]
+    assert doubts({**h100, "reserve": 0, "host_memory": None}) == []
 
 
 def executed(executor: str, model: Document, **fixed: Any) -> None:

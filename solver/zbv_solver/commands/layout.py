@@ -43,6 +43,7 @@ from zbv_solver.commands.layout_tables import (
 from zbv_solver.commands.messages import flag_of, named_flags, print_whole, spinner
 from zbv_solver.commands.model_flags import FLAGS, given_parallel
 from zbv_solver.documents.files import file_label, load, output, read_json
+from zbv_solver.documents.validation import require_kind
 from zbv_solver.errors import InvalidInput, Issue
 from zbv_solver.export.quantities import SECONDS, counted, figure, gigabytes, time
 from zbv_solver.search.options import SearchOptions
@@ -202,6 +203,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         load(path, partial(parse_profile, source=file_label(path))) for path in arguments.profile
     )
     try:
+        require_kind(document, "model's configuration")
         if is_transformers_config(document):
             document = {"model": read_config(document, arguments.sequence_length)}
         request = parse_request(
@@ -221,6 +223,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 def _questioned_cluster(document: Any) -> AnyCluster:
     """The cluster of a document; values that contradict its device are questioned on standard error."""
+    require_kind(document, "cluster")
     cluster = parse_cluster(document)
     for doubt in doubts(document):
         sys.stderr.write(f"zbv: warning: {doubt}\n")

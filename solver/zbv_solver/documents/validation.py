@@ -46,6 +46,7 @@ _REMEDIES = {
     "problem": "`zbv plan` makes a plan of it.",
     "list of layouts": "The plan of the best one is under /layouts/0/plan.",
     "model's configuration": "`zbv estimate --config` makes a problem of it; `zbv layout` searches a layout.",
+    "cluster": "`zbv layout --cluster` takes it.",
 }
 """What to do with a document of each kind where another kind is expected."""
 
@@ -101,7 +102,9 @@ def _kind_of(document: dict[str, Any]) -> str | None:
         return "list of layouts"
     if "pp_degree" in document:
         return "problem"
-    return "model's configuration" if {"model", "model_type"} & document.keys() else None
+    if {"model", "model_type"} & document.keys():
+        return "model's configuration"
+    return "cluster" if {"gpus_per_node", "groups"} & document.keys() else None
 
 
 def refusal(error: ValidationError, document: Any) -> InvalidInput:

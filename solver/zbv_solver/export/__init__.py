@@ -8,7 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from zbv_solver.errors import InvalidInput
+from zbv_solver.errors import InvalidInput, did_you_mean
 
 if TYPE_CHECKING:
     from zbv_solver.plans.plan import Plan
@@ -88,5 +88,6 @@ def export(plan: Plan, name: str) -> str:
             f"without costs.offload, or costs.host_link of layers.",
         )
     if name not in FORMATS:
-        raise InvalidInput.at("/format", f"found {name!r}; must be one of {', '.join(FORMATS)}.")
+        hint = did_you_mean(name, FORMATS)
+        raise InvalidInput.at("/format", f"found {name!r}; must be one of {', '.join(FORMATS)}.{hint}")
     return FORMATS[name].render(plan)

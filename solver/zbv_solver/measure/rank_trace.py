@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from zbv_solver.documents.fields import AtMost
-from zbv_solver.documents.validation import validated
+from zbv_solver.documents.validation import require_kind, validated
 from zbv_solver.errors import InvalidInput
 from zbv_solver.kernels.jit import FloatArray, IntArray
 from zbv_solver.plans.orders import Orders
@@ -112,6 +112,7 @@ def parse_rank_trace(document: Any) -> RankTrace:
     Raises :class:`InvalidInput` when the document does not have the shape of a trace, or its steps do not
     ascend.
     """
+    require_kind(document, "trace")
     parsed = validated(RankTraceDocument, document)
     steps = tuple(_step(index, step, parsed.clock_offset_ns) for index, step in enumerate(parsed.steps))
     for index, (before, step) in enumerate(pairwise(steps), start=1):

@@ -285,10 +285,11 @@ plan problem.json --jitter=much → --jitter: found 'much'; jitter is written as
 plan problem.json --jitter=trace.json → this is a trace, which needs the plan that it belongs to
 plan problem.json --quantile=0.9 → --quantile: is of the times when durations vary
 plan problem.json --jitter=5% --quantile=1 → --quantile: found 1; must be from 0.5 to 0.99
-export plan.json --format docx → --format: found 'docx'; must be one of torch-csv
+export plan.json --format torch-cvs → torchtitan, chrome-trace, svg, html. Did you mean torch-csv?
 simulate plan.json --jitter=much → or traces is also accepted
 simulate plan.json --jitter=trace.json → trace.json: /plan_id: found aaaaaaaaaaaa; the plan given is
 simulate plan.json --scenarios=0 → --scenarios: found 0; must be
+refit plan.json plan.json → plan.json: this is a plan, not a trace.
 refit plan.json trace.json → trace.json: /plan_id: found aaaaaaaaaaaa; the plan given is
 CUT --virtual-stages 2 -3 → --virtual-stages: found -3 virtual stages
 CUT --group-size 5 --executor torch → --group-size: found it and executor torch
@@ -313,6 +314,9 @@ LAYOUT --frozen 0-99 → --frozen: found 0-99; the model has layers
 LAYOUT --lora-rank 4 --target-modules experts → --target-modules: found experts; no frozen layer has
 LAYOUT --prediction-layers -1 → --prediction-layers: found -1; input should be
 layout transformers.json --cluster cluster.json → --global-batch: a config.json does not say it
+layout problem.json --cluster cluster.json → problem.json: this is a problem, not a model's configuration.
+layout gpt.json --cluster gpt.json → gpt.json: this is a model's configuration, not a cluster.
+plan cluster.json → this is a cluster, not a problem. `zbv layout --cluster` takes it.
 layout gpt.json --cluster cluster-list.json → cluster-list.json: found []; must be a JSON object
 plan t5.json → t5.json: this is a model's configuration, not a problem. `zbv estimate --config` makes
 layout unbatched.json --cluster cluster.json → /global_batch: this key is required and absent. Give it, or

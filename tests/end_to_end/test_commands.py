@@ -43,6 +43,35 @@ def test_a_flag_of_another_command_is_not_suggested(capsys: pytest.CaptureFixtur
     assert "Did you mean" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("main", "command", "example"),
+    [
+        (PLAN, "plan", "  thorough  the same"),
+        (SERVICE, "follow", ""),
+        (
+            WORKER,
+            "agent",
+            "  zbv-worker agent --server http://planner:8000 --allow-model zbv_worker.models.gpt --",
+        ),
+    ],
+)
+def test_help_fits_80_columns_except_examples(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    main: Main,
+    command: str,
+    example: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], [command]):
+        with pytest.raises(SystemExit, match="0"):
+            main([*words, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("  ")) <= 80
+    assert any(line.startswith(example) for line in lines)
+    assert any(line.startswith("exit status: 0 done; ") for line in lines)
+
+
 COMPLETE = """\
 source "$1" && shift
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))

@@ -53,7 +53,6 @@ def add_activity(commands: Any) -> None:
             help=f"list the {noun} of a service",
             description=f"List the {noun} of a service, the newest first: a table on a terminal, else JSON.",
             epilog=EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         listing.add_argument(
             "--limit", type=at_least_one, default=20, metavar="N", help="how many to list (default: 20)"
@@ -76,7 +75,6 @@ def add_activity(commands: Any) -> None:
             help=f"{verb} a search or run of a service",
             description=f"{verb.capitalize()} a search or run {more}",
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("id", metavar="ID", help="its id, the beginning of its id, or its name")
         if verb == "follow":

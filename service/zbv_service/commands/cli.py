@@ -56,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="zbv-service",
         description="Plan zero-bubble V schedules as a service, and run them on agents.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_common_flags()
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Command)

@@ -43,7 +43,6 @@ def add_layout(commands: Any) -> None:
         "layouts; each names the plan of its pipeline, which the service stores.\n"
         "Ctrl-C ends the search and writes the layouts planned so far.",
         epilog=_EXAMPLES + EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     layout.on_use = _add_flags
     layout.set_defaults(run=_layout)

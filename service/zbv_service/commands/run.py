@@ -119,7 +119,6 @@ def add_run(commands: Any) -> None:
         description="Start a training run in a service and follow it. The service first plans a problem, "
         "and\nfirst imports a plan file. Ctrl-C stops following; the run continues.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("file", nargs="?", help="plan or problem file (JSON); - is standard input")
     run.add_argument("--plan", metavar="ID", help="id of a plan in the service, instead of a file")

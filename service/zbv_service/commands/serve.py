@@ -32,7 +32,6 @@ def add_serve(commands: Any) -> None:
         description="Run the service until SIGTERM or Ctrl-C. Searches that are interrupted then continue "
         "after the next start.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     serve.on_use = add_flags
     serve.set_defaults(run=_serve)

@@ -52,7 +52,6 @@ def add_submit(commands: Any) -> None:
         "Ctrl-C ends the search and writes the best plan found. A second Ctrl-C leaves at once;\n"
         "the service then ends the search on its own.",
         epilog=_EXAMPLES + EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     submit.add_argument("problem", help="problem file (JSON); - is standard input")
     add_server(submit)

@@ -86,7 +86,6 @@ def add_token(commands: Any) -> None:
         help="print the token that commands use",
         description="Print the token that your commands send to a service, for programs such as curl.",
         epilog=_SHOW_LOCAL_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_server(local)
     local.set_defaults(run=_show_local)
@@ -98,7 +97,6 @@ def _add_create(commands: Any) -> None:
         help="create a token",
         description="Create a token and print it once. The service stores only a hash of it.",
         epilog=_SCOPES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     create.add_argument(
         "--name", required=True, help="name of the token, recorded with its searches and runs"

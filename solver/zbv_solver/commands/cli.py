@@ -49,10 +49,10 @@ MODULES = {
 
 EFFORTS = """\
 efforts, and about how long they take for 4 to 8 ranks on two cores:
-  quick      construct orders and improve the best one briefly     a second
-  standard   also tune the constructors' parameters, improve       5 to 10 seconds
-             for longer, and prove small problems optimal
-  thorough   the same with about ten times the budget              up to 2 minutes
+  quick     construct orders and improve the best one briefly   a second
+  standard  also tune the constructors' parameters, improve     5 to 10 seconds
+            for longer, and prove small problems optimal
+  thorough  the same with about ten times the budget            up to 2 minutes
 A search ends early when its plan is proved optimal. Only with --time-limit does the plan depend on the speed
 of the machine; otherwise the same problem, effort and seed give the same plan everywhere.
 """
@@ -113,7 +113,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="zbv",
         description="Plan zero-bubble V schedules for pipeline-parallel training.",
-        epilog="Exit status: 0 done, 2 wrong input, 3 no plan fits the memory limit, 70 a bug in zbv, 130 "
+        epilog="exit status: 0 done; 2 wrong input; 3 no plan fits the memory limit; 70 a bug in zbv; 130 "
         "interrupted. '-' is standard input or output.",
     )
     parser.add_common_flags()
@@ -132,7 +132,6 @@ def _parser() -> Parser:
             help=summary,
             description=description or f"{summary[0].upper()}{summary[1:]}.",
             epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
         )
         if reads is not None:
             parser.add_argument(reads, help=f"{reads} file (JSON), or -")

@@ -5,12 +5,24 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Any, NoReturn
 
 from zbv_solver._version import __version__
 from zbv_solver.errors import did_you_mean
 
 _SHELLS = ("bash", "zsh", "fish")
+
+
+class _Help(argparse.HelpFormatter):
+    """Wraps descriptions, except indented lines: examples and tables."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        found: list[str] = []
+        for is_kept, group in groupby(text.splitlines(), key=lambda line: line[:1] in ("", " ")):
+            lines = list(group)
+            found += lines if is_kept else [super()._fill_text(" ".join(lines), width, indent)]
+        return "\n".join(found)
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     is_used = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **{"formatter_class": _Help, **options})
         self.offered: dict[str, Callable[[], Iterable[str]]] = {}
         """Words that a shell completes after a flag which checks its value later."""
 

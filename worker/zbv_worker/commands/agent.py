@@ -38,7 +38,6 @@ def add_agent(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Offer this node to a service and run its share of runs. After SIGTERM the current run "
         "may finish, and the node deregisters.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_server(agent, default=None)
     agent.add_argument(

@@ -31,7 +31,6 @@ def add_check(commands: argparse._SubParsersAction[Parser]) -> None:
         "of CUDA and NCCL, whether receives that wait on a GPU stop it (needs two GPUs), and whether one "
         "step of a small pipeline has the gradients of one process.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu needs no GPU (default cuda)"

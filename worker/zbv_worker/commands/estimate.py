@@ -38,7 +38,6 @@ def add_estimate(commands: argparse._SubParsersAction[Parser]) -> None:
         "operations of a model's stages and layers without computing anything. If the model offers layers, "
         "the problem has layers, and the planner chooses the partition.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     estimate.add_argument("model", metavar="MODULE:FUNCTION", help=MODEL_HELP)
     add_factory_arguments(estimate)

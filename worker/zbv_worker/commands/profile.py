@@ -34,7 +34,6 @@ def add_profile(commands: argparse._SubParsersAction[Parser]) -> None:
         "offers layers, measure each, so that the planner can choose the partition; otherwise, measure its "
         "2P stages.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(profile)
     add_program(profile)

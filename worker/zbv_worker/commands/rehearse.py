@@ -47,7 +47,6 @@ def add_rehearse(commands: argparse._SubParsersAction[Parser]) -> None:
         "planned and measured times. Under torchrun, this is one of the ranks; otherwise it starts all ranks "
         "on this machine.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_plan(rehearse, are_several=False)
     rehearse.add_argument("--steps", type=positive, help="steps to measure, after a warm-up step (default 5)")

@@ -96,7 +96,6 @@ def add_run(commands: argparse._SubParsersAction[Parser]) -> None:
         help="train a model as one rank of a plan (under torchrun)",
         description="Train a model as one rank of a plan. Start one process per rank with torchrun.",
         epilog=_RUN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_plan(run, are_several=True)
     add_model(run)

@@ -72,8 +72,9 @@ def _sequence(others: dict[str, Any]) -> Any:
 def _named(issue: Issue, overrides: dict[str, dict[str, Any]], path: str | None) -> Issue:
     """An issue that names the flag or the file that holds the mistake."""
     _, section, key = (*issue.pointer.split("/"), "", "")[:3]
-    if issue.pointer == "/device":
-        detail = f"found no device. Name one of {', '.join(presets_of('device'))}, or give rates in the file."
+    if issue.pointer in ("/model", "/device") and "required" in issue.detail:
+        names, values = ", ".join(presets_of(section)), "sizes" if section == "model" else "rates"
+        detail = f"found no {section}. Name one of {names}, or give {values} in the file."
         return Issue("", detail, "--preset")
     if key in overrides.get(section, {}):
         return Issue("", issue.detail, flag_of(key))

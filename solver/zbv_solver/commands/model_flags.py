@@ -116,7 +116,7 @@ def add_estimate_flags(parser: Parser) -> None:
     parser.add_argument("-o", "--output", default="-", metavar="FILE", help="problem file (default: -)")
     for section in SECTIONS:
         group = parser.add_argument_group(
-            f"{section}: replaces values of the file and the presets; none undoes a value that may be absent"
+            section, "replaces values of the file and the presets; none undoes a value that may be absent"
         )
         for key, field in flags(section).items():
             shown: dict[str, Any] = {"dest": f"{section}.{key}", "default": argparse.SUPPRESS}

@@ -323,6 +323,7 @@ layout unbatched.json --cluster cluster.json → /global_batch: this key is requ
 layout gpt.json --cluster cluster-H100.json → Did you mean h100?
 estimate --config gpt.json → --preset: found no device. Name one of a100
 estimate → --config, --preset: found neither; give one
+estimate --preset h100 → --preset: found no model. Name one of deepseek-v3
 estimate --config transformers.json → --sequence-length: a config.json does not say how long
 ESTIMATE --heads 5 → --heads: found 5; must divide hidden (2304)
 ESTIMATE --memory-limit nan → --memory-limit: found nan

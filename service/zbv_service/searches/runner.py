@@ -36,6 +36,9 @@ POLL_SECONDS = 0.25
 USEFUL_WORKERS = 2
 """Most threads that a search can use: it runs two chains."""
 
+_STORE_SECONDS = 10.0
+"""Longest wait, when a service ends, for the stored ends of searches that had to be killed."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -120,7 +123,7 @@ class Runner:
         if unfinished:
             logger.warning("%d searches did not stop in time and are killed", len(unfinished))
             self._executor.kill()
-            await asyncio.wait(unfinished, timeout=self._settings.shutdown_seconds)
+            await asyncio.wait(unfinished, timeout=_STORE_SECONDS)
 
     async def _dispatch(self) -> None:
         self._queue_grew.clear()

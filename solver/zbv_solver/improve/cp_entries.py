@@ -263,11 +263,17 @@ class _Model:
                 self.model.add(self.start[later] >= self.end[earlier]).only_enforce_if(there)
         for rank in range(self.problem.pp_degree):
             mine = [cell for cell in self._on(rank) if cell in self.copied]
+            number = {cell: self.model.new_int_var(0, len(mine), "") for cell in mine}
             for cell, kind in product(mine, (D, R)):
                 for letter, other in product((F, I, W), self._on(rank)):
                     self._apart((kind, *cell), (letter, *other), [self.copied[cell]])
-            for (one, two), kind in product(combinations(mine, 2), (OUT, INTO)):
-                self._apart((kind, *one), (kind, *two), [self.copied[one], self.copied[two]])
+            for one, two in combinations(mine, 2):
+                for kind in (OUT, INTO):
+                    self._apart((kind, *one), (kind, *two), [self.copied[one], self.copied[two]])
+                # Some may take memory at the same moment. The second then needs room for both.
+                for first, second in ((one, two), (two, one)):
+                    is_first = self._is_first((R, *first), (R, *second))
+                    self.model.add(number[second] >= number[first] + 1).only_enforce_if(is_first)
 
     def _apart(self, one: Key, two: Key, condition: list[cp_model.IntVar]) -> None:
         either = [self._is_first(one, two), self._is_first(two, one)]

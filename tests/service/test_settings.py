@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -16,8 +17,7 @@ REMEDY = "put the output of `zbv-service settings --markdown` between the commen
 
 
 def test_the_documentation_matches_the_declaration() -> None:
-    found = re.search(r"<!-- settings -->\n(.*)<!-- end of settings -->", PAGE.read_text(), re.DOTALL)
-    assert found is not None
+    found: Any = re.search(r"<!-- settings -->\n(.*)<!-- end of settings -->", PAGE.read_text(), re.DOTALL)
     assert found[1] == markdown(), REMEDY
     assert [name for name in Settings.model_fields if f"| `{name}` |" not in found[1]] == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.reading import parse_problem
 
 
 def parts(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
@@ -31,10 +31,7 @@ def cut_problem(
         "recompute": list(recompute) or [False] * len(sizes),
         "cut": {"allow_empty": True},
     }
-    problem = parse_any_problem(document)
-    if not isinstance(problem, Problem):
-        raise TypeError(f"a document with a partition gave a {type(problem).__name__}")
-    return problem
+    return parse_problem(document)
 
 
 _LAYER = {

@@ -14,8 +14,9 @@ from zbv_solver.problem.cut import Cut, Link
 from zbv_solver.problem.layer import LayerCosts, LayerMemory, Model
 from zbv_solver.problem.layered_problem import LayeredProblem
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem
 from zbv_solver.problem.stages import Placement
+
+from support.layered import layered_problem
 
 BLOCK = {
     "name": "block",
@@ -64,9 +65,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 def layered(**changes: Any) -> LayeredProblem:
     """:func:`document` as a problem."""
-    problem = parse_any_problem(document(**changes))
-    assert isinstance(problem, LayeredProblem)
-    return problem
+    return layered_problem(document(**changes))
 
 
 @st.composite
@@ -135,14 +134,12 @@ def layered_problems(
             if draw(st.integers(0, 3)):
                 each["on"] = {"slow": _slower(draw, each)}
     try:
-        problem = parse_any_problem(body)
+        return layered_problem(body)
     except InvalidInput:
         # Too few layers for the stages, or rules that contradict each other.
         alike = [{key: value for key, value in each.items() if key != "on"} for each in layers]
         body = {**body, "layers": alike, "devices": None, "costs": None}
-        problem = parse_any_problem({**body, "pp_degree": 1, "placement": "single", "cut": {}})
-    assert isinstance(problem, LayeredProblem)
-    return problem
+        return layered_problem(body, pp_degree=1, placement="single", cut={})
 
 
 def _slower(draw: st.DrawFn, layer: dict[str, Any]) -> dict[str, Any]:

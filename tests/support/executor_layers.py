@@ -9,7 +9,8 @@ from typing import Any
 from zbv_models.fixed_orders.executor_cut import ExecutorCut
 from zbv_models.layouts.executor_search import ExecutorLayout
 from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_any_problem
+
+from support.layered import layered_problem
 
 Document = dict[str, Any]
 PUBLISHED: list[dict[str, Any]] = json.loads(
@@ -43,9 +44,7 @@ def layered(
 ) -> LayeredProblem:
     """The problem of these layers; the placement is that of the executor."""
     document = {"pp_degree": ranks, "microbatches": microbatches, "placement": "auto", "layers": layers}
-    problem = parse_any_problem(document | {"costs": {"p2p": p2p}} | more)
-    assert isinstance(problem, LayeredProblem)
-    return problem
+    return layered_problem(document | {"costs": {"p2p": p2p}} | more)
 
 
 def flags_of(best: ExecutorCut | ExecutorLayout) -> dict[str, str]:

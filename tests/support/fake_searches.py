@@ -10,10 +10,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbv_service.documents.problems import Question
 from zbv_service.records.searches import Update
@@ -63,29 +63,27 @@ def plan_of(problem: Problem, method: str = "fake") -> Plan:
     return Plan(problem, orders_of(problem), metrics, provenance=Provenance(method))
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a search; layers are already divided into stages."""
+class Arguments(NamedTuple):
+    """The arguments of a search."""
 
-    problem: Problem
+    question: Question
     options: dict[str, Any]
     on_progress: Callable[[Progress], None]
     cancelled: Callable[[], bool]
     incumbent: Orders | Plan | None
+
+    @property
+    def problem(self) -> Problem:
+        """The problem; layers are divided into stages."""
+        return stages_of(self.question)
 
 
 def fake(search: Callable[[Arguments], Plan]) -> SearchFunction:
     """A search function that calls ``search`` with its arguments as one object."""
 
     @wraps(search)
-    def call(
-        problem: Question,
-        options: dict[str, Any],
-        on_progress: Callable[[Progress], None],
-        cancelled: Callable[[], bool],
-        incumbent: Orders | Plan | None,
-    ) -> Plan:
-        return search(Arguments(stages_of(problem), options, on_progress, cancelled, incumbent))
+    def call(*arguments: Any) -> Plan:
+        return search(Arguments(*arguments))
 
     return call
 
@@ -102,19 +100,14 @@ def honest(given: Arguments) -> Plan:
     return make_plan(given.problem, orders_of(given.problem), method="honest")
 
 
-def first(
-    problem: Question,
-    options: dict[str, Any],
-    on_progress: Callable[[Progress], None],
-    cancelled: Callable[[], bool],
-    incumbent: Orders | Plan | None,
-) -> Plan:
+@fake
+def first(given: Arguments) -> Plan:
     """The solver's first plan of layers, without the classical schedules, whose cuts take the longest."""
     from zbv_solver.search.layered import first_plan  # loads kernels that only layers need
 
-    if isinstance(problem, LayeredProblem):
-        return first_plan(problem, cancelled)
-    return solver_search(problem, options, on_progress, cancelled, incumbent)
+    if isinstance(given.question, LayeredProblem):
+        return first_plan(given.question, given.cancelled)
+    return solver_search(*given)
 
 
 @fake
@@ -151,13 +144,13 @@ def hold(given: Arguments) -> Plan:
 @fake
 def deaf(given: Arguments) -> Plan:
     """Ignores cancellation."""
-    return hold(replace(given, cancelled=lambda: False))
+    return hold(given._replace(cancelled=lambda: False))
 
 
 @fake
 def mute(given: Arguments) -> Plan:
     """Ignores cancellation, and reports nothing."""
-    return hold(replace(given, cancelled=lambda: False, on_progress=lambda _: None))
+    return hold(given._replace(cancelled=lambda: False, on_progress=lambda _: None))
 
 
 @fake
@@ -206,13 +199,9 @@ def undercutting(given: Arguments) -> Plan:
     """Reports a bound, and after the file ``release`` a plan that is better, with another bound."""
     stages = given.problem
     given.on_progress(Progress(9.0, 8.5, 0.5 / 8.5, "first", 0.0, orders_of(stages), stages))
-    until = time.monotonic() + DEADLINE
-    while not (directory() / "release").exists():
-        if time.monotonic() > until:
-            raise TimeoutError("the test did not release its search.")
-        time.sleep(0.01)
+    started_and_released(lambda: False, 1)
     given.on_progress(Progress(8.0, 8.0, 0.0, "second", 0.0, orders_of(stages), stages))
-    while not given.cancelled() and time.monotonic() < until:
+    while not given.cancelled():
         time.sleep(0.01)
     return plan_of(stages)
 

@@ -34,7 +34,7 @@ RANKS = (
     "zbv_worker.pipeline.pipeline",
     "zbv_worker.run.run",
 )
-SERVICES = ("zbv_service.commands.serving", "support.fake_service", "support.patient_searches")
+SERVICES = ("zbv_service.commands.serving", "support.patient_searches")
 _START_SECONDS = 240.0
 _POLL_SECONDS = 0.02
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from zbv_solver.problem.layered_problem import LayeredProblem
+from zbv_solver.problem.reading import parse_any_problem
+
 _DELTAS = {"forward": 2, "backward_input": -1, "backward_weight": -1}
 _BLOCK = {
     "name": "block",
@@ -46,3 +49,10 @@ RECOMPUTED: dict[str, Any] = {
 }
 """With a limit that something must be recomputed for."""
 NAMES = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]
+
+
+def layered_problem(document: dict[str, Any], **changes: Any) -> LayeredProblem:
+    """A document of layers, with changes, as a problem."""
+    problem = parse_any_problem({**document, **changes})
+    assert isinstance(problem, LayeredProblem)
+    return problem

@@ -106,25 +106,6 @@ def _fitting_order(problem: Problem, random: Random, weights: dict[str, float]) 
     return Orders.from_actions(ranks)
 
 
-def arrival_of(problem: Problem, action: Action, times: dict[Action, tuple[float, float]]) -> float | None:
-    """When the input of an action is there, by a plain reading of the rules; None if it is not made yet."""
-    stage, letter, j = action
-    needed = [Action(stage, "F" if letter in "IB" else "I", j)] if letter != "F" else []
-    if any(each not in times for each in needed):
-        return None
-    source = stage + (1 if letter in "IB" else -1)
-    if letter == "W" or not 0 <= source < problem.n_stages:
-        return 0.0
-    made = [
-        times[each][1]
-        for kind in ("F" if letter == "F" else "IB")
-        if (each := Action(source, kind, j)) in times
-    ]
-    rank_of, boundary = problem.placement.rank_of, min(stage, source)
-    transfer = 0.0 if rank_of[stage] == rank_of[source] else problem.costs.p2p[boundary]
-    return made[0] + transfer if made else None
-
-
 def copied_at_random(orders: Orders, random: Random) -> Orders:
     """Some microbatches get an O, D and R at random places between their F and their I or B."""
     ranks = []

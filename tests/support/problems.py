@@ -172,9 +172,7 @@ def decades(smallest: float = 1e-6, largest: float = 1e6) -> st.SearchStrategy[f
 
 
 @st.composite
-def rough_problems(
-    draw: st.DrawFn, *, max_p: int = 3, max_m: int = 4, costs: st.SearchStrategy[float] | None = None
-) -> Problem:
+def rough_problems(draw: st.DrawFn, *, max_p: int = 3, max_m: int = 4) -> Problem:
     """Problems as measurements make them: any placement, 1 to 4 chunks, costs over twelve decades.
 
     Some costs are 0, some backwards are fused, memory is often as tight as can be, and what a microbatch
@@ -184,7 +182,7 @@ def rough_problems(
     chunks = draw(st.integers(1, 4)) if kind == "loop" else None
     placement = Placement.of(kind, draw(st.integers(1, max_p)), chunks)
     n, p = placement.n_stages, placement.pp_degree
-    cost = st.one_of(st.just(0.0), costs or decades(), costs or decades())
+    cost = st.one_of(st.just(0.0), decades(), decades())
 
     def per_stage(of: st.SearchStrategy[float], count: int = n) -> tuple[float, ...]:
         if draw(st.booleans()):

@@ -13,9 +13,9 @@ from zbv_solver.timing.start_times import earliest_times
 from support.orders import random_orders
 
 
-def mixed_orders(problem: Problem, is_fused: Callable[[int], bool], seed: int = 1) -> Orders:
+def mixed_orders(problem: Problem, is_fused: Callable[[int], bool]) -> Orders:
     """A random order in which a microbatch's backwards are B where ``is_fused`` says so, else I and W."""
-    found = random_orders(problem, Random(seed))
+    found = random_orders(problem, Random(1))
     ranks: list[list[Action]] = []
     for rank in range(problem.pp_degree):
         ranks.append([])

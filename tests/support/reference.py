@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from math import inf
@@ -22,41 +23,37 @@ def simulate(
     iterations: int = 1,
     factors: Callable[[int, Action], tuple[float, float]] = lambda _k, _action: (1.0, 1.0),
 ) -> list[Times]:
-    """Start and end of every action when iterations follow back to back, rank by rank, action by action.
+    """Start and end of every action and copy when iterations follow back to back, rank by rank, one by one.
 
     ``factors`` of an iteration and an action multiply its duration, and the latency of its input.
     """
-    ranks = [orders.actions(rank) for rank in range(orders.pp_degree)]
-    queue = [[(k, action) for k in range(iterations) for action in actions] for actions in ranks]
+    ranks = [[[*map(Action.parse, text.split("+"))] for text in texts] for texts in orders.all_text()]
+    queue = [[(k, entry) for k in range(iterations) for entry in entries] for entries in ranks]
     times: list[Times] = [{} for _ in range(iterations)]
-    clock = [0.0] * len(ranks)
+    free: dict[tuple[int, str], float] = defaultdict(float)  # a rank, and its engines for O and R
     position = [0] * len(ranks)
     progress = True
     while progress:
         progress = False
         for rank, waiting in enumerate(queue):
             while position[rank] < len(waiting):
-                k, action = waiting[position[rank]]
-                longer, later = factors(k, action)
-                ready = _ready(problem, times[k], action, later)
-                if ready is None:
+                k, entry = waiting[position[rank]]
+                longer, later = factors(k, entry[0])
+                ready = [_ready(problem, times[k], action, later) for action in entry]
+                if None in ready:
                     break
-                start = max(clock[rank], ready)
-                clock[rank] = start + _duration(problem, action) * longer
-                if action in times[k]:
-                    raise Impossible(f"{action} twice")
-                times[k][action] = (start, clock[rank])
+                used = rank, entry[0].letter if entry[0].letter in "OR" else ""
+                start = max(free[rank, ""], free[used], *(each for each in ready if each is not None))
+                free[used] = start + _length(problem, entry) * longer
+                for action in entry:
+                    if action in times[k]:
+                        raise Impossible(f"{action} twice")
+                    times[k][action] = (start, free[used])
                 position[rank] += 1
                 progress = True
     if any(position[rank] < len(waiting) for rank, waiting in enumerate(queue)):
         raise Impossible("deadlock")
     return times
-
-
-def makespan(problem: Problem, orders: Orders) -> float:
-    """Last end minus first start."""
-    times = simulate(problem, orders)[0].values()
-    return max(end for _, end in times) - min(start for start, _ in times)
 
 
 def reach(problem: Problem, orders: Orders) -> list[list[float]]:
@@ -72,7 +69,7 @@ def reach(problem: Problem, orders: Orders) -> list[list[float]]:
             paths += [end[before[action]]] if action in before else []
             paths += [
                 end[source] + lag
-                for sources, lag in _inputs(problem, action)
+                for sources, lag in inputs(problem, action)
                 for source in sources
                 if source in end
             ]
@@ -142,7 +139,10 @@ def _rank_orders(down: int, up: int) -> Iterator[list[Action]]:
 
 
 def _duration(problem: Problem, action: Action) -> float:
-    costs, s = problem.costs, action.stage
+    costs, copies, s = problem.costs, problem.copies, action.stage
+    if action.letter in "ODR":
+        assert copies is not None
+        return {"O": copies.offload[s], "D": 0.0, "R": copies.reload[s]}[action.letter]
     return {
         "F": costs.forward[s],
         "I": costs.backward_input[s],
@@ -151,18 +151,31 @@ def _duration(problem: Problem, action: Action) -> float:
     }[action.letter]
 
 
+def _length(problem: Problem, entry: Sequence[Action]) -> float:
+    """How long an action takes, or a pair, whose actions hide each other's communication."""
+    alone, hidden = [_duration(problem, action) for action in entry], problem.communication
+    if len(entry) == 1:
+        return alone[0]
+    assert hidden is not None
+    by_letter = {"F": hidden.forward, "I": hidden.backward_input, "B": hidden.backward}
+    both = sum(by_letter[letter][stage] for stage, letter, _ in entry)
+    return problem.pair_factor * max(*alone, sum(alone) - both, both)
+
+
 def _ready(problem: Problem, times: Times, action: Action, later: float) -> float | None:
     """When an action's inputs are there, or None while one is missing."""
-    ready = 0.0
-    for alternatives, lag in _inputs(problem, action):
-        done = [times[action][1] for action in alternatives if action in times]
+    stage, letter, j = action
+    again = Action(stage, "R", j)
+    ready = times[again][1] if letter in "IB" and again in times else 0.0
+    for alternatives, lag in inputs(problem, action):
+        done = [times[each][1] for each in alternatives if each in times]
         if not done:
             return None
         ready = max(ready, done[0] + lag * later)
     return ready
 
 
-def _inputs(problem: Problem, action: Action) -> list[tuple[list[Action], float]]:
+def inputs(problem: Problem, action: Action) -> list[tuple[list[Action], float]]:
     """What an action needs: of each group one, and the transfer from there."""
     stage, letter, j = action
     needs: list[tuple[list[Action], float]] = []
@@ -173,16 +186,11 @@ def _inputs(problem: Problem, action: Action) -> list[tuple[list[Action], float]
         if stage + 1 < problem.n_stages:
             above = [Action(stage + 1, "I", j), Action(stage + 1, "B", j)]
             needs.append((above, _transfer(problem, stage)))
-    if letter == "W":
-        needs.append(([Action(stage, "I", j)], 0.0))
+    if letter in "WD":
+        needs.append(([Action(stage, "I" if letter == "W" else "O", j)], 0.0))
     return needs
 
 
 def _transfer(problem: Problem, boundary: int) -> float:
     rank_of = problem.placement.rank_of
     return 0.0 if rank_of[boundary] == rank_of[boundary + 1] else problem.costs.p2p[boundary]
-
-
-def is_monotone(values: list[float]) -> bool:
-    """Whether values never rise."""
-    return all(later <= earlier for earlier, later in pairwise(values))

@@ -9,7 +9,6 @@ import pytest
 from zbv_models.estimate.config import estimate_layers
 from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.packing.batch import parse_batch
-from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.timing.start_times import evaluate
 
@@ -37,7 +36,6 @@ def test_there_are_120_planning_instances_and_limits_are_shares_of_1f1b() -> Non
     assert {(each.pp_degree, each.microbatches) for each in every} >= {(4, 16), (16, 64)}
     for each in every[:9]:
         problem = parse_problem(each.document())
-        assert isinstance(problem, Problem)
         assert problem.memory.limit is not None
         of, orders = baseline("1f1b", problem)
         peak = max(evaluate(without_limit(of), orders).peak_memory)

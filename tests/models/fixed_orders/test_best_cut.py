@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor_layers import Document, flags_of, layer, layered
 from support.titan_configuration import configured
-from zbv_models.fixed_orders.best_cut import BestCut, Recompute, best_cut, free_plan, improved_plan
+from zbv_models.fixed_orders.best_cut import Recompute, best_cut, free_plan, improved_plan
 from zbv_models.fixed_orders.executor_cut import ExecutorCut, cut_for_executor, executor_cut_json
 from zbv_models.fixed_orders.regular_cut import TOLERANCE
 from zbv_models.fixed_orders.schedules import Schedule, megatron_schedule, torch_schedule
@@ -158,8 +158,7 @@ def test_megatron_recomputes_first_layers(limit: float, fixed: int | None, count
     assert flags.get("--recompute-num-layers") == (count and str(count))
     assert flags.get("--recompute-method") == (count and "block")
     # The plan has the costs that were counted: of the first blocks of a stage, and never of MTP layers.
-    model = found.best.problem.model
-    assert model is not None
+    model: Any = found.best.problem.model
     for begin, end in pairwise(model.cut.bounds):
         stage = [each for each in model.model.each[begin:end] if each.name.startswith("block")]
         again = min(count or 0, len(stage))
@@ -195,9 +194,8 @@ def ruled(blocks: int, ranks: int, **cut: Any) -> LayeredProblem:
     return layered(ranks, 2 * ranks, layers, cut=cut)
 
 
-def blocks_of(best: BestCut) -> list[int]:
+def blocks_of(best: Any) -> list[int]:
     """The transformer layers of every stage."""
-    assert best.problem.model is not None
     before = best.problem.model.model.blocks_before
     return [before[end] - before[begin] for begin, end in pairwise(best.problem.model.cut.bounds)]
 

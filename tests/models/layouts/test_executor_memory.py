@@ -193,8 +193,7 @@ def test_a_rank_counts_the_gradients_that_its_order_holds_at_once(data: st.DataO
 def test_the_plan_of_one_round_of_an_interleaved_schedule_holds_the_gradients_of_one_stage() -> None:
     fixed = Fixed(1, 1, 1, 4, 4, 1, 1, "none")
     request = asked(2, fixed, "torchtitan", global_batch=16, sequence_length=4096)
-    best = best_of(request)
-    assert best.plan.problem.model is not None
+    best: Any = best_of(request)
     assert best.plan.problem.placement.chunks > 1
     verify(best.plan)
     before, held = best.best.problem.memory.static, best.plan.problem.memory.static

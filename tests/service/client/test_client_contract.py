@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.layered import LAYERED, NAMES
@@ -21,7 +22,7 @@ def test_a_search_is_followed_from_start_to_plan_listed_and_deleted(client: Clie
         if found.objective is not None:
             release.touch()
 
-    ended = client.wait(search.id, watch, timeout=DEADLINE)
+    ended: Any = client.wait(search.id, watch, timeout=DEADLINE)
     release.unlink()
     assert (ended.state, ended.method) == ("done", "released")
     assert 9.0 in [found.objective for found in seen if found.state == "running"]
@@ -30,7 +31,6 @@ def test_a_search_is_followed_from_start_to_plan_listed_and_deleted(client: Clie
     assert {"improvement", "end"} <= {event.kind for event in events}
     assert list(client.events(search.id, events[-2].id)) == events[-1:]
 
-    assert ended.plan_id is not None
     document = client.plan_document(ended.plan_id)
     assert document["plan_id"] == ended.plan_id
     rank = client.rank(ended.plan_id, 1)
@@ -45,15 +45,12 @@ def test_a_search_is_followed_from_start_to_plan_listed_and_deleted(client: Clie
 
 def test_a_problem_with_layers_is_checked_searched_and_fetched(client: Client, folder: Path) -> None:
     (folder / "release").touch()
-    checked = client.check(LAYERED)
-    assert checked.layers is not None
+    checked: Any = client.check(LAYERED)
     assert (checked.is_valid, checked.facts, checked.layers["layers"]) == (True, None, 8)
     measured = {"device": "H200", "precision": "bfloat16"}
     search = client.submit(LAYERED | {"measured": measured})
-    ended = client.wait(search.id, timeout=DEADLINE)
-    assert ended.plan_id is not None
-    plan = client.plan(ended.plan_id)
-    assert plan.problem.model is not None
+    ended: Any = client.wait(search.id, timeout=DEADLINE)
+    plan: Any = client.plan(ended.plan_id)
     assert [name for names in plan.problem.model.partition for name in names] == NAMES
     rank = client.rank(ended.plan_id, 0)
     assert (rank.partition, rank.recompute) == (plan.problem.model.partition, None)
@@ -80,12 +77,10 @@ def test_plans_are_imported_read_exported_and_compared(client: Client) -> None:
 
 def test_a_problem_is_checked_and_estimated_before_it_is_searched(client: Client) -> None:
     unlimited = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": None}}
-    found = client.check(unlimited, {"effort": "quick"}, limit_fraction=1.0)
-    assert found.facts is not None
+    found: Any = client.check(unlimited, {"effort": "quick"}, limit_fraction=1.0)
     assert (found.is_valid, found.facts["limit_fraction"]) == (True, 1)
     wrong = client.check({**PROBLEM, "microbatches": 0})
     assert (wrong.is_valid, wrong.facts) == (False, None)
     assert [issue.pointer for issue in wrong.issues] == ["/problem/microbatches"]
-    estimate = client.estimate(PROBLEM)
-    assert estimate.plan is not None
+    estimate: Any = client.estimate(PROBLEM)
     assert 0 < estimate.lower_bound <= estimate.plan["span"]

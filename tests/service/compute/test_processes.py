@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 from contextlib import ExitStack
@@ -11,10 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 from support.processes import is_alive, wait_until
-from support.refusals import refusal
 from support.served import Served, begun, start_services
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import tokens
+from zbv_service.commands.cli import main
 from zbv_solver.verify.verifier import verify
 from zbv_worker.host.local_ranks import free_port
 
@@ -65,6 +66,23 @@ def test_no_signal_loses_a_search_or_leaves_a_process(
         verify(client.plan(str(after.plan_id)))
         assert polling.get(f"/v1/searches/{before.id}").json()["state"] == "cancelled"
         polling.close()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit status and standard error of a ``zbv-service`` command that prints nothing else."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    root, level = logging.getLogger(), logging.getLogger().level
+    hidden = list(root.handlers)
+    try:
+        status = main(arguments)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        root.handlers[:] = hidden
+        root.setLevel(level)
+    said = capsys.readouterr()
+    assert said.out == ""
+    return status, said.err
 
 
 @pytest.mark.parametrize(

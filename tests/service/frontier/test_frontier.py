@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 from support.fake_searches import plan_of
-from support.frontiers import ask, frontier, planned
 from support.layered import NAMES, RECOMPUTED
 from support.serving import PROBLEM, Service, Serving
 from zbv_service.documents.problems import asked_of, problem_key
-from zbv_service.frontier.problems import CutSummary, Point, holds_up_to, problems_of_stages
+from zbv_service.frontier.problems import CutSummary, Frontier, Point, holds_up_to, problems_of_stages
 from zbv_solver.frontiers import memory_fraction
 from zbv_solver.frontiers.limits import Known, at_limit
 from zbv_solver.plans.plan import Baseline, CutCertificate
 from zbv_solver.problem.problem import Problem
-from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.writing import layered_json, problem_json
 
 LEAST = memory_fraction.smallest(parse_problem(PROBLEM))
@@ -26,6 +25,28 @@ LEAST = memory_fraction.smallest(parse_problem(PROBLEM))
 
 def at(fraction: float) -> dict[str, Any]:
     return problem_json(memory_fraction.at_fraction(parse_problem(PROBLEM), fraction))
+
+
+async def planned(service: Service, problem: dict[str, Any], **options: Any) -> str:
+    """The id of the plan of a quick search."""
+    found = await service.ended((await service.submit(problem, effort="quick", **options)).json()["id"])
+    assert found["state"] == "done", found
+    return str(found["plan_id"])
+
+
+async def frontier(service: Service, plan_id: str) -> Frontier:
+    """The frontier of a plan, with all bounds."""
+    application = service.app.state.application
+    while True:
+        found: Frontier = await application.frontiers.of(plan_id)
+        if all(point.bound is not None for point in found.points):
+            return found
+
+
+async def ask(service: Service, plan_id: str, **form: str) -> Any:
+    """Press the button that searches missing points."""
+    headers = {"Sec-Fetch-Site": "same-origin"}
+    return await service.http.post(f"/plans/{plan_id}/frontier", data=form, headers=headers)
 
 
 async def test_a_plan_counts_at_every_limit_that_it_fits_and_the_page_links_it(honest: Service) -> None:
@@ -215,9 +236,7 @@ async def test_a_limit_that_proves_infeasible_is_not_searched_again(serving: Ser
 
 
 def cut() -> Problem:
-    question = parse_any_problem({**CUT, "memory": {"limit": [40, 35]}})
-    assert isinstance(question, Problem)
-    return question
+    return parse_problem({**CUT, "memory": {"limit": [40, 35]}})
 
 
 def test_a_plan_with_baselines_of_other_placements_had_a_choice_of_placements() -> None:

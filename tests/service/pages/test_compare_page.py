@@ -36,8 +36,7 @@ async def page_of(service: Service, plan_id: str, *names: str) -> str:
 
 
 def lanes(page: str) -> list[dict[str, Any]]:
-    found = re.search(r'id="chart-lanes">(.*?)</script>', page, re.DOTALL)
-    assert found is not None, page
+    found: Any = re.search(r'id="chart-lanes">(.*?)</script>', page, re.DOTALL)
     made: list[dict[str, Any]] = json.loads(found[1])
     return made
 

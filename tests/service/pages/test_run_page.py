@@ -108,8 +108,7 @@ async def test_a_running_run_shows_its_ranks_steps_and_losses(
         assert "Not found" in await run.words(f"/measured?{query}")
     for query in ("step=x", "generation=-1"):
         assert (await service.http.get(f"{run.url}/measured?{query}")).status_code == 422
-    download = re.search(r'href="([^"]+)" download="[^"]+-trace.json"', text)
-    assert download is not None
+    download: Any = re.search(r'href="([^"]+)" download="[^"]+-trace.json"', text)
     assert (await service.http.get(download[1])).status_code == 200
 
     for entry in traces[0]["steps"]:

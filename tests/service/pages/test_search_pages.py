@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_searches import plan_of
-from support.layered import LAYERED, NAMES, RECOMPUTED
+from support.layered import LAYERED, NAMES, RECOMPUTED, layered_problem
 from support.problems import uniform
 from support.serving import PROBLEM, Serving
 from zbv_service.documents.problems import question_json
@@ -198,8 +198,7 @@ async def test_the_form_begins_with_the_search_plan_or_preset_in_its_address(ser
 
         async def start(**query: str) -> dict[str, Any]:
             text = (await service.http.get("/new", params=query)).text
-            data = re.search(r'id="new-search">(.*?)</script>', text)
-            assert data is not None
+            data: Any = re.search(r'id="new-search">(.*?)</script>', text)
             assert "<script>&" not in text
             found: dict[str, Any] = json.loads(data[1])["start"]
             return found
@@ -228,16 +227,12 @@ PARTITION = [NAMES[:2], NAMES[2:4], NAMES[4:6], NAMES[6:]]
 
 
 def layered(**changes: Any) -> LayeredProblem:
-    question = parse_any_problem({**RECOMPUTED, **changes})
-    assert isinstance(question, LayeredProblem)
-    return question
+    return layered_problem(RECOMPUTED, **changes)
 
 
 def cut(**changes: Any) -> Problem:
     flags = [False, True, True, False]
-    question = parse_any_problem({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
-    assert isinstance(question, Problem)
-    return question
+    return parse_problem({**RECOMPUTED, "partition": PARTITION, "recompute": flags, **changes})
 
 
 def planned(bound: float = 6.0) -> Plan:
@@ -254,8 +249,7 @@ def planned(bound: float = 6.0) -> Plan:
 
 
 def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() -> None:
-    view = layers_view(planned())
-    assert view is not None
+    view: Any = layers_view(planned())
     assert view.summary == "8 layers in 4 stages, of which 2 are recomputed."
     assert "more than 25.00\u202f% better: none has a plan below 6 µs" in view.certificate
     first, second = view.ranks
@@ -269,8 +263,7 @@ def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() ->
     assert (first.relative, second.relative) == ("−10.6\u202f%", "+10.6\u202f%")
     assert (first.share, second.share, view.mean) == pytest.approx((126 / 156, 1, 141 / 156))
     assert (first.parameters, second.static) == ("800 B", "21.8 MiB")
-    best = layers_view(planned(8.0))
-    assert best is not None
+    best: Any = layers_view(planned(8.0))
     assert best.certificate.startswith("Proved: no plan of any other cut is better")
     text = export(planned(), "html")
     for words in ("Layers of every rank", "No other cut can be more than", "no plan of this cut is below"):
@@ -291,10 +284,8 @@ def test_consecutive_copies_are_a_range_even_as_separate_layers(step: int, text:
     each = [LAYERED["layers"][0], *[{**LAYERED["layers"][1], "repeat": None}] * 6, LAYERED["layers"][2]]
     layers = [{**layer, "name": name} for name, layer in zip(names, each, strict=True)]
     partition = [names[:5], names[5:6], names[6:7], names[7:]]
-    question = parse_any_problem({**LAYERED, "layers": layers, "cut": {}, "partition": partition})
-    assert isinstance(question, Problem)
-    view = layers_view(plan_of(question))
-    assert view is not None
+    question = parse_problem({**LAYERED, "layers": layers, "cut": {}, "partition": partition})
+    view: Any = layers_view(plan_of(question))
     assert view.ranks[0].stages[0].layers == f"embedding, {text}"
     assert view.certificate == "", "a cut that was given proves nothing"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.layered import LAYERED, RECOMPUTED
+from support.layered import LAYERED, RECOMPUTED, layered_problem
 from support.serving import PROBLEM, Service, Serving
 from support.worst_bodies import COSTS, WEIGHTS
 from zbv_service.problems.estimate import read_estimated
@@ -17,8 +17,7 @@ from zbv_solver.documents.files import plain
 from zbv_solver.errors import InfeasibleMemory
 from zbv_solver.frontiers.frontier import floor
 from zbv_solver.plans.plan import plan_json
-from zbv_solver.problem.layered_problem import LayeredProblem
-from zbv_solver.problem.reading import parse_any_problem, parse_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import baseline_plan, compare
 from zbv_solver.verify.verifier import verify
 
@@ -237,15 +236,9 @@ SECONDS = 60.0
 """Far more than these small problems need."""
 
 
-def layered(document: dict[str, Any], **changes: Any) -> LayeredProblem:
-    question = parse_any_problem({**document, **changes})
-    assert isinstance(question, LayeredProblem)
-    return question
-
-
 @pytest.mark.parametrize("placement", ["v", "loop", "single", "auto"])
 def test_a_sketch_is_a_verified_plan_with_simple_cuts_as_baselines(placement: str) -> None:
-    problem = layered(LAYERED, placement=placement)
+    problem = layered_problem(LAYERED, placement=placement)
     plan = sketch(problem, SECONDS)
     verify(plan)
     assert plan.problem.placement == problem.placements[0]
@@ -259,8 +252,7 @@ def test_a_sketch_is_a_verified_plan_with_simple_cuts_as_baselines(placement: st
 
 
 def test_stages_are_recomputed_to_fit_and_a_simple_cut_is_marked_as_not_fitting() -> None:
-    plan = sketch(layered(RECOMPUTED, memory={"limit": 20}), SECONDS)
-    assert plan.problem.model is not None
+    plan: Any = sketch(layered_problem(RECOMPUTED, memory={"limit": 20}), SECONDS)
     assert any(plan.problem.model.cut.recompute)
     assert max(plan.metrics.peak_memory) <= 20 * (1 + 1e-9)
     (histogram,) = (each for each in plan.baselines if each.name == "histogram-cut")
@@ -272,11 +264,11 @@ def test_another_placement_is_used_if_v_does_not_fit() -> None:
     """With V, the first and the last stage are on the same rank."""
     blocks = [{**LAYERED["layers"][1], "repeat": 8}]
     document = {**LAYERED, "placement": "auto", "layers": blocks, "cut": {"first": 3, "last": 3}}
-    plan = sketch(layered(document, memory={"limit": 30}), SECONDS)
+    plan = sketch(layered_problem(document, memory={"limit": 30}), SECONDS)
     assert (plan.problem.placement.kind, plan.problem.placement.chunks) == ("loop", 2)
     assert max(plan.metrics.peak_memory) <= 30 * (1 + 1e-9)
     with pytest.raises(InfeasibleMemory) as error:
-        sketch(layered(document, memory={"limit": 20}), SECONDS)
+        sketch(layered_problem(document, memory={"limit": 20}), SECONDS)
     assert min(error.value.smallest) > 0
 
 
@@ -284,6 +276,6 @@ def test_with_little_memory_a_sketch_is_much_better_than_simple_cuts() -> None:
     """The first cut that fits has one microbatch in flight; more recomputation fills the pipeline."""
     blocks = [{**RECOMPUTED["layers"][1], "repeat": 10}]
     tight = {"pp_degree": 4, "microbatches": 6, "layers": blocks, "cut": {}, "memory": {"limit": 24}}
-    plan = sketch(layered(RECOMPUTED, **tight), SECONDS)
+    plan = sketch(layered_problem(RECOMPUTED, **tight), SECONDS)
     simple = [each for each in plan.baselines if each.name in ("even-cut", "histogram-cut")]
     assert all(each.fits and plan.objective <= 0.75 * each.span for each in simple)

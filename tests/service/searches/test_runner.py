@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
-from support.fake_service import fake_service
 from support.processes import is_alive
+from support.served import start_services
 from support.serving import DEADLINE, PROBLEM, Service, Serving, until
 from support.stored import next_of
 from support.tokens import add
@@ -239,13 +239,14 @@ async def test_a_search_runs_again_if_the_service_is_killed_before_storing_its_r
     serving: Serving, elsewhere: Database, directory: Path
 ) -> None:
     """The kill comes at the end of the transaction: the plan is written but not committed."""
-    with fake_service("honest", directory, "zbv_service.database.search_leases._end") as killed:
-        async with httpx.AsyncClient(base_url=killed.address, timeout=DEADLINE) as http:
-            answer = await http.post("/v1/searches", json={"problem": PROBLEM})
+    dying = {"ZBV_AUTH": "none", "ZBV_TEST_DIES_IN": "zbv_service.database.search_leases._end"}
+    with ExitStack() as stack:
+        (killed,) = start_services(stack, directory, 1, variables=dying)
+        search = killed.client.submit(PROBLEM, {"seed": 1})
         assert await asyncio.to_thread(killed.process.wait, DEADLINE) == -signal.SIGKILL
     assert await PlanTable(elsewhere).newest(1) == []
     async with serving("honest") as service:
-        ended = await service.ended(answer.json()["id"])
+        ended = await service.ended(search.id)
         assert (ended["state"], ended["attempts"]) == ("done", 2)
         assert (await service.http.get(f"/v1/plans/{ended['plan_id']}")).status_code == 200
         events = await service.events_of_search(ended["id"])

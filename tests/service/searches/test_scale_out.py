@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,7 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     for found in before:
         ended = ended_by_cancellation(survivor.client, found)
         assert ended.attempts >= 2
-        assert ended.objective is not None
-        assert found.objective is not None
-        assert ended.objective <= found.objective * (1 + 1e-9)
+        assert (ended.objective or inf) <= (found.objective or 0) * (1 + 1e-9)
     assert site.crashes(*before) <= 1
     later = survivor.client.submit(PROBLEM, {"effort": "standard", "seed": 9})
     assert survivor.client.wait(later.id, timeout=DEADLINE).state == "done"

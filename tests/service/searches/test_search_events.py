@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support.event_streams import Told, events_of
 from support.serving import PROBLEM, Service, Serving, until
 from support.tokens import add
 from zbv_service.database import events as hub
@@ -18,6 +19,26 @@ from zbv_service.security.tokens import TokenTable
 
 STREAM = {"accept": "text/event-stream"}
 JSON = {"accept": "application/json"}
+
+
+@dataclass(frozen=True)
+class Told:
+    """One event of a stream."""
+
+    id: int
+    kind: str
+    data: dict[str, Any]
+
+
+def events_of(text: str) -> list[Told]:
+    """The events of a stream that has ended, without comments."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        fields = dict(line.split(": ", 1) for line in lines)
+        if "data" in fields:
+            found.append(Told(int(fields["id"]), fields["event"], json.loads(fields["data"])))
+    return found
 
 
 def following(service: Service, search_id: str, **headers: str) -> asyncio.Task[httpx.Response]:

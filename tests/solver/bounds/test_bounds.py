@@ -369,6 +369,5 @@ def test_what_copies_save_is_memory_times_the_time_that_activations_are_on_the_h
         "host_limit": host,
         "offloadable": moved,
     }
-    problem = uniform(4, 16, costs=costs, memory=memory, placement="single")
-    assert problem.copies is not None
+    problem: Any = uniform(4, 16, costs=costs, memory=memory, placement="single")
     assert max(engine_bounds(problem, problem.copies)) == pytest.approx(bound)

@@ -37,15 +37,15 @@ from zbv_solver.verify.verifier import verify_orders
 
 
 @st.composite
-def token_problems(draw: st.DrawFn, max_p: int = 5, max_m: int = 9) -> Problem:
+def token_problems(draw: st.DrawFn) -> Problem:
     """A forward takes and holds a microbatch's tokens, a backward takes twice as long.
 
     A limit, if any, is at least what the largest microbatch holds.
     """
-    sizes = st.lists(st.integers(1, 9), min_size=2, max_size=max_m)
+    sizes = st.lists(st.integers(1, 9), min_size=2, max_size=9)
     tokens = draw(sizes.filter(lambda all: len(set(all)) > 1))
     limit = draw(st.none() | st.integers(0, 30).map(lambda headroom: 2 * max(tokens) + headroom))
-    problem = uniform(draw(st.integers(1, max_p)), len(tokens), p2p=1, limit=limit)
+    problem = uniform(draw(st.integers(1, 5)), len(tokens), p2p=1, limit=limit)
     return with_sizes(problem, [count - 1.0 for count in tokens])
 
 

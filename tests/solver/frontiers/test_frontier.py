@@ -14,14 +14,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.cuts import every_cut
 from support.fake_searches import orders_of
-from support.layered import LAYERED, RECOMPUTED
+from support.layered import LAYERED, RECOMPUTED, layered_problem
 from support.problems import problems, uniform, uniform_document
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.baselines import baseline, without_limit
 from zbv_solver.frontiers import frontier, memory_fraction
 from zbv_solver.frontiers.frontier import floor, frontier_points, layer_limits, smallest_limit
 from zbv_solver.frontiers.limits import Known, at_limit, best_within, fits, grid, staircase, tightened
-from zbv_solver.problem.reading import parse_any_problem
+from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.layered import first_plan, plan_layers
 from zbv_solver.search.options import SearchOptions
@@ -53,8 +53,7 @@ def test_1_is_the_most_that_1f1b_holds_and_plans_begin_at_the_smallest(problem: 
 def test_where_microbatches_differ_1_is_for_the_mean_or_largest(tokens: list[int], whole: float) -> None:
     memory = {"forward": {"tokens": 1}, "backward_input": {"tokens": -0.5}, "static": 10}
     memory |= {"backward_weight": {"tokens": -0.5}}
-    problem = zbv.parse(uniform_document(2, 4) | {"features": {"tokens": tokens}, "memory": memory})
-    assert isinstance(problem, zbv.Problem)
+    problem = parse_problem(uniform_document(2, 4) | {"features": {"tokens": tokens}, "memory": memory})
     assert memory_fraction.one_f_one_b_memory(problem) == whole
     memory_fraction.at_fraction(problem, 1.0).require_feasible()
 
@@ -90,9 +89,7 @@ def test_the_best_at_a_limit_needs_least_and_bounds_fall(plans: list[Known], bou
 
 
 def layered(document: dict[str, Any] = RECOMPUTED, **changes: Any) -> zbv.LayeredProblem:
-    problem = zbv.parse({**document, **changes})
-    assert isinstance(problem, zbv.LayeredProblem)
-    return problem
+    return layered_problem(document, **changes)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +205,5 @@ def test_the_floor_knows_what_copies_and_pairs_save() -> None:
     hidden = {"communication": dict.fromkeys(("forward", "backward_input", "backward"), 9)}
     copied = {"layers": [again], "costs": {"host_link": {"bandwidth": 4}}, "memory": {"limit": 33}}
     for more in (copied, {"layers": [{**block, **hidden}]}):
-        problem = parse_any_problem({"pp_degree": 2, "microbatches": 8, **more})
-        assert isinstance(problem, zbv.LayeredProblem)
+        problem = layered_problem({"pp_degree": 2, "microbatches": 8}, **more)
         assert floor(problem) <= plan_layers(problem, SearchOptions("quick")).objective

@@ -32,6 +32,10 @@ FUSED, AGAIN = changed(LAYERS, {"layers.1.backward": 2.5}), {"backward_input": 4
 LOOP = {**STAGES, "placement": "loop", "chunks": 3}
 VALID = {"stages": STAGES, "differing": DIFFERING, "layers": LAYERS, "devices": document(**cuts.MIXED)}
 VALID["jitter"] = {"action": 0.05}
+VALID["copies"] = changed(STAGES, {"costs.offload": 12})
+VALID["pairs"] = changed(STAGES, {"costs.communication": {"forward": 0.5}})
+VALID["copied layers"] = document(costs={"host_link": {"latency": 1, "bandwidth": 1}})
+VALID["paired layers"] = changed(LAYERS, {"layers.1.communication": {"forward": 1}})
 
 
 @pytest.mark.parametrize(
@@ -213,6 +217,42 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"layers.1.recompute": {"backward_input": 4}}, "/layers/1/on/slow/recompute", "absent"),
         ({"features": {"tokens": [1] * 4}}, "/features", "layers are the same for every microbatch"),
         ({"sequences": [[1]] * 4}, "/sequences", "layers are the same for every microbatch"),
+    ],
+    "copies": [
+        ({"costs.offload": -1}, "/costs/offload", "must not be negative"),
+        ({"costs.offload": [1, 2, 3]}, "/costs/offload", "found 3 values"),
+        ({"costs.offload": {"fixed": 1}}, "/costs/offload", "found"),
+        ({"costs.reload": [1, 2, 3]}, "/costs/reload", "found 3 values"),
+        ({"costs.offload": None, "costs.reload": 3}, "/costs/reload", "found"),
+        ({"memory.offloadable": 3}, "/memory/offloadable", "found"),
+        ({"memory.host_limit": [1, 2, 3]}, "/memory/host_limit", "found 3 values"),
+        ({"costs.offload": None, "memory.host_limit": 3}, "/memory/host_limit", "found"),
+    ],
+    "pairs": [
+        ({"costs.communication.forward": 19}, "/costs/communication/forward", "microbatch 0 on stage 0"),
+        ({"costs.communication.backward": 31}, "/costs/communication/backward", "takes 2"),
+        ({"costs.communication.forward": -1}, "/costs/communication/forward", "must not be negative"),
+        ({"costs.communication.forward": [1, 2, 3]}, "/costs/communication/forward", "found 3 values"),
+        ({"costs.communication.weights": 1}, "/costs/communication/weights", "unknown key"),
+        *(({"costs.pair_factor": factor}, "/costs/pair_factor", "a number from 1") for factor in (0.5, 0)),
+    ],
+    "copied layers": [
+        ({"costs.host_link": None, "memory.host_limit": 1}, "/memory/host_limit", "found"),
+        ({"costs.host_link.bandwidth": 0}, "/costs/host_link/bandwidth", "must be positive"),
+        ({"costs.host_link.latency": -1}, "/costs/host_link/latency", "must not be negative"),
+        ({"costs.host_link.bandwidth": 1e-300}, "/costs/host_link", "found"),
+        ({"memory.host_limit": [1, 1, 1]}, "/memory/host_limit", "found 3 values"),
+        *((changes | cut, pointer, "found")
+          for changes, pointer in (({"costs.offload": 1}, "/costs/offload"),
+                                   ({"memory.offloadable": 1}, "/memory/offloadable"))
+          for cut in ({}, {"costs.host_link": ABSENT, "partition": PARTITION})),
+    ],
+    "paired layers": [
+        ({"layers.1.communication.forward": 15}, "/layers/1/communication/forward", "found 15"),
+        ({"layers.1.communication.backward_input": -1}, "/layers/1/communication/backward_input", "found -1"),
+        ({"layers.1.recompute.forward": 0.5}, "/layers/1/recompute/communication/forward", "found"),
+        ({"costs.pair_factor": 0.9}, "/costs/pair_factor", "found 0.9"),
+        ({"costs.communication.forward": [1]}, "/costs/communication", "found"),
     ],
     "jitter": [
         ({"action": {"F": 11}}, "/action/F", "must be from 0 to 10"),

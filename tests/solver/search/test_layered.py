@@ -147,10 +147,10 @@ def test_progress_only_improves_carries_its_own_problem_and_begins_before_cuts_a
     assert len(reports) == 1
 
 
-def short_of_memory(limit: float | None, placement: str = "v") -> LayeredProblem:
+def short_of_memory(limit: float | None) -> LayeredProblem:
     """A model of 16 blocks that hold 4 each, or 1 when recomputed, on four ranks."""
     layers = [EMBEDDING, {**BLOCK, "repeat": BLOCKS, "recompute": RECOMPUTE}, HEAD]
-    return layered(pp_degree=4, microbatches=16, layers=layers, placement=placement, memory={"limit": limit})
+    return layered(pp_degree=4, microbatches=16, layers=layers, memory={"limit": limit})
 
 
 def balanced(space: CutSpace, without_limit: bool = False) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.layered import layered_problem
 from zbv_solver.construct.pairs import joined, starts
 from zbv_solver.errors import InvalidInput
 from zbv_solver.export.report.figures import cards_of
@@ -44,12 +45,6 @@ DOCUMENT: dict[str, Any] = {
 }
 
 
-def layered(document: dict[str, Any]) -> LayeredProblem:
-    problem = parse_any_problem(document)
-    assert isinstance(problem, LayeredProblem)
-    return problem
-
-
 def changed(**moe: Any) -> dict[str, Any]:
     """The document with other values of its layers with experts."""
     document = deepcopy(DOCUMENT)
@@ -58,10 +53,9 @@ def changed(**moe: Any) -> dict[str, Any]:
 
 
 def test_documents_of_layers_and_of_their_plans_say_what_pairs_hide() -> None:
-    problem = layered(DOCUMENT)
-    assert layered(json.loads(json.dumps(any_problem_json(problem)))) == problem
-    cut = problem.cut_into(problem.placements[0], Cut.at((0, 1, 4, 7, 9)))
-    assert cut.communication is not None
+    problem = layered_problem(DOCUMENT)
+    assert layered_problem(json.loads(json.dumps(any_problem_json(problem)))) == problem
+    cut: Any = problem.cut_into(problem.placements[0], Cut.at((0, 1, 4, 7, 9)))
     assert list(cut.communication.forward) == [0, 12, 18, 6]  # dense layers and the head hide nothing
     assert cut.pair_factor == 1.1
     document = any_problem_json(cut)
@@ -76,29 +70,13 @@ def test_documents_of_layers_and_of_their_plans_say_what_pairs_hide() -> None:
 def test_layers_without_communication_have_no_pairs_and_the_same_document_as_before() -> None:
     document = changed()
     del document["layers"][1]["communication"]
-    problem = layered(document)
+    problem = layered_problem(document)
     assert (problem.has_pairs, problem.pair_factor) == (False, 1.0)
     assert problem.with_communication_hidden() is problem
     text = json.dumps(any_problem_json(problem))
     assert "communication" not in text
     assert "pair_factor" not in text
     assert problem.cut_into(problem.placements[0], Cut.at((0, 1, 4, 7, 9))).communication is None
-
-
-@pytest.mark.parametrize(
-    ("document", "pointer"),
-    [
-        (changed(communication={"forward": 15}), "/layers/1/communication/forward"),
-        (changed(communication={"backward_input": -1}), "/layers/1/communication/backward_input"),
-        (changed(recompute={"forward": 5}), "/layers/1/recompute/communication/forward"),
-        ({**DOCUMENT, "costs": {"pair_factor": 0.9}}, "/costs/pair_factor"),
-        ({**DOCUMENT, "costs": {"communication": {"forward": [1]}}}, "/costs/communication"),
-    ],
-)
-def test_communication_is_a_part_of_an_action_of_a_layer(document: dict[str, Any], pointer: str) -> None:
-    with pytest.raises(InvalidInput) as error:
-        parse_any_problem(document)
-    assert [issue.pointer for issue in error.value.issues] == [pointer]
 
 
 FEW_PHASES = SearchOptions("quick", without=("tune", "inject", "overtake", "windows", "exact"))
@@ -119,7 +97,7 @@ def problems(draw: st.DrawFn) -> LayeredProblem:
         hidden = {"forward": f * forward, "backward_input": i * inputs, "backward": b * fused}
         return {"name": f"layer.{number}", **costs, **whole, "communication": hidden}
 
-    return layered(
+    return layered_problem(
         {
             **{"pp_degree": 2, "microbatches": draw(st.integers(4, 6))},
             "placement": draw(st.sampled_from(["v", "single", "loop"])),
@@ -162,13 +140,13 @@ def test_the_bound_over_all_cuts_is_below_the_plan_of_every_cut(problem: Layered
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return plan_layers(layered(DOCUMENT), SearchOptions("quick"))
+    return plan_layers(layered_problem(DOCUMENT), SearchOptions("quick"))
 
 
 def test_a_plan_of_layers_has_pairs_and_is_shorter_than_without(plan: Plan) -> None:
     document = changed()
     del document["layers"][1]["communication"]
-    alone = plan_layers(layered(document), FEW_PHASES)
+    alone = plan_layers(layered_problem(document), FEW_PHASES)
     assert plan.objective < 0.95 * alone.objective
     assert plan.cut is not None
     assert plan.cut.lower_bound <= plan.objective

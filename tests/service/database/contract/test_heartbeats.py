@@ -6,7 +6,7 @@ import asyncio
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from itertools import starmap
-from typing import cast
+from typing import Any, cast
 
 from sqlalchemy import update
 from support.stored import a_beat, an_agent, begin, counting, run_in
@@ -48,8 +48,7 @@ async def test_the_work_and_the_end_of_a_node_read_one_node_and_the_last_end_rea
 ) -> None:
     agents, runs = await begin(database, "run", 12), RunTable(database)
     with counting() as counts:
-        work = await runs.work_of(agents[5])
-    assert work is not None
+        work: Any = await runs.work_of(agents[5])
     assert (work.node_rank, counts.nodes) == (5, 1)
     with counting() as counts:
         for agent in agents[:-1]:
@@ -73,8 +72,7 @@ async def test_the_answer_to_a_heartbeat_has_the_state_of_the_agent_and_the_orde
         BeatAnswer("", None, None),
         BeatAnswer(second, "live", None),
     ]
-    idle = await agents.get("idle")
-    assert idle is not None
+    idle: Any = await agents.get("idle")
     assert idle.port == 2000
     await runs.request_cancel("run")
     (answer,) = await table.store([in_step(first, "run")])

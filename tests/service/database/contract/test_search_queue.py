@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from support.clocks import clock_off_by
@@ -77,8 +78,7 @@ async def test_a_caller_without_a_turn_waits_although_nobody_else_does(table: Se
     await queue(table, None, "n0")
     assert await table.claim("me", 60, full={"busy", None}) is None
     await queue(table, "other", "o0")
-    found = await table.claim("me", 60, full={"busy", None})
-    assert found is not None
+    found: Any = await table.claim("me", 60, full={"busy", None})
     assert (found.id, found.created_by) == ("o0", "other")
 
 
@@ -102,8 +102,7 @@ async def test_a_cancelled_search_with_an_incumbent_waits_only_for_other_cancell
     await table.requeue("a0", first.fence, Update(10.0, 5.0, "m", b"ranks"))
     await table.request_cancel("a0")
     await queue(table, "b", "b0")
-    claim = await table.claim("me", 60, cancelled_only=True)
-    assert claim is not None
+    claim: Any = await table.claim("me", 60, cancelled_only=True)
     assert (claim.id, claim.cancel_requested, claim.incumbent) == ("a0", True, b"ranks")
     assert await claimed_id(table, cancelled_only=True) is None
 

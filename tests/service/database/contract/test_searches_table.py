@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from dataclasses import replace
 from datetime import UTC
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select
@@ -215,12 +216,10 @@ async def test_an_incumbent_that_does_not_fit_is_removed_with_its_objective_and_
 ) -> None:
     for name in "abc":
         await table.add(a_search(name))
-    for first in [await table.claim("me", 60) for _ in range(3)]:
-        assert first is not None
+    for first in [await next_of(table) for _ in range(3)]:
         assert await table.requeue(first.id, first.fence, Update(1.0, 1.0, "foreign", b"foreign"))
     refusal = Refusal(hashlib.sha256(b"foreign").hexdigest(), "why")
-    claims = [await table.claim("me", 60) for _ in range(3)]
-    a, b, c = (claim for claim in claims if claim is not None)
+    a, b, c = [await next_of(table) for _ in range(3)]
 
     own = replace(BETTER, refusal=refusal)
     assert await table.progressed(a.id, a.fence, own)
@@ -272,8 +271,7 @@ async def run_asks(database: Database, run_id: str) -> str:
 
 
 async def cancel_run(database: Database, run_id: str, search_id: str) -> None:
-    record = await RunTable(database).request_cancel(run_id)
-    assert record is not None
+    record: Any = await RunTable(database).request_cancel(run_id)
     assert record.state == "cancelled"
     await SearchTable(database).cancel_unwanted(search_id)
 

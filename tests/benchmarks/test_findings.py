@@ -30,9 +30,7 @@ from benchmarks.findings import (
         ("at least", 0.99, "missed by 0.01"),
     ],
 )
-def test_a_value_is_compared_with_its_target(
-    rule: Literal["at most", "at least"], value: float, verdict: str
-) -> None:
+def test_a_value_meets_its_target(rule: Literal["at most", "at least"], value: float, verdict: str) -> None:
     found = Finding("ratio", value, "", Target(1.0, rule), (0.9, 1.1))
     assert found.verdict == verdict
     assert (found.excess > 0) == verdict.startswith("missed")

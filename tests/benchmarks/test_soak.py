@@ -57,9 +57,7 @@ def test_a_wrong_bound_stops_the_run_and_the_replay_of_its_file_fails(
     assert replay(ended.found, quiet)
 
 
-def test_an_exception_of_the_library_is_a_contradiction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_library_is_a_contradiction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(problem: Problem, effort: bounds.BoundEffort = "full") -> bounds.Bound:
         raise ZeroDivisionError("integer modulo by zero")
 

@@ -183,9 +183,7 @@ def test_slurm_starts_one_launcher_per_node_and_requeues_lost_jobs() -> None:
 
 
 @pytest.mark.parametrize(("restarts", "asked"), [(0, "requeue 4711\n"), (1, "requeue 4711\n"), (2, "")])
-def test_a_failed_slurm_job_is_requeued_until_its_retries_are_used_up(
-    tmp_path: Path, restarts: int, asked: str
-) -> None:
+def test_a_failed_slurm_job_is_requeued_as_often_as_asked(tmp_path: Path, restarts: int, asked: str) -> None:
     values = {"ZBV_SERVER": "http://planner:8000", "ZBV_PLAN": "ab", "ZBV_RETRIES": 2}
     job = sbatch(tmp_path, "#!/bin/sh\nexit 7\n", SLURM_RESTART_COUNT=restarts, **values)
     assert (job.status, job.asked_of_slurm) == (7, asked)

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -303,9 +304,7 @@ def test_images_own_the_folders_that_their_containers_mount(name: str) -> None:
     for variable in (FILE_VARIABLE, "PGPASSFILE"):
         if variable in container.variables:
             assert str(Path(container.variables[variable]).parent) in container.mounts
-    written = [
-        word for flag, word in zip(container.words, container.words[1:], strict=False) if flag == "--output"
-    ]
+    written = [word for flag, word in pairwise(container.words) if flag == "--output"]
     written += [word.partition("=")[2] for word in container.words if word.startswith("--local-directory=")]
     for path in written:
         assert {path, str(Path(path).parent)} & container.writable

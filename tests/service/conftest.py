@@ -80,28 +80,24 @@ def any_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
 
 
 @pytest.fixture
-async def database(any_database_url: str) -> AsyncIterator[Database]:
-    """An empty database of each kind."""
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
-async def second(any_database_url: str) -> AsyncIterator[Database]:
-    """The connections of another service to the same database."""
-    opened = Database(any_database_url)
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
 async def databases(any_database_url: str) -> AsyncIterator[list[Database]]:
-    """The connections of four services to the same database."""
+    """The connections of four services to the same empty database of each kind."""
     opened = [Database(any_database_url) for _ in range(4)]
     yield opened
     for each in opened:
         await each.close()
+
+
+@pytest.fixture
+def database(databases: list[Database]) -> Database:
+    """An empty database of each kind."""
+    return databases[0]
+
+
+@pytest.fixture
+def second(databases: list[Database]) -> Database:
+    """The connections of another service to the same database."""
+    return databases[1]
 
 
 @pytest.fixture

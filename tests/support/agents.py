@@ -46,7 +46,6 @@ class AgentProcess:
 
     @property
     def log(self) -> str:
-        """Its output."""
         return (self.folder / "agent.log").read_text(errors="replace")
 
     def results(self, run_id: str) -> Path:
@@ -102,7 +101,6 @@ class Cluster:
         return agent
 
     def names(self) -> set[str]:
-        """The registered agents."""
         return {str(found["name"]) for found in self.client.agents()}
 
     def submit(
@@ -165,7 +163,6 @@ def cluster(folder: Path, **settings: float) -> Iterator[Cluster]:
 
 
 def until(holds: Callable[[], object], story: Callable[[], str] = str) -> None:
-    """Wait for a condition."""
     deadline = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < deadline, f"did not happen in time\n{story()}"

@@ -63,7 +63,6 @@ class Dockerfile:
         return cls(name, arguments, stages)
 
     def all(self, name: str) -> list[Instruction]:
-        """All instructions of a name."""
         return [found for stage in self.stages for found in stage if found.name == name]
 
     def last(self, name: str) -> Instruction:
@@ -72,7 +71,6 @@ class Dockerfile:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment of the final image."""
         settings = [word for found in self.stages[-1] if found.name == "ENV" for word in found.text.split()]
         return dict(word.split("=", 1) for word in settings)
 
@@ -102,7 +100,6 @@ class Container:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Its environment."""
         own = {} if self.image is None else self.image.variables
         return own | {name: str(value) for name, value in self.service.get("environment", {}).items()}
 
@@ -120,7 +117,6 @@ class Container:
 
     @property
     def user(self) -> str:
-        """The user that it runs as."""
         given = self.service.get("user")
         if given is not None:
             return str(given)
@@ -134,14 +130,12 @@ class Container:
 
     @property
     def writable(self) -> set[str]:
-        """The paths that it can write to."""
         volumes = set() if self.image is None else set(self.image.last("VOLUME").words)
         mounted = {path for path, (_, can_write) in self.mounts.items() if can_write}
         return volumes | mounted | set(self.service.get("tmpfs", []))
 
     @property
     def networks(self) -> set[str]:
-        """The networks that it joins."""
         return set(self.service.get("networks", []))
 
 
@@ -154,7 +148,6 @@ def compose(*names: str) -> dict[str, Any]:
 
 
 def containers(document: dict[str, Any]) -> dict[str, Container]:
-    """The services of a compose document."""
     found = {}
     for name, service in document["services"].items():
         build = service.get("build")

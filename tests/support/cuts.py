@@ -64,7 +64,6 @@ def document(**changes: Any) -> dict[str, Any]:
 
 
 def layered(**changes: Any) -> LayeredProblem:
-    """:func:`document` as a problem."""
     return layered_problem(document(**changes))
 
 

@@ -28,7 +28,6 @@ TABLES = Path(database.__file__).parent
 
 
 def migrate(url: str) -> None:
-    """Create all tables of an empty database."""
     parsed = async_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite"
     engine = create_engine(parsed.set(drivername="sqlite") if is_sqlite else parsed)

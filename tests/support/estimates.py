@@ -50,7 +50,6 @@ def llama(**changes: Any) -> Transformer:
 
 
 def preset_config(name: str, **parallel: Any) -> EstimateConfig:
-    """A preset on its own device."""
     return parse_config(with_presets({}, [name], {"parallel": parallel}))
 
 

@@ -64,8 +64,6 @@ def plan_of(problem: Problem, method: str = "fake") -> Plan:
 
 
 class Arguments(NamedTuple):
-    """The arguments of a search."""
-
     question: Question
     options: dict[str, Any]
     on_progress: Callable[[Progress], None]

@@ -87,7 +87,6 @@ def problem(sizes: Amounts) -> dict[str, Any]:
 
 
 def jitter(sizes: Amounts) -> dict[str, Any]:
-    """A jitter with as many samples as its sizes say."""
     half = max(1, sizes.samples // 2)
     samples = [1 + 1 / (3 + index) for index in range(half)]
     return {"action": {"samples": samples}, "transfer": {"samples": samples}}

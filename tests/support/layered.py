@@ -52,7 +52,6 @@ NAMES = ["embedding", *(f"block.{copy}" for copy in range(6)), "head"]
 
 
 def layered_problem(document: dict[str, Any], **changes: Any) -> LayeredProblem:
-    """A document of layers, with changes, as a problem."""
     problem = parse_any_problem({**document, **changes})
     assert isinstance(problem, LayeredProblem)
     return problem

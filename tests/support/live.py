@@ -27,8 +27,6 @@ Command = Callable[..., tuple[int, str, str]]
 
 @dataclass(frozen=True)
 class Live:
-    """A service that listens."""
-
     app: FastAPI
     address: str
 

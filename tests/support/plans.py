@@ -43,6 +43,5 @@ def plan_document(problem: Problem, orders: Orders) -> dict[str, Any]:
 
 
 def write_plan(path: Path, problem: Problem, orders: Orders) -> Path:
-    """Write a plan file; returns its path."""
     path.write_text(json.dumps(plan_document(problem, orders)))
     return path

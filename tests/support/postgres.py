@@ -48,7 +48,6 @@ class Server:
         return f"postgresql://{SERVER_USER}@/postgres?host={self.folder}"
 
     def create(self) -> None:
-        """Create the server's files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if os.geteuid() == 0:
             shutil.chown(self.folder, SERVER_USER, SERVER_USER)
@@ -63,7 +62,6 @@ class Server:
         self._run("pg_ctl", "start", "-D", str(self.folder / "data"), "-l", log, "-o", options, *wait)
 
     def stop(self) -> None:
-        """Close all connections and stop the server."""
         self._run("pg_ctl", "stop", "-D", str(self.folder / "data"), "-m", "immediate", "-w")
 
     def _run(self, program: str, *arguments: str) -> None:
@@ -132,7 +130,6 @@ class SharedServer:
         self.url = Server(Path(self._address.read_text())).url
 
     def close(self) -> None:
-        """Release the share."""
         self._share.close()
 
 

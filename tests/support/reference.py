@@ -92,7 +92,6 @@ def largest_cycle_mean(weight: Sequence[Sequence[float]]) -> float:
 
 
 def peak_memory(problem: Problem, orders: Orders) -> list[float]:
-    """Most memory held on every rank."""
     memory = problem.memory
     peaks = []
     for rank in range(orders.pp_degree):

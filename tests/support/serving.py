@@ -32,33 +32,24 @@ Document = dict[str, Any]
 
 @dataclass
 class Service:
-    """A running application and a client of it."""
-
     app: FastAPI
     http: httpx.AsyncClient
 
     async def get(self, path: str, **params: Any) -> Any:
-        """GET a document that exists."""
         answer = await self.http.get(path, params=params or None)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async def listed(self, kind: str) -> list[Document]:
-        """GET the searches, plans, runs or agents."""
-        found: list[Document] = (await self.get(f"/v1/{kind}"))[kind]
-        return found
+    async def listed(self, kind: str) -> Any:
+        return (await self.get(f"/v1/{kind}"))[kind]
 
     async def submit(self, problem: Any = PROBLEM, **options: Any) -> httpx.Response:
-        """POST a search."""
         return await self.http.post("/v1/searches", json={"problem": problem, "options": options})
 
-    async def search(self, search_id: str) -> Document:
-        """GET a search."""
-        found: Document = await self.get(f"/v1/searches/{search_id}")
-        return found
+    async def search(self, search_id: str) -> Any:
+        return await self.get(f"/v1/searches/{search_id}")
 
-    async def until(self, search_id: str, holds: Callable[[Document], object]) -> Document:
-        """Look at a search until a condition holds."""
+    async def until(self, search_id: str, holds: Callable[[Document], object]) -> Any:
         return await self._until(f"/v1/searches/{search_id}", holds)
 
     async def begun(self, problem: Any = PROBLEM, **options: Any) -> str:
@@ -67,21 +58,18 @@ class Service:
         await self.until(search_id, lambda found: found["objective"] is not None)
         return search_id
 
-    async def ended(self, search_id: str) -> Document:
+    async def ended(self, search_id: str) -> Any:
         """Wait for a search to end."""
         return await self.until(search_id, lambda found: found["state"] not in ("queued", "running"))
 
-    async def done(self, problem: Any = PROBLEM, **options: Any) -> Document:
+    async def done(self, problem: Any = PROBLEM, **options: Any) -> Any:
         """Submit a search and wait for its end."""
         return await self.ended((await self.submit(problem, **options)).json()["id"])
 
-    async def events_of_search(self, search_id: str) -> list[Document]:
-        """The stored events of a search."""
-        found: list[Document] = (await self.get(f"/v1/searches/{search_id}/events", after=0))["events"]
-        return found
+    async def events_of_search(self, search_id: str) -> Any:
+        return (await self.get(f"/v1/searches/{search_id}/events", after=0))["events"]
 
     async def cancel(self, search_id: str) -> httpx.Response:
-        """Cancel a search."""
         return await self.http.post(f"/v1/searches/{search_id}/cancel")
 
     async def import_plan(self, problem: Any = PROBLEM) -> str:
@@ -99,7 +87,7 @@ class Service:
         return digit * 32
 
     async def submit_run(self, **more: Any) -> httpx.Response:
-        """POST a run, by default of an imported plan on two nodes without retries."""
+        """Ask for a run, by default of an imported plan on two nodes without retries."""
         body = {"model": MODEL, "nodes": 2, "steps": 5, "options": {"retries": 0}}
         plan = {} if "plan_id" in more else {"plan_id": await self.import_plan()}
         return await self.http.post("/v1/runs", json={**body, **plan, **more})
@@ -113,42 +101,33 @@ class Service:
             await self.work(agent)
         return run_id, agents[0], agents[1]
 
-    async def work(self, agent: str) -> Document:
+    async def work(self, agent: str) -> Any:
         """What an agent is to run."""
-        found: Document = await self.get(f"/v1/agents/{agent}/work", wait=30)
-        return found
+        return await self.get(f"/v1/agents/{agent}/work", wait=30)
 
-    async def beat(self, agent: str, run_id: str, step: int | None = None) -> Document:
+    async def beat(self, agent: str, run_id: str, step: int | None = None) -> Any:
         """The answer to the heartbeat of an agent."""
         ranks = [] if step is None else [{"rank": 0, "step": step, "action": "3F1"}]
-        answer = await self.http.post(
-            f"/v1/agents/{agent}/heartbeat", json={"run_id": run_id, "ranks": ranks}
-        )
+        body = {"run_id": run_id, "ranks": ranks}
+        answer = await self.http.post(f"/v1/agents/{agent}/heartbeat", json=body)
         assert answer.status_code == 200, answer.text
-        found: Document = answer.json()
-        return found
+        return answer.json()
 
     async def end_node(
-        self, agent: str, run_id: str, outcome: str, *failures: Document, generation: int = 0
+        self, agent: str, run_id: str, outcome: str, *failures: Any, generation: int = 0
     ) -> None:
-        """An agent reports the end of its node."""
         body = {"run_id": run_id, "generation": generation, "outcome": outcome, "failures": list(failures)}
         answer = await self.http.post(f"/v1/agents/{agent}/ended", json=body)
         assert answer.status_code == 204, answer.text
 
-    async def run(self, run_id: str) -> Document:
-        """GET a run."""
-        found: Document = await self.get(f"/v1/runs/{run_id}")
-        return found
+    async def run(self, run_id: str) -> Any:
+        return await self.get(f"/v1/runs/{run_id}")
 
-    async def until_run(self, run_id: str, holds: Callable[[Document], object]) -> Document:
-        """Look at a run until a condition holds."""
+    async def until_run(self, run_id: str, holds: Callable[[Document], object]) -> Any:
         return await self._until(f"/v1/runs/{run_id}", holds)
 
-    async def events_of_run(self, run_id: str) -> list[Document]:
-        """The stored events of a run."""
-        found: list[Document] = (await self.get(f"/v1/runs/{run_id}/events"))["events"]
-        return found
+    async def events_of_run(self, run_id: str) -> Any:
+        return (await self.get(f"/v1/runs/{run_id}/events"))["events"]
 
     async def page(self, path: str) -> str:
         """A page that exists."""
@@ -162,17 +141,15 @@ class Service:
         text = re.sub(r"<(script|style|head)\b.*?</\1>", " ", await self.page(path), flags=re.DOTALL)
         return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
 
-    async def _until(self, path: str, holds: Callable[[Document], object]) -> Document:
+    async def _until(self, path: str, holds: Callable[[Document], object]) -> Any:
         until = time.monotonic() + DEADLINE
         while not holds(found := await self.get(path)):
             assert time.monotonic() < until, f"did not happen in time: {found}"
             await asyncio.sleep(0.02)
-        document: Document = found
-        return document
+        return found
 
 
 async def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition in this process."""
     deadline = time.monotonic() + DEADLINE
     while not holds():
         assert time.monotonic() < deadline, f"not in time: {what}"

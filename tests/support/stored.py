@@ -14,8 +14,8 @@ from zbv_service.database import AgentTable, Database, PlanTable, RunTable, Sear
 from zbv_service.database.engine import Base
 from zbv_service.records.agents import AgentRequest, AllowsDocument, Heartbeat, RankPlace
 from zbv_service.records.plans import NewPlan, PlanSummaryDocument
-from zbv_service.records.runs import NewRun, RunDocument
-from zbv_service.records.searches import Claim, NewSearch, SearchRecord
+from zbv_service.records.runs import NewRun
+from zbv_service.records.searches import NewSearch
 from zbv_service.runs.scheduler import decide
 
 
@@ -30,58 +30,42 @@ def a_search(name: str, key: str | None = None, **changes: Any) -> NewSearch:
 
 
 def a_layout_search(name: str) -> NewSearch:
-    """A search of layouts."""
     summary = {"devices": 8, "global_batch": 64, "sequence_length": 128, "layouts": 3}
     return NewSearch(name, name, b"request", summary, {}, kind="layouts")
 
 
-async def claimed(table: SearchTable, name: str = "a", key: str | None = None) -> Claim:
+async def claimed(table: SearchTable, name: str = "a", key: str | None = None) -> Any:
     """Add a search, and claim the next one."""
     await table.add(a_search(name, key))
     return await next_of(table)
 
 
-async def next_of(table: SearchTable, owner: str = "me", seconds: float = 60) -> Claim:
-    """Claim the next search, which there is."""
-    claim = await table.claim(owner, seconds)
-    assert claim is not None
-    return claim
+async def next_of(table: SearchTable, owner: str = "me", seconds: float = 60) -> Any:
+    return await table.claim(owner, seconds)
 
 
-async def found_in(table: SearchTable, name: str = "a") -> SearchRecord:
-    """A search that is stored."""
-    record = await table.get(name)
-    assert record is not None
-    return record
+async def found_in(table: SearchTable, name: str = "a") -> Any:
+    return await table.get(name)
 
 
-async def run_in(table: RunTable, name: str = "run") -> RunDocument:
-    """A run that is stored."""
-    record = await table.get(name)
-    assert record is not None
-    return record
+async def run_in(table: RunTable, name: str = "run") -> Any:
+    return await table.get(name)
 
 
 def a_plan(name: str, value: float = 3.0, problem: str = "problem", **changes: Any) -> NewPlan:
     """A plan with an objective and a problem's key; ``changes`` are of its summary."""
-    summary = PlanSummaryDocument(
+    values: dict[str, Any] = {
+        **{"plan_id": name, "pp_degree": 2, "microbatches": 4, "placement": "v", "objective": "span"},
         **{
-            "plan_id": name,
-            "pp_degree": 2,
-            "microbatches": 4,
-            "placement": "v",
-            "objective": "span",
             "value": value,
             "lower_bound": 2.0,
             "gap": value / 2 - 1,
             "status": "feasible",
             "bubble_rate": 0.1,
-            "method": "fake",
-            "time_unit": "us",
-            "created_at": datetime.now(UTC),
-            **changes,
-        }
-    )
+        },
+        **{"method": "fake", "time_unit": "us", "created_at": datetime.now(UTC)},
+    }
+    summary = PlanSummaryDocument(**{**values, **changes})
     return NewPlan(summary, b"document", problem, summary.lower_bound)
 
 
@@ -98,34 +82,20 @@ def a_beat(
 
 def an_agent(name: str, /, **changes: Any) -> tuple[AgentRequest, str]:
     """An agent for one rank that allows every model, and its owner; ids may be short."""
+    owner = changes.pop("owner", "t")
     values: dict[str, Any] = {
-        "id": name,
-        "name": name,
-        "address": "127.0.0.1",
-        "port": 1000,
-        "slots": 1,
-        "devices": [],
-        "versions": {},
-        "allows": AllowsDocument(models=["*"]),
-        "owner": "t",
-        **changes,
+        **{"id": name, "name": name, "address": "127.0.0.1", "port": 1000, "slots": 1},
+        **{"devices": [], "versions": {}, "allows": AllowsDocument(models=["*"])},
     }
-    owner = values.pop("owner")
-    return AgentRequest.model_construct(**values), owner
+    return AgentRequest.model_construct(**{**values, **changes}), owner
 
 
 def a_run(name: str, /, nodes: int = 1, **changes: Any) -> NewRun:
     """A run of plan :data:`PLAN` with one rank on each node."""
     values: dict[str, Any] = {
-        "id": name,
-        "plan_id": PLAN,
-        "search_id": None,
+        **{"id": name, "plan_id": PLAN, "search_id": None, "nodes": nodes, "ranks_per_node": 1, "steps": 5},
         "model": {"factory": "a.b:c", "arguments": {}, "seed": 0},
-        "nodes": nodes,
-        "ranks_per_node": 1,
-        "steps": 5,
-        "options": {},
-        "created_at": datetime.now(UTC),
+        **{"options": {}, "created_at": datetime.now(UTC)},
     }
     return NewRun(**{**values, **changes})
 
@@ -140,9 +110,7 @@ async def begin(
         await agents.add(*an_agent(f"{run_id}-{index}", **agent or {}))
     await runs.add(a_run(run_id, nodes, **changes))
     assert await runs.assign(decide) == [run_id]
-    run = await runs.get(run_id)
-    assert run is not None
-    return [node.agent_id for node in run.members]
+    return [node.agent_id for node in (await run_in(runs, run_id)).members]
 
 
 @dataclass
@@ -154,12 +122,10 @@ class Counts:
 
     @property
     def statements(self) -> int:
-        """The number of statements."""
         return len(self.texts)
 
     @property
     def nodes(self) -> int:
-        """Rows of nodes."""
         return self.loaded["NodeRow"]
 
 

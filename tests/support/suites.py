@@ -18,7 +18,6 @@ def entry(name: str = "small", **changes: Any) -> Document:
 
 
 def suite(*entries: Document) -> Document:
-    """A file of instances."""
     return {"instances": list(entries)}
 
 

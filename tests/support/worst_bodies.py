@@ -47,8 +47,6 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Worst:
-    """A request."""
-
     name: str
     method: str
     path: str

@@ -148,9 +148,7 @@ def test_the_estimate_and_its_sliders_change_the_form_only_on_request(form: Form
         ("time_limit", "1e9", "/options/time_limit"),
     ],
 )
-def test_a_wrong_field_gets_the_services_message_at_once(
-    form: Form, name: str, text: str, pointer: str
-) -> None:
+def test_a_wrong_field_gets_the_services_message(form: Form, name: str, text: str, pointer: str) -> None:
     field = form.field(name)
     before = field.input_value()
     with form.page.expect_response("**/v1/problems/check") as answer:

@@ -92,9 +92,7 @@ def test_a_tooltip_describes_an_action_and_its_wait(opened: Look, known: Oracle)
     assert f"{known.texts[awaited]} from rank {known.rank[awaited]}" in said["waited for"]
 
 
-def test_clicking_an_action_shows_its_microbatch_and_its_critical_path(
-    opened: Look, plan: Plan, known: Oracle
-) -> None:
+def test_clicking_an_action_shows_its_microbatch_and_path(opened: Look, plan: Plan, known: Oracle) -> None:
     page = opened.page
     at = max(range(len(known.texts)), key=lambda each: len(known.path(each)))
     page.mouse.click(*place(opened, known, at))
@@ -175,9 +173,7 @@ def test_details_cover_no_rank_and_narrow_bars_have_all_numbers_or_none(look: Op
     assert rows["y"] + rows["height"] <= details["y"]
 
 
-def test_the_critical_path_and_idle_time_are_drawn_on_request(
-    opened: Look, plan: Plan, known: Oracle
-) -> None:
+def test_the_critical_path_and_idle_time_are_drawn_if_asked(opened: Look, plan: Plan, known: Oracle) -> None:
     page = opened.page
     button = page.get_by_role("button", name="Critical path")
     button.click()
@@ -333,9 +329,7 @@ def test_a_finger_moves_and_two_fingers_zoom(look: Open, service: Service, addre
     assert found.window()[1] - found.window()[0] == pytest.approx(zoomed[1] - zoomed[0])
 
 
-def test_dark_mode_follows_a_change_also_with_reduced_motion(
-    look: Open, service: Service, address: str
-) -> None:
+def test_dark_mode_follows_changes_also_without_motion(look: Open, service: Service, address: str) -> None:
     found = look(service.url, color_scheme="dark", reduced_motion="reduce")
     found.open(address)
     left, top, _, height = found.draw_area()

@@ -40,9 +40,7 @@ def test_every_method_packs_as_its_paper_says() -> None:
     assert packed["equal-tokens"] == [[0], [1], [2, 3, 4], [5]]
     # The longest first: 60, 40, 30 and 30 open the four microbatches; 20 joins a 30, and 4 the other.
     assert sorted(map(sorted, packed["balanced-work"])) == [[0, 4], [1], [2, 3], [5]]
-    ordered = sorted(
-        ([lengths[index] for index in contents] for contents in packed["dynamic-program"]), key=max
-    )
+    ordered = sorted(([lengths[at] for at in contents] for contents in packed["dynamic-program"]), key=max)
     assert [length for contents in ordered for length in contents] == sorted(lengths)
 
 

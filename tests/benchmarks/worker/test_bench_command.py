@@ -51,9 +51,7 @@ def test_a_comparison_prints_verdicts_and_writes_findings(
     assert "verdict" in printed.out
 
 
-def test_the_table_of_the_model_of_nccl_has_a_row_per_family(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_of_nccl_has_a_row_per_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, findings = bench("nccl-model", tmp_path)
     assert [finding["missed_by"] for finding in findings] == [0, 0]
     assert status == 0

@@ -92,9 +92,7 @@ def test_a_layout_with_little_memory_has_no_baseline_that_does_not_fit() -> None
     ("model", "executor", "pairs", "words"),
     [(MODEL, "zbv", "experts", "no all-to-all"), (EXPERTS, "megatron", "experts", "executor megatron")],
 )
-def test_pairs_that_no_order_here_can_have_are_refused(
-    model: Document, executor: str, pairs: str, words: str
-) -> None:
+def test_pairs_that_no_order_has_are_refused(model: Document, executor: str, pairs: str, words: str) -> None:
     asked = request_of(model, CLUSTER, 32, executor, parallel={"pairs": pairs})
     with pytest.raises(InvalidInput, match=words) as error:
         list(asked.families())

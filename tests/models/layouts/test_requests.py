@@ -150,9 +150,7 @@ def test_groups_of_equal_nodes_cost_the_same_as_one_cluster() -> None:
     links = {"between_nodes": BETWEEN_NODES}
     halves = parse_cluster({"groups": [group(FAST, 1, 2)] * 2, "links": links})
     request = request_of(group(FAST, 2, 2), fixed=Fixed(pipeline_parallel=2, microbatch_size=1))
-    one, grouped = (
-        best_layouts(of.layouts, of.setting) for of in (request, replace(request, cluster=halves))
-    )
+    one, grouped = (best_layouts(a.layouts, a.setting) for a in (request, replace(request, cluster=halves)))
     assert grouped.best[0].layout.used_groups == (0, 1)
     assert grouped.best[0].step_time == pytest.approx(one.best[0].step_time, rel=1e-9)
     assert grouped.no_layout_below == pytest.approx(one.no_layout_below, rel=1e-9)

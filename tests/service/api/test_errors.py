@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.requests import Request
+from support.layered import LAYERED
 from support.serving import MODEL, PROBLEM, Service, Serving
 from support.worst_bodies import AGENT
 from zbv_service.api.error_advice import ADVICE
@@ -208,6 +209,17 @@ def problem(**changes: Any) -> dict[str, Any]:
     return {"problem": {**PROBLEM, **changes}}
 
 
+def options(**options: Any) -> dict[str, Any]:
+    return {"problem": PROBLEM, "options": options}
+
+
+def layers(**changes: Any) -> dict[str, Any]:
+    return {"problem": {**LAYERED, **changes}}
+
+
+MANY = {"rank": [{"samples": [1] * 10_000}] * 2, "transfer": {"samples": [1]}}
+BY_LETTER = {"action": {key: {"samples": [1] * 6_667} for key in "FIW"}}
+COLOURED = [LAYERED["layers"][0], {**LAYERED["layers"][1], "colour": "red"}, LAYERED["layers"][2]]
 PRESETS = {"presets": ["llama-3.1-8b"] * 9}
 ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "device": "h100"}
 MANY_TOKENS = {"sequences": [1], "problem": {}, "max_tokens": 10**4000}
@@ -220,6 +232,17 @@ INVALID: list[tuple[str, Any, str]] = [
     ("searches", problem(microbatches=10**30), "/problem/microbatches"),
     ("searches", problem(pp_degree=1000, microbatches=10**5), "/problem/microbatches"),  # for the planner
     ("searches", problem(pp_degree=8, microbatches=5000), "/problem/microbatches"),  # for this service
+    ("searches", options(quantile=0.9), "/options/quantile"),
+    ("searches", options(jitter={"action": 0.05}, quantile=0.3), "/options/quantile"),
+    ("searches", options(jitter={"rank": [0.1, 0.1, 0.1]}), "/options/jitter/rank"),
+    ("searches", options(jitter="5%"), "/options/jitter"),
+    ("searches", options(jitter=MANY), "/options/jitter"),
+    ("searches", options(jitter=BY_LETTER), "/options/jitter"),
+    ("searches", layers(layers=COLOURED), "/problem/layers/1/colour"),
+    ("searches", layers(cut={"together": [["head"]] * 600}), "/problem/cut/together"),
+    ("searches", layers(microbatches=10_000), "/problem/microbatches"),
+    # The finest placement has eight stages: fewer microbatches than the four of V allow.
+    ("searches", layers(placement="auto", microbatches=4000), "/problem/microbatches"),
     ("layouts", {"model": {"x": {"\0": 1}}}, "/model/x"),  # in a key that would be ignored
     ("layouts", {"model": PRESETS, "cluster": ONE_NODE, "global_batch": 8}, "/model/presets"),
     ("problems/pack", {"batch": MANY_TOKENS}, "/batch/max_tokens"),

@@ -18,9 +18,8 @@ def connect() -> Callable[..., AgentClient]:
     """Makes clients; a function answers their requests."""
 
     def make(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> AgentClient:
-        return AgentClient(
-            "http://zbv", **{"retries": AT_ONCE, "transport": httpx.MockTransport(answer), **options}
-        )
+        given: dict[str, Any] = {"retries": AT_ONCE, "transport": httpx.MockTransport(answer)} | options
+        return AgentClient("http://zbv", **given)
 
     return make
 

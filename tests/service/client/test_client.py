@@ -92,8 +92,8 @@ _RANK: dict[str, Any] = {
 }
 
 
-def test_a_malformed_rank_is_an_invalid_answer(answering: Answering) -> None:
-    for change in (
+def test_a_malformed_document_is_an_invalid_answer(answering: Answering) -> None:
+    wrong: list[dict[str, Any]] = [
         {"actions": ["0X0"]},
         {"channels": [{"peer": 1, "direction": "both", "transfers": []}]},
         {"channels": [{"peer": 1, "direction": "send", "transfers": ["0:0"]}]},
@@ -103,16 +103,16 @@ def test_a_malformed_rank_is_an_invalid_answer(answering: Answering) -> None:
         {"partition": [[1]]},
         {"recompute": [1]},
         {"recompute": True},
-    ):
-        client, _ = answering(httpx.Response(200, json={**_RANK, **change}))
-        with pytest.raises(InvalidAnswer):
-            client.rank("p", 0)
-
-
-def test_another_plan_than_requested_is_an_invalid_answer(answering: Answering) -> None:
-    client, _ = answering(httpx.Response(200, json={"problem": {}, "ranks": []}))
-    with pytest.raises(InvalidAnswer):
-        client.plan("p")
+    ]
+    calls: list[tuple[Callable[[AgentClient], object], list[dict[str, Any]]]] = [
+        (lambda client: client.rank("p", 0), [{**_RANK, **change} for change in wrong]),
+        (lambda client: client.plan("p"), [{"problem": {}, "ranks": []}]),  # another one than requested
+        (lambda client: client.next_work("a", 1), [{"run_id": "r", "generation": 0}]),
+    ]
+    for call, documents in calls:
+        for document in documents:
+            with pytest.raises(InvalidAnswer):
+                call(answering(httpx.Response(200, json=document))[0])
 
 
 RUN: dict[str, Any] = {"id": "r", "state": "running", "plan_id": "p", "error": None}
@@ -124,12 +124,6 @@ def test_a_lost_answer_to_a_new_run_is_retried_under_the_same_key(answering: Ans
     client.submit_run("p", {"factory": "a.b:c"}, nodes=1, steps=1)
     keys = [request.headers["idempotency-key"] for request in requests]
     assert (len(keys), len(set(keys))) == (3, 1)
-
-
-def test_malformed_work_is_an_invalid_answer(answering: Answering) -> None:
-    client, _ = answering(httpx.Response(200, json={"run_id": "r", "generation": 0}))
-    with pytest.raises(InvalidAnswer):
-        client.next_work("a", 1)
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,7 @@ def test_a_stream_that_is_unavailable_for_now_is_requested_again(answering: Answ
         assert len(requests) == len(trouble)
 
 
-def test_a_connection_that_lasted_resets_the_retries(
-    answering: Answering, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lasting_connection_resets_retries(answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search may be silent for hours, and a proxy may cut every connection after a minute."""
     silence = httpx.Response(200, text=": still here\n\n", headers={"Content-Type": "text/event-stream"})
     cut = [silence] * 5
@@ -127,9 +125,7 @@ def test_wait_raises_the_reason_when_a_search_ends_without_a_plan(answering: Ans
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_wait_raises_in_time_although_a_stream_stays_open(
-    connect: Callable[..., Client], is_silent: bool
-) -> None:
+def test_wait_raises_in_time_while_a_stream_is_open(connect: Callable[..., Client], is_silent: bool) -> None:
     """Comments keep it alive, or nothing comes."""
 
     def answer(request: httpx.Request) -> httpx.Response:

@@ -38,9 +38,7 @@ def released(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("released")
-def test_the_plan_goes_to_standard_output_and_progress_to_standard_error(
-    command: Command, problem: Path
-) -> None:
+def test_the_plan_goes_to_standard_output_progress_to_standard_error(command: Command, problem: Path) -> None:
     status, out, err = command("submit", problem, "--seed", 1)
     assert status == 0
     plan = parse_plan(json.loads(out))
@@ -65,9 +63,7 @@ def test_quiet_writes_the_plan_to_a_file_and_options_reach_the_search(
     assert client.searches(1)[0].options == given | {"jitter": None, "quantile": None}
 
 
-def test_detach_prints_the_id_and_leaves_the_search_running(
-    command: Command, client: Client, problem: Path
-) -> None:
+def test_detach_prints_the_id_while_the_search_runs(command: Command, client: Client, problem: Path) -> None:
     status, out, err = command("submit", problem, "--seed", 2, "--detach")
     assert (status, err) == (0, "")
     assert not client.search(out.strip()).is_finished

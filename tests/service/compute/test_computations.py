@@ -237,9 +237,7 @@ async def test_a_computation_ends_when_its_last_client_disconnects(tmp_path: Pat
         (False, [{"type": "http.request", "body": b""}]),
     ],
 )
-async def test_waiting_for_a_departure_takes_nothing_of_a_body(
-    has_body: bool, messages: list[dict[str, Any]]
-) -> None:
+async def test_waiting_for_a_departure_takes_no_body(has_body: bool, messages: list[dict[str, Any]]) -> None:
     gone, left = asyncio.Event(), iter(messages)
 
     async def receive() -> dict[str, Any]:

@@ -137,9 +137,7 @@ async def test_a_service_survives_a_restart_of_its_database(
         "SET LOCAL statement_timeout = 1; SELECT pg_sleep(1)",
     ],
 )
-async def test_a_server_that_ends_or_refuses_a_transaction_is_away(
-    postgres: PostgresDatabases, losing: str
-) -> None:
+async def test_a_server_that_ends_transactions_is_away(postgres: PostgresDatabases, losing: str) -> None:
     """A service that paused in a transaction, a server that became a replica, and one that stops."""
     with postgres.migrated() as url:
         database = Database(url)

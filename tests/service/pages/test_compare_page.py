@@ -83,9 +83,7 @@ async def test_a_plan_is_compared_with_the_schedules_that_are_chosen(
     assert plan_id not in "".join(groups.values())
 
 
-async def test_differences_of_problems_are_listed_and_schedules_that_fail_have_a_reason(
-    service: Service,
-) -> None:
+async def test_differences_of_problems_are_listed_and_failed_schedules_have_reasons(service: Service) -> None:
     plan_id = await service.import_plan()
     costs = {"forward": 2, "backward_input": 1, "backward_weight": 1}
     other = await service.import_plan({**PROBLEM, "costs": costs, "microbatches": 6})

@@ -149,9 +149,7 @@ def test_a_long_search_shows_its_first_and_last_moment_and_some_between() -> Non
         ),
     ],
 )  # fmt: skip
-def test_the_page_says_how_a_search_ended(
-    changes: dict[str, Any], present: list[str], absent: list[str]
-) -> None:
+def test_the_page_says_how_it_ended(changes: dict[str, Any], present: list[str], absent: list[str]) -> None:
     text = page_of(shell=Shell(root="/zbv"), **changes)
     assert [words for words in present if words not in text] == []
     assert [words for words in absent if words in text] == []

@@ -242,9 +242,7 @@ def fast_fetches(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return found
 
 
-async def test_the_fast_path_returns_the_same_response(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_fast_path_gives_the_same_answer(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"/v1/plans/{await service.import_plan()}/ranks/1"
     short = fast_fetches(service, monkeypatch)
     first, second = [await service.http.get(path) for _ in range(2)]

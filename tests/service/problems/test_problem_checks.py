@@ -179,9 +179,8 @@ async def test_a_comparison_has_all_baselines_and_the_best_stored_plan(honest: S
 
     # A limit that nothing fits is not an error here: `fits` is false for every baseline.
     tight = {**PROBLEM, "memory": {**PROBLEM["memory"], "limit": 1}}
-    assert {row["fits"] for row in (await ask(honest, "compare", problem=tight)).json()["baselines"]} == {
-        False
-    }
+    answer = await ask(honest, "compare", problem=tight)
+    assert {row["fits"] for row in answer.json()["baselines"]} == {False}
     single = {**PROBLEM, "placement": "single"}
     merged = {row["name"] for row in (await ask(honest, "compare", problem=single)).json()["baselines"]}
     assert {row["name"] for row in before["baselines"]} - merged == {"zb-v", "v-half", "v-min", "dualpipe-v"}

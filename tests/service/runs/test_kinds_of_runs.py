@@ -97,9 +97,8 @@ async def test_a_run_changes_only_to_plans_with_the_same_partition(service: Serv
     assert refused.status_code == 422
     assert "partitions the model differently" in refused.json()["errors"][0]["detail"]
     slower = {**cut(EARLY), "costs": {"p2p": 3}}
-    taken = await service.http.post(
-        f"/v1/runs/{run['id']}/plan", json={"plan_id": await service.import_plan(slower)}
-    )
+    change = {"plan_id": await service.import_plan(slower)}
+    taken = await service.http.post(f"/v1/runs/{run['id']}/plan", json=change)
     assert taken.status_code == 202, taken.text
 
 

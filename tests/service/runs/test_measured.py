@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.measured_steps import noisy_traces
 from support.orders import copied_at_random, random_orders
 from support.problems import problems, uniform
 from support.rank_traces import trace_documents
+from support.reference import inputs, simulate
 from zbv_service.runs.measured.accounts import account, kind_times
 from zbv_service.runs.measured.explain import explain, sentence
 from zbv_service.runs.measured.step import (
@@ -27,7 +27,7 @@ from zbv_service.runs.measured.step import (
 )
 from zbv_solver.errors import InvalidInput
 from zbv_solver.measure.rank_trace import RankTrace, parse_rank_trace
-from zbv_solver.plans.orders import Orders
+from zbv_solver.plans.orders import Action, Orders
 from zbv_solver.plans.plan import Plan
 from zbv_solver.problem.problem import Objective, Problem, Units
 from zbv_solver.problem.reading import parse_problem
@@ -46,12 +46,33 @@ def plan_of(problem: Problem, seed: int = 1) -> Plan:
 
 
 def noisy(plan: Plan, seed: int, steps: int = 1) -> list[RankTrace]:
-    return [parse_rank_trace(document) for document in noisy_traces(plan, seed, steps=steps)]
+    """Traces of steps whose actions, transfers and pauses take random whole nanoseconds."""
+    chance, problem, rank_of = Random(seed), plan.problem, plan.problem.placement.rank_of
+    ranks = range(problem.pp_degree)
+    entries: list[list[dict[str, Any]]] = [[] for _ in ranks]
+    begin = 0
+    for step in range(steps):
+        free = [begin + chance.randrange(3000) for _ in ranks]
+        rows: list[list[list[Any]]] = [[] for _ in ranks]
+        done: dict[Action, int] = {}
+        for action in simulate(problem, plan.orders)[0]:
+            rank = rank_of[action.stage]
+            turned = free[rank] + chance.randrange(1000)
+            sources = [each for choice, _ in inputs(problem, action) for each in choice if each in done]
+            under_way = [chance.randrange(4000) if rank_of[each.stage] != rank else 0 for each in sources]
+            start = max([turned, *(done[each] + late for each, late in zip(sources, under_way, strict=True))])
+            done[action] = free[rank] = start + chance.randrange(6000)
+            rows[rank].append([str(action), turned, start, free[rank], 0])
+        begin = max(free)
+        for rank in ranks:
+            seconds = (rows[rank][-1][3] - rows[rank][0][2]) / 1e9
+            entries[rank].append({"step": step, "loss": None, "seconds": seconds, "actions": rows[rank]})
+    of_plan = {"replica": 0, "plan_id": plan.plan_id}
+    return [parse_rank_trace({"rank": r, "pp_rank": r, "steps": entries[r]} | of_plan) for r in ranks]
 
 
-def as_planned(plan: Plan, problem: Problem | None = None, **how: object) -> list[RankTrace]:
-    made = trace_documents(problem or plan.problem, plan.orders, plan_id=plan.plan_id, **how)  # type: ignore[arg-type]
-    return [parse_rank_trace(document) for document in made]
+def as_planned(plan: Plan) -> list[RankTrace]:
+    return [*map(parse_rank_trace, trace_documents(plan.problem, plan.orders, plan_id=plan.plan_id))]
 
 
 @given(problems(max_p=3, max_m=4), st.integers(0, 1000))
@@ -113,7 +134,7 @@ def test_a_step_as_planned_has_no_difference(problem: Problem, seed: int) -> Non
     tolerance = 1e-6 * (1 + plan.objective)
     if plan.problem.objective == "makespan":
         tolerance += 1e-3 * len(orders)  # traces have whole nanoseconds; the plan's unit is a microsecond
-        (step,) = (lay_out(plan, as_planned(plan), 0, MICROSECOND),)
+        step = lay_out(plan, as_planned(plan), 0, MICROSECOND)
     else:
         start = span_start_times(plan.problem, orders)
         end = start + plan.problem.arrays.durations(orders.stage, orders.letter, orders.microbatch)

@@ -45,7 +45,7 @@ class Replanned(TwoRanks):
             await service.beat(agent, run.id, 0)
         return run
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> Any:
         return await self.service.run(self.id)
 
     async def seen(self, document: dict[str, Any], **how: Any) -> tuple[Any, int]:
@@ -76,9 +76,7 @@ class Replanned(TwoRanks):
         return (await self.service.beat(self.agents[agent], self.id))["plan_id"]
 
 
-async def test_auto_searches_offers_and_changes_the_plan(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_auto_searches_and_changes_the_plan(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "POLL_SECONDS", 0.05)  # in this test the service looks by itself
     async with serving("immediate") as service:
         run = await Replanned.running(service, replan="auto")

@@ -93,9 +93,7 @@ async def test_a_failed_run_keeps_a_bounded_part_of_its_reports(serving: Serving
             assert len((await service.http.get(path)).content) < 100_000
 
 
-async def test_a_waiting_run_is_cancelled_at_once_and_a_started_one_once_its_nodes_stopped(
-    service: Service,
-) -> None:
+async def test_a_waiting_run_is_cancelled_at_once_a_started_one_once_its_nodes_stop(service: Service) -> None:
     waiting = (await service.submit_run()).json()["id"]
     answer = await service.http.post(f"/v1/runs/{waiting}/cancel")
     assert (answer.status_code, answer.json()["state"]) == (200, "cancelled")

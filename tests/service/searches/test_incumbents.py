@@ -175,9 +175,7 @@ async def test_a_search_with_a_contradicted_bound_fails_once_and_keeps_its_probl
         assert (again.status_code, again.json()["id"] != failed["id"]) == (202, True)
 
 
-async def test_a_report_that_undercuts_a_stored_bound_ends_the_search(
-    serving: Serving, directory: Path
-) -> None:
+async def test_a_report_below_a_stored_bound_ends_the_search(serving: Serving, directory: Path) -> None:
     async with serving("undercutting") as service:
         search_id = (await service.submit()).json()["id"]
         found = await service.until(search_id, lambda found: found["objective"] is not None)

@@ -53,9 +53,7 @@ async def test_layers_are_cut_and_the_plan_and_its_ranks_show_the_cut(serving: S
         assert compared["best"]["plan_id"] == ended["plan_id"]
 
 
-async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_possible_one(
-    serving: Serving,
-) -> None:
+async def test_a_limit_that_no_cut_fits_is_infeasible_and_names_the_smallest_one(serving: Serving) -> None:
     tight = {**RECOMPUTED, "memory": {"limit": 16}}
     async with serving("solver") as service:
         ended = await service.done(tight)
@@ -86,18 +84,8 @@ async def test_an_estimate_of_layers_has_a_plan_unless_that_takes_long(honest: S
     assert {"even-cut", "histogram-cut"} <= {row["name"] for row in promised["baselines"]}
 
 
-async def test_a_wrong_layer_is_named_and_nothing_is_stored(service: Service) -> None:
-    embedding, block, head = LAYERED["layers"]
-    for changes, pointer in (
-        ({"layers": [embedding, {**block, "colour": "red"}, head]}, "/layers/1/colour"),
-        ({"cut": {"together": [["head"]] * 600}}, "/cut/together"),
-        ({"microbatches": 10_000}, "/microbatches"),
-        # The finest placement has eight stages: fewer microbatches than the four of V allow.
-        ({"placement": "auto", "microbatches": 4000}, "/microbatches"),
-    ):
-        answer = await service.submit({**LAYERED, **changes})
-        assert answer.status_code == 422, changes
-        assert answer.json()["errors"][0]["pointer"] == f"/problem{pointer}", changes
+async def test_many_wrong_layers_are_named_and_nothing_is_stored(service: Service) -> None:
+    embedding = LAYERED["layers"][0]
     many = {**LAYERED, "layers": [{**embedding, "name": f"l{at}", "forward": "a lot"} for at in range(300)]}
     answer = await service.submit(many)
     pointers = [error["pointer"] for error in answer.json()["errors"]]

@@ -54,9 +54,7 @@ def has_layout(search: dict[str, Any]) -> bool:
     return search["state"] == "running" and search["objective"] is not None
 
 
-async def test_a_search_ends_with_its_answer_its_plans_and_its_events(
-    serving: Serving, any_database_url: str
-) -> None:
+async def test_a_search_ends_with_answer_plans_and_events(serving: Serving, any_database_url: str) -> None:
     async with serving("honest", database=any_database_url) as service:
         search_id = await submitted(service)
         found = await service.ended(search_id)

@@ -72,9 +72,7 @@ async def test_a_crashed_search_runs_again_and_the_others_continue(held: Service
     ]
 
 
-async def test_a_stopping_service_requeues_its_searches_with_their_incumbents(
-    serving: Serving, directory: Path
-) -> None:
+async def test_a_stopping_service_requeues_searches_and_incumbents(serving: Serving, directory: Path) -> None:
     async with serving("held") as service:
         search_id = await service.begun()
     async with serving("held") as service:
@@ -180,9 +178,7 @@ async def test_a_cancelled_search_that_does_not_stop_is_cancelled_and_not_starte
     assert len(started_in(directory)) == 1
 
 
-async def test_a_search_that_needs_too_much_memory_fails_at_the_limit(
-    serving: Serving, directory: Path
-) -> None:
+async def test_a_search_that_needs_too_much_memory_is_ended(serving: Serving, directory: Path) -> None:
     async with serving("greedy", search_memory=64) as service:
         ended = await service.done()
         assert (ended["state"], ended["attempts"]) == ("failed", 1), "another attempt would need as much"
@@ -201,9 +197,7 @@ async def running_of(service: Service, token: str, *seeds: int, until: int) -> i
     return [(await service.search(each))["state"] for each in asked].count("running")
 
 
-async def test_while_one_token_has_all_slots_another_one_gets_one_more(
-    serving: Serving, directory: Path
-) -> None:
+async def test_while_one_token_has_all_slots_another_gets_one(serving: Serving, directory: Path) -> None:
     """A search cannot be moved away once another token needs its slot."""
     async with serving("held", auth="tokens", searches=2) as service:
         assert await running_of(service, "one", 0, 1, 2, until=2) == 2

@@ -184,10 +184,9 @@ def test_a_local_name_that_resolves_to_a_public_address_is_refused(
 ) -> None:
     """The local token has every scope, and host names are checked as for a local service."""
     resolve(monkeypatch, "localhost", "0.0.0.0")
+    local = settings.model_copy(update={"host": "localhost", "port": 0, "auth": "tokens"})
     with pytest.raises(CannotServe, match=r"localhost, which resolves to 0\.0\.0\.0"):
-        serving.serve(
-            settings.model_copy(update={"host": "localhost", "port": 0, "auth": "tokens"}), lambda: None
-        )
+        serving.serve(local, lambda: None)
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:

@@ -73,9 +73,7 @@ def address(certificates: Certificates) -> Iterator[str]:
             process.wait(timeout=60)
 
 
-def test_a_client_with_a_certificate_is_served_if_it_has_a_token(
-    certificates: Certificates, address: str
-) -> None:
+def test_a_client_with_certificate_and_token_is_served(certificates: Certificates, address: str) -> None:
     context = certificates.context(certificates.client)
     with httpx.Client(base_url=address, verify=context, timeout=60) as http:
         assert http.get("/v1/searches").status_code == 401

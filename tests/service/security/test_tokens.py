@@ -16,12 +16,7 @@ from zbv_service.commands.cli import main
 from zbv_service.database import Database, DatabaseAway
 from zbv_service.security import access as access_module
 from zbv_service.security.access import FRESH_SECONDS, STALE_SECONDS, Access, Unauthenticated
-from zbv_service.security.tokens import (
-    Grant,
-    TokenNameTaken,
-    TokenTable,
-    TokenText,
-)
+from zbv_service.security.tokens import Grant, TokenNameTaken, TokenTable, TokenText
 
 
 async def grant_to(text: str, access: Access) -> Grant | None:

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support.best_copies import best_with_copies
+from support.best_orders import Case, PassingOrder, best_with_copies
 from support.orders import fitting_orders
-from support.passing_order import Case, PassingOrder
 from support.problems import differing_problems, limited_problems, uniform, with_sizes
 from zbv_solver.bounds import BoundEffort, few_ranks, lower_bound
 from zbv_solver.bounds.copies import engine_bounds

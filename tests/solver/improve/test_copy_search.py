@@ -108,7 +108,7 @@ def test_a_copy_in_that_is_due_before_its_forward_waits_for_it() -> None:
 
 
 def test_where_memory_holds_two_activations_the_order_is_the_best_one() -> None:
-    """CP-SAT finds no shorter one (tests/support/best_copies.py)."""
+    """CP-SAT finds no shorter one (tests/support/best_orders.py)."""
     costs = {"forward": 3, "backward_input": 3, "backward_weight": 2, "p2p": 1, "offload": 3}
     memory = {"forward": 2, "backward_input": -1, "backward_weight": -1, "limit": 4}
     document = {"pp_degree": 2, "microbatches": 4, "costs": costs, "memory": memory}

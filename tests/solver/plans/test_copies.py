@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -27,26 +26,21 @@ from zbv_solver.problem.jitter import Jitter
 from zbv_solver.problem.numeric import exceeds
 from zbv_solver.problem.problem import Problem
 from zbv_solver.problem.reading import parse_problem
-from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.search.claims import check_plan
 from zbv_solver.search.jitter import search_for_jitter
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, execute, memory_profile
-from zbv_solver.verify.verifier import verify, verify_orders
+from zbv_solver.verify.verifier import verify_orders
 
-TIMED = json.loads(Path(__file__).with_name("copies.json").read_text())
-"""Orders with copies, some with pairs, their makespan, span and peak memory."""
 COSTS: dict[str, Any] = {"forward": 18, "backward_input": 18, "backward_weight": 12, "p2p": 1, "offload": 12}
 MEMORY: dict[str, Any] = {"forward": 2, "backward_input": -1, "backward_weight": -1}
 PROBLEM: dict[str, Any] = {"pp_degree": 2, "microbatches": 4, "costs": COSTS, "memory": MEMORY}
 
 
 @given(with_copies(), st.integers(0, 2**32))
-def test_times_are_those_of_a_plain_simulation_and_no_bound_is_contradicted(
-    problem: Problem, seed: int
-) -> None:
+def test_times_are_those_of_a_plain_simulation_and_no_bound_is_above(problem: Problem, seed: int) -> None:
     assert problem.copies is not None
     problem = replace(problem, copies=replace(problem.copies, host_limit=None))
     random = Random(seed)
@@ -63,22 +57,6 @@ def test_times_are_those_of_a_plain_simulation_and_no_bound_is_contradicted(
         np.testing.assert_allclose(timing.end[part], [end for _, end in own], rtol=1e-9, atol=1e-9)
     assert parse_plan(json.loads(json.dumps(plan_json(plan)))) == plan
     assert max(memory_profile(problem, orders)[0], default=0) <= max(timing.peak_memory) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("vector", TIMED)
-def test_timed_orders(vector: dict[str, Any]) -> None:
-    problem, orders = parse_problem(vector["problem"]), Orders.from_text(vector["ranks"])
-    assert orders.all_text() == vector["ranks"]
-    assert parse_problem(problem_json(problem)) == problem
-    plan = make_plan(problem, orders, method="given")
-    assert plan.metrics.makespan == pytest.approx(vector["makespan"])
-    assert plan.metrics.span == pytest.approx(vector["span"])
-    assert plan.metrics.peak_memory == pytest.approx(vector["peak_memory"])
-    for factor in (0.999, 1.001):
-        wrong = replace(plan.metrics, span=plan.metrics.span * factor)
-        busy = 1 - plan.metrics.bubble_rate
-        with pytest.raises(InvalidPlan, match="span"):
-            verify(replace(plan, metrics=replace(wrong, bubble_rate=1 - busy / factor)))
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,21 +19,16 @@ from zbv_solver.errors import InvalidInput, InvalidPlan
 from zbv_solver.export.timeline import timeline, timeline_bytes, timeline_facts
 from zbv_solver.improve.pair_search import anneal_pairs
 from zbv_solver.plans.orders import Orders
-from zbv_solver.plans.plan import plan_json
-from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.problem import LETTERS, Problem
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.problem.stages import Communication, Deltas, Feature
 from zbv_solver.problem.writing import problem_json
 from zbv_solver.search.assemble import baseline_plan, compare, make_plan
-from zbv_solver.search.claims import check_plan
 from zbv_solver.search.options import PHASES, SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate, objective_of
 from zbv_solver.verify.verifier import verify_orders
 
-TIMED = json.loads(Path(__file__).with_name("pairs.json").read_text())
-"""Orders with pairs, their makespan, span and peak memory."""
 SHARES = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0])
 SEEDS = st.integers(0, 2**32)
 COSTS: dict[str, Any] = {
@@ -71,9 +64,7 @@ def paired_at_random(orders: Orders, random: Random) -> Orders:
 
 
 @given(with_communication(), st.integers(0, 2**32))
-def test_times_are_those_of_a_plain_simulation_and_no_bound_is_contradicted(
-    problem: Problem, seed: int
-) -> None:
+def test_times_are_those_of_a_plain_simulation_and_no_bound_is_above(problem: Problem, seed: int) -> None:
     random = Random(seed)
     orders = paired_at_random(random_orders(problem, random), random)
     assert Orders.from_text(orders.all_text()) == orders
@@ -116,18 +107,6 @@ def test_with_shorter_forwards_the_same_order_without_pairs_is_no_longer(
     alone = evaluate(shorter, orders.without_pairs())
     assert alone.span <= timing.span * (1 + 1e-9)
     assert alone.makespan <= timing.makespan * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("timed", TIMED)
-def test_known_orders_take_their_known_times(timed: dict[str, Any]) -> None:
-    plan = make_plan(parse_problem(timed["problem"]), Orders.from_text(timed["ranks"]), method="known")
-    assert plan.metrics.makespan == pytest.approx(timed["makespan"])
-    assert plan.metrics.span == pytest.approx(timed["span"])
-    assert plan.metrics.peak_memory == pytest.approx(timed["peak_memory"])
-    document = plan_json(plan)
-    assert document["ranks"] == timed["ranks"]
-    assert parse_plan(json.loads(json.dumps(document))).plan_id == plan.plan_id
-    assert "/metrics/span" in {claim.pointer for claim in check_plan(document).verified}
 
 
 def test_communication_has_the_shapes_of_costs_and_is_written_in_full() -> None:
@@ -179,9 +158,7 @@ def test_a_search_is_no_worse_than_dualpipe_and_than_the_best_order_without_pair
 
 
 @pytest.mark.parametrize(("placement", "name"), [("loop", "interleaved-1f1b"), ("single", "1f1b")])
-def test_a_search_is_no_worse_than_overlapped_schedules_of_other_placements(
-    placement: str, name: str
-) -> None:
+def test_a_search_is_no_worse_than_overlapped_orders_of_other_placements(placement: str, name: str) -> None:
     problem = parse_problem({**PROBLEM, "pp_degree": 4, "microbatches": 12, "placement": placement})
     plan = search(problem, SearchOptions(effort="quick", without=PHASES))
     assert plan.metrics.span <= baseline_plan(f"{name}-overlap", problem).metrics.span

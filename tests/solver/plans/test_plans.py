@@ -24,6 +24,8 @@ from support.problems import differing_problems, problems, uniform, uniform_docu
 from zbv_solver.bounds import Bound
 from zbv_solver.commands.cli import main
 from zbv_solver.construct.dispatch import priority_schedules
+from zbv_solver.documents.files import read_json
+from zbv_solver.errors import InvalidPlan
 from zbv_solver.frontiers.frontier import frontier_points
 from zbv_solver.improve.cp_sat import Grid
 from zbv_solver.plans.channels import Channel, Transfer, channels, channels_of
@@ -31,11 +33,15 @@ from zbv_solver.plans.orders import Action, Orders, first_in_first_out
 from zbv_solver.plans.plan import CutCertificate, Provenance, SimulatedBaseline, Spans, certify, plan_json
 from zbv_solver.plans.reading import parse_plan
 from zbv_solver.problem.problem import LETTERS
+from zbv_solver.problem.reading import parse_problem
+from zbv_solver.problem.writing import problem_json
+from zbv_solver.search.assemble import make_plan
+from zbv_solver.search.claims import check_plan
 from zbv_solver.search.layered import first_plan
 from zbv_solver.search.options import SearchOptions
 from zbv_solver.search.run import search
 from zbv_solver.timing.start_times import evaluate
-from zbv_solver.verify.verifier import verify_orders
+from zbv_solver.verify.verifier import verify, verify_orders
 
 QUICK = SearchOptions("quick")
 
@@ -43,6 +49,28 @@ QUICK = SearchOptions("quick")
 def altered(plan: zbv.Plan, **changes: Any) -> dict[str, Any]:
     """The document of a plan, as a reader gets it, with changed keys."""
     return changed(json.loads(json.dumps(plan_json(plan))), changes)
+
+
+TIMED = [each for name in ("copies", "pairs") for each in read_json(Path(__file__).with_name(f"{name}.json"))]
+"""Orders with copies or pairs or both, their makespan, span and peak memory."""
+
+
+@pytest.mark.parametrize("timed", TIMED)
+def test_known_orders_take_their_known_times(timed: dict[str, Any]) -> None:
+    problem, orders = parse_problem(timed["problem"]), Orders.from_text(timed["ranks"])
+    assert parse_problem(problem_json(problem)) == problem
+    plan = make_plan(problem, orders, method="known")
+    for metric in ("makespan", "span", "peak_memory"):
+        assert getattr(plan.metrics, metric) == pytest.approx(timed[metric])
+    document = altered(plan)
+    assert document["ranks"] == timed["ranks"]
+    assert parse_plan(document).plan_id == plan.plan_id
+    assert "/metrics/span" in {claim.pointer for claim in check_plan(document).verified}
+    for factor in (0.999, 1.001):
+        busy = (1 - plan.metrics.bubble_rate) / factor
+        wrong = replace(plan.metrics, span=plan.metrics.span * factor, bubble_rate=1 - busy)
+        with pytest.raises(InvalidPlan, match="span"):
+            verify(replace(plan, metrics=wrong))
 
 
 @st.composite

@@ -26,8 +26,7 @@ def in_step(agent_id: str, run_id: str, step: int | None = 1) -> tuple[str, Hear
 
 
 async def state_of(database: Database, run_id: str) -> str:
-    run = await run_in(RunTable(database), run_id)
-    return run.state
+    return str((await run_in(RunTable(database), run_id)).state)
 
 
 async def test_a_heartbeat_costs_the_same_in_a_run_of_any_size(database: Database) -> None:
@@ -43,9 +42,7 @@ async def test_a_heartbeat_costs_the_same_in_a_run_of_any_size(database: Databas
     assert costs[0].nodes == 0
 
 
-async def test_the_work_and_the_end_of_a_node_read_one_node_and_the_last_end_reads_all(
-    database: Database,
-) -> None:
+async def test_the_work_and_the_end_of_a_node_read_one_node_the_last_end_all(database: Database) -> None:
     agents, runs = await begin(database, "run", 12), RunTable(database)
     with counting() as counts:
         work: Any = await runs.work_of(agents[5])
@@ -59,9 +56,7 @@ async def test_the_work_and_the_end_of_a_node_read_one_node_and_the_last_end_rea
     assert await state_of(database, "run") == "succeeded"
 
 
-async def test_the_answer_to_a_heartbeat_has_the_state_of_the_agent_and_the_orders_of_its_run(
-    database: Database,
-) -> None:
+async def test_the_answer_to_a_heartbeat_has_the_agents_state_and_its_runs_orders(database: Database) -> None:
     first, second = await begin(database, "run", 2)
     table, runs, agents = HeartbeatTable(database), RunTable(database), AgentTable(database)
     await agents.add(*an_agent("idle"))
@@ -95,9 +90,7 @@ async def test_first_steps_reported_to_many_services_at_once_start_a_run_once(
     assert [event.kind for event in events].count("running") == 1
 
 
-async def test_a_heartbeat_during_the_end_of_a_node_does_not_revive_it(
-    database: Database, second: Database
-) -> None:
+async def test_a_heartbeat_does_not_revive_a_node_that_ends(database: Database, second: Database) -> None:
     agents = await begin(database, "run", 8)
     table, runs = HeartbeatTable(database), RunTable(second)
 
@@ -118,10 +111,8 @@ async def test_simultaneous_heartbeats_are_written_together(database: Database) 
         assert (await heartbeats.store(*in_step(agents[0], "run"))).orders == GO_ON
     with counting() as together:
         # One agent sends two heartbeats at once, and gets two answers.
-        both = (in_step(agents[1], "run"), a_beat(agents[1]))
-        answers = await asyncio.gather(
-            *starmap(heartbeats.store, [*both, *(a_beat(agent) for agent in agents[2:])])
-        )
+        beats = [in_step(agents[1], "run"), *map(a_beat, agents[1:])]
+        answers = await asyncio.gather(*starmap(heartbeats.store, beats))
     assert [answer.orders for answer in answers] == [GO_ON, *[None] * 5]
     assert together.statements < 3 * alone.statements
     run = await run_in(RunTable(database), "run")
@@ -194,9 +185,7 @@ async def test_the_silence_of_an_agent_counts_only_while_every_service_listens(d
     assert [record.id for record in (await agents.page(AgentListQuery())).items] == ["talks"]
 
 
-async def test_a_stopped_service_delays_losses_until_its_agents_could_reach_another_one(
-    database: Database,
-) -> None:
+async def test_a_stopped_service_delays_losses_until_agents_could_reach_another(database: Database) -> None:
     listeners = ListenerTable(database)
     for name in ("stopped", "alive"):
         assert await listeners.look(name, SILENCE, paused=False) is None

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from support.clocks import days_later
-from support.stored import a_layout_search, a_plan, a_search, claimed, next_of
+from support.stored import a_layout_search, a_plan, a_search, claimed, found_in, next_of
 from support.stored import a_run as new_run
 from zbv_service.database import Database, Keep, PlanTable, Retention, RunTable, SearchTable
 from zbv_service.database.models import (
@@ -28,7 +28,7 @@ from zbv_service.database.models import (
 )
 from zbv_service.database.retention import Sweeper
 from zbv_service.records.lists import SearchListQuery
-from zbv_service.records.searches import LayoutCounts, LayoutSearchDocument, Outcome, SearchState
+from zbv_service.records.searches import LayoutCounts, Outcome, SearchState
 
 KEEP = Keep(others=10, plans=20)
 FOREVER = Keep(others=36_500, plans=36_500)
@@ -206,9 +206,7 @@ async def test_a_sweep_removes_old_rows_of_every_kind_and_no_others(database: Da
         }
 
 
-async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(
-    database: Database, table: SearchTable
-) -> None:
+async def test_the_plans_of_a_ranking_stay_with_its_search(database: Database, table: SearchTable) -> None:
     await table.add(a_layout_search("s"))
     claim = await next_of(table)
     plans = (a_plan("best"), a_plan("second"), a_plan("best"))  # two layouts may share a plan
@@ -217,8 +215,7 @@ async def test_the_plans_of_a_ranking_stay_as_long_as_its_search(
     assert not await table.finished("s", claim.fence + 1, ranking), "another service holds it"
     assert await table.finished("s", claim.fence, ranking)
     assert await table.answer("s") == b"answer"
-    record = await table.get("s")
-    assert isinstance(record, LayoutSearchDocument)
+    record = await found_in(table, "s")
     assert (record.state, record.plan_id, record.gap) == ("done", "best", 0.25)
     assert record.progress == LayoutCounts(**counts)
     with days_later(30):
@@ -293,9 +290,8 @@ async def test_a_run_that_is_submitted_while_its_plan_is_removed_keeps_it_or_is_
     runs = RunTable(second)
     with days_later(25):
         adding = [runs.add(new_run(f"r-{name}", plan_id=name)) for name in names]
-        swept, *outcomes = await asyncio.gather(
-            Retention(database).sweep(KEEP), *adding, return_exceptions=True
-        )
+        sweep = Retention(database).sweep(KEEP)
+        swept, *outcomes = await asyncio.gather(sweep, *adding, return_exceptions=True)
     left = (await stored(database))["plans"]
     assert isinstance(swept, dict)
     for name, outcome in zip(names, outcomes, strict=True):

@@ -36,9 +36,8 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(databases: list
     for index in range(4):
         await AgentTable(databases[0]).add(*an_agent(f"agent-{index}"))
     names = [f"run-{index}" for index in range(4)]
-    await asyncio.gather(
-        *(tables[index % 4].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
-    )
+    adding = (tables[index % 4].add(a_run(name, 1 + index % 3)) for index, name in enumerate(names))
+    await asyncio.gather(*adding)
 
     async def serve(table: RunTable) -> None:
         for _ in range(200):
@@ -64,14 +63,11 @@ async def test_concurrent_assignments_give_each_agent_to_one_run(databases: list
 
     await asyncio.gather(*map(serve, tables))
     assert {record.state for record in (await tables[0].page(RunListQuery())).items} == {"succeeded"}
-    assert [agent.run_id for agent in (await AgentTable(databases[0]).page(AgentListQuery())).items] == [
-        None
-    ] * 4
+    agents = (await AgentTable(databases[0]).page(AgentListQuery())).items
+    assert [agent.run_id for agent in agents] == [None] * 4
 
 
-async def test_concurrent_changes_wait_for_each_other_without_deadlocks(
-    database: Database, second: Database
-) -> None:
+async def test_concurrent_changes_wait_without_deadlocks(database: Database, second: Database) -> None:
     """Two services; agents fail, report, get lost and return while runs are assigned and cancelled."""
     databases = [database, second]
     await PlanTable(databases[0]).add(a_plan(PLAN))

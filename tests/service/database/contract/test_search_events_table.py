@@ -112,9 +112,7 @@ async def test_cancelled_discarded_and_requeued_searches_are_unwanted(table: Sea
     assert await table.unwanted({}) == set()
 
 
-async def test_what_a_search_of_layouts_has_planned_is_an_event(
-    database: Database, table: SearchTable
-) -> None:
+async def test_what_a_search_of_layouts_planned_is_an_event(database: Database, table: SearchTable) -> None:
     await table.add(a_layout_search("a"))
     claim = await next_of(table)
     for planned, step in enumerate((None, 9.0, 9.0, 8.0)):
@@ -122,7 +120,6 @@ async def test_what_a_search_of_layouts_has_planned_is_an_event(
         assert await table.progressed("a", claim.fence, Update(step, 1.0, None, None, progress=counts))
     events = [event for event in await stored_events(database) if event.kind != "state"]
     kinds = ["progress", "improvement", "progress", "improvement"]
-    assert [(event.kind, event.objective) for event in events] == list(
-        zip(kinds, (None, 9, 9, 8), strict=True)
-    )
+    expected = list(zip(kinds, (None, 9, 9, 8), strict=True))
+    assert [(event.kind, event.objective) for event in events] == expected
     assert [event.progress and event.progress.planned for event in events] == [0, 1, 2, 3]

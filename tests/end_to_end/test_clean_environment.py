@@ -36,12 +36,10 @@ class Installed:
     wheel: Path
 
     def environment(self, **values: object) -> dict[str, str]:
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(("ZBV_", "PYTHON"))
-        }
-        here = {"PATH": f"{self.commands}{os.pathsep}{inherited['PATH']}", "HOME": str(self.folder)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZBV_", "PYTHON"))}
+        here = {"PATH": f"{self.commands}{os.pathsep}{kept['PATH']}", "HOME": str(self.folder)}
         # Compiling the kernels for this installation would take twenty seconds.
-        return {**inherited, **here, "NUMBA_DISABLE_JIT": "1", **{k: str(v) for k, v in values.items()}}
+        return {**kept, **here, "NUMBA_DISABLE_JIT": "1", **{k: str(v) for k, v in values.items()}}
 
     def run(self, *words: str, **values: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -96,9 +94,8 @@ def test_the_wheel_has_every_file_of_the_packages(installed: Installed) -> None:
 
 def test_code_comes_from_the_wheel(installed: Installed) -> None:
     modules = "zbv_solver, zbv_service, zbv_worker"
-    found = installed.say(
-        "python", "-c", f"import {modules}; print(*(m.__file__ for m in ({modules})))"
-    ).split()
+    code = f"import {modules}; print(*(m.__file__ for m in ({modules})))"
+    found = installed.say("python", "-c", code).split()
     assert len(found) == 3
     assert all(Path(path).is_relative_to(installed.commands.parent) for path in found)
 

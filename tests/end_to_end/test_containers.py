@@ -168,11 +168,8 @@ def test_programs_accept_the_command_lines_of_their_containers(
 
 
 def test_every_zbv_variable_is_a_setting() -> None:
-    known = {f"ZBV_{name.upper()}" for name in Settings.model_fields} | {
-        "ZBV_SERVER",
-        "ZBV_TOKEN",
-        FILE_VARIABLE,
-    }
+    known = {f"ZBV_{name.upper()}" for name in Settings.model_fields}
+    known |= {"ZBV_SERVER", "ZBV_TOKEN", FILE_VARIABLE}
     texts = [path.read_text() for path in DOCKER.iterdir()]
     found = {name for text in texts for name in re.findall(r"\bZBV_[A-Z_]+", text)}
     assert found
@@ -401,7 +398,5 @@ def test_programs_accept_the_documented_commands() -> None:
     assert {tuple(words[:2]) for words in tried} == {("zbv-service", c) for c in ("token", "submit", "run")}
     for words in tried:
         parse(*words)
-    (checkpoints,) = (
-        words[words.index("--checkpoint-dir") + 1] for words in tried if "--checkpoint-dir" in words
-    )
-    assert str(Path(checkpoints).parent) in STACK["node-1"].mounts
+    (words,) = (words for words in tried if "--checkpoint-dir" in words)
+    assert str(Path(words[words.index("--checkpoint-dir") + 1]).parent) in STACK["node-1"].mounts

@@ -10,11 +10,7 @@ COSTS = {
     "backward_weight": {"fixed": 2, "tokens": [0.9, 0.8, 0.8, 1]},
     "p2p": {"fixed": 1, "tokens": 0.05},
 }
-MEMORY = {
-    "forward": {"tokens": 2},
-    "backward_input": {"tokens": -1},
-    "backward_weight": {"tokens": -1},
-}
+MEMORY = {"forward": {"tokens": 2}, "backward_input": {"tokens": -1}, "backward_weight": {"tokens": -1}}
 
 
 def batch_document(

@@ -223,11 +223,7 @@ def reads(stored: Stored) -> list[Read]:
 
     add("/v1/searches", "/v1/searches?limit=1000")
     add("/v1/searches/{search_id}", f"/v1/searches{search}", f"/v1/searches{layouts}")
-    add(
-        "/v1/searches/{search_id}/problem",
-        f"/v1/searches{search}/problem",
-        f"/v1/searches{layouts}/problem",
-    )
+    add("/v1/searches/{search_id}/problem", f"/v1/searches{search}/problem", f"/v1/searches{layouts}/problem")
     add(
         "/v1/searches/{search_id}/events",
         f"/v1/searches{search}/events?after=0",

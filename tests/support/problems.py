@@ -13,13 +13,7 @@ from zbv_solver.problem.stages import Copies, Costs, Deltas, Feature, Memory, Pl
 
 
 def uniform(
-    p: int,
-    m: int,
-    *,
-    limit: float | None = None,
-    p2p: float = 0,
-    objective: Objective = "span",
-    **parts: Any,
+    p: int, m: int, *, limit: float | None = None, p2p: float = 0, objective: Objective = "span", **parts: Any
 ) -> Problem:
     """F = I = W = 1; a forward holds 1, half of which I gives back. 1F1B's peak is 2p.
 
@@ -34,12 +28,7 @@ def uniform_document(p: int, m: int, *, limit: float | None = None, **changes: A
         "pp_degree": p,
         "microbatches": m,
         "objective": changes.get("objective", "span"),
-        "costs": {
-            "forward": 1,
-            "backward_input": 1,
-            "backward_weight": 1,
-            "p2p": changes.get("p2p", 0),
-        },
+        "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1, "p2p": changes.get("p2p", 0)},
         "memory": {"forward": 1, "backward_input": -0.5, "backward_weight": -0.5, "limit": limit},
     }
 

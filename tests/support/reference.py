@@ -119,12 +119,7 @@ def all_orders_of_one_microbatch(problem: Problem) -> Iterator[Orders]:
 def _rank_orders(down: int, up: int) -> Iterator[list[Action]]:
     """The orders of one rank: F, F, backward, backward, with each W anywhere after its I."""
     for early, late in product("IB", repeat=2):
-        chain = [
-            Action(down, "F", 0),
-            Action(up, "F", 0),
-            Action(up, early, 0),
-            Action(down, late, 0),
-        ]
+        chain = [Action(down, "F", 0), Action(up, "F", 0), Action(up, early, 0), Action(down, late, 0)]
         orders = [chain]
         if late == "I":
             orders = [[*order, Action(down, "W", 0)] for order in orders]

@@ -219,7 +219,7 @@ def layers(**changes: Any) -> dict[str, Any]:
 
 MANY = {"rank": [{"samples": [1] * 10_000}] * 2, "transfer": {"samples": [1]}}
 BY_LETTER = {"action": {key: {"samples": [1] * 6_667} for key in "FIW"}}
-COLOURED = [LAYERED["layers"][0], {**LAYERED["layers"][1], "colour": "red"}, LAYERED["layers"][2]]
+EMBEDDING, BLOCK, HEAD = LAYERED["layers"]
 PRESETS = {"presets": ["llama-3.1-8b"] * 9}
 ONE_NODE = {"nodes": 1, "gpus_per_node": 8, "device": "h100"}
 MANY_TOKENS = {"sequences": [1], "problem": {}, "max_tokens": 10**4000}
@@ -238,7 +238,7 @@ INVALID: list[tuple[str, Any, str]] = [
     ("searches", options(jitter="5%"), "/options/jitter"),
     ("searches", options(jitter=MANY), "/options/jitter"),
     ("searches", options(jitter=BY_LETTER), "/options/jitter"),
-    ("searches", layers(layers=COLOURED), "/problem/layers/1/colour"),
+    ("searches", layers(layers=[EMBEDDING, {**BLOCK, "colour": "red"}, HEAD]), "/problem/layers/1/colour"),
     ("searches", layers(cut={"together": [["head"]] * 600}), "/problem/cut/together"),
     ("searches", layers(microbatches=10_000), "/problem/microbatches"),
     # The finest placement has eight stages: fewer microbatches than the four of V allow.

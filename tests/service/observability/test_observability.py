@@ -46,20 +46,15 @@ async def test_a_request_has_one_id_everywhere(serving: Serving, log: io.StringI
         made = [(await service.http.get("/healthz")).headers["x-request-id"] for _ in range(2)]
         assert made[0] != made[1]
     (line,) = [line for line in lines(log) if line.get("request_id") == "mine-1"]
-    assert (line["message"], line["route"], line["status"]) == (
-        "GET /v1/searches/x 404",
-        "/v1/searches/{search_id}",
-        404,
-    )
+    assert (line["message"], line["status"]) == ("GET /v1/searches/x 404", 404)
+    assert line["route"] == "/v1/searches/{search_id}"
     assert line["milliseconds"] >= 0
 
 
 async def test_an_unsafe_request_id_is_replaced(service: Service) -> None:
     unsafe = ("", "x" * 129, "two words", 'a"b', "<script>", "a,b", "\u00e9")
-    for given, wanted in (
-        *((text, "[0-9a-f]{32}") for text in unsafe),
-        ("A-z0.9:_/+=" + "x" * 100, "A-z0.*"),
-    ):
+    safe = ("A-z0.9:_/+=" + "x" * 100, "A-z0.*")
+    for given, wanted in (*((text, "[0-9a-f]{32}") for text in unsafe), safe):
         answer = await service.http.get("/healthz", headers=[(b"x-request-id", given.encode())])
         assert re.fullmatch(wanted, answer.headers["x-request-id"]), given
 
@@ -177,12 +172,7 @@ async def test_a_search_shows_in_the_metrics(service: Service) -> None:
     before = await scraped(service)
     search_id = (await service.submit()).json()["id"]
     plan_id = (await service.ended(search_id))["plan_id"]
-    for path in (
-        f"/v1/plans/{plan_id}",
-        *[f"/v1/plans/{plan_id}/ranks/0"] * 3,
-        "/nonsense",
-        "/v1/runs/x",
-    ):
+    for path in (f"/v1/plans/{plan_id}", *[f"/v1/plans/{plan_id}/ranks/0"] * 3, "/nonsense", "/v1/runs/x"):
         await service.http.get(path)
     await service.http.request("JUNK", "/healthz")
     after = await scraped(service)
@@ -229,11 +219,5 @@ async def test_agents_runs_queued_searches_and_open_event_streams_are_counted(se
 
 
 def test_the_label_of_a_method_is_its_first_word() -> None:
-    labels = {
-        "greedy": "greedy",
-        "import: gpipe 3": "import",
-        "CP-SAT+x": "cp-sat",
-        None: "none",
-        "": "none",
-    }
+    labels = {"greedy": "greedy", "import: gpipe 3": "import", "CP-SAT+x": "cp-sat", None: "none", "": "none"}
     assert {method: family(method) for method in labels} == labels

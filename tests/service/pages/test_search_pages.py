@@ -28,7 +28,7 @@ from zbv_solver.export import export
 from zbv_solver.export.report.sections import layers_view
 from zbv_solver.frontiers.memory_fraction import at_fraction
 from zbv_solver.plans.plan import Baseline, CutCertificate, Plan
-from zbv_solver.problem.layered_problem import LayeredProblem, uncut
+from zbv_solver.problem.layered_problem import AnyProblem, LayeredProblem, uncut
 from zbv_solver.problem.problem import Problem, Units
 from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
@@ -68,24 +68,18 @@ def known(
     return event(number, kind, **values)
 
 
-EVENTS = (
-    event(1, "state", state="running", attempts=1),
-    known(2, 0.5, 1300, 1200),
-    known(3, 2.0, 1234, 1200),
-)
+EVENTS = (event(1, "state", state="running", attempts=1), known(2, 0.5, 1300, 1200), known(3, 2, 1234, 1200))
 NOTHING: dict[str, Any] = {"objective": None, "lower_bound": None, "gap": None, "method": None}
 DONE: dict[str, Any] = {"state": "done", "plan_id": "b" * 64, "finished_at": AT}
 
 
-def values_of(problem: Problem | LayeredProblem, **changes: Any) -> dict[str, Any]:
+def values_of(problem: AnyProblem, **changes: Any) -> dict[str, Any]:
     record = RECORD.model_copy(update=changes)
     events = EVENTS if record.objective is not None else ()
     return search_values(record, problem, events, AT + timedelta(seconds=12.5)) | {"row": record}
 
 
-def page_of(
-    problem: Problem | LayeredProblem | None = None, shell: Shell | None = None, **changes: Any
-) -> str:
+def page_of(problem: AnyProblem | None = None, shell: Shell | None = None, **changes: Any) -> str:
     """The page of the running search above, with changes."""
     values = values_of(problem or uniform(2, 4, limit=3), **changes)
     return render("search.html.j2", shell or Shell(), **values).decode()
@@ -252,9 +246,8 @@ def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() ->
     assert "more than 25.00\u202f% better: none has a plan below 6 µs" in view.certificate
     first, second = view.ranks
     stages = [(each.stage, each.layers, each.is_recomputed) for each in (*first.stages, *second.stages)]
-    assert [layers for _, layers, _ in stages] == [
-        *("embedding, block.0", "block.5, head", "block.1, block.2", "block.3, block.4")
-    ]
+    names = ["embedding, block.0", "block.5, head", "block.1, block.2", "block.3, block.4"]
+    assert [layers for _, layers, _ in stages] == names
     assert [recomputed for *_, recomputed in stages] == [False, False, True, True]
     # 31 and 95 on rank 0; four recomputed blocks of 39 each on rank 1.
     assert (first.work, second.work) == ("126", "156")
@@ -269,9 +262,8 @@ def test_a_plan_lists_the_layers_of_every_stage_and_the_bound_of_other_cuts() ->
         assert words not in export(plan_of(uniform(2, 4)), "html")
     values = compare_values(planned(), [], ((), ()), "")
     rows = [(row.name, row.fits, row.relative) for row in values["schedules"]]
-    assert rows == [
-        *(("this plan", True, ""), ("even-cut", False, "+50.0\u202f%"), ("loop-3", True, "+25.0\u202f%"))
-    ]
+    others = [("even-cut", False, "+50.0\u202f%"), ("loop-3", True, "+25.0\u202f%")]
+    assert rows == [("this plan", True, ""), *others]
 
 
 @pytest.mark.parametrize(
@@ -334,6 +326,4 @@ def test_the_form_begins_with_the_layers_of_a_search_or_plan() -> None:
     with pytest.raises(ValueError, match="without layers"):
         uncut(uniform(2, 4))
     measured = cut(costs={"p2p": [1, 2, 6]})
-    assert question_json(uncut(measured))["costs"] == {"p2p": 3}, (
-        "transfers measured for a cut are their mean"
-    )
+    assert question_json(uncut(measured))["costs"] == {"p2p": 3}, "the mean of those measured for a cut"

@@ -67,10 +67,8 @@ async def test_a_wrong_run_is_refused_with_a_pointer_and_stores_nothing(service:
 async def test_arguments_that_responses_cannot_contain_are_refused(service: Service) -> None:
     plan_id = await service.import_plan()
     start = f'{{"plan_id": "{plan_id}", "nodes": 1, "steps": 1, "model": {{"factory": "a:b", '
-    for argument in (
-        *("1e999", '"\\ud800"', '"\\u0000"', '{"\\udfff": 1}', '{"\\\\\\u0000": 1}'),
-        "[" * 32 + "]" * 32,
-    ):
+    nested = "[" * 32 + "]" * 32
+    for argument in ("1e999", '"\\ud800"', '"\\u0000"', '{"\\udfff": 1}', '{"\\\\\\u0000": 1}', nested):
         content = f'{start}"arguments": {{"x": {argument}}}}}}}'
         headers = {"content-type": "application/json"}
         answer = await service.http.post("/v1/runs", content=content, headers=headers)

@@ -28,10 +28,8 @@ from zbv_solver.problem.reading import parse_any_problem, parse_problem
 from zbv_solver.problem.writing import problem_json
 
 OTHER_COSTS = {**PROBLEM, "costs": {"forward": 2, "backward_input": 1, "backward_weight": 1}}
-OTHER_LAYERS = {
-    **LAYERED,
-    "layers": [LAYERED["layers"][0], {**LAYERED["layers"][1], "forward": 5}, LAYERED["layers"][2]],
-}
+EMBEDDING, BLOCK, HEAD = LAYERED["layers"]
+OTHER_LAYERS = {**LAYERED, "layers": [EMBEDDING, {**BLOCK, "forward": 5}, HEAD]}
 
 
 def incumbent_for(problem: Any) -> Any:

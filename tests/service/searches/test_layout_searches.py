@@ -76,10 +76,8 @@ async def test_a_search_ends_with_answer_plans_and_events(serving: Serving, any_
         **{"sequence_length": 8192, "layouts": len(read_layouts(asked).layouts)},
     }
     assert [event["event"] for event in events] == ["state", "state", "improvement", "end"]
-    assert {key: events[-1][key] for key in ("event", "state", "plan_id", "progress")} == {
-        **{"event": "end", "state": "done", "plan_id": ids[0]},
-        "progress": COUNTS,
-    }
+    end = {"event": "end", "state": "done", "plan_id": ids[0], "progress": COUNTS}
+    assert {key: events[-1][key] for key in end} == end
 
 
 async def test_a_killed_process_and_a_restart_begin_the_search_again_and_cancelling_keeps_what_it_planned(
@@ -136,12 +134,9 @@ async def test_a_search_that_planned_nothing_in_its_time_fails(serving: Serving,
 async def test_too_many_layouts_are_refused_with_the_ways_to_have_fewer(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = read_layouts(LayoutRequest.model_validate(SMALL)).layouts
     asked = LayoutRequest.model_validate(SMALL)
-    for name, request in (
-        ("MOST_LAYOUTS", asked),
-        ("MOST_LISTED", asked.model_copy(update={"points": True})),
-    ):
+    counted, listed = read_layouts(asked).layouts, asked.model_copy(update={"points": True})
+    for name, request in (("MOST_LAYOUTS", asked), ("MOST_LISTED", listed)):
         with monkeypatch.context() as changed:
             changed.setattr(layout_documents, name, len(counted) - 1)
             with pytest.raises(InvalidInput) as caught:
@@ -211,8 +206,6 @@ async def test_searches_of_all_kinds_are_one_list(serving: Serving) -> None:
 
 
 CLUSTER, MODEL = SMALL["cluster"], SMALL["model"]
-
-
 SELECTIVE = {**SMALL, "executor": "megatron", "fixed": {"recompute": "selective"}}
 PROFILE = as_estimated()
 RENAMED = [*PROFILE["layers"]]
@@ -249,10 +242,8 @@ async def test_a_wrong_request_is_refused_at_the_place_of_the_mistake(honest: Se
         assert answer.status_code == 422, (body, answer.text)
         pointers = [each["pointer"] for each in answer.json()["errors"]]
         assert pointer in pointers, (body, answer.text)
-    malformed = await honest.http.post(
-        "/v1/layouts", content=b"{", headers={"Content-Type": "application/json"}
-    )
-    assert malformed.status_code == 400
+    headers = {"Content-Type": "application/json"}
+    assert (await honest.http.post("/v1/layouts", content=b"{", headers=headers)).status_code == 400
     assert (await honest.get("/v1/searches"))["searches"] == []
 
 

@@ -72,10 +72,8 @@ def test_a_search_of_a_paused_service_continues_in_another_one_and_ends_once(
         followed.result(DEADLINE)
     assert events == list(other.client.events(first))
     kinds = [event.data.get("reason", event.kind) for event in events]
-    assert kinds == [
-        *("submitted", "started", "improvement", "service-lost", "started"),
-        *("cancel-requested", "end"),
-    ]
+    assert kinds[:4] == ["submitted", "started", "improvement", "service-lost"]
+    assert kinds[4:] == ["started", "cancel-requested", "end"]
     ended = other.client.search(first)
     verify(other.client.plan(str(ended.plan_id)))
     assert ended.plan_id == other.client.search(second).plan_id, "it is stored once"

@@ -54,13 +54,8 @@ MIXED: dict[str, Any] = {
 
 def document(**changes: Any) -> dict[str, Any]:
     """A GPT-like model of ten layers on two ranks."""
-    return {
-        "pp_degree": 2,
-        "microbatches": 4,
-        "layers": [EMBEDDING, BLOCK, HEAD],
-        "costs": {"p2p": 0.5},
-        **changes,
-    }
+    layers = [EMBEDDING, BLOCK, HEAD]
+    return {"pp_degree": 2, "microbatches": 4, "layers": layers, "costs": {"p2p": 0.5}, **changes}
 
 
 def layered(**changes: Any) -> LayeredProblem:
@@ -141,21 +136,16 @@ def layered_problems(
         return layered_problem(body, pp_degree=1, placement="single", cut={})
 
 
-def _slower(draw: st.DrawFn, layer: dict[str, Any]) -> dict[str, Any]:
+def _slower(draw: st.DrawFn, layer: dict[str, Any]) -> Any:
     """Costs of a layer on another device, which takes two or three times as long, or less for a backward."""
     factor = draw(st.sampled_from((2, 3)))
-    found: dict[str, Any] = {
-        "forward": factor * layer["forward"],
-        "backward_input": draw(st.sampled_from((0, 2, 5))),
-    }
+    found: Any = {"forward": factor * layer["forward"], "backward_input": draw(st.sampled_from((0, 2, 5)))}
     if draw(st.booleans()):
         held = draw(st.sampled_from((0, 3)))
         found["memory"] = {"forward": held, "backward_weight": -held, "static": 1, "workspace": 1}
     if "recompute" in layer:
-        found["recompute"] = {
-            "backward_input": draw(st.sampled_from((4, 8))),
-            "memory": {"forward": 0.5, "backward_weight": -0.5},
-        }
+        memory = {"forward": 0.5, "backward_weight": -0.5}
+        found["recompute"] = {"backward_input": draw(st.sampled_from((4, 8))), "memory": memory}
     return found
 
 

@@ -55,13 +55,8 @@ def preset_config(name: str, **parallel: Any) -> EstimateConfig:
 
 def estimate_config(model: Transformer, **parallel: Any) -> EstimateConfig:
     """A model on the tests' device."""
-    return parse_config(
-        {
-            "model": model.model_dump(),
-            "parallel": {"pp_degree": 2, "microbatches": 4, **parallel},
-            "device": DEVICE,
-        }
-    )
+    of_pipeline = {"pp_degree": 2, "microbatches": 4, **parallel}
+    return parse_config({"model": model.model_dump(), "parallel": of_pipeline, "device": DEVICE})
 
 
 def parts(model: Transformer, **degrees: Any) -> dict[str, Part]:

@@ -26,16 +26,9 @@ def cluster_of(nodes: int, gpus: int, gigabytes: float = 40.0, speed: float = 1.
         "in_node": {"latency": 10, "bandwidth": 300 * speed},
         "between_nodes": {"latency": 20, "bandwidth": 25 * speed},
     }
-    document = {
-        "nodes": nodes,
-        "gpus_per_node": gpus,
-        "links": links,
-        "memory": gigabytes * 1e9,
-        "allocator_share": 1,
-    }
-    return equal_cluster(
-        document | {"device": {"achieved_tflops": 300, "memory_bandwidth": 1500 * speed, **device}}
-    )
+    rates = {"achieved_tflops": 300, "memory_bandwidth": 1500 * speed, **device}
+    memory = {"memory": gigabytes * 1e9, "allocator_share": 1}
+    return equal_cluster({"nodes": nodes, "gpus_per_node": gpus, "links": links, "device": rates, **memory})
 
 
 def request_of(

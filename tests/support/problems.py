@@ -130,12 +130,8 @@ def limited_problems(draw: st.DrawFn, /, **options: Any) -> Problem:
 def with_sizes(problem: Problem, size: list[float]) -> Problem:
     """Microbatch j costs and holds 1 + size[j] times what it did; latencies stay."""
     costs, memory = problem.costs, problem.memory
-    feature = Feature(
-        "size",
-        tuple(size),
-        replace(costs, p2p=(0.0,) * len(costs.p2p)),
-        Deltas(memory.forward, memory.backward_input, memory.backward_weight),
-    )
+    deltas = Deltas(memory.forward, memory.backward_input, memory.backward_weight)
+    feature = Feature("size", tuple(size), replace(costs, p2p=(0.0,) * len(costs.p2p)), deltas)
     return replace(problem, microbatches=len(size), features=(feature,))
 
 

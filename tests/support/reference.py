@@ -137,12 +137,8 @@ def _duration(problem: Problem, action: Action) -> float:
     if action.letter in "ODR":
         assert copies is not None
         return {"O": copies.offload[s], "D": 0.0, "R": copies.reload[s]}[action.letter]
-    return {
-        "F": costs.forward[s],
-        "I": costs.backward_input[s],
-        "W": costs.backward_weight[s],
-        "B": costs.fused(s),
-    }[action.letter]
+    of_half = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    return costs.fused(s) if action.letter == "B" else of_half[action.letter][s]
 
 
 def _length(problem: Problem, entry: Sequence[Action]) -> float:

@@ -88,10 +88,8 @@ def _problem_bodies(size: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
     yield "layers at their limits", partial(_json, {"problem": _most_layers()})
     few = {"pp_degree": 1024, "chunks": 64, "placement": "loop", "microbatches": 15, "costs": VARIED}
     yield "65,536 stages in 200 bytes", partial(_json, {"problem": few})
-    yield (
-        "16,384 stages in 200 bytes",
-        partial(_json, {"problem": {**few, "chunks": 16, "memory": {**WEIGHTS, "limit": 10**9}}}),
-    )
+    tight = {**few, "chunks": 16, "memory": {**WEIGHTS, "limit": 10**9}}
+    yield "16,384 stages in 200 bytes", partial(_json, {"problem": tight})
     yield "65,536 stages written out", partial(_written_out, size)
     large = {"pp_degree": 512, "microbatches": 1000, "costs": VARIED, "memory": {**WEIGHTS, "limit": 2048}}
     yield "many microbatches", partial(_json, {"problem": large})
@@ -136,12 +134,8 @@ def worst(trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
     arguments = {**RUN, "model": {**RUN["model"], "arguments": {"a": [[]] * 200_000}}}
     yield Worst("arguments of a run", "POST", "/v1/runs", partial(_json, arguments))
     unknown = partial(_unknown, min(MIB, sizes.body))
-    for path in (
-        "/v1/runs",
-        f"/v1/runs/{ID}/plan",
-        "/v1/agents",
-        *(f"/v1/agents/{ID}/{x}" for x in _REPORTS),
-    ):
+    of_agent = (f"/v1/agents/{ID}/{report}" for report in _REPORTS)
+    for path in ("/v1/runs", f"/v1/runs/{ID}/plan", "/v1/agents", *of_agent):
         yield Worst("unknown keys", "POST", path, unknown)
     yield from _agent_bodies(trace_path, sizes)
     plan = '{"problem":{"pp_degree":1,"microbatches":4,"costs":{}},"ranks":[['
@@ -155,12 +149,8 @@ def worst(trace_path: str, sizes: Sizes = Sizes()) -> Iterator[Worst]:
 def _agent_bodies(trace_path: str, sizes: Sizes) -> Iterator[Worst]:
     devices = {**AGENT, "id": "1" * 32, "devices": ["x" * 200] * 1024}
     yield Worst("devices", "POST", "/v1/agents", partial(_json, devices))
-    yield Worst(
-        "agent: empty devices",
-        "POST",
-        "/v1/agents",
-        partial(filled, '{"devices":[', "{},", "]}", min(MIB, sizes.body)),
-    )
+    empty = partial(filled, '{"devices":[', "{},", "]}", min(MIB, sizes.body))
+    yield Worst("agent: empty devices", "POST", "/v1/agents", empty)
     beat = {"run_id": ID, "ranks": [{"rank": rank, "step": 1, "action": "0F0"} for rank in range(256)]}
     yield Worst("heartbeat", "POST", f"/v1/agents/{ID}/heartbeat", partial(_json, beat))
     failure = {"kind": "error", "detail": "x," * 400, "rank": 0}
@@ -168,13 +158,8 @@ def _agent_bodies(trace_path: str, sizes: Sizes) -> Iterator[Worst]:
     yield Worst("failures", "POST", f"/v1/agents/{ID}/ended", partial(_json, end))
     trace = '{"rank":0,"pp_rank":0,"plan_id":"' + "0" * 64 + '","steps":[{"step":0,"seconds":1,"actions":['
     for name, part in (("wrong records", "[],"), ("right records", '["0F0",0,0,1,0],')):
-        yield Worst(
-            f"trace: {name}",
-            "PUT",
-            trace_path,
-            partial(_packed, partial(filled, trace, part, "]}]}", sizes.trace)),
-            encoding="gzip",
-        )
+        packed = partial(_packed, partial(filled, trace, part, "]}]}", sizes.trace))
+        yield Worst(f"trace: {name}", "PUT", trace_path, packed, encoding="gzip")
     bomb = partial(_packed, partial(bytes, 8 * sizes.trace))
     yield Worst("trace: bomb", "PUT", trace_path, bomb, encoding="gzip")
     log_path = trace_path.removesuffix("trace") + "log"
@@ -208,13 +193,8 @@ def _grouped() -> dict[str, Any]:
 
 def _most_layers() -> dict[str, Any]:
     layers = [{**_RECOMPUTED, "name": f"{number}", "forward": 10203040 + number} for number in range(512)]
-    return {
-        "pp_degree": 64,
-        "microbatches": 128,
-        "placement": "auto",
-        "layers": layers,
-        "memory": {"limit": 10**12},
-    }
+    shape = {"pp_degree": 64, "microbatches": 128, "placement": "auto"}
+    return {**shape, "layers": layers, "memory": {"limit": 10**12}}
 
 
 def _written_out(size: int) -> bytes:

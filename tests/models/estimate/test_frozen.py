@@ -100,19 +100,13 @@ These are of the first layer with adapters: what gives gradients that nothing be
 
 def small(name: str) -> Any:
     common = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 200, "pad_token_id": 0}
-    return config_class(name)(
-        **{**common, "num_hidden_layers": LAYERS, "tie_word_embeddings": False, **SIZES[name]}
-    )
+    common |= {"num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+    return config_class(name)(**{**common, **SIZES[name]})
 
 
 def read(config: Any, **keys: Any) -> Transformer:
-    model = {
-        "sequence": SEQUENCE,
-        "attention": "plain",
-        "causal": False,
-        **from_transformers(as_file(config)),
-    }
-    return Transformer.model_validate({**model, **keys})
+    model = {"sequence": SEQUENCE, "attention": "plain", "causal": False}
+    return Transformer.model_validate({**model, **from_transformers(as_file(config)), **keys})
 
 
 def operations(work: Callable[[], Any]) -> tuple[Any, int]:

@@ -111,12 +111,8 @@ def test_equal_blocks_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return run_block(*args)
 
     monkeypatch.setattr(Counting, "run", run)
-    few, many = (
-        model_of(
-            as_file(made("falcon_h1", **{**SIZES, **UNKNOWN["falcon_h1"], "num_hidden_layers": count})), 64
-        )
-        for count in (2, 4)
-    )
+    sizes = [{**SIZES, **UNKNOWN["falcon_h1"], "num_hidden_layers": count} for count in (2, 4)]
+    few, many = (model_of(as_file(made("falcon_h1", **each)), 64) for each in sizes)
     assert few["variants"] == many["variants"]
     assert many["pattern"] == 2 * few["pattern"]
     assert len(runs) == 2
@@ -241,16 +237,9 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest
 
 def test_given_costs_have_the_operations_of_i_that_they_say() -> None:
     costs = {"parameters": 10, "flops": 100.0, "core_flops": 10.0}
-    sizes: dict[str, Any] = {
-        "hidden": 8,
-        "layers": 1,
-        "heads": 1,
-        "pattern": "M",
-        "vocabulary": 8,
-        "sequence": 4,
-    }
-    twice = Transformer.model_validate({**sizes, "state_space": costs})
-    given = Transformer.model_validate({**sizes, "state_space": {**costs, "core_flops_back": 25.0}})
+    shape = {"hidden": 8, "layers": 1, "heads": 1, "pattern": "M", "vocabulary": 8, "sequence": 4}
+    twice = Transformer.model_validate({**shape, "state_space": costs})
+    given = Transformer.model_validate({**shape, "state_space": {**costs, "core_flops_back": 25.0}})
     (_, first), (_, second) = (parts(model)[1] for model in (twice, given))
     assert first.core.backward_input == 4 * 20.0
     assert second.core.backward_input == 4 * 25.0

@@ -285,11 +285,7 @@ def test_orders_are_valid_or_refused(name: str, p: int, m: int, chunks: int | No
 def test_unknown_names_and_impossible_numbers_are_refused() -> None:
     with pytest.raises(InvalidInput, match="must be one of GPipe"):
         torch_schedule("zbv", 2, 4)
-    wrong = {
-        (2, 4, 1, 2): "only several take turns",
-        (1, 4, 2): "at least 2",
-        (2, 5, 2, 2): "last group has 1",
-    }
+    wrong = {(2, 4, 1, 2): "only several take", (1, 4, 2): "at least 2", (2, 5, 2, 2): "last group has 1"}
     for arguments, message in wrong.items():
         with pytest.raises(InvalidInput, match=message):
             megatron_schedule(*arguments)

@@ -20,12 +20,8 @@ from zbv_solver.verify.verifier import verify_orders
 DEEP = {**MODEL, "layers": 16, "vocabulary": 1000}
 CLUSTER = replace(cluster_of(1, 4, 1.9, host_bandwidth=200.0, host_latency=5.0), host_memory=8e9)
 """Devices with little memory, whose layers compute twice as long as a copy of what they keep takes."""
-PIPELINE: Document = {
-    "tensor_parallel": 1,
-    "context_parallel": 1,
-    "pipeline_parallel": 4,
-    "microbatch_size": 1,
-}
+DEVICES: Document = {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 4}
+PIPELINE: Document = {**DEVICES, "microbatch_size": 1}
 NOTHING_AGAIN: Document = {**PIPELINE, "recompute": "none"}
 
 
@@ -35,10 +31,7 @@ def request(copies: str = "activations", **fixed: object) -> Request:
 
 def test_copies_shorten_the_best_layout_and_the_answer_says_what_they_save() -> None:
     asked, plain = request(), request("none")
-    ranking, alone = (
-        best_layouts(asked.families(), asked.setting),
-        best_layouts(plain.families(), plain.setting),
-    )
+    ranking, alone = (best_layouts(each.families(), each.setting) for each in (asked, plain))
     best = ranking.best[0]
     assert isinstance(best, CopiedLayout)
     verify_orders(best.plan.problem, best.plan.orders)

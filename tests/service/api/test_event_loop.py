@@ -31,11 +31,8 @@ MOST_UNITS = 1.5
 ATTEMPTS = 3
 MIB = 1024**2
 LIMITS = {
-    "max_body_bytes": 8 * MIB,
-    "max_plan_bytes": 64 * MIB,
-    "max_cells": 100_000,
-    "max_searches_per_token": 10_000,
-    "agent_timeout_seconds": 86_400.0,
+    **{"max_body_bytes": 8 * MIB, "max_plan_bytes": 64 * MIB, "max_cells": 100_000},
+    **{"max_searches_per_token": 10_000, "agent_timeout_seconds": 86_400.0},
 }
 
 

@@ -216,20 +216,15 @@ async def test_an_ended_run_starts_again_with_the_same_plan_program_and_options(
     for name in ("plan_id", "model", "script", "nodes", "steps", "options"):
         assert new[name] == old[name], name
     assert (old["state"], new["options"]["clip_norm"]) == ("cancelled", 2.5)
-    script = await service.submit_run(
-        name="a <b> run",
-        plan_id=run.plan_id,
-        model=None,
-        steps=None,
-        script={"path": "/a/train.py", "arguments": ["--x", "1"]},
-    )
-    other = Run(service, run.plan_id, script.json()["id"])
+    of_script = {"name": "a <b> run", "script": {"path": "/a/train.py", "arguments": ["--x", "1"]}}
+    asked = await service.submit_run(plan_id=run.plan_id, model=None, steps=None, **of_script)
+    other = Run(service, run.plan_id, asked.json()["id"])
     _, address = await other.post("/again")
     again = await service.run(str(address).rpartition("/")[2])
     assert again["name"] == "a <b> run"
     for page in (f"/runs/{again['id']}", "/runs"):
         assert "a <b> run" in await service.words(page)
-    assert (again["script"], again["steps"]) == ({"path": "/a/train.py", "arguments": ["--x", "1"]}, None)
+    assert (again["script"], again["steps"]) == (of_script["script"], None)
 
 
 def test_steps_measured_by_the_most_ranks_count() -> None:

@@ -32,11 +32,8 @@ SMALL: dict[str, Any] = {
     "top": 2,
 }
 TINY = {
-    **SMALL,
-    "fixed": {"pipeline_parallel": 2},
+    **{**SMALL, "fixed": {"pipeline_parallel": 2}, "global_batch": 4, "top": 1},
     "cluster": {"nodes": 1, "gpus_per_node": 2, "device": "h200"},
-    "global_batch": 4,
-    "top": 1,
 }
 LONG = {**SMALL, "fixed": {}, "top": 20}
 """Plans many layouts after the first one."""

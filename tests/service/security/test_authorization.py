@@ -23,12 +23,8 @@ from zbv_service.security.tokens import SCOPES, Grant, TokenText
 from zbv_service.settings import Settings
 
 PUBLIC = {
-    ("GET", "/healthz"),
-    ("GET", "/readyz"),
-    ("GET", "/errors/{name}"),
-    ("GET", "/sign-in"),
-    ("POST", "/sign-in"),
-    ("POST", "/sign-out"),
+    *(("GET", path) for path in ("/healthz", "/readyz", "/errors/{name}", "/sign-in")),
+    *(("POST", path) for path in ("/sign-in", "/sign-out")),
 }
 
 

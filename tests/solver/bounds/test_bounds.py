@@ -41,6 +41,7 @@ KINDS = ("v", "loop", "single")
 EFFORTS = get_args(BoundEffort)
 PAIRS = 300_000
 DELTAS = ("forward", "backward_input", "backward_weight")
+MEMORY: dict[str, Any] = dict(zip(DELTAS, (2, -1, -1), strict=True))
 heads_and_tails = cache(all_heads_and_tails)
 
 
@@ -331,10 +332,7 @@ def small_with_copies(draw: st.DrawFn) -> Problem:
     costs: dict[str, Any] = dict(zip(DELTAS, draw(st.tuples(length, length, length)), strict=True))
     costs |= {"p2p": draw(st.integers(0, 2)), "offload": draw(length), "reload": draw(length)}
     limit = draw(st.integers(2 * chunks, 3 * chunks))
-    memory = dict(zip(DELTAS, (2, -1, -1), strict=True)) | {
-        "limit": limit,
-        "offloadable": draw(st.integers(1, 2)),
-    }
+    memory = MEMORY | {"limit": limit, "offloadable": draw(st.integers(1, 2))}
     document = {"pp_degree": p, "microbatches": m, "costs": costs, "memory": memory, **placement}
     return parse_problem(document | {"objective": draw(st.sampled_from(get_args(Objective)))})
 
@@ -363,10 +361,6 @@ def test_what_copies_save_is_memory_times_the_time_that_activations_are_on_the_h
     copy: float, host: float | None, moved: float, bound: float
 ) -> None:
     costs = dict(zip((*DELTAS, "p2p"), (18, 18, 12, 1), strict=True)) | {"offload": copy}
-    memory = dict(zip(DELTAS, (2, -1, -1), strict=True)) | {
-        "limit": 4,
-        "host_limit": host,
-        "offloadable": moved,
-    }
+    memory = MEMORY | {"limit": 4, "host_limit": host, "offloadable": moved}
     problem: Any = uniform(4, 16, costs=costs, memory=memory, placement="single")
     assert max(engine_bounds(problem, problem.copies)) == pytest.approx(bound)

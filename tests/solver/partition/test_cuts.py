@@ -323,12 +323,8 @@ CHEAPER_AGAIN = layered(
 """The last layer takes less time if it is recomputed, as if a cheaper kernel ran."""
 
 
-NONE_FIRST = layered(
-    microbatches=1,
-    placement="v",
-    layers=[layer("a", 0, 0, 1), layer("b", 0, 0, 1)],
-    cut={"allow_empty": True},
-)
+TWO = [layer("a", 0, 0, 1), layer("b", 0, 0, 1)]
+NONE_FIRST = layered(microbatches=1, placement="v", layers=TWO, cut={"allow_empty": True})
 """A layer on the first and one on the last stage are on one rank; the best cut has none on the first."""
 
 

@@ -111,11 +111,8 @@ def test_with_shorter_forwards_the_same_order_without_pairs_is_no_longer(
 
 def test_communication_has_the_shapes_of_costs_and_is_written_in_full() -> None:
     document = {**PROBLEM, "features": {"tokens": [1, 2, 3, 4]}}
-    document["costs"] = {
-        **COSTS,
-        "communication": {"forward": {"tokens": [1, 2]}, "backward": 3},
-        "pair_factor": 1.1,
-    }
+    hidden = {"forward": {"tokens": [1, 2]}, "backward": 3}
+    document["costs"] = {**COSTS, "communication": hidden, "pair_factor": 1.1}
     problem = parse_problem(document)
     written = problem_json(problem)["costs"]
     assert written["communication"]["forward"] == {"fixed": [0] * 4, "tokens": [1, 1, 2, 2]}

@@ -144,12 +144,8 @@ def test_no_plan_of_any_cut_is_shorter_than_the_bound_over_all_cuts(problem: Lay
     (placement,) = problem.placements
     for inner in list(combinations(range(1, problem.model.n_layers), placement.n_stages - 1))[:2]:
         try:
-            assert (
-                search(
-                    problem.cut_into(placement, Cut.at((0, *inner, problem.model.n_layers))), QUICK
-                ).objective
-                >= bound
-            )
+            cut = problem.cut_into(placement, Cut.at((0, *inner, problem.model.n_layers)))
+            assert search(cut, QUICK).objective >= bound
         except InfeasibleMemory:
             continue
 

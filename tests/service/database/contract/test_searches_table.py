@@ -223,12 +223,8 @@ async def test_an_incumbent_that_does_not_fit_goes_with_its_objective_and_bound(
     assert await table.finished(b.id, b.fence, Outcome.of(a_plan("p"), refusal))
     unrelated = replace(own, lower_bound=0.5, refusal=Refusal("of another", "why"))
     assert await table.progressed(c.id, c.fence, unrelated)
-    records = [await table.get(name) for name in "abc"]
-    assert [(record and (record.objective, record.lower_bound)) for record in records] == [
-        (5.0, 2.0),
-        (3.0, 2.0),
-        (1.0, 1.0),
-    ]
+    records = [await found_in(table, name) for name in "abc"]
+    assert [(record.objective, record.lower_bound) for record in records] == [(5, 2), (3, 2), (1, 1)]
 
 
 async def test_callers_that_submit_at_once_keep_their_limits(database: Database, second: Database) -> None:

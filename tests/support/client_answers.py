@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import httpx
 from zbv_service.client import AgentClient
 
 SEARCH: dict[str, Any] = {
-    "id": "a",
-    "state": "queued",
-    "objective": None,
-    "lower_bound": None,
-    "gap": None,
-    "plan_id": None,
-    "error": None,
-    "method": None,
-    "attempts": 0,
-    "options": {},
-    "created_at": "2026-01-02T03:04:05Z",
+    **dict.fromkeys(("objective", "lower_bound", "gap", "plan_id", "error", "method")),
+    **{"id": "a", "state": "queued", "attempts": 0, "options": {}, "created_at": "2026-01-02T03:04:05Z"},
 }
 Given = httpx.Response | Exception
 Answering = Callable[..., tuple[AgentClient, list[httpx.Request]]]
@@ -40,16 +31,6 @@ def stream(*events: tuple[str, str, dict[str, Any]], cut: str = "") -> httpx.Res
     return httpx.Response(200, text=text + cut, headers={"Content-Type": "text/event-stream; charset=utf-8"})
 
 
-class Chunks(httpx.SyncByteStream):
-    """A body in chunks."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks = chunks
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._chunks
-
-
 def streaming(chunks: Iterable[bytes]) -> httpx.Response:
     """An event stream of these chunks."""
-    return httpx.Response(200, stream=Chunks(chunks), headers={"Content-Type": "text/event-stream"})
+    return httpx.Response(200, content=chunks, headers={"Content-Type": "text/event-stream"})

@@ -17,12 +17,8 @@ Document = dict[str, Any]
 Config = TypeVar("Config", bound=BaseModel)
 
 DEVICE = {
-    "achieved_tflops": 100,
-    "memory_bandwidth": 1000,
-    "tensor_parallel_bandwidth": 100,
-    "tensor_parallel_latency": 5,
-    "link_bandwidth": 50,
-    "link_latency": 7,
+    **{"achieved_tflops": 100, "memory_bandwidth": 1000, "link_bandwidth": 50, "link_latency": 7},
+    **{"tensor_parallel_bandwidth": 100, "tensor_parallel_latency": 5},
 }
 
 
@@ -61,10 +57,9 @@ def estimate_config(model: Transformer, **parallel: Any) -> EstimateConfig:
 
 def parts(model: Transformer, **degrees: Any) -> dict[str, Part]:
     """The parts of a model by name: embedding, attention, mlp or experts, head; of each kind the last one."""
-    built = model
     return {
-        name: half.part(shapes_of(built, kind, Degrees(**degrees), model.microbatch_size))
-        for kind in layer_kinds(built)
+        name: half.part(shapes_of(model, kind, Degrees(**degrees), model.microbatch_size))
+        for kind in layer_kinds(model)
         for name, half in kind.halves
     }
 

@@ -76,6 +76,10 @@ class Arguments(NamedTuple):
         return stages_of(self.question)
 
 
+BY_NAME: dict[str, SearchFunction] = {"solver": solver_search}
+"""The fakes below, and the solver's search for tests that need real plans."""
+
+
 def fake(search: Callable[[Arguments], Plan]) -> SearchFunction:
     """A search function that calls ``search`` with its arguments as one object."""
 
@@ -83,6 +87,7 @@ def fake(search: Callable[[Arguments], Plan]) -> SearchFunction:
     def call(*arguments: Any) -> Plan:
         return search(Arguments(*arguments))
 
+    BY_NAME[search.__name__] = call
     return call
 
 
@@ -214,24 +219,6 @@ class InDirectory:
     def __call__(self, *arguments: Any) -> Any:
         os.environ["ZBV_TEST_DIRECTORY"] = str(self.directory)
         return self.search(*arguments)
-
-
-BY_NAME: dict[str, SearchFunction] = {
-    "immediate": immediate,
-    "honest": honest,
-    "first": first,
-    "held": held,
-    "deaf": deaf,
-    "mute": mute,
-    "greedy": greedy,
-    "dying": dying,
-    "broken": broken,
-    "tight": tight,
-    "contradicted": contradicted,
-    "undercutting": undercutting,
-    "solver": solver_search,
-}
-"""The last one is the solver's search, for tests that need real plans."""
 
 
 class Listener:

@@ -74,9 +74,12 @@ def _fitting_order(problem: Problem, random: Random, weights: dict[str, float]) 
     ranks: list[list[Action]] = [[] for _ in range(problem.pp_degree)]
 
     def change(action: Action) -> float:
-        return float(
-            arrays.delta[LETTERS.index(action.letter), action.stage, arrays.kind_of[action.microbatch]]
-        )
+        kind = arrays.kind_of[action.microbatch]
+        return float(arrays.delta[LETTERS.index(action.letter), action.stage, kind])
+
+    def fits(action: Action) -> bool:
+        rank = rank_of[action.stage]
+        return not exceeds(held[rank] + max(0.0, change(action)), arrays.limit[rank])
 
     while weight_of or min(visits) < 2 * n:
         ready = list(weight_of)
@@ -85,13 +88,7 @@ def _fitting_order(problem: Problem, random: Random, weights: dict[str, float]) 
                 ready.append(Action(at, "F", j))
             elif at < 2 * n:
                 ready += [Action(2 * n - 1 - at, letter, j) for letter in "IB"]
-        fitting = [
-            action
-            for action in ready
-            if not exceeds(
-                held[rank_of[action.stage]] + max(0.0, change(action)), arrays.limit[rank_of[action.stage]]
-            )
-        ]
+        fitting = [*filter(fits, ready)]
         if not fitting:
             return None
         action = random.choices(fitting, [weights[action.letter] for action in fitting])[0]

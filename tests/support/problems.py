@@ -96,16 +96,11 @@ def problems(
         backward_weight=tuple(-float(w) for w in released),
         static=tuple(map(float, draw(st.lists(st.integers(0, 5), min_size=p, max_size=p)))),
     )
+    lags = tuple(unit * lag for lag in draw(st.lists(st.integers(0, 6), min_size=n - 1, max_size=n - 1)))
     return Problem(
         placement=placement,
         microbatches=m,
-        costs=Costs(
-            forward,
-            inputs,
-            weights,
-            tuple(unit * lag for lag in draw(st.lists(st.integers(0, 6), min_size=n - 1, max_size=n - 1))),
-            backward,
-        ),
+        costs=Costs(forward, inputs, weights, lags, backward),
         memory=memory,
         objective=objective or draw(st.sampled_from(["span", "makespan"])),  # type: ignore[arg-type]
     )
@@ -182,16 +177,11 @@ def rough_problems(draw: st.DrawFn, *, max_p: int = 3, max_m: int = 4) -> Proble
     held = per_stage(st.one_of(st.just(0.0), decades()))
     released = [amount * draw(st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 1.0, 1.2])) for amount in held]
     leak = draw(st.sampled_from([0.0, 0.0, 1e-16, 9e-10, -9e-10]))
+    lags = per_stage(cost, n - 1) if draw(st.booleans()) else (0.0,) * (n - 1)
     problem = Problem(
         placement=placement,
         microbatches=draw(st.integers(1, max_m)),
-        costs=Costs(
-            per_stage(cost),
-            inputs,
-            weights,
-            per_stage(cost, n - 1) if draw(st.booleans()) else (0.0,) * (n - 1),
-            backward,
-        ),
+        costs=Costs(per_stage(cost), inputs, weights, lags, backward),
         memory=Memory(
             forward=held,
             backward_input=tuple(w - f for f, w in zip(held, released, strict=True)),
@@ -205,9 +195,8 @@ def rough_problems(draw: st.DrawFn, *, max_p: int = 3, max_m: int = 4) -> Proble
     if draw(st.booleans()):
         return problem
     room = per_stage(st.sampled_from([0.0, 0.0, 1e-12, 0.5, 2.0, 30.0]), p)
-    return limited(
-        problem, tuple(need * share for need, share in zip(problem.smallest_limit, room, strict=True))
-    )
+    extra = (need * share for need, share in zip(problem.smallest_limit, room, strict=True))
+    return limited(problem, tuple(extra))
 
 
 def in_other_units(problem: Problem, time: float, memory: float) -> Problem:
@@ -236,13 +225,11 @@ def with_copies(draw: st.DrawFn) -> Problem:
     problem = draw(problems(max_p=3, max_m=4, kinds=("v", "loop", "single")))
     out, back, moved = draw(st.tuples(_SHARES, _SHARES, _SHARES))
     costs = problem.costs
+    host = tuple(draw(_SHARES) * each for each in problem.without_copies().smallest_limit)
     copies = Copies(
         tuple(4 * out * each for each in costs.forward),
         tuple(4 * back * each for each in costs.backward_input),
         tuple(moved * each for each in problem.memory.forward),
-        draw(
-            st.none()
-            | st.just(tuple(draw(_SHARES) * each for each in problem.without_copies().smallest_limit))
-        ),
+        draw(st.none() | st.just(host)),
     )
     return replace(problem, copies=copies)

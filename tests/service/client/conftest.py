@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.client_answers import Answering, Chunks, Given
+from support.client_answers import Answering, Given
 from zbv_service.client import AgentClient, Retries
 
 AT_ONCE = Retries(count=2, first=0.0, longest=0.0)
@@ -37,7 +37,7 @@ def answering(connect: Callable[..., AgentClient]) -> Answering:
             if isinstance(given, Exception):
                 raise given
             # A copy, because a response can be read once; a stream, because the network sends one.
-            return httpx.Response(given.status_code, headers=given.headers, stream=Chunks([given.content]))
+            return httpx.Response(given.status_code, headers=given.headers, content=iter([given.content]))
 
         return connect(answer, **options), requests
 

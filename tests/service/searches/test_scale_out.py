@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from support.dask_cluster import MODULES, DaskCluster
 from support.databases import PostgresDatabases
 from support.fake_kinds import ranking
 from support.fake_searches import orders_of
-from support.processes import wait_until
+from support.forked_ranks import SERVICES, ForkedProcess, fork_module
+from support.processes import wait_for_line, wait_until
 from support.served import PATH, Served, begun, owner_of, start_services, stored
 from support.serving import DEADLINE, PROBLEM
 from zbv_service.client import Client, Search
@@ -25,6 +25,7 @@ from zbv_service.documents.problems import unpack
 from zbv_solver.problem.reading import parse_problem
 from zbv_solver.search.assemble import make_plan
 from zbv_solver.verify.verifier import verify
+from zbv_worker.host.local_ranks import free_port
 
 LAYOUTS: dict[str, Any] = {
     "model": {"presets": ["llama-3.1-8b"]},
@@ -33,20 +34,45 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
+SCHEDULER, WORKER = "distributed.cli.dask_scheduler", "distributed.cli.dask_worker"
+MODULES = (*SERVICES, SCHEDULER, WORKER, "zbv_service.searches.executors.cluster.executor")
+"""What services, schedulers and workers import: the same process forks all of them."""
+
+
 class Site:
-    """Services that share one database and one cluster."""
+    """Services that share one database and one Dask cluster, whose processes end with the stack."""
 
     def __init__(self, folder: Path, database: str, stack: ExitStack):
-        self.database = database
-        # Services, the scheduler and workers import the searches from there.
-        self.cluster = DaskCluster(folder, {**os.environ, "PYTHONPATH": PATH})
-        stack.callback(self.cluster.close)
-        self.scheduler = self.cluster.start_scheduler()
-        self.workers = [self.cluster.start_worker() for _ in range(2)]
-        executor = self.cluster.address.replace("tcp:", "dask:")
+        self.folder, self.database, self.stack = folder, database, stack
+        self.port, self.started = free_port(), 0
+        self.scheduler = self.start_scheduler()
+        self.workers = [self.start_worker() for _ in range(2)]
+        executor = f"dask://127.0.0.1:{self.port}"
         settings = {"ZBV_AUTH": "none", "ZBV_DATABASE": database, "ZBV_EXECUTOR": executor}
         times = {"ZBV_LEASE_SECONDS": "6.0", "ZBV_HEARTBEAT_SECONDS": "0.5"}
         self.services = start_services(stack, folder, 2, variables=settings | times, modules=MODULES)
+
+    def start_scheduler(self) -> ForkedProcess:
+        """Start a scheduler; later ones use the same port."""
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
+        process, log = self._start(SCHEDULER, *address, "--no-dashboard", "--no-show")
+        wait_for_line(process, log, r"Scheduler at:\s+(tcp://\S+)")
+        return process
+
+    def start_worker(self) -> ForkedProcess:
+        """Start a worker for one search at a time, without waiting for it."""
+        options = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--death-timeout", str(DEADLINE))
+        folder = ("--local-directory", str(self.folder))
+        return self._start(WORKER, f"tcp://127.0.0.1:{self.port}", *options, *folder)[0]
+
+    def _start(self, module: str, *arguments: str) -> tuple[ForkedProcess, Path]:
+        self.started += 1
+        log = self.folder / f"{module}-{self.started}.log"
+        # Services, the scheduler and workers import the searches from there.
+        process = fork_module(module, arguments, {**os.environ, "PYTHONPATH": PATH}, log, MODULES)
+        self.stack.callback(process.wait, DEADLINE)
+        self.stack.callback(process.kill)
+        return process, log
 
     def owner(self, search: Search) -> Served:
         """The service that has leased a search."""
@@ -128,8 +154,8 @@ def test_killing_scheduler_worker_and_service_in_mid_search_loses_nothing(site: 
     wait_until(lambda: lost in readiness(first).text, "the loss of the scheduler")
     wait_until(lambda: states() == ["queued", "queued"], "the queue")
     assert site.crashes(*before) == 0
-    site.cluster.start_scheduler()
-    site.workers = [site.cluster.start_worker() for _ in range(2)]
+    site.start_scheduler()
+    site.workers = [site.start_worker() for _ in range(2)]
     wait_until(lambda: states() == ["running", "running"], "the searches' return")
 
     # A service: the other one takes over its searches. A worker, and with it the search that it computes.
